@@ -1,0 +1,33 @@
+# Everything runs from .venv, which `make setup` makes from constraints.txt.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+PACKAGES = packages/common packages/data packages/ckpt packages/trainer packages/eval cli
+
+.PHONY: setup demo test lint clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(VENV)/.done  ## make the environment: torch first and alone, then the rest, all at pinned versions
+
+$(VENV)/.done: constraints.txt $(addsuffix /pyproject.toml,$(PACKAGES))
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -r requirements-dev.txt
+	touch $@
+
+demo: $(VENV)/.done  ## text -> tokens -> trained model -> HuggingFace folder -> score, on this machine, without network
+	$(BIN)/mega demo
+
+test: $(VENV)/.done  ## every test that this machine can run
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.done  ## style, types, and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:  ## remove the environment and everything made
+	rm -rf $(VENV) runs demo .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""The small leaf that every package of mega stands on: errors, configuration, files, log. Imports no torch."""

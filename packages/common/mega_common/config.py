@@ -1,0 +1,215 @@
+"""Strict configuration: unknown keys are refused, every problem is told at once, with its value and a way out.
+
+A configuration is a tree of `Config` models. `parse` checks a plain mapping (from YAML, say) against it and raises one
+`ConfigError` that lists all problems; `apply_overrides` puts `--set a.b=c` on top of a mapping before that.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mega_common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration: where, what stands there, the rule it breaks, and a way out."""
+
+    path: str
+    rule: str
+    value: object = None
+    hint: str = ""
+
+    def __str__(self) -> str:
+        shown = "" if self.value is None else f" = {self.value!r}"
+        return f"{self.path or '(whole file)'}{shown}: {self.rule}" + (f" -> {self.hint}" if self.hint else "")
+
+
+class Config(BaseModel):
+    """Base of every configuration section. Frozen; unknown keys are errors.
+
+    Rules between fields go into `problems`, which is asked after the fields themselves are valid; all sections are
+    asked before anything is raised, so a user sees every problem in one run.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what is wrong between fields. Paths are relative to this section."""
+        return iter(())
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], *, source: str = "configuration") -> Self:
+        """Check `raw` and build the configuration.
+
+        Raises:
+            ConfigError: with every problem found, one a line.
+        """
+        found = list(_problems_of(cls, raw))
+        if found:
+            raise_problems(found, source)
+        return cls.model_validate(raw)
+
+
+def raise_problems(found: Sequence[Problem], source: str) -> None:
+    """Raise one `ConfigError` that lists `found`."""
+    count = f"{len(found)} problem" + ("s" if len(found) != 1 else "")
+    raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in found))
+
+
+def _problems_of(cls: type[Config], raw: Mapping[str, Any]) -> Iterator[Problem]:
+    """Field errors of the whole tree, then the rules of each section that is valid by itself."""
+    try:
+        yield from _rule_problems(cls.model_validate(raw), "")
+        return
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            yield _field_problem(cls, detail)
+    for name, field in cls.model_fields.items():
+        section = _section_type(field.annotation)
+        inner = raw.get(field.alias or name) if isinstance(raw, Mapping) else None
+        if section is not None and isinstance(inner, Mapping):
+            try:
+                valid = section.model_validate(inner)
+            except ValidationError:
+                continue
+            yield from _rule_problems(valid, field.alias or name)
+
+
+def _rule_problems(config: Config, path: str) -> Iterator[Problem]:
+    for problem in config.problems():
+        yield replace(problem, path=f"{path}.{problem.path}".strip("."))
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        for index, item in enumerate(value) if isinstance(value, list | tuple) else [(None, value)]:
+            if isinstance(item, Config):
+                label = (field.alias or name) + ("" if index is None else f".{index}")
+                yield from _rule_problems(item, f"{path}.{label}".strip("."))
+
+
+def _section_type(annotation: object) -> type[Config] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Config):
+            return candidate
+    return None
+
+
+def _field_problem(cls: type[Config], detail: Mapping[str, Any]) -> Problem:
+    location = [str(part) for part in detail["loc"]]
+    path, value = ".".join(location), detail.get("input")
+    if detail["type"] == "extra_forbidden":
+        known = _keys_at(cls, location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+        return Problem(path, "unknown key", hint=hint)
+    if detail["type"] == "missing":
+        return Problem(path, "required, but not given")
+    rule = str(detail["msg"]).removeprefix("Value error, ")
+    return Problem(path, rule[:1].lower() + rule[1:], value if not isinstance(value, Mapping) else None)
+
+
+def _keys_at(cls: type[Config], location: Sequence[str]) -> list[str]:
+    for part in location:
+        match = next((f for n, f in cls.model_fields.items() if part in (n, f.alias)), None)
+        section = _section_type(match.annotation) if match else None
+        if section is not None:
+            cls = section
+    return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without surprises: a key given twice is an error rather than the last one winning, and 3e-4 is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping.
+
+    Raises:
+        ConfigError: when the file is missing, is not YAML, repeats a key or is not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    try:
+        raw = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected keys with values, found {type(raw).__name__}")
+    return raw
+
+
+def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of `raw` with each `a.b=value` set; values are read as YAML, sections are made when missing.
+
+    A number as a part of the path is an index into a list: `data.train.0.weight=0.5`.
+
+    Raises:
+        ConfigError: when an override is not of that form or goes through a value that is not a section.
+    """
+    result: dict[str, Any] = _copy(raw)
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"--set {override}: expected the form a.b=value")
+        try:
+            value = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        except yaml.YAMLError:
+            value = text
+        node: Any = result
+        *parents, last = path.split(".")
+        for part in parents:
+            node = _child(node, part, override)
+        _assign(node, last, value, override)
+    return result
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _child(node: Any, part: str, override: str) -> Any:
+    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+        return node[int(part)]
+    if isinstance(node, dict):
+        if not isinstance(node.get(part), dict | list):
+            if node.get(part) is not None:
+                raise ConfigError(f"--set {override}: {part!r} is a value, not a section")
+            node[part] = {}
+        return node[part]
+    raise ConfigError(f"--set {override}: no section {part!r}")
+
+
+def _assign(node: Any, part: str, value: object, override: str) -> None:
+    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+        node[int(part)] = value
+    elif isinstance(node, dict):
+        node[part] = value
+    else:
+        raise ConfigError(f"--set {override}: no place {part!r}")
+
+
+def json_schema(cls: type[Config]) -> dict[str, Any]:
+    """The JSON schema of a configuration, for editors that complete and check YAML."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema(by_alias=True)}

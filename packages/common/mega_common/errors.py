@@ -1,0 +1,55 @@
+"""The errors a user can meet, as one family.
+
+Every `MegaError` prints as one readable message. `exit_status` follows the convention of the command line: 2 for a
+mistake of the user's, 1 for a failure of ours (or of the machine's).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MegaError(Exception):
+    """Base of the family: a sentence that names what is wrong, and optionally a way out."""
+
+    exit_status: ClassVar[int] = 2
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        self.message = message
+        self.hint = hint
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process borders (workers, ranks); keyword-only arguments do not survive the default pickling.
+        return _rebuild, (type(self), self.message, self.hint)
+
+
+def _rebuild(kind: type[MegaError], message: str, hint: str | None) -> MegaError:
+    error = kind.__new__(kind)
+    MegaError.__init__(error, message, hint=hint)
+    return error
+
+
+class ConfigError(MegaError):
+    """A configuration that cannot be used: unknown keys, bad values, rules that contradict."""
+
+
+class DataError(MegaError):
+    """An input text, token file or tokenizer that cannot be used."""
+
+
+class CheckpointError(MegaError):
+    """A checkpoint that is missing, incomplete, corrupt, foreign or of another model."""
+
+
+class MissingPackageError(MegaError):
+    """A command needs a package or an extra that is not installed."""
+
+
+class TrainingError(MegaError):
+    """Training cannot go on: a loss that is not a number, a lost rank, a device out of memory."""
+
+    exit_status: ClassVar[int] = 1

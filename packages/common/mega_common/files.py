@@ -1,0 +1,58 @@
+"""Files that are either whole or absent: write beside, fsync, rename, fsync the folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable: a rename survives a power cut only after this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
+    """Open a temporary neighbour of `path` for writing; on leaving without an error it becomes `path`.
+
+    After an error, or a kill, `path` is what it was before. The temporary name begins with a dot and ends in `.tmp`,
+    so that no reader takes it for the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+    try:
+        with open(temporary, "w" if text else "wb", encoding="utf-8" if text else None) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` atomically as indented JSON. NaN and infinities are refused: they are not JSON."""
+    with atomic_file(path, text=True) as stream:
+        json.dump(value, stream, indent=1, allow_nan=False)
+        stream.write("\n")
+
+
+def sha256_file(path: Path, *, chunk: int = 1 << 22) -> str:
+    """Hex SHA-256 of a whole file, read in pieces of `chunk` bytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(chunk):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Evaluation and inference of mega and HuggingFace checkpoints."""
