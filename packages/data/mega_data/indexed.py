@@ -210,7 +210,8 @@ class IndexedReader:
         self.document_index = np.frombuffer(raw, "<i8", bounds, at + 12 * sequences)
         size = self._bin.stat().st_size
         self._check_index(size)
-        self.tokens: Tokens = np.memmap(self._bin, self.dtype, "r") if size else np.empty(0, self.dtype)
+        mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if size else np.empty(0, self.dtype)
+        self.tokens: Tokens = np.asarray(mapped)  # a plain array: slices of a memmap are slower
         self.num_tokens = size // self.dtype.itemsize
 
     def _nearby(self) -> str | None:
