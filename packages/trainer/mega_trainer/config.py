@@ -121,6 +121,15 @@ class RunConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     output: str = "runs/default"
 
+    def data_parallel(self, world_size: int) -> int:
+        """Data-parallel ranks in a world of that size; the rules were checked by `check_ranks`."""
+        parallel = self.parallel
+        return world_size // (parallel.tp * parallel.pp * parallel.cp)
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether something done `every` steps (0: only at the end) is due after `step`."""
+        return step == self.train.steps or bool(every and step % every == 0)
+
     def problems(self) -> Iterator[Problem]:
         """Rules between sections."""
         model, data, parallel = self.model, self.data, self.parallel

@@ -21,6 +21,7 @@ from mega_trainer.guard import Guard
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel.param import info_of
+from mega_trainer.step import StepResult
 
 
 @dataclass
@@ -38,6 +39,16 @@ class TrainState:
     guard: Guard
     step: int = 0
     consumed_samples: int = 0
+
+    def advance(self, result: StepResult) -> None:
+        """Count a finished step, and let the guard judge its numbers.
+
+        Raises:
+            TrainingError: when the run's policy says stop.
+        """
+        self.step += 1
+        self.consumed_samples += self.config.batch.global_
+        self.guard.check(self.step, result)
 
     def tensors(self) -> dict[str, Sharded]:
         """All tensors of a checkpoint as this rank's boxes, views of what training uses."""
@@ -91,32 +102,36 @@ class Saver:
     Leaving the `with` block waits for a save under way; its errors are raised there, or at the next save.
     """
 
-    def __init__(self, config: RunConfig, group: dist.ProcessGroup | None, *, assets: Path | None) -> None:
-        self.root = Path(config.output) / "checkpoints"
-        self._config, self._group, self._assets = config.checkpoint, group, assets
-        self._async = AsyncSaver() if config.checkpoint.async_ else None
+    def __init__(self, config: RunConfig) -> None:
+        self.root, self._config = Path(config.output) / "checkpoints", config
+        self._background = AsyncSaver() if config.checkpoint.async_ else None
 
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._async is not None:
-            self._async.close()
+    def __exit__(self, *error: object) -> None:
+        if self._background is not None:
+            self._background.__exit__(*error)
+        self._retain()
 
     def save(self, state: TrainState) -> None:
         """Save `state`; training may go on as soon as this returns."""
-        write = save if self._async is None else self._async.start
+        write = save if self._background is None else self._background.start
+        assets = Path(self._config.output) / "assets"
         write(
             self.root,
             state.step,
             state.tensors(),
-            model=state.config.model,
+            model=self._config.model,
             state=state.numbers(),
-            assets=self._assets,
-            group=self._group,
+            assets=assets if assets.exists() else None,
         )
-        if self._group is None or dist.get_rank(self._group) == 0:
-            retain(self.root, keep=self._config.keep, keep_every=self._config.keep_every)
+        self._retain()
+
+    def _retain(self) -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            settings = self._config.checkpoint
+            retain(self.root, keep=settings.keep, keep_every=settings.keep_every)
 
 
 def starting_point(config: RunConfig) -> Path | None:
