@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from mega_common.errors import CheckpointError
 from mega_common.files import fsync_folder
 from mega_common.log import ProgressBar
 
-Target = Literal["hf", "mega"]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Advance = Callable[[int], object]
 
@@ -47,7 +45,7 @@ class Options:
 def convert(
     source: str | Path,
     destination: str | Path,
-    to: Target,
+    to: str,
     *,
     options: Options = Options(),
     verify: bool = False,
@@ -58,7 +56,7 @@ def convert(
     Args:
         source: a mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.
         destination: the folder to make: a HuggingFace folder, or a mega checkpoint.
-        to: the format.
+        to: the format: "hf" or "mega".
         options: what to change on the way.
         verify: read the output back and compare every element before it gets its name.
         overwrite: replace `destination`, once the new one is complete.
@@ -67,8 +65,8 @@ def convert(
         CheckpointError: when the source cannot be used, the target format cannot express the model, or `destination`
             exists and `overwrite` is not given. Nothing is left behind then.
     """
-    if to not in get_args(Target):
-        raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(get_args(Target))}")
+    if to not in _WRITERS:
+        raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(_WRITERS)}")
     final = Path(os.path.abspath(destination))
     if final.exists() and not overwrite:
         raise CheckpointError(f"{destination}: exists already", hint="choose another folder, or overwrite it")
@@ -113,7 +111,7 @@ def _write_mega(source: Source, folder: Path, options: Options) -> None:
         write_checkpoint(folder, slabs, resolve, model=source.model, assets=source.assets())
 
 
-_WRITERS: dict[Target, Callable[[Source, Path, Options], None]] = {"hf": _write_hf, "mega": _write_mega}
+_WRITERS: Mapping[str, Callable[[Source, Path, Options], None]] = {"hf": _write_hf, "mega": _write_mega}
 
 
 def _block(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

@@ -6,6 +6,7 @@ Legend: V vocabulary, D model width, F feed-forward width, E experts, P position
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from mega_ckpt.pieces import Shape
 from mega_common.model_config import ModelConfig
@@ -34,6 +35,12 @@ def tensors_of(config: ModelConfig) -> Tensors:
 def num_parameters(config: ModelConfig) -> int:
     """Number of parameters; tied embeddings count once."""
     return sum(map(math.prod, tensors_of(config).values()))
+
+
+def some(names: Iterable[str]) -> str:
+    """The first of some names and the number of the others, for a message."""
+    first, *others = sorted(names)
+    return first + (f" (and {len(others)} more)" if others else "")
 
 
 def _layer(config: ModelConfig) -> Tensors:

@@ -6,15 +6,16 @@ A `Source` speaks of canonical tensors only, and reads no more of a file than wh
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mega_ckpt.formats.hf import HfSource
-from mega_ckpt.names import tensors_of
+from mega_ckpt.formats.hf import CONFIG, HfSource
+from mega_ckpt.manifest import MANIFEST
+from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Shape, Sharded
 from mega_ckpt.store import Checkpoint, latest
 from mega_common.errors import CheckpointError
@@ -101,6 +102,8 @@ class MegaSource:
 
 def _checked(model: ModelConfig, held: Mapping[str, Shape], folder: Path) -> Sequence[str]:
     """The canonical names of `model`, when `held` are exactly its tensors."""
+    if model.num_layers > len(held):
+        raise CheckpointError(f"{folder}: {model.num_layers} layers, but only {len(held)} tensors of weights")
     expected = tensors_of(model)
     for what, names in (
         ("has no tensor", expected.keys() - held.keys()),
@@ -114,12 +117,6 @@ def _checked(model: ModelConfig, held: Mapping[str, Shape], folder: Path) -> Seq
     return list(expected)
 
 
-def some(names: Iterable[str]) -> str:
-    """The first few of some names, for a message."""
-    first, *others = sorted(names)
-    return first + (f" (and {len(others)} more)" if others else "")
-
-
 def open_source(path: str | Path) -> Source:
     """Open what lies at `path`: a checkpoint of mega, a run folder (its newest checkpoint), or a HuggingFace folder.
 
@@ -130,15 +127,24 @@ def open_source(path: str | Path) -> Source:
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "no such folder"
         raise CheckpointError(f"{folder}: {what}", hint="give a mega checkpoint, a run folder or a HuggingFace folder")
-    if (folder / "manifest.json").is_file():
-        return MegaSource(Checkpoint.open(folder))
-    for root in (folder / "checkpoints", folder):
-        newest = latest(root) if root.is_dir() else None
-        if newest is not None:
-            return MegaSource(Checkpoint.open(newest))
-    if any((folder / name).exists() for name in ("checkpoints", "run.yaml")):
+    found = _checkpoint_in(folder)
+    if found is not None:
+        return MegaSource(Checkpoint.open(found))
+    is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
+    if is_run and not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder}: a run folder without a complete checkpoint")
     return HfSource(folder)
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """The mega checkpoint at `path`, or the newest one of the run there; else `path`, which is then none."""
+    return _checkpoint_in(path) or path
+
+
+def _checkpoint_in(folder: Path) -> Path | None:
+    if (folder / MANIFEST).is_file():
+        return folder
+    return latest(folder / "checkpoints") or latest(folder)
 
 
 def load_weights(source: Source, tensors: Mapping[str, Sharded]) -> None:
@@ -172,7 +178,7 @@ def put_file(path: Path, content: Path | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, Path):
         content = content.read_bytes()
-    with open(path, "xb") as stream:
+    with open(path, "wb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())

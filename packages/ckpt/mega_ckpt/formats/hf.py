@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from mega_ckpt.families import Family, family_of
 from mega_ckpt.families.layouts import DiskTensor, Slab
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile
-from mega_ckpt.names import tensors_of
+from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Box, Shape, copy_overlap
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -137,11 +137,11 @@ def checked_table(
     table = family.table(model, held)
     missing = table.keys() - held.keys()
     if missing:
-        raise CheckpointError(f"{source}: the tensor {_some(missing)} is missing")
+        raise CheckpointError(f"{source}: the tensor {some(missing)} is missing")
     unknown = {name for name in held.keys() - table.keys() if not family.is_buffer(name)}
     if unknown:
         raise CheckpointError(
-            f"{source}: the tensor {_some(unknown)} is not one of a {family.name} model with this {CONFIG}",
+            f"{source}: the tensor {some(unknown)} is not one of a {family.name} model with this {CONFIG}",
             hint="a tensor that is not understood is refused rather than dropped",
         )
     for name, disk in table.items():
@@ -247,8 +247,3 @@ def decode_layout(content: bytes) -> dict[str, Header]:
 
 def _travels(path: Path) -> bool:
     return path.is_file() and not path.name.endswith(_WEIGHTS) and path.name != LAYOUT
-
-
-def _some(names: Iterable[str]) -> str:
-    first, *others = sorted(names)
-    return first + (f" (and {len(others)} more)" if others else "")
