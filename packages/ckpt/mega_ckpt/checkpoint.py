@@ -31,6 +31,8 @@ class Checkpoint:
             for chunk in tensor.chunks:
                 slab = Slab(key, DTYPES[tensor.dtype], tensor.shape, chunk.offset, chunk.shape)
                 self._layout[chunk.file].append((chunk, slab))
+        for held in self._layout.values():
+            held.sort(key=lambda pair: (pair[0].begin, pair[0].end, pair[1].order))
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True) -> Checkpoint:
@@ -39,10 +41,20 @@ class Checkpoint:
         Raises:
             CheckpointError: when `folder` is not a complete checkpoint.
         """
-        manifest = Manifest.read(folder)
-        for name, entry in manifest.files.items():
-            check_size(folder, name, entry)
-        return cls(folder, manifest, verify=verify)
+        checkpoint = cls(folder, Manifest.read(folder), verify=verify)
+        for name in checkpoint.manifest.files:
+            checkpoint.check_file(name)
+        return checkpoint
+
+    def check_file(self, name: str) -> None:
+        """Check that a file is there, is a plain one, and has its full length.
+
+        Raises:
+            CheckpointError: when not, naming what the file holds.
+        """
+        check_size(
+            self.folder, name, self.manifest.files[name], list(dict.fromkeys(key for key, _ in self.chunks_in(name)))
+        )
 
     @property
     def step(self) -> int:
@@ -112,11 +124,16 @@ class Checkpoint:
         self._verified.add((chunk.file, chunk.begin))
         return view
 
+    def chunks_in(self, name: str) -> list[tuple[str, Chunk]]:
+        """The chunks that a file holds, in its order, with the keys of their tensors."""
+        return [(slab.key, chunk) for chunk, slab in self._layout[name]]
+
     def _shard(self, name: str) -> Shard:
         if name not in self._shards:
-            held = sorted(self._layout[name], key=lambda pair: (pair[0].begin, pair[0].end, pair[1].order))
-            slabs = [slab for _, slab in held]
-            self._shards[name] = Shard(self.folder, name, self.manifest.files[name], slabs, held[0][0].begin)
+            self.check_file(name)
+            held = self._layout[name]
+            first_byte, slabs = held[0][0].begin, [slab for _, slab in held]
+            self._shards[name] = Shard(self.folder / name, self.manifest.files[name].bytes, slabs, first_byte)
         return self._shards[name]
 
 

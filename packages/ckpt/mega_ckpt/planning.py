@@ -38,7 +38,7 @@ from torch.futures import Future
 
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, Chunk, FileEntry, tiles
-from mega_ckpt.pieces import Box, Shape, Sharded
+from mega_ckpt.pieces import Box, Shape, Sharded, cut
 from mega_ckpt.shards import Slab, write_shards
 from mega_common.errors import CheckpointError
 
@@ -54,7 +54,7 @@ class Held:
     def __init__(self, key: str, sharded: Sharded, slab_bytes: int | None = None) -> None:
         boxes = [Box(box.offset, box.tensor.detach()) for box in sharded.boxes if box.tensor.numel()]
         if slab_bytes is not None:
-            boxes = [slab for box in boxes for slab in _cut(box, slab_bytes)]
+            boxes = [slab for box in boxes for slab in _slabs(box, slab_bytes)]
             # An empty tensor has no box with elements, but has a place in the checkpoint.
             boxes = boxes or sharded.boxes[:1]
         self.key, self.shape, self.boxes = key, torch.Size(sharded.shape), boxes
@@ -88,17 +88,10 @@ def _chunk_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=box.tensor.shape)
 
 
-def _cut(box: Box, max_bytes: int) -> Iterator[Box]:
-    """Cut a box across its first axis, then the next, until no part is larger than `max_bytes`."""
-    axis = next((axis for axis, n in enumerate(box.tensor.shape) if n > 1), None)
-    if axis is None or box.tensor.nbytes <= max_bytes:
-        yield box
-        return
-    rows = max(1, max_bytes * box.tensor.shape[axis] // box.tensor.nbytes)
-    for start in range(0, box.tensor.shape[axis], rows):
-        part = box.tensor.narrow(axis, start, min(rows, box.tensor.shape[axis] - start))
-        offset = (*box.offset[:axis], box.offset[axis] + start, *box.offset[axis + 1 :])
-        yield from _cut(Box(offset, part), max_bytes)
+def _slabs(box: Box, max_bytes: int) -> Iterator[Box]:
+    for start, shape in cut(tuple(box.tensor.shape), max_bytes // box.tensor.element_size()):
+        part = box.tensor[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+        yield Box(tuple(o + s for o, s in zip(box.offset, start, strict=True)), part)
 
 
 class Saving(DefaultSavePlanner):

@@ -142,16 +142,16 @@ def _groups(slabs: Sequence[Slab], max_bytes: int) -> Iterator[list[Slab]]:
 
 
 class Shard:
-    """A shard that was written before, mapped into memory: only the bytes that are used are read."""
+    """A shard that was written before, `size` bytes long, mapped into memory: only the bytes that are used are read."""
 
-    def __init__(self, folder: Path, name: str, entry: FileEntry, slabs: Sequence[Slab], first_byte: int) -> None:
-        self.path = folder / name
-        check_size(folder, name, entry)
+    def __init__(self, path: Path, size: int, slabs: Sequence[Slab], first_byte: int) -> None:
+        self.path = path
         # shared=False: a private mapping; nothing can write to the file through it.
-        self._data = torch.from_file(str(self.path), shared=False, size=entry.bytes, dtype=torch.uint8)
+        self._data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         expected = header(slabs)
         if len(expected) != first_byte or bytes(raw(self._data[:first_byte])) != expected:
-            raise CheckpointError(f"{self.path}: damaged: its header does not fit the manifest ({_some(slabs)})")
+            held = _some([slab.key for slab in slabs])
+            raise CheckpointError(f"{path}: damaged: its header does not fit the manifest ({held})")
 
     def view(self, key: str, dtype: torch.dtype, chunk: Chunk, *, verify: bool) -> Tensor:
         """The chunk, as a tensor over the mapped file.
@@ -168,20 +168,23 @@ class Shard:
         return data.view(dtype).view(chunk.shape)
 
 
-def check_size(folder: Path, name: str, entry: FileEntry) -> None:
-    """Check that a file is there, is a plain one, and has the length that the manifest says.
+def check_size(folder: Path, name: str, entry: FileEntry, keys: Sequence[str]) -> None:
+    """Check that a file, which holds `keys`, is there, is a plain one, and has the length that the manifest says.
 
     Raises:
         CheckpointError: when not.
     """
+    path = folder / name
     try:
         check_inside(folder, name)
-        size = (folder / name).stat().st_size
+        size = path.stat().st_size
     except FileNotFoundError:
-        raise CheckpointError(f"{folder / name}: missing, though the manifest names it") from None
+        raise CheckpointError(f"{path}: missing, though the manifest names it ({_some(keys)})") from None
     if size != entry.bytes:
-        raise CheckpointError(f"{folder / name}: {size} bytes long, but {entry.bytes} were written")
+        raise CheckpointError(f"{path}: {size} bytes long, but {entry.bytes} were written ({_some(keys)})")
 
 
-def _some(slabs: Sequence[Slab]) -> str:
-    return f"it holds {slabs[0].key}" + (f" and {len(slabs) - 1} more" if len(slabs) > 1 else "")
+def _some(keys: Sequence[str]) -> str:
+    if not keys:
+        return "it holds no tensor"
+    return f"it holds {keys[0]}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
