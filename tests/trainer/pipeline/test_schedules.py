@@ -90,10 +90,10 @@ def run_blocking(ranks: Sequence[Sequence[Op]], owners: Sequence[int], pick: ran
 
 
 @settings(max_examples=150, deadline=None)
-@given(shapes, st.randoms(use_true_random=False))
-def test_every_schedule_runs_to_its_end_with_blocking_messages(shape, pick) -> None:
+@given(shapes, st.integers(0, 9))
+def test_every_schedule_runs_to_its_end_with_blocking_messages(shape, seed) -> None:
     schedule = made(shape)
-    run_blocking(schedule.ranks, schedule.owners, pick)
+    run_blocking(schedule.ranks, schedule.owners, random.Random(seed))
 
 
 @settings(max_examples=100, deadline=None)
