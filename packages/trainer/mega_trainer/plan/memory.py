@@ -97,7 +97,8 @@ def activation_bytes(model: ModelConfig, run: RunShape) -> float:
     if moe:
         dense = moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
         inputs += element * moe.top_k * width + 4 * moe.num_experts
-    split += element * (3 if model.gated else 2) * dense
+    gated = 4 if run.recompute == "none" else 3  # gate, up, their product; torch keeps the activated gate besides
+    split += element * (gated if model.gated else 2) * dense
     return _tokens(run) * (inputs / (run.tp if run.sp else 1) + split / run.tp)
 
 
