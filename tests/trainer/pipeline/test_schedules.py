@@ -158,8 +158,9 @@ def test_the_simulated_bubble_is_the_closed_formula(shape, unit: float) -> None:
         assert simulate(schedule, costs).mean_bubble == pytest.approx(formula, abs=1e-9)
 
 
-def test_zero_bubble_formula_with_cheap_weight_gradients() -> None:
+def test_zero_bubble_formula_with_cheap_and_with_dear_weight_gradients() -> None:
     schedule, costs = made(("zb-h1", 4, 1, 8)), Costs(forward=1, input_grad=1, weight_grad=0.5)
+    assert bubble_formula(schedule, Costs(forward=1, input_grad=1, weight_grad=1.5)) is None
     formula = bubble_formula(schedule, costs)
     assert formula == pytest.approx(4.5 / (20 + 4.5))
     assert simulate(schedule, costs).mean_bubble == pytest.approx(formula)

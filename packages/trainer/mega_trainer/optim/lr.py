@@ -67,7 +67,7 @@ class LRSchedule(Config):
         start, shape = warmup, self.cooldown_shape
         if self.name == "wsd":
             share = self.cooldown_share or 0.1
-            start = end - (self.cooldown_steps * batch if self.cooldown_steps else round(share * end))
+            start = end - (self.cooldown_steps * batch if self.cooldown_steps else max(1, round(share * end)))
         elif self.name in ("cosine", "linear"):
             shape = self.name
         return LRCurve(self.name, shape, lr, self.min_lr, warmup, start, end, root=max(warmup, batch))
