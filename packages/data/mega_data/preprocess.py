@@ -143,11 +143,16 @@ class _Quarantine:
 
     def _keep(self, item: Rejected) -> None:
         self.bad += 1
-        try:
+        record = {"file": item.file, "line": item.line, "reason": item.reason, "content": item.content}
+        with self._refusals():
             if self._file is None:
                 self._file = self._stack.enter_context(atomic_file(self.path, text=True))
-            record = {"file": item.file, "line": item.line, "reason": item.reason, "content": item.content}
             self._file.write(json.dumps(record) + "\n")
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise DataError(f"{self.path}: cannot be written ({error.strerror})") from error
 
@@ -156,17 +161,19 @@ class _Quarantine:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        with self._refusals():
+            self._stack.__exit__(*error)
 
 
 def _batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Batch]:
     """Group documents to about `BATCH` bytes; a long one comes alone, in pieces."""
     batch = Batch()
     for document in documents:
-        if batch.size and batch.size + document.size > BATCH:
+        long = len(document.text) > PIECE
+        if batch.documents and (long or batch.size + document.size > BATCH):
             yield batch
             batch = Batch()
-        if len(document.text) > PIECE:
+        if long:
             yield from _pieces(document, tokenizer)
         else:
             batch.add(document)

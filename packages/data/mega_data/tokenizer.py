@@ -50,7 +50,7 @@ class Tokenizer:
         self.path = _tokenizer_file(Path(path))
         try:
             self.backend = Backend.from_file(str(self.path))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
             raise DataError(f"{self.path}: not a tokenizer.json that `tokenizers` reads ({error})") from None
         # Such files remember the settings of whoever saved them; a corpus cut at 512 tokens would go unnoticed.
         self.backend.no_truncation()
