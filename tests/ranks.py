@@ -120,6 +120,7 @@ def _import(file: str, module: str) -> None:
         parent = ".".join(module.split(".")[:depth])
         sys.modules.setdefault(parent, ModuleType(parent))
     spec = importlib.util.spec_from_file_location(module, file)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     sys.modules[module] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[module])

@@ -59,7 +59,7 @@ def test_what_is_written_is_read() -> None:
     assert Manifest.decode(manifest.encode(), Path("m")) == manifest
     plain = json.loads(manifest.encode())
     assert plain["tensors"]["weights/a"]["chunks"][1]["begin"] == 32
-    assert list(plain)[0] == "checksum"
+    assert next(iter(plain)) == "checksum"
 
 
 def test_every_flipped_bit_and_every_truncation_is_seen() -> None:

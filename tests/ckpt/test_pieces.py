@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -92,7 +93,7 @@ def test_flat_ranges_of_a_fused_projection_make_up_the_same_as_the_tensor(
     ends = [0, *marks, local.numel()]
     ranges = [
         boxes_of_range(local.view(-1)[start:stop], pieces, tuple(local.shape), start)
-        for start, stop in zip(ends, ends[1:], strict=False)
+        for start, stop in itertools.pairwise(ends)
     ]
     together, whole = merge(ranges), boxes_of([(local, pieces)])
     for name in "ab":

@@ -207,7 +207,7 @@ def test_boxes_that_do_not_tile_are_refused(tmp_path: Path, boxes: list[tuple[Sh
 
 
 def test_a_dtype_that_safetensors_has_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="t: a tensor of torch.complex64 cannot be saved"):
+    with pytest.raises(CheckpointError, match=r"t: a tensor of torch\.complex64 cannot be saved"):
         put(tmp_path, 1, {"t": torch.zeros(2, dtype=torch.complex64)})
 
 
