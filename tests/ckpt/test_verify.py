@@ -21,7 +21,7 @@ MODEL = ModelConfig.parse(preset("tiny"))
 
 def put(root: Path, tensors: dict[str, torch.Tensor], *, model: ModelConfig = MODEL, **state: Any) -> Path:
     assets = root.parent / "assets"
-    assets.mkdir(exist_ok=True)
+    assets.mkdir(parents=True, exist_ok=True)
     (assets / "tokenizer.json").write_text("{}")
     whole = {key: Sharded(tuple(t.shape), [Box((0,) * t.dim(), t)]) for key, t in tensors.items()}
     return save(root, 1, whole, model=model, state=state, assets=assets)
