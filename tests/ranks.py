@@ -6,7 +6,7 @@ talk over gloo. The function must be importable (module level), and its argument
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import multiprocessing
 import pickle
@@ -115,12 +115,11 @@ def _failure(error: BaseException) -> bytes:
 
 
 def _import(file: str, module: str) -> None:
-    """Import a test module by its file, under the name that pytest gave it, by which alone it could not be found."""
-    for depth in range(1, module.count(".") + 1):
-        parent = ".".join(module.split(".")[:depth])
-        sys.modules.setdefault(parent, ModuleType(parent))
-    spec = importlib.util.spec_from_file_location(module, file)
-    assert spec
-    assert spec.loader
-    sys.modules[module] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[module])
+    """Import a test module under the name that pytest gave it, by which alone it may not be found."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError:
+        top = ModuleType(module.split(".")[0])
+        top.__path__ = [str(Path(file).parents[module.count(".") - 1])]
+        sys.modules[top.__name__] = top
+        importlib.import_module(module)
