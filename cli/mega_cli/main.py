@@ -10,12 +10,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
-from mega_cli import launch, workflow
+from mega_cli import __version__, launch, workflow
 from mega_cli.fingerprint import STACKS
 from mega_common.errors import MegaError, MissingPackageError
 from mega_common.log import setup_log
@@ -41,7 +40,7 @@ def build_app() -> typer.Typer:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"mega {version('mega-cli')}")
+        print(f"mega {__version__}")
         raise typer.Exit
 
 

@@ -56,7 +56,8 @@ def run(
         _show(told, as_json=as_json, commands=dry_run)
         return
     with locked(base / f".{file.name}.lock") as lock:
-        _run_stages(Runner(workflow, base, state, verify=verify), order, forced, lock)
+        ended = run_stages(Runner(workflow, base, state, verify=verify), order, forced, lock)
+    raise typer.Exit(ended)
 
 
 def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collection[str] = ()) -> Workflow:
@@ -114,14 +115,15 @@ def _show(told: list[Forecast], *, as_json: bool, commands: bool) -> None:
             print(f"{stage.name:{width}}  " + (f"would run: {stage.why}" if stage.run else stage.why))
 
 
-def _run_stages(runner: Runner, order: list[str], forced: set[str], lock: int) -> None:
+def run_stages(runner: Runner, order: list[str], forced: set[str], lock: int) -> int:
+    """Run what must run, up to the first stage that fails, and return its exit status, or 0."""
     for name in order:
         verdict = runner.judge(name, force=name in forced)
         if verdict is None:
             logger.info("%s: up to date", name)
             continue
         logger.info("%s: %s", name, verdict.reason)
-        status = runner.attempt(name, verdict, lock)
-        if status:
-            raise typer.Exit(status)
+        if status := runner.attempt(name, verdict, lock):
+            return status
     runner.save()
+    return 0
