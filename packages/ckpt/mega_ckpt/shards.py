@@ -1,0 +1,190 @@
+"""Shards: safetensors files that are written in one pass, hashed on the way and durable when closed, and read by mapping.
+
+The format is 8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}}, the data
+(https://github.com/huggingface/safetensors). What a header must be follows from the manifest, so a reader of ours never
+parses one: it compares bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+import xxhash
+from torch import Tensor
+
+from mega_ckpt.manifest import DTYPE_NAMES, Chunk, FileEntry, check_inside
+from mega_ckpt.pieces import Shape
+from mega_common.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A chunk-to-be: the box [offset, offset + shape) of the global tensor `key`."""
+
+    key: str
+    dtype: torch.dtype
+    global_shape: Shape
+    offset: Shape
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def order(self) -> tuple[int, str, Shape]:
+        """Place in a file: wide elements first, so that each slab is aligned to its element and can be mapped as it is."""
+        return -self.dtype.itemsize, self.key, self.offset
+
+    @property
+    def label(self) -> str:
+        """The name in the safetensors header: the key, and the slice where it is not the whole tensor."""
+        if self.shape == self.global_shape:
+            return self.key
+        return f"{self.key}[{','.join(f'{o}:{o + n}' for o, n in zip(self.offset, self.shape, strict=True))}]"
+
+
+def header(slabs: Iterable[Slab]) -> bytes:
+    """The safetensors header of a file that holds `slabs` in this order, padded to a multiple of 8 bytes."""
+    entries, position = {}, 0
+    for slab in slabs:
+        entries[slab.label] = {
+            "dtype": DTYPE_NAMES[slab.dtype],
+            "shape": list(slab.shape),
+            "data_offsets": [position, position := position + slab.nbytes],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class NewFile:
+    """A file in the making: never an existing one, hashed while it is written, on the disk when `close` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.bytes = path, 0
+        self._hash = xxhash.xxh3_128()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`."""
+        self._hash.update(data)
+        self.bytes += len(data)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+    def close(self) -> FileEntry:
+        """Flush to the disk; returns what a manifest says of the file."""
+        os.fsync(self._descriptor)
+        return FileEntry(bytes=self.bytes, checksum=self._hash.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order, as a view where it already is contiguous host memory."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+
+
+def write_shards(
+    folder: Path, prefix: str, slabs: Sequence[Slab], resolve: Callable[[Slab], Tensor], max_bytes: int
+) -> Iterator[tuple[list[tuple[Slab, Chunk]], FileEntry]]:
+    """Write `slabs` to files `<prefix>-000.safetensors`, ... of about `max_bytes` at most; yields what each file holds.
+
+    `resolve` is asked for one slab at a time, so one slab of memory suffices where tensors live on a device.
+    """
+    for number, group in enumerate(_groups(sorted(slabs, key=lambda slab: slab.order), max_bytes)):
+        name = f"{prefix}-{number:03d}.safetensors"
+        held = []
+        with NewFile(folder / name) as file:
+            file.write(header(group))
+            for slab in group:
+                data, begin = raw(resolve(slab)), file.bytes
+                file.write(data)
+                chunk = Chunk(
+                    offset=slab.offset,
+                    shape=slab.shape,
+                    file=name,
+                    begin=begin,
+                    end=file.bytes,
+                    checksum=xxhash.xxh3_128_hexdigest(data),
+                )
+                held.append((slab, chunk))
+            entry = file.close()
+        yield held, entry
+
+
+def _groups(slabs: Sequence[Slab], max_bytes: int) -> Iterator[list[Slab]]:
+    group: list[Slab] = []
+    size = 0
+    for slab in slabs:
+        if group and size + slab.nbytes > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append(slab)
+        size += slab.nbytes
+    if group:
+        yield group
+
+
+class Shard:
+    """A shard that was written before, `size` bytes long, mapped into memory: only the bytes that are used are read."""
+
+    def __init__(self, path: Path, size: int, slabs: Sequence[Slab], first_byte: int) -> None:
+        self.path = path
+        # shared=False: a private mapping; nothing can write to the file through it.
+        self._data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        expected = header(slabs)
+        if len(expected) != first_byte or bytes(raw(self._data[:first_byte])) != expected:
+            held = _some([slab.key for slab in slabs])
+            raise CheckpointError(f"{path}: damaged: its header does not fit the manifest ({held})")
+
+    def view(self, key: str, dtype: torch.dtype, chunk: Chunk, *, verify: bool) -> Tensor:
+        """The chunk, as a tensor over the mapped file.
+
+        Raises:
+            CheckpointError: when `verify` and the bytes are not those that were written.
+        """
+        data = self._data[chunk.begin : chunk.end]
+        if verify and xxhash.xxh3_128_hexdigest(raw(data)) != chunk.checksum:
+            raise CheckpointError(
+                f"{self.path}: damaged: the checksum of {key} at {list(chunk.offset)} does not fit",
+                hint="use another checkpoint",
+            )
+        return data.view(dtype).view(chunk.shape)
+
+
+def check_size(folder: Path, name: str, entry: FileEntry, keys: Sequence[str]) -> None:
+    """Check that a file, which holds `keys`, is there, is a plain one, and has the length that the manifest says.
+
+    Raises:
+        CheckpointError: when not.
+    """
+    path = folder / name
+    try:
+        check_inside(folder, name)
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing, though the manifest names it ({_some(keys)})") from None
+    if size != entry.bytes:
+        raise CheckpointError(f"{path}: {size} bytes long, but {entry.bytes} were written ({_some(keys)})")
+
+
+def _some(keys: Sequence[str]) -> str:
+    if not keys:
+        return "it holds no tensor"
+    return f"it holds {keys[0]}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
