@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
 
 from mega_common.config import Config, Problem, apply_overrides, load_yaml
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_data.config import DataConfig
-from pydantic import Field, PositiveInt
-
-from mega_trainer.optim.lr import LRSchedule
+from mega_trainer.optim.lr import LRCurve, LRSchedule
 
 
 class ParallelConfig(Config):
@@ -126,6 +127,10 @@ class RunConfig(Config):
         parallel = self.parallel
         return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
+    def lr_curve(self) -> LRCurve:
+        """The learning rate as a function of consumed samples."""
+        return self.lr_schedule.curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_)
+
     def due(self, step: int, every: int) -> bool:
         """Whether something done `every` steps (0: only at the end) is due after `step`."""
         return step == self.train.steps or bool(every and step % every == 0)
@@ -140,6 +145,10 @@ class RunConfig(Config):
         for axis in ("tp", "pp", "cp", "ep", "virtual_stages"):
             if getattr(parallel, axis) > 1:
                 yield Problem(f"parallel.{axis}", "only 1 is possible yet", getattr(parallel, axis))
+        for problem in self.lr_schedule.run_problems(
+            lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_
+        ):
+            yield replace(problem, path=f"lr_schedule.{problem.path}")
         if self.batch.global_ % self.batch.micro:
             yield Problem("batch.global", f"must be a multiple of batch.micro = {self.batch.micro}", self.batch.global_)
 
