@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from mega_cli import __version__, launch, workflow
+from mega_cli import __version__, ckpt, launch, train, workflow
 from mega_cli.fingerprint import STACKS
 from mega_common.errors import MegaError, MissingPackageError
 from mega_common.log import setup_log
@@ -33,7 +33,9 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    app.command("run")(workflow.run)
+    app.add_typer(ckpt.app, name="ckpt")
+    app.command("train", epilog=train.EXAMPLES)(train.train_command)
+    app.command("run", epilog=workflow.EXAMPLES)(workflow.run)
     app.add_typer(launch.app, name="launch")
     return app
 

@@ -121,7 +121,7 @@ class Runner:
             if not any(expand(self.base, [pattern])):
                 raise WorkflowError(f"{self.base / pattern}: a stage reads this, but there is no such file")
         made = [output for need in stage.needs for output in self.workflow.stages[need].outputs]
-        return self.digests.of([*stage.inputs, *stage.arguments_that_exist(self.base), *made])
+        return self.digests.of([*stage.inputs, *stage.read_arguments(self.base), *made])
 
     def attempt(self, name: str, verdict: Verdict, lock: int) -> int:
         """Run a stage and return the exit status to end with: 0 when it is done.

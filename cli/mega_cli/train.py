@@ -35,6 +35,7 @@ def train_command(
     import json
 
     import yaml
+
     from mega_common.config import json_schema
     from mega_common.errors import ConfigError
     from mega_common.log import setup_log

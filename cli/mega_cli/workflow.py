@@ -16,6 +16,17 @@ from mega_cli.workflow_config import Workflow, command_problems, nearest
 from mega_common.config import Problem, apply_overrides, load_yaml, raise_problems
 from mega_common.log import logger
 
+EXAMPLES = """Examples:
+
+  mega run workflow.yaml
+
+  mega run workflow.yaml --status
+
+  mega run workflow.yaml --until train --set stages.tokens.with.workers=8
+
+  mega run workflow.yaml --force eval
+"""
+
 
 def run(
     context: typer.Context,
@@ -35,16 +46,6 @@ def run(
     """Run the stages of a workflow: those that are done and unchanged are skipped, a failed one is taken up again.
 
     A stage is up to date when its command, the content of all it reads, the code, and what it made are what they were.
-
-    Examples:
-
-        mega run workflow.yaml
-
-        mega run workflow.yaml --status
-
-        mega run workflow.yaml --until train --set stages.tokens.with.workers=8
-
-        mega run workflow.yaml --force eval
     """
     root = context.find_root().command
     forced = set(force or ())

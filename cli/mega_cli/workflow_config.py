@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 from typer.core import TyperGroup
 
-from mega_cli.fingerprint import relative
+from mega_cli.fingerprint import expand, relative
 from mega_common.config import Config, Problem
 
 Scalar = str | int | float | bool
@@ -22,8 +22,8 @@ HERE = Path("/")  # paths are compared as if the workflow lay here
 class Stage(Config):
     """One `mega` command with what it reads and makes. Paths are relative to the workflow file's folder.
 
-    Arguments and option values that name existing files or folders are inputs without being listed; so are the outputs
-    of the stages in `needs`.
+    Arguments and option values that name existing files, folders or token data sets are inputs without being listed;
+    so are the outputs of the stages in `needs`. What a file in turn names (data sets in a run.yaml) is not followed.
     """
 
     run: str = Field(description="the mega command, as in 'data preprocess'")
@@ -48,16 +48,18 @@ class Stage(Config):
                 words += [flag] if isinstance(item, bool) else [flag, str(item)]
         return words + [str(arg) for arg in self.args]
 
-    def arguments(self) -> Iterator[str]:
-        """Every argument and option value that may be a path."""
+    def readable(self) -> Iterator[str]:
+        """Every argument and option value that may name files: as a path, a glob, or the prefix of a token data set."""
         for value in (*self.args, *self.options.values()):
-            yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str))
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, str):
+                    yield from (item, f"{item}.bin", f"{item}.idx")
 
-    def arguments_that_exist(self, base: Path) -> list[str]:
-        """Arguments that name a file or folder which is there and is not of this stage's own making."""
+    def read_arguments(self, base: Path) -> list[str]:
+        """Those of `readable` that are there, and are not of this stage's own making."""
         own = [relative(base, output) for output in self.outputs]
-        found = [relative(base, argument) for argument in self.arguments() if (base / argument).exists()]
-        return [path for path in found if not any(inside(path, output) or inside(output, path) for output in own)]
+        there = [relative(base, path) for path in self.readable() if any(expand(base, [path]))]
+        return [path for path in there if not any(inside(path, output) or inside(output, path) for output in own)]
 
 
 class Workflow(Config):
@@ -84,7 +86,7 @@ class Workflow(Config):
         made = [(maker, relative(HERE, path)) for maker, stage in self.stages.items() for path in stage.outputs]
         for name, stage in self.stages.items():
             earlier = self.order(name)
-            reads = {relative(HERE, path) for path in (*stage.inputs, *stage.arguments())}
+            reads = {relative(HERE, path) for path in (*stage.inputs, *stage.readable())}
             for maker, output in made:
                 if maker not in earlier and any(inside(path, output) for path in reads):
                     yield Problem(f"stages.{name}", f"reads {output}, which {maker!r} makes", hint=f"needs: [{maker}]")
