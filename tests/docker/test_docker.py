@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -73,7 +74,7 @@ class TestCompose:
     def test_services_are_a_chain(self) -> None:
         services = compose()["services"]
         assert list(services) == SERVICES
-        for earlier, later in zip(SERVICES, SERVICES[1:], strict=False):
+        for earlier, later in itertools.pairwise(SERVICES):
             assert services[later]["depends_on"] == {earlier: {"condition": "service_completed_successfully"}}
 
     def test_every_image_is_built_from_a_file_that_exists(self) -> None:
