@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from mega_data.gpt_dataset import GPTDataset, build_datasets
+from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
-from mega_trainer.mesh import Groups, Layout, build_groups
+from mega_trainer.layout import Layout
+from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder, Recompute, Stage
 from mega_trainer.optim.zero import Optimizer
@@ -30,11 +32,23 @@ class Ranks:
     local_rank: int = 0
 
 
-def connect(config: RunConfig, ranks: Ranks) -> Groups:
-    """This rank's groups under the configured degrees."""
+def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, log: CommLog | None = None) -> Groups:
+    """This rank's groups under the configured degrees.
+
+    Raises:
+        ConfigError: when they do not fit the number of ranks.
+    """
+    config.check_ranks(ranks.world_size)
     parallel = config.parallel
     layout = Layout(tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, dp=config.data_parallel(ranks.world_size))
-    return build_groups(layout, ranks.rank, kv_heads=config.model.kv_heads, ordered=config.debug.ordered_reductions)
+    return build_groups(
+        layout,
+        ranks.rank,
+        kv_heads=config.model.kv_heads,
+        maker=maker,
+        ordered=config.debug.ordered_reductions,
+        log=log,
+    )
 
 
 def build_schedule(config: RunConfig, groups: Groups) -> Schedule:

@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from mega_common.config import Config, Problem, apply_overrides, load_yaml
+from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_data.config import DataConfig
+from mega_trainer.layout import model_problems, world_problems
 from mega_trainer.optim.lr import LRCurve, LRSchedule
 
 
@@ -122,8 +123,18 @@ class RunConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     output: str = "runs/default"
 
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse a number of ranks that does not fit.
+
+        Raises:
+            ConfigError: with every problem, and degrees that would fit.
+        """
+        found = list(world_problems(self, world_size))
+        if found:
+            raise_problems(found, f"{world_size} rank(s)")
+
     def data_parallel(self, world_size: int) -> int:
-        """Data-parallel ranks in a world of that size; the rules were checked by `check_ranks`."""
+        """Data-parallel ranks in a world of that size, as `check_ranks` allows."""
         parallel = self.parallel
         return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
@@ -142,9 +153,14 @@ class RunConfig(Config):
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
         if model.moe is not None:
             yield Problem("model.moe", "mixtures of experts cannot be trained yet", hint="choose a dense model")
-        for axis in ("tp", "pp", "cp", "ep", "virtual_stages"):
+        yield from model_problems(self)
+        for axis in ("cp", "ep"):
             if getattr(parallel, axis) > 1:
                 yield Problem(f"parallel.{axis}", "only 1 is possible yet", getattr(parallel, axis))
+        if parallel.schedule != "1f1b":
+            yield Problem("parallel.schedule", "zero-bubble schedules cannot be run yet", parallel.schedule, "1f1b")
+        if parallel.zero > 1:
+            yield Problem("parallel.zero", "only 0 and 1 are possible yet", parallel.zero)
         for problem in self.lr_schedule.run_problems(
             lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_
         ):
