@@ -9,13 +9,14 @@ import torch
 
 from mega_ckpt.families import FAMILIES, Family
 from mega_eval.load import load_model
-from tiny_models import cases, save_tiny, variant
+from tiny_models import VARIANTS, cases, save_tiny, variant
 
 pytest.importorskip("transformers", reason="the reference implementation")
 
 
-def test_every_family_has_cases():
+def test_every_family_and_every_variant_has_a_case():
     assert {family.name for family, _ in cases()} == {family.name for family in FAMILIES}
+    assert {name for _, name in cases()} == set(VARIANTS)
 
 
 @pytest.mark.parametrize(("family", "name"), [pytest.param(f, n, id=f"{f.name}-{n}") for f, n in cases()])

@@ -36,6 +36,15 @@ def choose(logits: Tensor, sampling: Sampling, samples: Sequence[int], step: int
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
+    likely, tokens = ranked(logits, sampling)
+    cumulative = likely.cumsum(-1)
+    draws = _draws(sampling.seed, samples, step).to(logits.device)
+    place = torch.searchsorted(cumulative, draws * cumulative[:, -1:])
+    return tokens.gather(1, place).squeeze(1)
+
+
+def ranked(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Weights to draw by, fp64 [B, V] from the largest on, zero for what is cut off, and their tokens, int64 [B, V]."""
     scores = logits.double()
     scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
     likely, tokens = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -43,9 +52,7 @@ def choose(logits: Tensor, sampling: Sampling, samples: Sequence[int], step: int
         likely[:, sampling.top_k :] = 0
     likelier = likely.cumsum(-1) - likely
     likely[likelier >= sampling.top_p * likely.sum(-1, keepdim=True)] = 0
-    cumulative = likely.cumsum(-1)
-    place = torch.searchsorted(cumulative, _draws(sampling.seed, samples, step).to(logits.device) * cumulative[:, -1:])
-    return tokens.gather(1, place).squeeze(1)
+    return likely, tokens
 
 
 def _draws(seed: int, samples: Sequence[int], step: int) -> Tensor:
