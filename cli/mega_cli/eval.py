@@ -73,7 +73,11 @@ def eval_command(
         Path | None, typer.Option(help="Write each sequence's loss to this file, JSON lines.")
     ] = None,
 ) -> None:
-    """Score a model on held-out tokens: loss, perplexity, bits per byte."""
+    """Score a model on held-out tokens: loss, perplexity, bits per byte.
+
+    Every token but the first is predicted once, in sequences that follow one another. With --per-sample, two models or
+    two forms of one can be compared sequence by sequence.
+    """
     from mega_common.files import write_json
     from mega_eval.load import PRECISIONS, device_named, load_model
     from mega_eval.perplexity import evaluate

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import VARIANTS, variant
 
 from mega_common.model_config import ModelConfig
 from mega_eval.cache import BLOCK, Batch, KeyValueCache, visible
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
-from tiny_models import VARIANTS, variant
 
 
 def model_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny, variant
 
 from mega_ckpt.convert import convert
 from mega_ckpt.families import family_named
 from mega_common.errors import CheckpointError, ConfigError
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.load import device_named, end_tokens, load_model, load_tokenizer
-from tiny_models import save_tiny, variant
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import VARIANTS, cases, save_tiny, variant
 
 from mega_ckpt.families import FAMILIES, Family
 from mega_eval.load import load_model
-from tiny_models import VARIANTS, cases, save_tiny, variant
 
 pytest.importorskip("transformers", reason="the reference implementation")
 
