@@ -9,7 +9,7 @@ import pytest
 from mega_common.errors import ConfigError, DataError
 from mega_data.config import DataConfig
 from mega_data.gpt_dataset import DocumentRules, GPTDataset, build_datasets, sequential, split_bounds
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed import IndexedReader, IndexedWriter
 
 EOD = 0
 
@@ -69,6 +69,17 @@ def test_one_data_set_in_megatrons_order(tmp_path: Path, seed: int, split: str, 
     for mine, other, count in zip(ours, theirs, sizes, strict=True):
         assert (mine is None) == (other is None)
         assert other is None or same(mine, other, count)
+
+
+@pytest.mark.parametrize("past", [-1, 0, 1])
+def test_last_epoch_is_apart_below_eighty_per_cent_of_it(tmp_path: Path, past: int) -> None:
+    prefix = data_set(tmp_path / "d", 200, 4)
+    per_epoch = (IndexedReader(Path(prefix)).num_tokens - 1) // 32
+    before_last = (2 * IndexedReader(Path(prefix)).num_tokens - 1) // 32
+    train = before_last + int(0.80 * per_epoch) + past
+    theirs = megatrons((train, 0, 0), 4, blend=([prefix], None), split="1,0,0")
+    ours = build_datasets(config(train=prefix, split="1", order="megatron"), seed=4, samples={"train": train}, eod=None)
+    assert same(ours[0], theirs[0], train)
 
 
 @pytest.mark.parametrize("weights", [[0.3, 0.7], [5.0, 1.0, 0.25], [1.0]])

@@ -117,14 +117,24 @@ def test_global_batch_must_divide() -> None:
         Loader(Numbered(), global_batch=10, seq_length=S, dp_size=4)
 
 
-def test_a_dropped_loader_ends_its_thread() -> None:
-    batches = iter(Loader(Numbered(), global_batch=4, seq_length=S))
+def test_a_dropped_loader_ends_its_thread_and_reads_no_more() -> None:
+    go_on, seen = threading.Event(), []
+
+    class Slow(Numbered):
+        def __getitem__(self, k: int) -> Sample:
+            seen.append(k)
+            assert k == 0 or go_on.wait(10)
+            return super().__getitem__(k)
+
+    batches = iter(Loader(Slow(), global_batch=1, seq_length=S, prefetch=4))
     next(batches)
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
-    assert len(threads) == 1
     del batches
-    threads[0].join(10)
-    assert not threads[0].is_alive()
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert seen in ([0], [0, 1])
 
 
 def test_a_program_that_leaves_in_the_middle_ends() -> None:
@@ -139,6 +149,9 @@ print(next(batches).sample_ids[0])
 raise SystemExit(3)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}, timeout=60, check=False
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": ":".join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"},
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 3

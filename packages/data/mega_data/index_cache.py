@@ -1,9 +1,9 @@
 """Arrays that are slow to make, kept on disk under a key that names their content.
 
 A file is a magic, a checksum of all that follows, the length of a JSON header (`key`, and per array dtype, shape,
-offset), the header, and the arrays at multiples of 64 bytes. It is read through a memory map, so the ranks of a machine share one copy. Nobody waits for anybody: who finds no file, or a
-damaged one, makes the arrays and puts the whole file in place by a rename. A folder that cannot be written costs only
-time.
+offset), the header, and the arrays at multiples of 64 bytes. It is read through a memory map, so the ranks of a machine
+share one copy. Nobody waits for anybody: who finds no file, or a damaged one, makes the arrays and puts the whole file
+in place by a rename. A folder that cannot be written costs only time.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from mega_data.loader import StepBatch
 from torch import Tensor
+
+from mega_data.loader import StepBatch
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-import torch.distributed as dist
-from mega_data.gpt_dataset import GPTDataset, build_datasets
 from torch import nn
 
+from mega_data.gpt_dataset import GPTDataset, build_datasets
+from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
-from mega_trainer.mesh import Groups, Layout, build_groups
+from mega_trainer.layout import Layout
+from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder, Recompute, Stage
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel.grads import FlatBuffer, build_buffers
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
-
-HEAD_COST_LAYERS = 6  # an output head's work, in units of D * V products, against a layer's 12 * D * D (with F = 8/3 D)
+from mega_trainer.plan.flops import head_cost
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,23 @@ class Ranks:
     local_rank: int = 0
 
 
-def connect(config: RunConfig, ranks: Ranks) -> Groups:
-    """This rank's groups under the configured degrees."""
+def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, log: CommLog | None = None) -> Groups:
+    """This rank's groups under the configured degrees.
+
+    Raises:
+        ConfigError: when they do not fit the number of ranks.
+    """
+    config.check_ranks(ranks.world_size)
     parallel = config.parallel
     layout = Layout(tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, dp=config.data_parallel(ranks.world_size))
-    return build_groups(layout, ranks.rank, kv_heads=config.model.kv_heads, ordered=config.debug.ordered_reductions)
+    return build_groups(
+        layout,
+        ranks.rank,
+        kv_heads=config.model.kv_heads,
+        maker=maker,
+        ordered=config.debug.ordered_reductions,
+        log=log,
+    )
 
 
 def build_schedule(config: RunConfig, groups: Groups) -> Schedule:
@@ -53,21 +65,13 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
     parallel, last = config.parallel, len(schedule.owners) - 1
     layers = stage_layers(
         config.model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout,
-        head_cost=head_cost(config),
+        head_cost=head_cost(config.model, config.data.seq_length),
     )  # fmt: skip
     recompute = Recompute(config.recompute.kind, config.recompute.layers)
     return {
         index: Decoder(build, Stage(layers[index].start, layers[index].stop, index == 0, index == last), recompute)
         for index in schedule.stages(build.groups.pp.rank)
     }
-
-
-def head_cost(config: RunConfig) -> float:
-    """The work of the output head, in layers, for balancing stages: its products against a layer's."""
-    model = config.model
-    attention = 2 * model.hidden_size * model.head_size * (model.num_attention_heads + model.kv_heads)
-    mlp = model.hidden_size * model.ffn_hidden_size * (3 if model.gated else 2)
-    return model.hidden_size * model.vocab_size / (attention + mlp)
 
 
 def build_optimizer(config: RunConfig, buffers: Mapping[int, list[FlatBuffer]], groups: Groups) -> Optimizer:
@@ -97,11 +101,6 @@ def load_data(config: RunConfig) -> tuple[GPTDataset, GPTDataset | None]:
     }
     training, valid, _ = build_datasets(config.data, seed=train.seed, samples=samples, eod=None)
     return training, valid
-
-
-def world_handle() -> dist.ProcessGroup | None:
-    """The group of all ranks, or None in a run of one."""
-    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:

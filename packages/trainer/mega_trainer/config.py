@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mega_common.config import Config, Problem, apply_overrides, load_yaml
+from pydantic import Field, PositiveInt
+
+from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_data.config import DataConfig
-from pydantic import Field, PositiveInt
-
-from mega_trainer.optim.lr import LRSchedule
+from mega_trainer.layout import model_problems, world_problems
+from mega_trainer.optim.lr import LRCurve, LRSchedule
 
 
 class ParallelConfig(Config):
@@ -121,10 +123,24 @@ class RunConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     output: str = "runs/default"
 
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse a number of ranks that does not fit.
+
+        Raises:
+            ConfigError: with every problem, and degrees that would fit.
+        """
+        found = list(world_problems(self, world_size))
+        if found:
+            raise_problems(found, f"{world_size} rank(s)")
+
     def data_parallel(self, world_size: int) -> int:
-        """Data-parallel ranks in a world of that size; the rules were checked by `check_ranks`."""
+        """Data-parallel ranks in a world of that size, as `check_ranks` allows."""
         parallel = self.parallel
         return world_size // (parallel.tp * parallel.pp * parallel.cp)
+
+    def lr_curve(self) -> LRCurve:
+        """The learning rate as a function of consumed samples."""
+        return self.lr_schedule.curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_)
 
     def due(self, step: int, every: int) -> bool:
         """Whether something done `every` steps (0: only at the end) is due after `step`."""
@@ -137,9 +153,18 @@ class RunConfig(Config):
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
         if model.moe is not None:
             yield Problem("model.moe", "mixtures of experts cannot be trained yet", hint="choose a dense model")
-        for axis in ("tp", "pp", "cp", "ep", "virtual_stages"):
+        yield from model_problems(self)
+        for axis in ("cp", "ep"):
             if getattr(parallel, axis) > 1:
                 yield Problem(f"parallel.{axis}", "only 1 is possible yet", getattr(parallel, axis))
+        if parallel.schedule != "1f1b":
+            yield Problem("parallel.schedule", "zero-bubble schedules cannot be run yet", parallel.schedule, "1f1b")
+        if parallel.zero > 1:
+            yield Problem("parallel.zero", "only 0 and 1 are possible yet", parallel.zero)
+        for problem in self.lr_schedule.run_problems(
+            lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_
+        ):
+            yield replace(problem, path=f"lr_schedule.{problem.path}")
         if self.batch.global_ % self.batch.micro:
             yield Problem("batch.global", f"must be a multiple of batch.micro = {self.batch.micro}", self.batch.global_)
 

@@ -8,7 +8,6 @@ from types import FrameType
 
 from mega_common.errors import TrainingError
 from mega_common.log import logger
-
 from mega_trainer.config import TrainConfig
 from mega_trainer.step import StepResult
 
@@ -50,7 +49,8 @@ class Guard:
         message = f"step {step}: loss {result.loss} with gradient norm {result.grad_norm}, the weights were not updated"
         if self.config.on_nan == "stop" or self.skips >= self.config.max_skips:
             raise TrainingError(
-                message, hint="lower optimizer.lr, raise precision, or set train.on_nan=skip to go past single bad batches"
+                message,
+                hint="lower optimizer.lr, raise precision, or set train.on_nan=skip to go past single bad batches",
             )
         logger.warning(message)
 

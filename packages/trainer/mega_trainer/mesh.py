@@ -1,8 +1,4 @@
-"""Which ranks form which group, under a layout of degrees.
-
-Ranks are ordered pp, dp, cp, tp with tp fastest, so that the groups that talk most lie on one machine. Only the groups
-this rank belongs to are made, each by its own members, so that building them costs the same in a world of ten thousand.
-"""
+"""Which ranks form which group, under a layout of degrees. Only the groups this rank belongs to are made, each by its own members, so that building them costs the same in a world of ten thousand."""
 
 from __future__ import annotations
 
@@ -12,32 +8,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from mega_trainer.comm import CommLog, Group
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Degrees of parallelism. Their product is the number of ranks."""
-
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    dp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.tp * self.pp * self.cp * self.dp
-
-    def rank(self, *, pp: int, dp: int, cp: int, tp: int) -> int:
-        """The global rank at the given coordinates."""
-        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a global rank stands on each axis."""
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        pp, dp = divmod(rest, self.dp)
-        return {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+from mega_trainer.layout import Layout
 
 
 @dataclass
@@ -70,7 +41,7 @@ class Groups:
     `embedding` joins the first and the last pipeline stage, which share a tied embedding.
     """
 
-    layout: Layout = Layout()
+    layout: Layout = field(default_factory=Layout)
     world: Group = field(default_factory=lambda: Group("world"))
     tp: Group = field(default_factory=lambda: Group("tp"))
     pp: Group = field(default_factory=lambda: Group("pp"))

@@ -12,12 +12,12 @@ from types import TracebackType
 from typing import IO, Any
 
 import torch
+
 from mega_common.errors import MissingPackageError
 from mega_common.files import atomic_file
 from mega_common.log import human, logger
-
 from mega_trainer.config import RunConfig
-from mega_trainer.plan.flops import model_flops_per_token, palm_flops_per_token, peak_flops
+from mega_trainer.plan.flops import model_flops, palm_flops, peak_flops
 from mega_trainer.step import StepResult
 
 Sink = Callable[[int, dict[str, float]], None]
@@ -42,7 +42,7 @@ class Speed:
         """For a run on `world_size` devices like this one."""
         model, length = config.model, config.data.seq_length
         peak = known_peak(device, config.precision) or measured_peak(device, dtype)
-        return cls(model_flops_per_token(model, length), palm_flops_per_token(model, length), peak * world_size)
+        return cls(model_flops(model, length), palm_flops(model, length), peak * world_size)
 
 
 def known_peak(device: torch.device, precision: str) -> float | None:
@@ -90,11 +90,11 @@ class Metrics:
         except ImportError:
             logger.info("tensorboard is not installed; the numbers are in metrics.jsonl")
             return
-        writer = SummaryWriter(str(folder), purge_step=start + 1)  # type: ignore[no-untyped-call]
+        writer = SummaryWriter(str(folder), purge_step=start + 1)
 
         def put(step: int, numbers: dict[str, float]) -> None:
             for name, value in numbers.items():
-                writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+                writer.add_scalar(name, value, step)
 
         self._sinks.append(put)
         self._closers.append(writer.close)
@@ -150,7 +150,9 @@ class Metrics:
         self._last = time.monotonic()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for close in self._closers:
             close()
 

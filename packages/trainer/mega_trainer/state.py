@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
 from mega_ckpt.pieces import Sharded, boxes_of, merge
 from mega_ckpt.store import AsyncSaver, Checkpoint, latest, load, retain, save
 from mega_common.errors import CheckpointError
 from mega_common.log import logger
-
 from mega_trainer.config import RunConfig, check_changes
 from mega_trainer.guard import Guard
 from mega_trainer.model.decoder import Decoder
@@ -75,7 +75,9 @@ class TrainState:
         lines = check_changes(saved.state["settings"], self.config, str(folder))
         wanted = self.tensors()
         held = set(saved.keys())
-        if not any(key.startswith("optimizer/main/") for key in held):  # saved in full precision: weights are the main ones
+        if not any(
+            key.startswith("optimizer/main/") for key in held
+        ):  # saved in full precision: weights are the main ones
             wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/main/")}
         load(folder, wanted, group=group)
         if "optimizer/main/" not in "".join(wanted):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 import yaml
+
 from mega_ckpt.source import copy_assets, load_weights, open_source
 from mega_common.errors import ConfigError
 from mega_common.files import atomic_file
 from mega_common.log import human, logger
-from mega_data.loader import Loader, Samples
-
+from mega_data.loader import Loader
 from mega_trainer.batch import micro_batches
 from mega_trainer.build import (
     Ranks,
@@ -25,7 +25,6 @@ from mega_trainer.build import (
     connect,
     dtype_of,
     load_data,
-    world_handle,
 )
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
@@ -35,6 +34,7 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
 from mega_trainer.parallel.grads import FlatBuffer
 from mega_trainer.pipeline.run import Executor
+from mega_trainer.plan.flops import count_parameters
 from mega_trainer.state import Saver, TrainState, starting_point, weights_of
 from mega_trainer.step import evaluate_step, train_step
 
@@ -49,13 +49,16 @@ def run(config: RunConfig, ranks: Ranks) -> TrainState:
     device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
     groups = connect(config, ranks)
     schedule = build_schedule(config, groups)
-    stages = build_stages(config, Builder(config.model, groups, sp=config.parallel.sp, dtype=dtype, device=device), schedule)
+    stages = build_stages(
+        config, Builder(config.model, groups, sp=config.parallel.sp, dtype=dtype, device=device), schedule
+    )
     buffers = buffers_of(config, stages)
     optimizer = build_optimizer(config, buffers, groups)
     state = TrainState(config, stages, optimizer, Guard(config.train))
     train_data, valid_data = load_data(config)
     begin(state, groups.world)
     executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(expect_last, buffers))
+    curve = config.lr_curve()
     speed = Speed.of(config, device, dtype, ranks.world_size)
     loader = partial(
         Loader, global_batch=config.batch.global_, seq_length=config.data.seq_length,
@@ -68,7 +71,7 @@ def run(config: RunConfig, ranks: Ranks) -> TrainState:
     ):
         left = max(0, config.train.steps - state.step)
         for batch in islice(loader(train_data, consumed_samples=state.consumed_samples), left):
-            lr = config.lr_at(state.consumed_samples)
+            lr = curve(state.consumed_samples)
             micro = list(micro_batches(batch, config.batch.micro, device))
             result = train_step(executor, optimizer, micro, lr=lr, clip=config.optimizer.clip_grad, data=groups.dp_cp)
             state.advance(result)
@@ -103,7 +106,7 @@ def begin(state: TrainState, world: Group) -> None:
         make_run_folder(config)
     logger.info(
         "%s parameters, %s on %d rank(s), steps %d to %d of %s tokens",
-        human(config.model_parameters),
+        human(count_parameters(config.model).total),
         config.precision,
         world.size,
         state.step + 1,

@@ -90,10 +90,10 @@ def run_blocking(ranks: Sequence[Sequence[Op]], owners: Sequence[int], pick: ran
 
 
 @settings(max_examples=150, deadline=None)
-@given(shapes, st.randoms(use_true_random=False))
-def test_every_schedule_runs_to_its_end_with_blocking_messages(shape, pick) -> None:
+@given(shapes, st.integers(0, 9))
+def test_every_schedule_runs_to_its_end_with_blocking_messages(shape, seed) -> None:
     schedule = made(shape)
-    run_blocking(schedule.ranks, schedule.owners, pick)
+    run_blocking(schedule.ranks, schedule.owners, random.Random(seed))
 
 
 @settings(max_examples=100, deadline=None)
@@ -158,8 +158,9 @@ def test_the_simulated_bubble_is_the_closed_formula(shape, unit: float) -> None:
         assert simulate(schedule, costs).mean_bubble == pytest.approx(formula, abs=1e-9)
 
 
-def test_zero_bubble_formula_with_cheap_weight_gradients() -> None:
+def test_zero_bubble_formula_with_cheap_and_with_dear_weight_gradients() -> None:
     schedule, costs = made(("zb-h1", 4, 1, 8)), Costs(forward=1, input_grad=1, weight_grad=0.5)
+    assert bubble_formula(schedule, Costs(forward=1, input_grad=1, weight_grad=1.5)) is None
     formula = bubble_formula(schedule, costs)
     assert formula == pytest.approx(4.5 / (20 + 4.5))
     assert simulate(schedule, costs).mean_bubble == pytest.approx(formula)

@@ -21,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(eq=False)
-class _Slot:
+class Slot:
     """One shard with the tensor the optimizer updates: the shard's own weights, or an fp32 copy of them."""
 
     buffer: FlatBuffer
@@ -52,7 +52,7 @@ class Optimizer:
         model_groups: Sequence[Group] = (),
     ) -> None:
         self.buffers, self.model_groups = list(buffers), list(model_groups)
-        self.slots = [_Slot(b, shard, _main_of(shard)) for b in buffers for shard in b.shards]
+        self.slots = [Slot(b, shard, _main_of(shard)) for b in buffers for shard in b.shards]
         groups = [
             {"params": [s.main for s in self.slots if s.buffer.decay == decay], "weight_decay": rate}
             for decay, rate in ((True, weight_decay), (False, 0.0))
@@ -119,7 +119,7 @@ class Optimizer:
         weights are not the model's own, `optimizer/main/<name>`. The boxes are views, to be saved or filled."""
         kinds = [(moment, [(s, self.adamw.state[s.main][moment]) for s in self.slots]) for moment in MOMENTS]
         kinds.append(("main", [(s, s.main) for s in self.slots if s.copied]))
-        return {f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in _boxes(pairs).items()}
+        return {f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes_of_slots(pairs).items()}
 
     def reload_main(self) -> None:
         """Take the main weights from the model's, after those were loaded without them."""
@@ -133,7 +133,8 @@ def _main_of(shard: Shard) -> Tensor:
     return weights if weights.dtype in (torch.float32, torch.float64) else weights.float()
 
 
-def _boxes(pairs: Iterable[tuple[_Slot, Tensor]]) -> dict[str, Sharded]:
+def boxes_of_slots(pairs: Iterable[tuple[Slot, Tensor]]) -> dict[str, Sharded]:
+    """Tensors of slots, each as long as its shard, by canonical name."""
     return merge(
         boxes_of_range(values[place], info_of(parameter).pieces, tuple(parameter.shape), start)
         for slot, values in pairs

@@ -18,7 +18,7 @@ from mega_trainer.comm import Group, Work
 from mega_trainer.model.context import Context
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.parallel.tensor import sequence_part
-from mega_trainer.pipeline.schedules import Op, Schedule
+from mega_trainer.pipeline.schedules import Schedule
 from mega_trainer.rng import Dropout
 
 Key = tuple[int, int]  # (stage, microbatch)

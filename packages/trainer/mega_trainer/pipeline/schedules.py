@@ -269,14 +269,14 @@ def bubble_formula(schedule: Schedule, costs: Costs | None = None) -> float | No
     """The bubble in closed form, for equal stages and messages that take no time; None where no form is known.
 
     `gpipe` and `1f1b`: (p-1) / (v m + p-1), from p microbatches on. `zb-h1`: (p-1)(F+I-W) / (m (F+I+W) + (p-1)(F+I-W))
-    where F = I. `zbv`, where F = I = W: (p-1) / (6 m + p-1), which is only that ranks start one after another.
+    where F = I >= W. `zbv`, where F = I = W: (p-1) / (6 m + p-1), which is only that ranks start one after another.
     """
     costs = costs or Costs()
     p, v, m = schedule.pp, schedule.virtual_stages, schedule.microbatches
     forward, inputs, weights = costs.forward, costs.input_grad, costs.weight_grad
     if schedule.name in ("gpipe", "1f1b"):
         return (p - 1) / (v * m + p - 1) if m >= p or v == 1 else None
-    if schedule.name == "zb-h1" and m >= p and forward == inputs:
+    if schedule.name == "zb-h1" and m >= p and forward == inputs >= weights:
         idle = (p - 1) * (forward + inputs - weights)
         return idle / (m * (forward + inputs + weights) + idle)
     if schedule.name == "zbv" and m >= 2 * p - 1 and forward == inputs == weights:
