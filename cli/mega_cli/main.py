@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from mega_cli import __version__, ckpt, data, launch, train, workflow
+from mega_cli import eval as evaluation
 from mega_cli.fingerprint import STACKS
 from mega_common.errors import MegaError, MissingPackageError
 from mega_common.log import setup_log
