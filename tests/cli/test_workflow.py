@@ -231,6 +231,26 @@ def test_folders_and_globs_are_followed_file_by_file(flow: Flow) -> None:
     assert flow.why()["first"] == "input extra/deep/two.txt is new"
 
 
+def test_arguments_that_name_globs_and_token_data_sets_are_inputs(flow: Flow) -> None:
+    (flow.base / "data").mkdir()
+    for name in ("x.bin", "x.idx", "x.json", "y.bin"):
+        (flow.base / "data" / name).write_text(name)
+    flow.raw["stages"]["first"]["with"] |= {"data": "data/x", "more": "data/y.*"}
+    flow.run()
+    assert list(flow.state()["first"]["inputs"]) == ["a.txt", "data/x.bin", "data/x.idx", "data/y.bin"]
+
+
+def test_what_a_stage_makes_is_not_its_input(flow: Flow) -> None:
+    flow.raw["stages"]["first"]["with"]["output"] = "out/b.txt"
+    flow.raw["stages"]["first"]["with"] |= {"folder": "out", "prompt": "no file name " * 100, "above": ".."}
+    flow.raw["stages"]["first"]["outputs"] = ["out/b.txt"]
+    flow.raw["stages"]["second"]["with"]["input"] = "out/b.txt"
+    (flow.base / "out").mkdir()
+    assert flow.run() == ["upper", "copy"]
+    assert list(flow.state()["first"]["inputs"]) == ["a.txt"]
+    assert flow.run() == []
+
+
 def test_until_and_force(flow: Flow) -> None:
     assert flow.run(until="first") == ["upper"]
     assert flow.run("first", until="first") == ["upper"]
