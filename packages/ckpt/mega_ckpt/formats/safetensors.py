@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -21,11 +20,10 @@ from torch import Tensor
 
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
 from mega_ckpt.pieces import Shape
-from mega_ckpt.shards import raw
+from mega_ckpt.shards import BLOCK_BYTES, mapped, raw
 from mega_common.errors import CheckpointError
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
-_CHUNK = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -143,15 +141,11 @@ class SafetensorsFile:
     def read(self, name: str) -> Tensor:
         """A tensor as a private mapping of the file: bytes are read when they are used, and given back with it."""
         entry = self.header.entries[name]
-        if entry.start == entry.stop:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        begin = 8 + len(self.header.text) + entry.start
-        before = begin % mmap.ALLOCATIONGRANULARITY
-        count = entry.stop - entry.start
+        begin = 8 + len(self.header.text)
         with open(self.path, "rb") as stream:
-            mapped = mmap.mmap(stream.fileno(), before + count, access=mmap.ACCESS_COPY, offset=begin - before)
-        data = torch.frombuffer(mapped, dtype=torch.uint8, offset=before, count=count)
-        aligned = data if begin % entry.dtype.itemsize == 0 else data.clone()
+            data = mapped(stream, begin + entry.start, begin + entry.stop)
+        # Old writers did not pad the header, so that elements may lie anywhere.
+        aligned = data if (begin + entry.start) % entry.dtype.itemsize == 0 else data.clone()
         return aligned.view(entry.dtype).view(entry.shape)
 
 
@@ -166,9 +160,9 @@ def write_file(
         stream.write(struct.pack("<Q", len(header.text)) + header.text)
         for tensor in tensors:
             flat = raw(tensor)
-            for start in range(0, len(flat), _CHUNK):
-                chunk = flat[start : start + _CHUNK]
+            for start in range(0, len(flat), BLOCK_BYTES):
+                chunk = flat[start : start + BLOCK_BYTES]
                 while chunk:
                     chunk = chunk[stream.write(chunk) :]
-                advance(min(_CHUNK, len(flat) - start))
+                advance(min(BLOCK_BYTES, len(flat) - start))
         os.fsync(stream.fileno())
