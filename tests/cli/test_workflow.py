@@ -21,6 +21,7 @@ from mega_cli.stages import Runner, WorkflowError, locked
 from mega_cli.workflow import foresee, load_workflow, run_stages
 from mega_cli.workflow_config import Workflow
 from mega_common.errors import ConfigError
+from mega_trainer.config import load_run
 
 # Stands in for `mega`: joins its inputs into its output, and notes each run and signal.
 PROGRAM = """
@@ -328,6 +329,16 @@ def test_a_stage_that_outlives_its_workflow_keeps_the_lock(flow: Flow) -> None:
 
 
 ROOT = typer.main.get_command(build_app())
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*/workflow.yaml")), ids=lambda path: path.parent.name)
+def test_the_examples_are_valid(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(example.parent)
+    assert load_workflow(example, [], ROOT).order()
+    load_run(example.parent / "run.yaml")
 
 
 def problems(tmp_path: Path, text: str, *overrides: str, names: tuple[str, ...] = ()) -> str:
