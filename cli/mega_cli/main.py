@@ -14,7 +14,8 @@ from typing import Annotated
 
 import typer
 
-from mega_cli import __version__, ckpt, data, eval, launch, train, workflow
+from mega_cli import __version__, ckpt, data, launch, train, workflow
+from mega_cli import eval as evaluation
 from mega_cli.fingerprint import STACKS
 from mega_common.errors import MegaError, MissingPackageError
 from mega_common.log import setup_log
@@ -36,8 +37,8 @@ def build_app() -> typer.Typer:
     app.add_typer(data.app, name="data")
     app.command("train", epilog=train.EXAMPLES)(train.train_command)
     app.add_typer(ckpt.app, name="ckpt")
-    app.command("eval", epilog=eval.EVAL_EXAMPLES)(eval.eval_command)
-    app.command("generate", epilog=eval.GENERATE_EXAMPLES)(eval.generate_command)
+    app.command("eval", epilog=evaluation.EVAL_EXAMPLES)(evaluation.eval_command)
+    app.command("generate", epilog=evaluation.GENERATE_EXAMPLES)(evaluation.generate_command)
     app.command("run", epilog=workflow.EXAMPLES)(workflow.run)
     app.add_typer(launch.app, name="launch")
     return app
