@@ -159,6 +159,8 @@ def test_assets_come_along(tmp_path: Path) -> None:
     assert (opened.assets / "tokenizer.json").read_text() == "{}"
     assert (opened.assets / "sub" / "empty").read_bytes() == b""
     assert Checkpoint.open(put(tmp_path / "root", 2, {})).assets is None
+    with pytest.raises(CheckpointError, match="missing: no such folder"):
+        put(tmp_path / "root", 3, {}, assets=tmp_path / "missing")
 
 
 def test_reading_a_part_reads_only_that_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

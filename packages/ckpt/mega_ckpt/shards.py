@@ -177,7 +177,7 @@ def check_size(folder: Path, name: str, entry: FileEntry, keys: Sequence[str]) -
     path = folder / name
     try:
         size = plain_size(folder, name)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path}: missing, though the manifest names it ({_some(keys)})") from None
     if size != entry.bytes:
         raise CheckpointError(f"{path}: {size} bytes long, but {entry.bytes} were written ({_some(keys)})")
