@@ -1,6 +1,6 @@
 """How long does an asynchronous save hold training up, and does loading a quarter read a quarter?
 
-    python benchmarks/checkpoint.py --folder DISK [--megabytes 512] [--rounds 7]
+    python benchmarks/checkpoint.py --folder DISK [--megabytes 822] [--rounds 7]
 
 Makes tensors as a run has them (weights in bf16, main weights and two moments in fp32). A round copies their bytes to
 memory that is there already, then starts an asynchronous save, then saves synchronously; interleaved, so that whatever
@@ -27,25 +27,23 @@ from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 
 MODEL = ModelConfig.parse(preset("tiny"))
-WIDTH = 2048
+SHAPE = (14_336, 4096)  # the feed-forward matrices of an 8B model
 
 
 def make_tensors(megabytes: int) -> dict[str, torch.Tensor]:
-    """14 bytes a parameter, in matrices of 4 M parameters."""
+    """14 bytes a parameter, 822 MB a matrix and what belongs to it."""
     kinds = {"weights": torch.bfloat16, "optimizer/main": torch.float32, "optimizer/exp_avg": torch.float32}
     kinds["optimizer/exp_avg_sq"] = torch.float32
-    count = max(1, megabytes * 1_000_000 // (14 * WIDTH * WIDTH))
+    count = max(1, megabytes * 1_000_000 // (14 * SHAPE[0] * SHAPE[1]))
     return {
-        f"{kind}/{number}": torch.randn(WIDTH, WIDTH).to(dtype)
-        for kind, dtype in kinds.items()
-        for number in range(count)
+        f"{kind}/{number}": torch.randn(SHAPE).to(dtype) for kind, dtype in kinds.items() for number in range(count)
     }
 
 
 def rows(tensors: dict[str, torch.Tensor], part: int, parts: int) -> dict[str, Sharded]:
-    step = WIDTH // parts
+    step = SHAPE[0] // parts
     return {
-        key: Sharded((WIDTH, WIDTH), [Box((part * step, 0), tensor[part * step : (part + 1) * step])])
+        key: Sharded(SHAPE, [Box((part * step, 0), tensor[part * step : (part + 1) * step])])
         for key, tensor in tensors.items()
     }
 
@@ -88,7 +86,7 @@ def _delivered() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="an existing folder on the disk to measure")
-    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--megabytes", type=int, default=822)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     root = options.folder / "checkpoint-benchmark"

@@ -44,7 +44,8 @@ from mega_common.errors import CheckpointError
 
 T = TypeVar("T")
 
-MAX_SLAB_BYTES = 64 << 20
+# A checksum covers a slab, so a reader that checks reads whole slabs: small ones suit it, large ones the manifest.
+MAX_SLAB_BYTES = 32 << 20
 MAX_FILE_BYTES = 4 << 30
 
 
