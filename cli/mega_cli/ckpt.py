@@ -67,9 +67,8 @@ def convert(
 @app.command(epilog="Example: mega ckpt inspect runs/llama3-8b/checkpoints/step-00001000 --json")
 def inspect(path: Checkpoint, as_json: Json = False) -> None:
     """Tell what is in a checkpoint: model, step, state, tensors and sizes. Reads its manifest alone."""
-    from mega_ckpt.verify import inspect
-
     from mega_ckpt.source import checkpoint_folder
+    from mega_ckpt.verify import inspect
 
     _tell(inspect(checkpoint_folder(path)), as_json)
 
@@ -81,9 +80,8 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Compare every byte of a checkpoint with its checksums. Exit status 2 when something is damaged."""
-    from mega_ckpt.verify import verify
-
     from mega_ckpt.source import checkpoint_folder
+    from mega_ckpt.verify import verify
 
     report = verify(checkpoint_folder(path), finite=finite)
     _tell(report, as_json)
@@ -98,9 +96,8 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints: settings, and every tensor bit for bit. Exit status 2 when they differ."""
-    from mega_ckpt.verify import diff
-
     from mega_ckpt.source import checkpoint_folder
+    from mega_ckpt.verify import diff
 
     found = diff(checkpoint_folder(a), checkpoint_folder(b))
     _tell(found, as_json)

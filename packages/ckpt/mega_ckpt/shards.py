@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mega_ckpt.manifest import DTYPE_NAMES, Chunk, FileEntry, check_inside
+from mega_ckpt.manifest import DTYPE_NAMES, Chunk, FileEntry, plain_size
 from mega_ckpt.pieces import Shape
 from mega_common.errors import CheckpointError
 
@@ -205,8 +205,7 @@ def check_size(folder: Path, name: str, entry: FileEntry, keys: Sequence[str]) -
     """
     path = folder / name
     try:
-        check_inside(folder, name)
-        size = path.stat().st_size
+        size = plain_size(folder, name)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing, though the manifest names it ({_some(keys)})") from None
     if size != entry.bytes:

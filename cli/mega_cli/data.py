@@ -1,0 +1,162 @@
+"""`mega data`: text to tokens, and what one does with token files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from mega_common.errors import DataError, MegaError
+from mega_common.log import human
+
+if TYPE_CHECKING:
+    from mega_data.inspect import Inspection
+
+app = typer.Typer(help="Text to tokens, and what one does with token files.", no_args_is_help=True)
+
+# An option of click takes one value, and a shell expands a glob to many: `--input a b c` reads a as the option's and
+# the others as arguments, which are inputs as well.
+Input = Annotated[
+    list[str],
+    typer.Option("--input", "-i", metavar="FILE|GLOB|FOLDER|hf:NAME...", help="What to read; several, or repeated."),
+]
+MoreInput = Annotated[list[str] | None, typer.Argument(metavar="[INPUT]...", help="More inputs.", show_default=False)]
+JsonKey = Annotated[str, typer.Option(help="The key, or Parquet column, that holds the text.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")]
+TokenizerPath = Annotated[Path | None, typer.Option("--tokenizer", help="Folder with tokenizer.json, or that file.")]
+
+
+@app.command(
+    epilog="Example: mega data preprocess --input corpus/*.jsonl --tokenizer tok/ --output data/wiki --append-eod"
+)
+def preprocess(
+    input: Input,
+    tokenizer: Annotated[Path, typer.Option(help="Folder with tokenizer.json, or that file.")],
+    output: Annotated[Path, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.json.")],
+    more: MoreInput = None,
+    json_key: JsonKey = "text",
+    append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the end token.")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Encoding threads.", show_default="the usable cores")
+    ] = None,
+    on_bad_line: Annotated[
+        Literal["error", "skip"], typer.Option(help="Stop, or put bad lines into PREFIX.quarantine.jsonl and go on.")
+    ] = "error",
+    overwrite: Overwrite = False,
+) -> None:
+    """Tokenize text into a data set for training.
+
+    Reads .jsonl, .json (a record a line), .parquet, .txt (a document a file), all but .parquet also as .gz and .zst,
+    folders of source code, and HuggingFace data sets: hf:NAME, with :CONFIG and @SPLIT after it where needed.
+    """
+    from mega_data.preprocess import preprocess as run
+
+    info = run(
+        [*input, *(more or [])],
+        tokenizer,
+        output,
+        json_key=json_key,
+        append_eod=append_eod,
+        workers=workers,
+        on_bad_line=on_bad_line,
+        overwrite=overwrite,
+    )
+    typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
+
+
+@app.command(epilog="Example: mega data train-tokenizer --input corpus/*.jsonl --vocab-size 32000 --output tok/")
+def train_tokenizer(
+    input: Input,
+    vocab_size: Annotated[int, typer.Option(help="Number of tokens, at least 257.")],
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Gets tokenizer.json and tokenizer_config.json.")],
+    more: MoreInput = None,
+    json_key: JsonKey = "text",
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a byte-level BPE tokenizer, which transformers loads too."""
+    from mega_data.sources import texts
+    from mega_data.tokenizer import train_tokenizer as run
+
+    tokenizer = run(texts([*input, *(more or [])], json_key), vocab_size, output, overwrite=overwrite)
+    typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens")
+
+
+@app.command(epilog="Example: mega data inspect data/wiki --samples 5")
+def inspect(
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX")],
+    tokenizer: TokenizerPath = None,
+    samples: Annotated[int, typer.Option(min=0, help="Sequences to show the begin of.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show counts, lengths, the most frequent tokens and decoded samples of a data set."""
+    from mega_data.inspect import inspect as run
+    from mega_data.tokenizer import Tokenizer
+
+    found = run(prefix, Tokenizer(tokenizer) if tokenizer else None, samples=samples)
+    typer.echo(json.dumps(_plain(found), indent=1) if as_json else "\n".join(_report(found)))
+
+
+def _plain(found: Inspection) -> dict[str, Any]:
+    return {**asdict(found), "info": found.info.model_dump() if found.info else None}
+
+
+def _report(found: Inspection) -> list[str]:
+    lines = [
+        f"{found.prefix}: {found.documents:,} documents, {found.sequences:,} sequences, {found.tokens:,} tokens"
+        f" ({found.dtype}, {human(found.bytes)}B), {found.distinct_tokens:,} different ones"
+    ]
+    if found.info and found.info.tokenizer:
+        end = "ended by a token" if found.info.append_eod else "not ended by a token"
+        lines.append(f"made with {found.info.tokenizer.path}, each document {end}")
+    lines += ["", "lengths in tokens: " + ", ".join(f"{name} {value:,}" for name, value in found.lengths.items())]
+    widest = max(found.histogram.values(), default=1)
+    for low, count in found.histogram.items():
+        lines.append(f"  {low:>9,} or more  {count:>12,}  {'#' * -(-40 * count // widest)}")
+    lines += ["", "most frequent tokens:"]
+    for token in found.frequent:
+        text = "" if token.text is None else repr(token.text)
+        lines.append(f"  {token.id:>9}  {token.count:>12,}  {token.count / found.tokens:6.2%}  {text}")
+    for sample in found.samples:
+        shown = repr(sample.text) if sample.text is not None else " ".join(map(str, sample.ids))
+        lines += ["", f"sequence {sample.sequence:,} ({sample.length:,} tokens): {shown}"]
+    return lines
+
+
+@app.command(epilog="Example: mega data merge data/wiki data/code --output data/all")
+def merge(
+    prefixes: Annotated[list[Path], typer.Argument(metavar="PREFIX...")],
+    output: Annotated[Path, typer.Option(metavar="PREFIX")],
+    mixed: Annotated[
+        bool, typer.Option("--mixed", help="Merge data sets of different tokenizers or end tokens too.")
+    ] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Put several data sets together as one."""
+    from mega_data.merge import merge as run
+
+    info = run(prefixes, output, mixed=mixed, overwrite=overwrite)
+    typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens")
+
+
+@app.command(epilog="Example: mega data verify data/wiki data/code --tokenizer tok/")
+def verify(
+    prefixes: Annotated[list[Path], typer.Argument(metavar="PREFIX...")], tokenizer: TokenizerPath = None
+) -> None:
+    """Check structure, checksums and token ids of data sets, and that a tokenizer is theirs."""
+    from mega_data.tokenizer import Tokenizer
+    from mega_data.verify import verify as run
+
+    loaded = Tokenizer(tokenizer) if tokenizer else None
+    wrong = []
+    for prefix in prefixes:
+        try:
+            info = run(prefix, loaded)
+        except MegaError as error:
+            wrong.append(str(error))
+        else:
+            typer.echo(f"{prefix}: whole" + ("" if info else ", as far as can be told without its .json"))
+    if wrong:
+        raise DataError("\n".join(wrong))

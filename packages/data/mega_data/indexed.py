@@ -1,0 +1,295 @@
+"""Token files in Megatron's indexed format: `PREFIX.bin` holds the tokens, `PREFIX.idx` says where each sequence lies.
+
+The `.bin` is every sequence's tokens one after another, little-endian, without a header. The `.idx` is a header of 34
+bytes (magic 9, version u64, dtype code u8, sequence count S u64, length D of the document index u64), then S int32
+lengths in tokens, S int64 byte pointers, D int64 document bounds (0, then the sequence count after each document) and
+optionally S int8 modes, which only multimodal data has. Everything is little-endian.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import struct
+from array import array
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from mega_common.errors import DataError
+from mega_common.files import atomic_file, fsync_folder
+from mega_common.log import ProgressBar
+
+Tokens = npt.NDArray[np.integer[Any]]
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLOATS = {6: "float64", 7: "float32"}
+CHUNK = 1 << 22
+
+
+def best_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest type Megatron uses for token ids of a vocabulary: uint16 below 65,500 entries, else int32."""
+    return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
+
+
+def bin_path(prefix: Path) -> Path:
+    """`PREFIX.bin`."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """`PREFIX.idx`."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+class IndexedWriter:
+    """Writes one data set. Until `close` has returned, no file has its final name.
+
+    >>> with IndexedWriter(Path("data/wiki"), best_dtype(50_257)) as writer:   # doctest: +SKIP
+    ...     writer.add_document(np.array([5, 7, 11]))
+
+    Leaving the context by an error throws everything away. A data set of the same name stays until the new one is
+    whole on disk; a kill in the instant of the change leaves the old one, the new one or no `.idx`, never a mixture.
+
+    Raises:
+        DataError: when the dtype is not one of the format's, a token does not fit it, or the disk refuses.
+    """
+
+    def __init__(self, prefix: Path, dtype: npt.DTypeLike) -> None:
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        codes = [code for code, name in DTYPES.items() if np.dtype(name) == self.dtype]
+        if not codes:
+            raise DataError(f"{self.prefix}: tokens cannot be stored as {self.dtype}", hint="uint16 or int32 are usual")
+        self._code = codes[0]
+        self._lengths = array("i")
+        self._ends = array("q", [0])
+        self._temporary = self.prefix.with_name(f".{self.prefix.name}.bin.{secrets.token_hex(4)}.tmp")
+        with self._refusals():
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._bin = open(self._temporary, "wb", buffering=1 << 20)  # noqa: SIM115 - closed by close or abort
+
+    def add_document(self, tokens: npt.ArrayLike) -> None:
+        """Add a document of one sequence, int[n]."""
+        values = np.asarray(tokens)
+        self.add_documents(values, np.array([values.size]))
+
+    def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
+        """Add many documents of one sequence each: their tokens one after another, int[sum(lengths)]."""
+        values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
+        if values.ndim != 1 or sizes.sum() != values.size:
+            raise ValueError(f"tokens of shape {values.shape} for documents of {sizes.sum()} tokens together")
+        if sizes.size and sizes.max() > np.iinfo(np.int32).max:
+            raise DataError(f"{self.prefix}: a document of {sizes.max():,} tokens; the format ends at 2,147,483,647")
+        self._write(self._fitting(values))
+        first = len(self._lengths)
+        self._lengths.frombytes(sizes.astype(np.int32).tobytes())
+        self._ends.frombytes(np.arange(first + 1, first + 1 + sizes.size, dtype=np.int64).tobytes())
+
+    def append(self, reader: IndexedReader, bar: ProgressBar | None = None) -> None:
+        """Add all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.
+
+        Raises:
+            DataError: when it holds tokens of another type.
+        """
+        if reader.dtype != self.dtype:
+            raise DataError(f"{reader.prefix} holds {reader.dtype} and cannot be appended to {self.dtype} tokens")
+        for start in range(0, reader.num_tokens, CHUNK):
+            piece = reader.tokens[start : start + CHUNK]
+            self._write(piece)
+            if bar is not None:
+                bar.advance(piece.nbytes)
+        first = len(self._lengths)
+        self._lengths.frombytes(reader.lengths.tobytes())
+        self._ends.frombytes((reader.document_index[1:] + first).tobytes())
+
+    def close(self) -> None:
+        """Make the data set appear: everything is on disk before `.bin` and then `.idx` get their names."""
+        target = bin_path(self.prefix)
+        try:
+            with self._refusals():
+                self._bin.flush()
+                os.fsync(self._bin.fileno())
+                self._bin.close()
+                with atomic_file(idx_path(self.prefix)) as index:
+                    self._write_index(index)
+                    index.flush()
+                    os.fsync(index.fileno())
+                    # An old index beside a new .bin would be a data set that never was.
+                    idx_path(self.prefix).unlink(missing_ok=True)
+                    fsync_folder(self.prefix.parent)
+                    os.replace(self._temporary, target)
+                    fsync_folder(self.prefix.parent)
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Throw away what was written."""
+        with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
+            self._bin.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _write_index(self, stream: Any) -> None:
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
+        pointers = np.zeros(lengths.size, np.int64)
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        stream.write(HEADER.pack(MAGIC, 1, self._code, lengths.size, len(self._ends)))
+        for part in (lengths, pointers, np.frombuffer(self._ends, np.int64)):
+            stream.write(part.data)
+
+    def _fitting(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if values.size and not np.can_cast(values.dtype, self.dtype, "safe"):
+            low, high, limits = values.min(), values.max(), np.iinfo(self.dtype)
+            if low < limits.min or high > limits.max or not np.issubdtype(values.dtype, np.integer):
+                wrong = low if low < limits.min else high
+                raise DataError(
+                    f"{self.prefix}: token {wrong} does not fit {self.dtype} ({limits.min} to {limits.max})",
+                    hint="the dtype must be chosen for the tokenizer's whole vocabulary",
+                )
+        return values.astype(self.dtype, copy=False)
+
+    def _write(self, values: npt.NDArray[Any]) -> None:
+        with self._refusals():
+            self._bin.write(np.ascontiguousarray(values).data)
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"{self.prefix}: cannot be written ({error.strerror})") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class IndexedReader:
+    """A memory-mapped data set of S sequences; every claim of the index is checked against the files on opening.
+
+    Attributes:
+        lengths: int32 [S], tokens of each sequence.
+        pointers: int64 [S], byte position of each sequence in the `.bin`.
+        document_index: int64 [documents + 1], the first sequence of each document, then S.
+        tokens: [num_tokens] in `dtype`, all sequences one after another.
+
+    Raises:
+        DataError: naming the file, what was expected and what was found.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = Path(prefix)
+        self._bin, self._idx = bin_path(self.prefix), idx_path(self.prefix)
+        for path in (self._idx, self._bin):
+            if not path.is_file():
+                raise DataError(f"{path}: no such file", hint=self._nearby())
+        code, sequences, bounds = self._read_header()
+        self.dtype = np.dtype(DTYPES[code])
+        raw = np.memmap(self._idx, np.uint8, "r")
+        at = HEADER.size
+        self.lengths = np.frombuffer(raw, "<i4", sequences, at)
+        self.pointers = np.frombuffer(raw, "<i8", sequences, at + 4 * sequences)
+        self.document_index = np.frombuffer(raw, "<i8", bounds, at + 12 * sequences)
+        size = self._bin.stat().st_size
+        self._check_index(size)
+        mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if size else np.empty(0, self.dtype)
+        self.tokens: Tokens = np.asarray(mapped)  # a plain array: slices of a memmap are slower
+        self.num_tokens = size // self.dtype.itemsize
+
+    def _nearby(self) -> str | None:
+        """Megatron's tools add `_text_document` to the name they are given; people forget it."""
+        names = sorted(path.name.removesuffix(".idx") for path in self.prefix.parent.glob("*.idx"))
+        near = [name for name in names if name.startswith(self.prefix.name)] or names
+        return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}" if near else None
+
+    def _read_header(self) -> tuple[int, int, int]:
+        """Dtype code, sequence count and length of the document index."""
+        size = self._idx.stat().st_size
+        with open(self._idx, "rb") as stream:
+            head = stream.read(HEADER.size)
+        if not head.startswith(MAGIC):
+            raise DataError(f"{self._idx}: not an index of token files: begins with {head[:9]!r}, expected {MAGIC!r}")
+        if len(head) < HEADER.size:
+            raise DataError(f"{self._idx}: truncated: {size} bytes, and the header alone has {HEADER.size}")
+        _, version, code, sequences, bounds = HEADER.unpack(head)
+        if version != 1:
+            raise DataError(f"{self._idx}: version {version}, expected 1")
+        if code not in DTYPES:
+            found = f"{FLOATS[code]}, which are no tokens" if code in FLOATS else "unknown"
+            raise DataError(f"{self._idx}: dtype code {code} is {found}; expected one of {sorted(DTYPES)}")
+        expected = HEADER.size + 12 * sequences + 8 * bounds
+        if size not in (expected, expected + sequences):
+            raise DataError(
+                f"{self._idx}: {size:,} bytes, but its header ({sequences:,} sequences, {bounds:,} document bounds)"
+                f" makes {expected:,}",
+                hint="the file is truncated or was changed; make the data set anew",
+            )
+        return code, sequences, bounds
+
+    def _check_index(self, size: int) -> None:
+        width, expected = self.dtype.itemsize, 0
+        for start in range(0, len(self), CHUNK):
+            lengths = self.lengths[start : start + CHUNK].astype(np.int64)
+            if lengths.min() < 0:
+                raise DataError(f"{self._idx}: sequence {start + lengths.argmin()} has {lengths.min()} tokens")
+            ends = expected + np.cumsum(lengths) * width
+            wrong = np.flatnonzero(self.pointers[start : start + CHUNK] != ends - lengths * width)
+            if wrong.size:
+                i = int(wrong[0])
+                raise DataError(
+                    f"{self._idx}: sequence {start + i} is said to begin at byte {self.pointers[start + i]} of the"
+                    f" .bin, but the lengths before it end at {ends[i] - lengths[i] * width}"
+                )
+            expected = int(ends[-1])
+        if size != expected:
+            raise DataError(
+                f"{self._bin}: {size:,} bytes, but {self._idx.name} describes {expected:,}",
+                hint="the two files are not of one run, or one is truncated; make or copy the data set anew",
+            )
+        bounds = self.document_index
+        if not bounds.size or bounds[0] != 0 or bounds[-1] != len(self) or np.any(bounds[1:] < bounds[:-1]):
+            raise DataError(f"{self._idx}: the document index does not rise from 0 to the {len(self)} sequences")
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return int(self.lengths.size)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits of the content: the whole index, and 64 blocks of 4 KiB spread over the tokens.
+
+        It does not depend on names, folders or times. Tokens regenerated in place almost always change it, at the cost
+        of reading the index once; an edit of a few tokens between the blocks does not show.
+        """
+        digest = xxhash.xxh3_128(f"{self.dtype.str} {self.num_tokens}".encode())
+        for start in range(0, len(self), CHUNK):
+            digest.update(np.ascontiguousarray(self.lengths[start : start + CHUNK]).data)
+        digest.update(np.ascontiguousarray(self.document_index).data)
+        block = 4096 // self.dtype.itemsize
+        for start in np.linspace(0, max(self.num_tokens - block, 0), 64).astype(np.int64):
+            digest.update(np.ascontiguousarray(self.tokens[start : start + block]).data)
+        return digest.hexdigest()
+
+    def read(self, i: int, offset: int = 0, length: int | None = None) -> Tokens:
+        """Tokens [offset, offset + length) of sequence `i`, to its end without a length; a read-only view."""
+        start = int(self.pointers[i]) // self.dtype.itemsize
+        end = start + (int(self.lengths[i]) if length is None else offset + length)
+        return self.tokens[start + offset : end]

@@ -1,0 +1,126 @@
+"""`PREFIX.json`, which stands beside `PREFIX.bin` and `PREFIX.idx` and tells what they were made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mega_common.config import Config
+from mega_common.errors import DataError
+from mega_common.files import sha256_file, write_json
+from mega_data.indexed import bin_path, idx_path
+from mega_data.tokenizer import Tokenizer
+
+
+class TokenizerInfo(Config):
+    """Which tokenizer made the tokens. `path` is where it was then; `fingerprint` is what says that it is the same."""
+
+    path: str
+    fingerprint: str
+    vocab_size: int
+    eos_id: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> TokenizerInfo:
+        """The description of a loaded tokenizer."""
+        return cls(
+            path=str(tokenizer.path.resolve()),
+            fingerprint=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+        )
+
+
+class Skipped(Config):
+    """What was read and gave no tokens: bad lines, empty documents, files of folders that are no text."""
+
+    bad: int = 0
+    empty: int = 0
+    binary: int = 0
+
+
+class DataInfo(Config):
+    """What a data set is. `tokenizer` and `append_eod` are None where data sets that differ were merged.
+
+    `text_bytes` counts the UTF-8 bytes of all documents kept; checksums are SHA-256, hex.
+    """
+
+    version: Literal[1] = 1
+    tokenizer: TokenizerInfo | None
+    append_eod: bool | None
+    dtype: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    skipped: Skipped = Skipped()
+    bin_sha256: str
+    idx_sha256: str
+
+
+def info_path(prefix: Path) -> Path:
+    """`PREFIX.json`."""
+    return prefix.with_name(prefix.name + ".json")
+
+
+def quarantine_path(prefix: Path) -> Path:
+    """`PREFIX.quarantine.jsonl`."""
+    return prefix.with_name(prefix.name + ".quarantine.jsonl")
+
+
+def read_info(prefix: Path) -> DataInfo | None:
+    """The description of a data set, None when it has none (other people's tools write none).
+
+    Raises:
+        DataError, ConfigError: when `PREFIX.json` is there and is not one.
+    """
+    path = info_path(prefix)
+    if not path.exists():
+        return None
+    try:
+        raw: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(raw, dict):
+        raise DataError(f"{path}: not the description of a data set")
+    return DataInfo.parse(raw, source=str(path))
+
+
+def write_info(prefix: Path, **fields: Any) -> DataInfo:
+    """Describe the finished `.bin` and `.idx`, whose checksum is taken here, and return the description.
+
+    Raises:
+        DataError: when the disk refuses.
+    """
+    try:
+        info = DataInfo(idx_sha256=sha256_file(idx_path(prefix)), **fields)
+        write_json(info_path(prefix), info.model_dump())
+    except OSError as error:
+        raise DataError(f"{info_path(prefix)}: cannot be written ({error.strerror})") from error
+    return info
+
+
+def prepare_output(prefix: Path, overwrite: bool) -> None:
+    """Refuse to write over a data set unless told to.
+
+    Raises:
+        DataError: when it exists, or `prefix` is a folder or has no name.
+    """
+    if prefix.is_dir() or not prefix.name:
+        raise DataError(f"{prefix}: a folder; the output is a prefix, such as {prefix / 'wiki'}")
+    there = [path for path in (idx_path(prefix), bin_path(prefix), info_path(prefix)) if path.exists()]
+    if there and not overwrite:
+        raise DataError(f"{there[0]}: exists already", hint="choose another --output, or say --overwrite")
+
+
+def forget(prefix: Path) -> None:
+    """Remove what describes an earlier data set of this name, before its files are replaced."""
+    info_path(prefix).unlink(missing_ok=True)
+    quarantine_path(prefix).unlink(missing_ok=True)
+
+
+def little_endian(dtype: np.dtype[Any]) -> str:
+    """The name of a dtype as the description has it: `uint16`, `int32`."""
+    return dtype.newbyteorder("=").name

@@ -1,0 +1,93 @@
+"""Several token data sets into one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from mega_common.errors import DataError
+from mega_common.files import sha256_file
+from mega_common.log import ProgressBar
+from mega_data.indexed import IndexedReader, IndexedWriter, bin_path
+from mega_data.info import (
+    DataInfo,
+    Skipped,
+    TokenizerInfo,
+    forget,
+    little_endian,
+    prepare_output,
+    read_info,
+    write_info,
+)
+
+
+def merge(prefixes: Sequence[Path], output: Path, *, mixed: bool = False, overwrite: bool = False) -> DataInfo:
+    """Write the documents of `prefixes`, in that order, as one data set.
+
+    All must come from one tokenizer and agree on the end-of-document token; `mixed` merges others too. Data sets
+    without a `PREFIX.json` do not tell, and merge with their like; their text bytes count as 0.
+
+    Raises:
+        DataError: when a data set is damaged, they do not fit together, or the output exists.
+    """
+    output = Path(output)
+    prepare_output(output, overwrite)
+    if output.resolve() in [Path(prefix).resolve() for prefix in prefixes]:
+        raise DataError(f"{output}: both an input and the output")
+    readers = [IndexedReader(Path(prefix)) for prefix in prefixes]
+    infos = [read_info(reader.prefix) for reader in readers]
+    tokenizer, append_eod = _common(readers, infos, mixed)
+    for reader in readers:
+        if reader.dtype != readers[0].dtype:
+            raise DataError(
+                f"{reader.prefix} holds {reader.dtype} tokens, {readers[0].prefix} {readers[0].dtype}",
+                hint="the dtype follows from the vocabulary: tokenize both with the same tokenizer",
+            )
+    with contextlib.ExitStack() as stack:
+        bytes_in_all = sum(reader.tokens.nbytes for reader in readers)
+        bar = stack.enter_context(ProgressBar("merging", total=bytes_in_all or None, unit="bytes"))
+        writer = stack.enter_context(IndexedWriter(output, readers[0].dtype))
+        for reader in readers:
+            writer.append(reader, bar)
+        forget(output)
+    known = [info for info in infos if info is not None]
+    return write_info(
+        output,
+        tokenizer=tokenizer,
+        append_eod=append_eod,
+        dtype=little_endian(readers[0].dtype),
+        documents=sum(reader.document_index.size - 1 for reader in readers),
+        tokens=sum(reader.num_tokens for reader in readers),
+        text_bytes=sum(info.text_bytes for info in known),
+        skipped=Skipped(
+            bad=sum(info.skipped.bad for info in known),
+            empty=sum(info.skipped.empty for info in known),
+            binary=sum(info.skipped.binary for info in known),
+        ),
+        bin_sha256=sha256_file(bin_path(output)),
+    )
+
+
+def _common(
+    readers: Sequence[IndexedReader], infos: Sequence[DataInfo | None], mixed: bool
+) -> tuple[TokenizerInfo | None, bool | None]:
+    """The tokenizer and `append_eod` that all share, None each where they differ and may."""
+    tokenizers = [info.tokenizer if info else None for info in infos]
+    ends = [info.append_eod if info else None for info in infos]
+    prints = [tokenizer.fingerprint if tokenizer else "unknown" for tokenizer in tokenizers]
+    hint = "--mixed merges them nevertheless"
+    for reader, fingerprint, end in zip(readers, prints, ends, strict=True):
+        if fingerprint != prints[0] and not mixed:
+            raise DataError(
+                f"{reader.prefix} was made by another tokenizer ({fingerprint[:12]}) than"
+                f" {readers[0].prefix} ({prints[0][:12]})",
+                hint=hint,
+            )
+        if end != ends[0] and not mixed:
+            one, other = (readers[0], reader) if ends[0] else (reader, readers[0])
+            raise DataError(f"{one.prefix} ends each document with a token, {other.prefix} does not", hint=hint)
+    return (
+        tokenizers[0] if len(set(prints)) == 1 else None,
+        ends[0] if len(set(ends)) == 1 else None,
+    )

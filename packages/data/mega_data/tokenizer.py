@@ -1,0 +1,214 @@
+"""Tokenizers in HuggingFace's `tokenizer.json` format, loaded without transformers and trained from text.
+
+A tokenizer is a folder with `tokenizer.json` (the tokenizer itself) and, where there is one, `tokenizer_config.json`
+(which of its tokens ends a text); the bare `tokenizer.json` will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from mega_common.errors import DataError
+from mega_common.files import atomic_file, sha256_file, write_json
+from mega_common.log import ProgressBar, logger
+
+END_OF_TEXT = "<|endoftext|>"
+
+# GPT-2's folder, for one, leaves the name of its end token to the code that loads it.
+USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
+
+# Where a long text may perhaps be cut: before a letter that begins a line, before the space between two words.
+SEAM = re.compile(r"(?<=\n)(?=[^\W\d_])|(?<=[^\W\d_])(?= [^\W\d_])")
+WINDOW = 2048
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+        path: the `tokenizer.json`.
+        vocab_size: the largest id + 1, added and special tokens included.
+        eos_id: the token that ends a text, None when the folder names none.
+        fingerprint: SHA-256 of `tokenizer.json`, 64 hex digits.
+
+    Raises:
+        DataError: when there is no tokenizer at `path`, or not one in this format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = _tokenizer_file(Path(path))
+        try:
+            self.backend = Backend.from_file(str(self.path))
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+            raise DataError(f"{self.path}: not a tokenizer.json that `tokenizers` reads ({error})") from None
+        # Such files remember the settings of whoever saved them; a corpus cut at 512 tokens would go unnoticed.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        ids = self.backend.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise DataError(f"{self.path}: the vocabulary is empty")
+        self.vocab_size = max(ids.values()) + 1
+        self.eos_id = _eos_id(self.path.parent, ids)
+        self.fingerprint = sha256_file(self.path)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of one text; `add_special_tokens` puts those around it that the tokenizer's template names."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike = np.int32) -> list[npt.NDArray[Any]]:
+        """Token ids of many texts, one array `dtype` [tokens] each, without special tokens around them."""
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.fromiter(encoding.ids, dtype, len(encoding)) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def split(self, text: str, size: int) -> Iterator[str]:
+        """Cut a long text into pieces of about `size` characters that encode to the tokens of the whole.
+
+        Encoding takes about a hundred bytes of memory for each byte of text, so half a gigabyte of text cannot go in
+        one call. A cut is made only where the text around it encodes to the same tokens with and without the cut; a
+        tokenizer that never allows it, as one that marks the begin of each text, gets the rest in one piece.
+        """
+        start = 0
+        while len(text) - start > size:
+            cut = self._seam(text, start + size, min(start + 2 * size, len(text)))
+            if cut is None:
+                break
+            yield text[start:cut]
+            start = cut
+        yield text[start:]
+
+    def _seam(self, text: str, low: int, high: int, tries: int = 64) -> int | None:
+        for match, _ in zip(SEAM.finditer(text, low, high), range(tries), strict=False):
+            cut = match.end()
+            left, right = text[max(cut - WINDOW, 0) : cut], text[cut : cut + WINDOW]
+            if self.encode(left + right) == self.encode(left) + self.encode(right):
+                return cut
+        return None
+
+
+@contextlib.contextmanager
+def one_thread_per_call() -> Iterator[None]:
+    """Keep `tokenizers` from spreading each batch over a thread pool of its own: the caller has threads.
+
+    The library takes this setting from the environment alone; it is put back on leaving.
+    """
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _tokenizer_file(path: Path) -> Path:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return file
+    if path.is_dir():
+        other = next(
+            (name for name in ("tokenizer.model", "spiece.model", "vocab.json") if (path / name).exists()), None
+        )
+        raise DataError(
+            f"{path}: no tokenizer.json in this folder" + (f", only the older {other}" if other else ""),
+            hint="transformers writes one: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
+        )
+    raise DataError(
+        f"{path}: no such tokenizer file or folder",
+        hint="give a local folder with tokenizer.json; `mega data train-tokenizer` makes one from text",
+    )
+
+
+def _eos_id(folder: Path, ids: dict[str, int]) -> int | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            try:
+                entry = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
+            except (OSError, ValueError, AttributeError) as error:
+                raise DataError(f"{folder / name}: cannot be read ({error})") from None
+            token = entry.get("content") if isinstance(entry, dict) else entry
+            if token is not None:
+                if token not in ids:
+                    raise DataError(f"{folder / name}: eos_token {token!r} is not in the vocabulary of tokenizer.json")
+                return ids[token]
+    usual = [ids[token] for token in USUAL_ENDS if token in ids]
+    return usual[0] if len(usual) == 1 else None
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, overwrite: bool = False) -> Tokenizer:
+    """Train a byte-level BPE tokenizer (GPT-2's kind) and write `tokenizer.json` and `tokenizer_config.json`.
+
+    Token 0 is `<|endoftext|>`, then come the 256 bytes; so every text can be encoded. transformers loads the folder.
+
+    Raises:
+        DataError: when `vocab_size` cannot hold the bytes, the folder has a tokenizer already, or there is no text.
+    """
+    if vocab_size < 257:
+        raise DataError(
+            f"vocab_size {vocab_size}: a byte-level tokenizer needs at least 257 (256 bytes and one end token)"
+        )
+    file = folder / "tokenizer.json"
+    if file.exists() and not overwrite:
+        raise DataError(f"{file}: exists already", hint="choose another folder, or say --overwrite")
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with ProgressBar("training the tokenizer", unit="bytes") as bar:
+        backend.train_from_iterator(_counted(texts, bar), trainer)
+    if not bar.done:
+        raise DataError("no text to train a tokenizer on: every input is empty")
+    if backend.get_vocab_size() < vocab_size:
+        logger.warning("the text gives a vocabulary of %d only, not %d", backend.get_vocab_size(), vocab_size)
+    _save(backend, file)
+    return Tokenizer(folder)
+
+
+def _counted(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
+    for text in texts:
+        bar.advance(len(text))
+        yield text
+
+
+def _save(backend: Backend, file: Path) -> None:
+    try:
+        write_json(
+            file.with_name("tokenizer_config.json"),
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": END_OF_TEXT,
+                "eos_token": END_OF_TEXT,
+                "unk_token": END_OF_TEXT,
+                "clean_up_tokenization_spaces": False,
+                "model_max_length": 1_000_000_000,
+            },
+        )
+        with atomic_file(file, text=True) as stream:
+            stream.write(backend.to_str(pretty=True))
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written ({error.strerror})") from error

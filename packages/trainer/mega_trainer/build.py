@@ -1,0 +1,99 @@
+"""The parts of a run, made from its configuration: groups, stages, buffers, optimizer, data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+
+import torch
+from torch import nn
+
+from mega_data.gpt_dataset import GPTDataset, build_datasets
+from mega_trainer.comm import CommLog
+from mega_trainer.config import RunConfig
+from mega_trainer.layout import Layout
+from mega_trainer.mesh import GroupMaker, Groups, build_groups
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder, Recompute, Stage
+from mega_trainer.optim.zero import Optimizer
+from mega_trainer.parallel.grads import FlatBuffer, build_buffers
+from mega_trainer.pipeline.schedules import Schedule, make_schedule
+from mega_trainer.pipeline.stages import stage_layers
+from mega_trainer.plan.flops import head_cost
+from mega_trainer.ranks import Ranks
+
+
+def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, log: CommLog | None = None) -> Groups:
+    """This rank's groups under the configured degrees.
+
+    Raises:
+        ConfigError: when they do not fit the number of ranks.
+    """
+    config.check_ranks(ranks.world_size)
+    parallel = config.parallel
+    layout = Layout(tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, dp=config.data_parallel(ranks.world_size))
+    return build_groups(
+        layout,
+        ranks.rank,
+        kv_heads=config.model.kv_heads,
+        maker=maker,
+        ordered=config.debug.ordered_reductions,
+        log=log,
+    )
+
+
+def build_schedule(config: RunConfig, groups: Groups) -> Schedule:
+    """The pipeline's operations for one step of this configuration."""
+    parallel = config.parallel
+    microbatches = config.batch.global_ // (config.batch.micro * groups.dp.size)
+    return make_schedule(
+        parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages
+    )
+
+
+def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[int, Decoder]:
+    """This rank's parts of the model, by stage number, not initialised."""
+    parallel, last = config.parallel, len(schedule.owners) - 1
+    layers = stage_layers(
+        config.model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout,
+        head_cost=head_cost(config.model, config.data.seq_length),
+    )  # fmt: skip
+    recompute = Recompute(config.recompute.kind, config.recompute.layers)
+    return {
+        index: Decoder(build, Stage(layers[index].start, layers[index].stop, index == 0, index == last), recompute)
+        for index in schedule.stages(build.groups.pp.rank)
+    }
+
+
+def build_optimizer(config: RunConfig, buffers: Mapping[int, list[FlatBuffer]], groups: Groups) -> Optimizer:
+    """The configured optimizer over all stages' buffers."""
+    settings = config.optimizer
+    return Optimizer(
+        list(chain.from_iterable(buffers.values())),
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        model_groups=(groups.tp, groups.pp),
+    )
+
+
+def buffers_of(config: RunConfig, stages: Mapping[int, nn.Module]) -> dict[int, list[FlatBuffer]]:
+    """Flat buffers of each stage, cut for ZeRO as configured."""
+    return {index: build_buffers(stage, sharded=config.parallel.zero > 0) for index, stage in stages.items()}
+
+
+def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDataset | None]:
+    """The train set, and the validation set where validation is asked for. `eod` is the id that ends a document."""
+    train = config.train
+    evaluations = train.steps // train.eval_every + 1 if train.eval_every else 0
+    samples = {
+        "train": train.steps * config.batch.global_,
+        "valid": evaluations and train.eval_steps * config.batch.global_,
+    }
+    training, valid, _ = build_datasets(config.data, seed=train.seed, samples=samples, eod=eod)
+    return training, valid
+
+
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """The type of weights and activations; gradients and main weights are fp32, or fp64 in an fp64 run."""
+    return {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[config.precision]

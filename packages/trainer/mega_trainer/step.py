@@ -1,0 +1,69 @@
+"""One optimizer step: forward and backward over the micro-batches, the norm, the clip, the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mega_trainer.batch import MicroBatch
+from mega_trainer.comm import Group, all_reduce
+from mega_trainer.optim.zero import Optimizer
+from mega_trainer.pipeline.run import Executor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step tells: mean loss per token, gradient norm before the clip, tokens that counted, whether it updated."""
+
+    loss: float
+    grad_norm: float
+    tokens: float
+    updated: bool
+
+
+def train_step(
+    executor: Executor, optimizer: Optimizer, batches: Sequence[MicroBatch], *, lr: float, clip: float, data: Group
+) -> StepResult:
+    """One step over this rank's micro-batches; every rank calls it.
+
+    The loss is the mean over all tokens that count, of all micro-batches and data ranks: their number is known before
+    the first forward, so each token's gradient is divided by it once, at its source. Nothing is updated when the
+    gradient is not finite.
+    """
+    tokens = count_tokens(batches, data)
+    for buffer in optimizer.buffers:
+        buffer.start()
+    loss_sum = executor.run(batches, 1.0 / max(tokens, 1.0))
+    for buffer in optimizer.buffers:
+        buffer.finish()
+    loss = mean_loss(loss_sum, tokens, data, executor.group)
+    norm = optimizer.grad_norm().item()
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if finite:
+        scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        optimizer.update(lr, scale)
+    return StepResult(loss, norm, tokens, finite)
+
+
+@torch.no_grad()
+def evaluate_step(executor: Executor, batches: Sequence[MicroBatch], data: Group) -> tuple[float, float]:
+    """Forward only: (sum of the token losses over all ranks, tokens that counted)."""
+    tokens = count_tokens(batches, data)
+    return mean_loss(executor.run(batches, 1.0), 1.0, data, executor.group), tokens
+
+
+def count_tokens(batches: Sequence[MicroBatch], data: Group) -> float:
+    """Tokens of the step whose loss counts, over all data ranks."""
+    tokens = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in batches]).sum()
+    all_reduce(tokens, data)
+    return tokens.item()
+
+
+def mean_loss(loss_sum: torch.Tensor, tokens: float, data: Group, pipeline: Group) -> float:
+    """The loss per token from each rank's sum; only the last stage has any."""
+    all_reduce(loss_sum, data)
+    all_reduce(loss_sum, pipeline)
+    return loss_sum.item() / max(tokens, 1.0)
