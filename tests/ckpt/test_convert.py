@@ -117,6 +117,7 @@ def test_casting_keeps_the_files_and_tells_config_json(mega: Path, llama: Path, 
 def test_another_shard_size(mega: Path, llama: Path, tmp_path: Path) -> None:
     convert(mega, tmp_path / "one", "hf", options=Options(max_shard=10**9))
     assert sorted(path.name for path in (tmp_path / "one").glob("*.safetensors*")) == ["model.safetensors"]
+    assert (tmp_path / "one" / "config.json").read_bytes() == (llama / "config.json").read_bytes()
     convert(tmp_path / "one", tmp_path / "many", "hf", options=Options(max_shard=4000))
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
@@ -174,6 +175,14 @@ def test_a_model_that_was_changed_after_it_came_from_hf(llama: Path, tmp_path: P
     assert LAYOUT not in out
     assert "model.safetensors.index.json" not in out
     assert {name: out[name] for name in OTHER_FILES} == OTHER_FILES
+
+
+@pytest.mark.parametrize("config", [b'{"model_type": "t5", "eos_token_id": 3}', b"{", b"[]"])
+def test_a_config_that_came_with_a_tokenizer_is_no_obstacle(config: bytes, tmp_path: Path) -> None:
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "config.json").write_bytes(config)
+    convert(trained(tmp_path / "checkpoints", {}, assets=tmp_path / "assets"), tmp_path / "out", "hf")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
 
 
 def test_a_model_trained_on_from_hf_keeps_its_folder(llama: Path, tmp_path: Path) -> None:
