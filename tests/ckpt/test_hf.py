@@ -222,6 +222,30 @@ def test_a_header_longer_than_the_file_is_refused_before_it_is_read(tmp_path: Pa
         SafetensorsFile.open(path)
 
 
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damage_is_told_or_harmless(folders: dict[str, Path], tmp_path: Path, data: st.DataObject) -> None:
+    """Cut anywhere, or any bytes of length and header changed: a CheckpointError that names the file, or a sound file."""
+    whole = (folders["llama-tied-linear"] / "model.safetensors").read_bytes()
+    path = tmp_path / "x.safetensors"
+    if data.draw(st.booleans()):
+        damaged = bytearray(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    else:
+        damaged = bytearray(whole)
+        for place, value in data.draw(
+            st.dictionaries(st.integers(0, 400), st.integers(0, 255), min_size=1, max_size=3)
+        ).items():
+            damaged[place] = value
+    path.write_bytes(damaged)
+    try:
+        file = SafetensorsFile.open(path)
+    except CheckpointError as error:
+        assert "x.safetensors" in str(error)  # noqa: PT017 - either outcome is right
+    else:
+        assert len(damaged) == len(whole)
+        assert all(file.read(name).shape == entry.shape for name, entry in file.header.entries.items())
+
+
 def test_elements_that_are_not_aligned_are_read(tmp_path: Path) -> None:
     text = b'{"x":{"dtype":"F64","shape":[3],"data_offsets":[0,24]}} '
     path, values = tmp_path / "x.safetensors", torch.randn(3, dtype=torch.float64)
