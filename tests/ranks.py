@@ -6,8 +6,11 @@ talk over gloo. The function must be importable (module level), and its argument
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import multiprocessing
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -16,6 +19,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.checkpoint", "pydantic", "yaml", "numpy"]
@@ -34,11 +38,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    work = (inspect.getfile(function), function.__module__, pickle.dumps((function, args)))
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            context.Process(target=_rank, args=(function, rank, world_size, store, timeout, pipe[1], args), daemon=True)
+            context.Process(target=_rank, args=(rank, world_size, store, timeout, pipe[1], *work), daemon=True)
             for rank, pipe in enumerate(pipes)
         ]
         try:
@@ -73,18 +78,14 @@ def _collect(receivers: Sequence[Connection], ranks: Sequence[BaseProcess], dead
 
 
 def _rank(
-    function: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    store: Path,
-    timeout: float,
-    pipe: Connection,
-    args: tuple[Any, ...],
+    rank: int, world_size: int, store: Path, timeout: float, pipe: Connection, file: str, module: str, work: bytes
 ) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _import(file, module)
+    function, args = pickle.loads(work)
     try:
         dist.init_process_group(
             "gloo",
@@ -111,3 +112,14 @@ def _failure(error: BaseException) -> bytes:
     except Exception:  # noqa: BLE001 - anything can be unpicklable
         answer = pickle.dumps((trace, RankError(repr(error))))
     return answer
+
+
+def _import(file: str, module: str) -> None:
+    """Import a test module under the name that pytest gave it, by which alone it may not be found."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError:
+        top = ModuleType(module.split(".")[0])
+        top.__path__ = [str(Path(file).parents[module.count(".") - 1])]
+        sys.modules[top.__name__] = top
+        importlib.import_module(module)

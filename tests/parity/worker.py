@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
 from mega_data.loader import StepBatch
 from mega_trainer.batch import micro_batches
-from mega_trainer.build import Ranks, buffers_of, build_optimizer, build_schedule, build_stages, connect, dtype_of
+from mega_trainer.build import buffers_of, build_optimizer, build_schedule, build_stages, connect, dtype_of
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard
@@ -22,6 +23,7 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
 from mega_trainer.optim.zero import Optimizer, boxes_of_slots
 from mega_trainer.pipeline.run import Executor
+from mega_trainer.ranks import Ranks
 from mega_trainer.state import TrainState
 from mega_trainer.step import StepResult, train_step
 from mega_trainer.train import expect_last
@@ -50,11 +52,15 @@ class Trainer:
     state: TrainState
 
     @classmethod
-    def make(cls, raw: Mapping[str, Any], ranks: Ranks, maker: GroupMaker | None = None, log: CommLog | None = None) -> Trainer:
+    def make(
+        cls, raw: Mapping[str, Any], ranks: Ranks, maker: GroupMaker | None = None, log: CommLog | None = None
+    ) -> Trainer:
         config = RunConfig.parse(raw)
         groups = connect(config, ranks, maker, log)
         schedule = build_schedule(config, groups)
-        stages = build_stages(config, Builder(config.model, groups, sp=config.parallel.sp, dtype=dtype_of(config)), schedule)
+        stages = build_stages(
+            config, Builder(config.model, groups, sp=config.parallel.sp, dtype=dtype_of(config)), schedule
+        )
         for stage in stages.values():
             init_weights(stage, config.train.seed)
         buffers = buffers_of(config, stages)
@@ -64,7 +70,7 @@ class Trainer:
 
     def step(self, number: int) -> StepResult:
         batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size)
-        micro = list(micro_batches(batch, self.config.batch.micro, torch.device("cpu")))
+        micro = list(micro_batches(batch, self.config, torch.device("cpu")))
         clip = self.config.optimizer.clip_grad
         return train_step(self.executor, self.optimizer, micro, lr=1e-2, clip=clip, data=self.groups.dp_cp)
 

@@ -133,7 +133,7 @@ class Checkpoint:
             self.check_file(name)
             held = self._layout[name]
             first_byte, slabs = held[0][0].begin, [slab for _, slab in held]
-            self._shards[name] = Shard(self.folder / name, self.manifest.files[name].bytes, slabs, first_byte)
+            self._shards[name] = Shard(self.folder / name, slabs, first_byte)
         return self._shards[name]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
 from mega_ckpt.shards import Slab
 from mega_ckpt.source import BUFFERS, WEIGHTS, Source, open_source
-from mega_ckpt.stream import row_blocks, slabs_of, write_checkpoint
+from mega_ckpt.stream import blocks, slabs_of, write_checkpoint
 from mega_common.errors import CheckpointError
 from mega_common.files import fsync_folder
 from mega_common.log import ProgressBar
@@ -129,7 +129,7 @@ def _compare(one: Source, other: Source, dtype: torch.dtype | None) -> None:
     with ProgressBar("comparing", total=total, unit="bytes") as bar:
         for name in names:
             kind = _cast(one.dtype(name), dtype)
-            for offset, shape in row_blocks(one.shape(name), kind.itemsize):
+            for offset, shape in blocks(one.shape(name), kind):
                 left, right = (each.read_slice(name, offset, shape) for each in (one, other))
                 if right.dtype != kind or not torch.equal(_bits(left.to(kind)), _bits(right)):
                     raise CheckpointError(f"{name}: what was written is not what was read", hint="is the disk sound?")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -154,8 +155,7 @@ class Manifest(Config):
         """
         path = folder / MANIFEST
         try:
-            check_inside(folder, MANIFEST)
-            if path.stat().st_size > MAX_MANIFEST_BYTES:
+            if plain_size(folder, MANIFEST) > MAX_MANIFEST_BYTES:
                 raise CheckpointError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes, which no manifest is")
             return cls.decode(path.read_bytes(), path)
         except FileNotFoundError:
@@ -188,15 +188,19 @@ def make_manifest(
     return manifest
 
 
-def check_inside(folder: Path, name: str) -> None:
-    """Refuse a name that is not a plain file inside `folder`: links, pipes, folders.
+def plain_size(folder: Path, name: str) -> int:
+    """Length in bytes of a plain file inside `folder`. Links, pipes and the like are refused, on the way to it too.
 
     Raises:
-        CheckpointError: when it is not; FileNotFoundError: when there is no such file.
+        CheckpointError: when it is none; FileNotFoundError: when there is no such file.
     """
-    path = folder / name
-    if path.resolve(strict=True) != folder.resolve(strict=True) / name or not path.is_file():
-        raise CheckpointError(f"{path}: not a plain file inside the checkpoint (links are not followed)")
+    path = folder
+    for part in PurePosixPath(name).parts:
+        path = path / part
+        found = path.lstat()
+        if not (stat.S_ISREG(found.st_mode) or (stat.S_ISDIR(found.st_mode) and path != folder / name)):
+            raise CheckpointError(f"{path}: not a plain file inside the checkpoint (links are not followed)")
+    return found.st_size
 
 
 def tiles(shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> bool:

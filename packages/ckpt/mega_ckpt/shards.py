@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 import torch
 import xxhash
 from torch import Tensor
 
-from mega_ckpt.manifest import DTYPE_NAMES, Chunk, FileEntry, check_inside
+from mega_ckpt.manifest import DTYPE_NAMES, Chunk, FileEntry, plain_size
 from mega_ckpt.pieces import Shape
 from mega_common.errors import CheckpointError
+
+BLOCK_BYTES = 1 << 20
+SENT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -71,16 +75,31 @@ class NewFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.bytes = path, 0
+        self._sent = 0
         self._hash = xxhash.xxh3_128()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Append `data`."""
-        self._hash.update(data)
-        self.bytes += len(data)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
+    def write(self, data: bytes | memoryview) -> str:
+        """Append `data`; returns its checksum."""
+        own, whole = xxhash.xxh3_128(), memoryview(data)
+        # A block that was just hashed is written from the processor's cache: twice as fast as one after the other.
+        for start in range(0, len(whole), BLOCK_BYTES):
+            block = whole[start : start + BLOCK_BYTES]
+            own.update(block)
+            self._hash.update(block)
+            while block:
+                written = os.write(self._descriptor, block)
+                block = block[written:]
+                self.bytes += written
+            if self.bytes - self._sent >= SENT_BYTES:
+                self._send()
+        return own.hexdigest()
+
+    def _send(self) -> None:
+        """Let the disk begin with what is written so far; `close` then waits less, and no write is held up before it."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, self._sent, self.bytes - self._sent, os.POSIX_FADV_DONTNEED)
+        self._sent = self.bytes
 
     def close(self) -> FileEntry:
         """Flush to the disk; returns what a manifest says of the file."""
@@ -113,15 +132,15 @@ def write_shards(
         with NewFile(folder / name) as file:
             file.write(header(group))
             for slab in group:
-                data, begin = raw(resolve(slab)), file.bytes
-                file.write(data)
+                begin = file.bytes
+                checksum = file.write(raw(resolve(slab)))
                 chunk = Chunk(
                     offset=slab.offset,
                     shape=slab.shape,
                     file=name,
                     begin=begin,
                     end=file.bytes,
-                    checksum=xxhash.xxh3_128_hexdigest(data),
+                    checksum=checksum,
                 )
                 held.append((slab, chunk))
             entry = file.close()
@@ -141,15 +160,25 @@ def _groups(slabs: Sequence[Slab], max_bytes: int) -> Iterator[list[Slab]]:
         yield group
 
 
-class Shard:
-    """A shard that was written before, `size` bytes long, mapped into memory: only the bytes that are used are read."""
+def mapped(file: IO[bytes], begin: int, end: int) -> Tensor:
+    """Bytes [begin, end) of a file as a private mapping: read when they are used, given back with the tensor. uint8."""
+    if begin == end:
+        return torch.empty(0, dtype=torch.uint8)
+    before = begin % mmap.ALLOCATIONGRANULARITY
+    # Copy-on-write: nothing can write to the file through it, yet torch has the writable memory that it wants.
+    memory = mmap.mmap(file.fileno(), end - begin + before, access=mmap.ACCESS_COPY, offset=begin - before)
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=before)
 
-    def __init__(self, path: Path, size: int, slabs: Sequence[Slab], first_byte: int) -> None:
+
+class Shard:
+    """A shard that was written before: only the bytes that are used are read, and no more than they stay mapped."""
+
+    def __init__(self, path: Path, slabs: Sequence[Slab], first_byte: int) -> None:
         self.path = path
-        # shared=False: a private mapping; nothing can write to the file through it.
-        self._data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        # Open as long as this is: a checkpoint that is replaced or deleted meanwhile can still be read to its end.
+        self._file = open(path, "rb")  # noqa: SIM115
         expected = header(slabs)
-        if len(expected) != first_byte or bytes(raw(self._data[:first_byte])) != expected:
+        if len(expected) != first_byte or self._file.read(first_byte) != expected:
             held = _some([slab.key for slab in slabs])
             raise CheckpointError(f"{path}: damaged: its header does not fit the manifest ({held})")
 
@@ -159,7 +188,7 @@ class Shard:
         Raises:
             CheckpointError: when `verify` and the bytes are not those that were written.
         """
-        data = self._data[chunk.begin : chunk.end]
+        data = mapped(self._file, chunk.begin, chunk.end)
         if verify and xxhash.xxh3_128_hexdigest(raw(data)) != chunk.checksum:
             raise CheckpointError(
                 f"{self.path}: damaged: the checksum of {key} at {list(chunk.offset)} does not fit",
@@ -176,8 +205,7 @@ def check_size(folder: Path, name: str, entry: FileEntry, keys: Sequence[str]) -
     """
     path = folder / name
     try:
-        check_inside(folder, name)
-        size = path.stat().st_size
+        size = plain_size(folder, name)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing, though the manifest names it ({_some(keys)})") from None
     if size != entry.bytes:

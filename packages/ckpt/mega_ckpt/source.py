@@ -79,11 +79,18 @@ class MegaSource:
 
     def read(self, name: str) -> Tensor:
         """The whole tensor."""
-        return self._checkpoint.read(WEIGHTS + name)
+        shape = self.shape(name)
+        return self.read_slice(name, (0,) * len(shape), shape)
 
     def read_slice(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """A rectangle of it."""
-        return self._checkpoint.read(WEIGHTS + name, offset, shape)
+        """A rectangle of it: a view of the file, unless it is assembled from several chunks."""
+        key = WEIGHTS + name
+        for chunk in self._checkpoint.entry(key).chunks:
+            starts = [o - c for o, c in zip(offset, chunk.offset, strict=True)]
+            if all(s >= 0 and s + n <= m for s, n, m in zip(starts, shape, chunk.shape, strict=True)):
+                window = tuple(slice(start, start + n) for start, n in zip(starts, shape, strict=True))
+                return self._checkpoint.chunk(key, chunk)[window]
+        return self._checkpoint.read(key, offset, shape)
 
     def buffers(self) -> Sequence[str]:
         """What came from a HuggingFace folder without being a weight."""

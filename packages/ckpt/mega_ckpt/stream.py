@@ -5,7 +5,6 @@ The files are those of `store.save`, which instead starts from tensors that rank
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,27 +14,22 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.manifest import DTYPE_NAMES, MANIFEST, Chunk, FileEntry, TensorEntry, make_manifest
-from mega_ckpt.pieces import Shape
+from mega_ckpt.pieces import Shape, cut
 from mega_ckpt.shards import NewFile, Slab, write_shards
 from mega_common.model_config import ModelConfig
 
-SLAB_BYTES = 64 << 20
+BLOCK_BYTES = 64 << 20
 FILE_BYTES = 4 << 30
 
 
-def row_blocks(shape: Shape, itemsize: int, max_bytes: int = SLAB_BYTES) -> Iterator[tuple[Shape, Shape]]:
-    """Cut a tensor into blocks of whole rows of about `max_bytes`: (offset, shape) of each, in order."""
-    if not shape:
-        yield (), ()
-        return
-    rows = max(1, max_bytes // max(1, math.prod(shape[1:]) * itemsize))
-    for first in range(0, max(shape[0], 1), rows):
-        yield (first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:])
+def blocks(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[Shape, Shape]]:
+    """Cut a tensor into contiguous boxes (offset, shape) of at most `BLOCK_BYTES`, in row-major order."""
+    return cut(shape, BLOCK_BYTES // dtype.itemsize)
 
 
 def slabs_of(key: str, dtype: torch.dtype, shape: Shape) -> list[Slab]:
     """The slabs that a tensor is written as."""
-    return [Slab(key, dtype, shape, offset, extent) for offset, extent in row_blocks(shape, dtype.itemsize)]
+    return [Slab(key, dtype, shape, offset, extent) for offset, extent in blocks(shape, dtype)]
 
 
 def write_checkpoint(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -21,15 +20,7 @@ from mega_trainer.parallel.grads import FlatBuffer, build_buffers
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.flops import head_cost
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process's place in the job."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
+from mega_trainer.ranks import Ranks
 
 
 def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, log: CommLog | None = None) -> Groups:
@@ -91,15 +82,15 @@ def buffers_of(config: RunConfig, stages: Mapping[int, nn.Module]) -> dict[int, 
     return {index: build_buffers(stage, sharded=config.parallel.zero > 0) for index, stage in stages.items()}
 
 
-def load_data(config: RunConfig) -> tuple[GPTDataset, GPTDataset | None]:
-    """The train set, and the validation set where validation is asked for."""
+def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDataset | None]:
+    """The train set, and the validation set where validation is asked for. `eod` is the id that ends a document."""
     train = config.train
     evaluations = train.steps // train.eval_every + 1 if train.eval_every else 0
     samples = {
         "train": train.steps * config.batch.global_,
         "valid": evaluations and train.eval_steps * config.batch.global_,
     }
-    training, valid, _ = build_datasets(config.data, seed=train.seed, samples=samples, eod=None)
+    training, valid, _ = build_datasets(config.data, seed=train.seed, samples=samples, eod=eod)
     return training, valid
 
 

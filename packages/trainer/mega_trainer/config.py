@@ -121,6 +121,7 @@ class RunConfig(Config):
     log: LogConfig = LogConfig()
     debug: DebugConfig = DebugConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_seconds: float = Field(600, gt=0, description="how long a rank may keep the others waiting")
     output: str = "runs/default"
 
     def check_ranks(self, world_size: int) -> None:

@@ -24,7 +24,7 @@ from mega_ckpt.formats.hf import CONFIG, INDEX, LAYOUT, SINGLE, checked_table, d
 from mega_ckpt.formats.safetensors import Header, write_file
 from mega_ckpt.pieces import Shape
 from mega_ckpt.source import Source, put_file
-from mega_ckpt.stream import row_blocks
+from mega_ckpt.stream import blocks
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
@@ -129,7 +129,7 @@ def _tensors(source: Source, plan: Plan, header: Header) -> Iterator[Tensor]:
 def _parts(source: Source, disk: DiskTensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """A disk tensor from the canonical tensors that it holds: in blocks of rows where it is one of them, else whole."""
     if disk.layout == PLAIN and len(disk.slabs) == 1:
-        for offset, shape in row_blocks(disk.shape, dtype.itemsize):
+        for offset, shape in blocks(disk.shape, dtype):
             yield source.read_slice(disk.slabs[0].name, offset, shape).to(dtype)
         return
     out = torch.empty(disk.shape, dtype=dtype)

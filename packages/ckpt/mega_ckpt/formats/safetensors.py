@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -21,11 +20,10 @@ from torch import Tensor
 
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
 from mega_ckpt.pieces import Shape
-from mega_ckpt.shards import raw
+from mega_ckpt.shards import NewFile, mapped, raw
 from mega_common.errors import CheckpointError
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
-_CHUNK = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -143,15 +141,11 @@ class SafetensorsFile:
     def read(self, name: str) -> Tensor:
         """A tensor as a private mapping of the file: bytes are read when they are used, and given back with it."""
         entry = self.header.entries[name]
-        if entry.start == entry.stop:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        begin = 8 + len(self.header.text) + entry.start
-        before = begin % mmap.ALLOCATIONGRANULARITY
-        count = entry.stop - entry.start
+        begin = 8 + len(self.header.text)
         with open(self.path, "rb") as stream:
-            mapped = mmap.mmap(stream.fileno(), before + count, access=mmap.ACCESS_COPY, offset=begin - before)
-        data = torch.frombuffer(mapped, dtype=torch.uint8, offset=before, count=count)
-        aligned = data if begin % entry.dtype.itemsize == 0 else data.clone()
+            data = mapped(stream, begin + entry.start, begin + entry.stop)
+        # Old writers did not pad the header, so that elements may lie anywhere.
+        aligned = data if (begin + entry.start) % entry.dtype.itemsize == 0 else data.clone()
         return aligned.view(entry.dtype).view(entry.shape)
 
 
@@ -160,15 +154,11 @@ def write_file(
 ) -> None:
     """Write a file while its tensors come in, in the order of `header.entries`; durable when this returns.
 
-    `advance` is told of each chunk of bytes written.
+    `advance` is told of the bytes of each tensor.
     """
-    with open(path, "xb", buffering=0) as stream:
-        stream.write(struct.pack("<Q", len(header.text)) + header.text)
+    with NewFile(path) as file:
+        file.write(struct.pack("<Q", len(header.text)) + header.text)
         for tensor in tensors:
-            flat = raw(tensor)
-            for start in range(0, len(flat), _CHUNK):
-                chunk = flat[start : start + _CHUNK]
-                while chunk:
-                    chunk = chunk[stream.write(chunk) :]
-                advance(min(_CHUNK, len(flat) - start))
-        os.fsync(stream.fileno())
+            file.write(raw(tensor))
+            advance(tensor.nbytes)
+        file.close()

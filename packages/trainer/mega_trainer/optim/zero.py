@@ -30,6 +30,7 @@ class Slot:
 
     @property
     def copied(self) -> bool:
+        """Whether the main weights are a tensor of their own."""
         return self.main.data_ptr() != self.shard.weights.data_ptr()
 
 
@@ -119,7 +120,9 @@ class Optimizer:
         weights are not the model's own, `optimizer/main/<name>`. The boxes are views, to be saved or filled."""
         kinds = [(moment, [(s, self.adamw.state[s.main][moment]) for s in self.slots]) for moment in MOMENTS]
         kinds.append(("main", [(s, s.main) for s in self.slots if s.copied]))
-        return {f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes_of_slots(pairs).items()}
+        return {
+            f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes_of_slots(pairs).items()
+        }
 
     def reload_main(self) -> None:
         """Take the main weights from the model's, after those were loaded without them."""
