@@ -31,7 +31,8 @@ def _legal(seed: int) -> Iterator[Case]:
             RunConfig.parse(drawn.raw).check_ranks(drawn.ranks)
         except ConfigError:
             continue
-        yield drawn
+        if drawn.ranks <= RANKS:
+            yield drawn
 
 
 def _case(seed: int, rng: random.Random) -> Case:
@@ -45,7 +46,7 @@ def _case(seed: int, rng: random.Random) -> Case:
         layers, parallel["pipeline_layout"] = uneven(pp * v, rng)
     batch, micro = batch_of(dp, pp, rng)
     return Case(
-        f"seed {seed}", {**_model(rng), "num_layers": max(1, layers)}, min(tp * pp * dp, RANKS + 1),
+        f"seed {seed}", {**_model(rng), "num_layers": max(1, layers)}, tp * pp * dp,
         parallel=parallel, recompute=rng.choice(RECOMPUTES), micro=micro, batch=batch,
         bucket=rng.choice([LARGE, 3000, 500]), closed=rng.random() < 0.7, clip=rng.choice([0.0, 0.1, 1.0]),
         length=rng.choice([12, 16, 24]),
