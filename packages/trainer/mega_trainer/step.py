@@ -34,11 +34,11 @@ def train_step(
     gradient is not finite.
     """
     tokens = count_tokens(batches, data)
-    for buffer in optimizer.buffers:
-        buffer.start()
+    for stage in optimizer.stages:
+        stage.begin_step()
     loss_sum = executor.run(batches, 1.0 / max(tokens, 1.0))
-    for buffer in optimizer.buffers:
-        buffer.finish()
+    for stage in optimizer.stages:
+        stage.finish()
     loss = mean_loss(loss_sum, tokens, data, executor.group)
     norm = optimizer.grad_norm().item()
     finite = math.isfinite(loss) and math.isfinite(norm)
