@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from mega_data.gpt_dataset import GPTDataset, build_datasets
 from mega_trainer.comm import CommLog
@@ -76,11 +75,11 @@ def build_optimizer(config: RunConfig, shared: Mapping[int, FlatStage], groups: 
     )
 
 
-def share_stages(config: RunConfig, stages: Mapping[int, nn.Module]) -> dict[int, FlatStage]:
+def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, FlatStage]:
     """Weights and gradients of each stage, shared among the data ranks as the ZeRO level says."""
     level = config.parallel.zero
     sharing = Sharing(slices=level > 0, each_backward=level == 2 or config.debug.reduce_every_microbatch)
-    return {index: flatten(stage, sharing) for index, stage in stages.items()}
+    return {index: flatten(stage, sharing, stage.units()) for index, stage in stages.items()}
 
 
 def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDataset | None]:

@@ -56,8 +56,11 @@ def evaluate_step(executor: Executor, batches: Sequence[MicroBatch], data: Group
 
 
 def count_tokens(batches: Sequence[MicroBatch], data: Group) -> float:
-    """Tokens of the step whose loss counts, over all data ranks."""
-    tokens = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in batches]).sum()
+    """Tokens of the step whose loss counts, over all data ranks.
+
+    Summed in host memory: on a device the sum would queue up behind the weights that are still being gathered.
+    """
+    tokens = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in batches]).sum().cpu()
     all_reduce(tokens, data)
     return tokens.item()
 

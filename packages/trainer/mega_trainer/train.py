@@ -83,7 +83,7 @@ def run(config: RunConfig, ranks: Ranks) -> TrainState:
             if valid_data is not None and config.due(state.step, config.train.eval_every):
                 valid = validate(executor, loader(valid_data), config, device, groups.dp_cp)
             metrics.step(state.step, state.consumed_samples, lr, result, valid_loss=valid)
-            stopping = agreed(stop.name is not None, groups.world, device)
+            stopping = agreed(stop.name is not None, groups.world)
             if stopping or config.due(state.step, config.checkpoint.every):
                 saver.save(state)
             if stopping:
@@ -152,9 +152,9 @@ def around_backward(shared: Mapping[int, FlatStage], stage: int, last: bool) -> 
     return shared[stage].backward(last)
 
 
-def agreed(flag: bool, world: Group, device: torch.device) -> bool:
-    """Whether any rank's flag is set; the same answer on all ranks."""
-    vote = torch.tensor(float(flag), device=device)
+def agreed(flag: bool, world: Group) -> bool:
+    """Whether any rank's flag is set; the same answer on all ranks. Voted in host memory, as tokens are counted."""
+    vote = torch.tensor(float(flag))
     all_reduce(vote, world, "max")
     return bool(vote.item())
 

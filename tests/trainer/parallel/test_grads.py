@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from ranks import run_ranks
 from torch import nn
 
 from mega_ckpt.pieces import Piece
+from mega_trainer import build
 from mega_trainer.build import Ranks
-from mega_trainer.comm import CommLog, Group
+from mega_trainer.comm import CommLog, Group, all_gather_into
 from mega_trainer.mesh import GroupMaker
+from mega_trainer.parallel import grads
 from mega_trainer.parallel.buckets import MicroBucket
 from mega_trainer.parallel.grads import FlatStage, Sharing, flatten
 from mega_trainer.parallel.param import make_parameter
@@ -209,3 +213,43 @@ def test_levels_agree_in_bits(
 
 def test_the_order_of_the_sum_is_what_the_twin_is_for(bits: Callable[[dict[str, Any]], list[Any]]) -> None:
     assert bits(case_of(LAYOUTS[0], 0, {}, 2)) != bits(case_of(LAYOUTS[0], 0, TWIN, 2))
+
+
+class Deferred:
+    """A gather that arrives no sooner than it is waited for."""
+
+    def __init__(self, events: list[str], *arguments: Any) -> None:
+        self.events, self.arguments = events, arguments
+
+    def wait(self) -> None:
+        self.events.append("wait")
+        all_gather_into(*self.arguments)
+
+
+def late_gathers() -> dict[str, Any]:
+    """Steps whose gathers arrive only when waited for, beside steps without any; and the order of events."""
+    out: dict[str, Any] = {}
+    maker, ranks = GroupMaker(), Ranks(dist.get_rank(), dist.get_world_size())
+    for level in (0, 1):
+        events: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grads, "all_gather_into", lambda *given, async_op, events=events: Deferred(events, *given))
+            patch.setattr(build, "Sharing", partial(Sharing, bucket_elements=300))
+            trainer = Trainer.make(case_of({"dp": 2}, level, {}, 2), ranks, maker)
+            for index, layer in enumerate(trainer.state.stages[0].layers):
+                layer.register_forward_hook(lambda *_, index=index, events=events: events.append(f"layer {index}"))
+            losses = [trainer.step(number).loss for number in range(2)]
+            events.append("save")
+            held = trainer.state.tensors()
+        weights = {name: [box.tensor.tolist() for box in held[name].boxes] for name in held if name[0] == "w"}
+        out[str(level)] = (losses, weights)
+        out[f"{level} events"] = events
+    return out
+
+
+def test_each_layer_waits_for_its_own_weights_and_a_save_for_all() -> None:
+    for found in run_ranks(late_gathers, 2, timeout=60):
+        assert found["1"] == found["0"]
+        first, later = ["layer 0", "layer 1"], ["wait", "layer 0", "wait", "layer 1", "wait"]
+        assert [event for event, _ in groupby(found["1 events"])] == [*first * 2, *later, *first, "save", "wait"]
+        assert found["0 events"] == [*first * 4, "save"]

@@ -94,7 +94,8 @@ class Optimizer:
         return slices.sum()
 
     def update(self, lr: float, scale: float) -> None:
-        """One AdamW step with the gradients times `scale`, then the new weights on every rank."""
+        """One AdamW step with the gradients times `scale`; the new weights are then on their way to every rank."""
+        self.settle()
         for group in self.adamw.param_groups:
             group["lr"] = lr
         if scale != 1.0:
@@ -105,6 +106,11 @@ class Optimizer:
                 slot.shard.weights.copy_(slot.main)
         for stage in self.stages:
             stage.publish()
+
+    def settle(self) -> None:
+        """Wait until the weights of the last update are there: before they are read other than by a forward."""
+        for stage in self.stages:
+            stage.settle()
 
     def gradients(self) -> dict[str, Sharded]:
         """The reduced gradients by canonical name, after an update times its scale. The boxes are views."""

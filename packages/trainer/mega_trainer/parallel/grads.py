@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mega_trainer.comm import Group, all_gather_into, all_reduce
+from mega_trainer.comm import Group, Work, all_gather_into, all_reduce
 from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
 from mega_trainer.parallel.param import info_of
 
@@ -64,6 +64,14 @@ class Sharing:
     slices: bool
     each_backward: bool = False
     bucket_elements: int = BUCKET_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose forward is the first to need these parameters, its own or others."""
+
+    module: nn.Module
+    parameters: list[nn.Parameter]
 
 
 class FlatBuffer:
@@ -110,12 +118,6 @@ class FlatBuffer:
         start = bucket.start + (share * self.data.rank if self.sharded else 0)
         return Shard(start, self.weights[start : start + share], bucket.grads)
 
-    def publish(self) -> None:
-        """After an update of the shards' weights: give every rank all of them."""
-        if self.sharded:
-            for bucket, shard in zip(self.buckets, self.shards, strict=True):
-                all_gather_into(self.weights[bucket.start : bucket.stop], shard.weights.clone(), self.data)
-
     @property
     def counts_here(self) -> bool:
         """Whether this rank is the one, of those that hold copies, whose part counts in a norm over the model."""
@@ -136,17 +138,27 @@ class FlatStage:
     All ranks start their buckets in the same order, or they would wait for each other in vain: a bucket that is complete
     on one rank may lack a gradient on another (an expert that got no token). The order is that in which a backward is
     expected to complete them. Each starts when it and all before it are complete, the rest at the backward's end.
+
+    New weights are gathered in the background, and each unit's forward waits for its own.
     """
 
-    def __init__(self, model: nn.Module, buffers: Sequence[FlatBuffer], sharing: Sharing) -> None:
+    def __init__(
+        self, model: nn.Module, buffers: Sequence[FlatBuffer], sharing: Sharing, units: Sequence[Unit]
+    ) -> None:
         self.buffers = list(buffers)
         self._in_flight_limit = IN_FLIGHT if sharing.each_backward else None
         position = {parameter: index for index, parameter in enumerate(model.parameters())}
-        buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
-        self._buckets = sorted(buckets, key=lambda bucket: -min(position[p] for p in bucket.places))
+        self._homes = {
+            bucket: (buffer, shard)
+            for buffer in buffers
+            for bucket, shard in zip(buffer.buckets, buffer.shards, strict=True)
+        }
+        self._buckets = sorted(self._homes, key=lambda bucket: -min(position[p] for p in bucket.places))
+        self._arriving: dict[Bucket, tuple[Work | None, Tensor]] = {}
+        self._await_before(units)
         self._waiting: deque[Bucket] = deque()
         self._in_flight: deque[Bucket] = deque()
-        for bucket in buckets:
+        for bucket in self._buckets:
             for parameter in bucket.places:
                 parameter.register_post_accumulate_grad_hook(partial(self._take, bucket))  # type: ignore[no-untyped-call]
 
@@ -187,9 +199,29 @@ class FlatStage:
                     all_reduce(shard.grads, group)
 
     def publish(self) -> None:
-        """After an update of the shards' weights: give every rank all of them."""
-        for buffer in self.buffers:
-            buffer.publish()
+        """After an update of the shards' weights: start to give every rank all of them, first needed first."""
+        for bucket in reversed(self._buckets):
+            buffer, shard = self._homes[bucket]
+            if buffer.sharded:
+                mine, whole = shard.weights.clone(), buffer.weights[bucket.start : bucket.stop]
+                self._arriving[bucket] = (all_gather_into(whole, mine, buffer.data, async_op=True), mine)
+
+    def settle(self) -> None:
+        """Wait until all weights are there: before anything but a forward reads or writes them."""
+        self._await(list(self._arriving))
+
+    def _await(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets if self._arriving else ():
+            work, _ = self._arriving.pop(bucket, (None, None))
+            if work is not None:
+                work.wait()
+
+    def _await_before(self, units: Sequence[Unit]) -> None:
+        """Let each unit's forward wait for its buckets, and the first one for those of no unit."""
+        needs = [[b for b in self._buckets if not b.places.keys().isdisjoint(unit.parameters)] for unit in units]
+        needs[0] += [bucket for bucket in self._buckets if all(bucket not in needed for needed in needs)]
+        for unit, buckets in zip(units, needs, strict=True):
+            unit.module.register_forward_pre_hook(lambda module, inputs, buckets=buckets: self._await(buckets))
 
 
 @dataclass(frozen=True)
@@ -203,11 +235,16 @@ class _Kind:
     dtype: torch.dtype = field(default=torch.float32)
 
 
-def flatten(model: nn.Module, sharing: Sharing) -> FlatStage:
+def flatten(model: nn.Module, sharing: Sharing, units: Sequence[Unit] = ()) -> FlatStage:
     """Sort the parameters of a model (or of one pipeline stage) into buffers.
 
     Weight decay applies to matrices, not to biases and norms. Call after initialisation or loading, or before: the
     parameters keep their values and from then on are views of the buffers.
+
+    Args:
+        model: its parameters carry their descriptions.
+        sharing: what each data rank keeps.
+        units: its parts in the order of a forward; by default the whole model is one.
     """
     kinds: dict[_Kind, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -215,4 +252,4 @@ def flatten(model: nn.Module, sharing: Sharing) -> FlatStage:
         kind = _Kind(info.data, info.grad_sync, info.replicas, parameter.dim() > 1, parameter.dtype)
         kinds.setdefault(kind, []).append(parameter)
     buffers = [FlatBuffer(parameters, decay=kind.decay, sharing=sharing) for kind, parameters in kinds.items()]
-    return FlatStage(model, buffers, sharing)
+    return FlatStage(model, buffers, sharing, units or [Unit(model, list(model.parameters()))])
