@@ -52,6 +52,7 @@ class TrainState:
 
     def tensors(self) -> dict[str, Sharded]:
         """All tensors of a checkpoint as this rank's boxes, views of what training uses."""
+        self.optimizer.settle()
         return weights_of(self.stages, prefix="weights/") | self.optimizer.tensors()
 
     def numbers(self) -> dict[str, Any]:
