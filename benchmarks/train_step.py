@@ -25,7 +25,7 @@ import transformers
 
 from mega_data.loader import StepBatch
 from mega_trainer.batch import micro_batches
-from mega_trainer.build import buffers_of, build_optimizer, build_schedule, build_stages, connect, dtype_of
+from mega_trainer.build import build_optimizer, build_schedule, build_stages, connect, dtype_of, share_stages
 from mega_trainer.config import RunConfig
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
@@ -33,7 +33,7 @@ from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.flops import count_parameters
 from mega_trainer.ranks import Ranks
 from mega_trainer.step import train_step
-from mega_trainer.train import expect_last
+from mega_trainer.train import around_backward
 
 LAYERS, WIDTH, FFN, HEADS, VOCABULARY, BATCH, LENGTH = 4, 256, 688, 4, 16_384, 8, 256
 STEPS = 3  # of each contestant in a round
@@ -63,9 +63,9 @@ def ours(precision: str) -> Callable[[], object]:
     schedule = build_schedule(config, groups)
     stages = build_stages(config, Builder(config.model, groups, dtype=dtype_of(config)), schedule)
     init_weights(stages[0], 0)
-    buffers = buffers_of(config, stages)
-    optimizer = build_optimizer(config, buffers, groups)
-    executor = Executor(schedule, stages, groups.pp, 0, partial(expect_last, buffers))
+    shared = share_stages(config, stages)
+    optimizer = build_optimizer(config, shared, groups)
+    executor = Executor(schedule, stages, groups.pp, 0, partial(around_backward, shared))
     ids = tokens()
     batch = StepBatch(
         ids[:, :-1], ids[:, 1:], np.ones((BATCH, LENGTH), bool), np.tile(np.arange(LENGTH), (BATCH, 1)), None,

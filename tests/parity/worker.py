@@ -20,7 +20,6 @@ from mega_common.log import ProgressBar
 from mega_data.loader import StepBatch
 from mega_trainer import build
 from mega_trainer.batch import micro_batches
-
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard
@@ -159,7 +158,10 @@ def difference(mine: Held, reference: Held) -> float:
     for name, scale in scales.items():
         largest[_kind(name)] = max(largest.get(_kind(name), 0.0), scale)
     errors = [
-        ((box.tensor.double() - part_of(wholes[name], box)).abs().max() / max(scales[name], FLOOR * largest[_kind(name)]))
+        (
+            (box.tensor.double() - part_of(wholes[name], box)).abs().max()
+            / max(scales[name], FLOOR * largest[_kind(name)])
+        )
         for name, held in mine.items()
         for box in held.boxes
         if box.tensor.numel()
