@@ -20,7 +20,6 @@ from mega_common.log import ProgressBar
 from mega_data.loader import StepBatch
 from mega_trainer import build
 from mega_trainer.batch import micro_batches
-
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard
@@ -28,13 +27,12 @@ from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
-from mega_trainer.optim.zero import Optimizer, boxes_of_slots
-from mega_trainer.parallel.grads import build_buffers
+from mega_trainer.optim.zero import Optimizer
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.ranks import Ranks
 from mega_trainer.state import TrainState
 from mega_trainer.step import StepResult, train_step
-from mega_trainer.train import expect_last
+from mega_trainer.train import around_backward
 
 STEPS = 3
 FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
@@ -81,10 +79,10 @@ class Trainer:
         stages = build.build_stages(config, builder, schedule)
         for stage in stages.values():
             init_weights(stage, config.train.seed)
-        with mock.patch.object(build, "build_buffers", partial(build_buffers, bucket_elements=case.bucket)):
-            buffers = build.buffers_of(config, stages)
-        optimizer = build.build_optimizer(config, buffers, groups)
-        executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(expect_last, buffers))
+        with mock.patch.object(build, "Sharing", partial(build.Sharing, bucket_elements=case.bucket)):
+            shared = build.share_stages(config, stages)
+        optimizer = build.build_optimizer(config, shared, groups)
+        executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
         state = TrainState(config, stages, optimizer, Guard(config.train))
         return cls(case, config, groups, executor, optimizer, state)
 
@@ -105,8 +103,7 @@ class Trainer:
             out.losses.append(result.loss)
             out.norms.append(result.grad_norm)
             if number == 0:
-                slots = self.optimizer.slots
-                out.gradients = clone(boxes_of_slots((slot, slot.shard.grads) for slot in slots))
+                out.gradients = clone(self.optimizer.gradients())
         out.tensors = clone(self.state.tensors())
         return out
 
@@ -161,7 +158,10 @@ def difference(mine: Held, reference: Held) -> float:
     for name, scale in scales.items():
         largest[_kind(name)] = max(largest.get(_kind(name), 0.0), scale)
     errors = [
-        ((box.tensor.double() - part_of(wholes[name], box)).abs().max() / max(scales[name], FLOOR * largest[_kind(name)]))
+        (
+            (box.tensor.double() - part_of(wholes[name], box)).abs().max()
+            / max(scales[name], FLOOR * largest[_kind(name)])
+        )
         for name, held in mine.items()
         for box in held.boxes
         if box.tensor.numel()

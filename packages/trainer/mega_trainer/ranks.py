@@ -101,7 +101,8 @@ def start_local_ranks(command: Sequence[str], count: int, output: Path) -> None:
         local_addr="127.0.0.1",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ALL, tee=Std.ALL, local_ranks_filter={0}),
-        log_line_prefix_template="",
+        role="",
+        log_line_prefix_template="${role_name}",  # that is, none: one rank is shown, and its lines are its own
     )
     begun = time.time()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,13 +19,13 @@ from mega_data.loader import Loader
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.batch import micro_batches
 from mega_trainer.build import (
-    buffers_of,
     build_optimizer,
     build_schedule,
     build_stages,
     connect,
     dtype_of,
     load_data,
+    share_stages,
 )
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
@@ -32,7 +33,7 @@ from mega_trainer.guard import Guard, StopSignal
 from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
-from mega_trainer.parallel.grads import FlatBuffer
+from mega_trainer.parallel.grads import FlatStage
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.flops import count_parameters
 from mega_trainer.ranks import Ranks
@@ -54,13 +55,13 @@ def run(config: RunConfig, ranks: Ranks) -> TrainState:
     stages = build_stages(
         config, Builder(config.model, groups, sp=config.parallel.sp, dtype=dtype, device=device), schedule
     )
-    buffers = buffers_of(config, stages)
-    optimizer = build_optimizer(config, buffers, groups)
+    shared = share_stages(config, stages)
+    optimizer = build_optimizer(config, shared, groups)
     state = TrainState(config, stages, optimizer, Guard(config.train))
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
     begin(state, groups.world, tokenizer)
-    executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(expect_last, buffers))
+    executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
     curve = config.lr_curve()
     speed = Speed.of(config, device, dtype, ranks.world_size)
     loader = partial(
@@ -82,7 +83,7 @@ def run(config: RunConfig, ranks: Ranks) -> TrainState:
             if valid_data is not None and config.due(state.step, config.train.eval_every):
                 valid = validate(executor, loader(valid_data), config, device, groups.dp_cp)
             metrics.step(state.step, state.consumed_samples, lr, result, valid_loss=valid)
-            stopping = agreed(stop.name is not None, groups.world, device)
+            stopping = agreed(stop.name is not None, groups.world)
             if stopping or config.due(state.step, config.checkpoint.every):
                 saver.save(state)
             if stopping:
@@ -146,15 +147,14 @@ def validate(executor: Executor, loader: Loader, config: RunConfig, device: torc
     return loss / max(tokens, 1.0)
 
 
-def expect_last(buffers: Mapping[int, list[FlatBuffer]], stage: int) -> None:
-    """Tell a stage's buffers that its last backward of the step comes next, so that buckets start to reduce."""
-    for buffer in buffers[stage]:
-        buffer.expect_last()
+def around_backward(shared: Mapping[int, FlatStage], stage: int, last: bool) -> AbstractContextManager[None]:
+    """What takes a stage's gradients while a micro-batch's backward runs, and sums them over the ranks."""
+    return shared[stage].backward(last)
 
 
-def agreed(flag: bool, world: Group, device: torch.device) -> bool:
-    """Whether any rank's flag is set; the same answer on all ranks."""
-    vote = torch.tensor(float(flag), device=device)
+def agreed(flag: bool, world: Group) -> bool:
+    """Whether any rank's flag is set; the same answer on all ranks. Voted in host memory, as tokens are counted."""
+    vote = torch.tensor(float(flag))
     all_reduce(vote, world, "max")
     return bool(vote.item())
 
