@@ -10,7 +10,7 @@ from itertools import combinations, product
 from typing import Any
 
 RANKS = 8
-ZERO_LEVELS = (0, 1)
+ZERO_LEVELS = (0, 1, 2)
 LARGE = 1 << 20  # a bucket that holds any of these models whole
 
 MODELS: dict[str, dict[str, Any]] = {
