@@ -25,6 +25,7 @@ from mega_ckpt.pieces import Shape
 from mega_common.errors import CheckpointError
 
 BLOCK_BYTES = 1 << 20
+AHEAD_BYTES = 2 << 20  # the kernel cuts what is asked for at once to a few megabytes
 SENT_BYTES = 64 << 20
 
 
@@ -160,13 +161,19 @@ def _groups(slabs: Sequence[Slab], max_bytes: int) -> Iterator[list[Slab]]:
         yield group
 
 
-def mapped(file: IO[bytes], begin: int, end: int) -> Tensor:
-    """Bytes [begin, end) of a file as a private mapping: read when they are used, given back with the tensor. uint8."""
+def mapped(file: IO[bytes], begin: int, end: int, *, whole: bool = False) -> Tensor:
+    """Bytes [begin, end) of a file as a private mapping: read when they are used, given back with the tensor. uint8.
+
+    With `whole`, all of them, and no others, are asked of the disk at once; else the kernel guesses what to read ahead.
+    """
     if begin == end:
         return torch.empty(0, dtype=torch.uint8)
     before = begin % mmap.ALLOCATIONGRANULARITY
     # Copy-on-write: nothing can write to the file through it, yet torch has the writable memory that it wants.
     memory = mmap.mmap(file.fileno(), end - begin + before, access=mmap.ACCESS_COPY, offset=begin - before)
+    if whole:
+        for start in range(0, len(memory), AHEAD_BYTES):
+            memory.madvise(mmap.MADV_WILLNEED, start, min(AHEAD_BYTES, len(memory) - start))
     return torch.frombuffer(memory, dtype=torch.uint8, offset=before)
 
 
@@ -188,7 +195,7 @@ class Shard:
         Raises:
             CheckpointError: when `verify` and the bytes are not those that were written.
         """
-        data = mapped(self._file, chunk.begin, chunk.end)
+        data = mapped(self._file, chunk.begin, chunk.end, whole=verify)
         if verify and xxhash.xxh3_128_hexdigest(raw(data)) != chunk.checksum:
             raise CheckpointError(
                 f"{self.path}: damaged: the checksum of {key} at {list(chunk.offset)} does not fit",
@@ -206,7 +213,7 @@ def check_size(folder: Path, name: str, entry: FileEntry, keys: Sequence[str]) -
     path = folder / name
     try:
         size = plain_size(folder, name)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path}: missing, though the manifest names it ({_some(keys)})") from None
     if size != entry.bytes:
         raise CheckpointError(f"{path}: {size} bytes long, but {entry.bytes} were written ({_some(keys)})")
