@@ -14,7 +14,15 @@ import torch.distributed as dist
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
 from mega_data.loader import StepBatch
 from mega_trainer.batch import micro_batches
-from mega_trainer.build import build_optimizer, build_schedule, build_stages, connect, dtype_of, share_stages
+from mega_trainer.build import (
+    build_optimizer,
+    build_schedule,
+    build_stages,
+    connect,
+    dtype_of,
+    loss_scale_of,
+    share_stages,
+)
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard
@@ -66,13 +74,17 @@ class Trainer:
         shared = share_stages(config, stages)
         optimizer = build_optimizer(config, shared, groups)
         executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
-        return cls(config, groups, executor, optimizer, TrainState(config, stages, optimizer, Guard(config.train)))
+        state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
+        return cls(config, groups, executor, optimizer, state)
 
     def step(self, number: int) -> StepResult:
         batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size)
         micro = list(micro_batches(batch, self.config, torch.device("cpu")))
         clip = self.config.optimizer.clip_grad
-        return train_step(self.executor, self.optimizer, micro, lr=1e-2, clip=clip, data=self.groups.dp_cp)
+        return train_step(
+            self.executor, self.optimizer, micro,
+            lr=1e-2, clip=clip, data=self.groups.dp_cp, loss_scale=self.state.loss_scale,
+        )  # fmt: skip
 
     def run(self, steps: int = STEPS) -> Outcome:
         out = Outcome()

@@ -18,6 +18,7 @@ from mega_trainer.parallel.grads import FlatStage, Sharing, flatten
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.flops import head_cost
+from mega_trainer.precision import LossScale
 from mega_trainer.ranks import Ranks
 
 
@@ -96,4 +97,11 @@ def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDatase
 
 def dtype_of(config: RunConfig) -> torch.dtype:
     """The type of weights and activations; gradients and main weights are fp32, or fp64 in an fp64 run."""
-    return {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[config.precision]
+    names = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return names[config.precision]
+
+
+def loss_scale_of(config: RunConfig) -> LossScale | None:
+    """The loss scale that a run starts with; none where the range of the numbers needs none."""
+    fp16 = config.fp16
+    return LossScale(fp16.initial_scale, fp16.growth_interval, fp16.min_scale) if config.precision == "fp16" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import frexp
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,6 +74,23 @@ class OptimizerConfig(Config):
                 yield Problem(f"betas.{index}", "must be at least 0 and below 1", beta)
 
 
+class Fp16Config(Config):
+    """The loss scale under fp16: powers of two, so that scaling changes no bits."""
+
+    initial_scale: float = 65536.0
+    growth_interval: PositiveInt = Field(1000, description="steps without overflow after which it doubles")
+    min_scale: float = Field(1.0, description="an overflow at this scale counts as a number that is not finite")
+
+    def problems(self) -> Iterator[Problem]:
+        """Powers of two, the smallest first."""
+        for name in ("initial_scale", "min_scale"):
+            value = getattr(self, name)
+            if not value > 0 or frexp(value)[0] != 0.5:
+                yield Problem(name, "must be a power of two", value)
+        if self.initial_scale < self.min_scale:
+            yield Problem("initial_scale", f"must not be below min_scale = {self.min_scale:g}", self.initial_scale)
+
+
 class RecomputeConfig(Config):
     """What the backward computes again: nothing, the cheap and large parts, or whole layers (the first `layers`)."""
 
@@ -120,7 +138,8 @@ class RunConfig(Config):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LRSchedule = LRSchedule()
-    precision: Literal["fp64", "fp32", "bf16"] = "bf16"
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
+    fp16: Fp16Config = Fp16Config()
     recompute: RecomputeConfig = RecomputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
