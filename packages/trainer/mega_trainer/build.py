@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -13,6 +14,8 @@ from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder, Recompute, Stage
+from mega_trainer.optim.adamw import AdamW
+from mega_trainer.optim.muon import Muon, is_hidden_matrix
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel.grads import FlatStage, Sharing, flatten
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
@@ -66,12 +69,18 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
 
 def build_optimizer(config: RunConfig, shared: Mapping[int, FlatStage], groups: Groups) -> Optimizer:
     """The configured optimizer over all stages."""
-    settings = config.optimizer
+    settings, muon = config.optimizer, config.optimizer.muon
+    decay = settings.weight_decay
+    adamw = partial(AdamW, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+    own_decay = decay if muon.weight_decay is None else muon.weight_decay
+    apart = partial(
+        Muon, tensor_group=groups.tp, momentum=muon.momentum, nesterov=muon.nesterov, lr_factor=muon.lr_factor,
+        weight_decay=own_decay, rounds=muon.rounds,
+    )  # fmt: skip
     return Optimizer(
         list(shared.values()),
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
+        adamw=adamw,
+        apart=apart if settings.name == "muon" else None,
         model_groups=(groups.tp, groups.pp),
     )
 
@@ -79,7 +88,11 @@ def build_optimizer(config: RunConfig, shared: Mapping[int, FlatStage], groups: 
 def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, FlatStage]:
     """Weights and gradients of each stage, shared among the data ranks as the ZeRO level says."""
     level = config.parallel.zero
-    sharing = Sharing(slices=level > 0, each_backward=level == 2 or config.debug.reduce_every_microbatch)
+    sharing = Sharing(
+        slices=level > 0,
+        each_backward=level == 2 or config.debug.reduce_every_microbatch,
+        apart=is_hidden_matrix if config.optimizer.name == "muon" else None,
+    )
     return {index: flatten(stage, sharing, stage.units()) for index, stage in stages.items()}
 
 

@@ -57,15 +57,26 @@ class TrainConfig(Config):
     on_spike: Literal["warn", "stop"] = "warn"
 
 
-class OptimizerConfig(Config):
-    """AdamW, and the clip of the global gradient norm."""
+class MuonConfig(Config):
+    """Muon, for hidden matrices; the rest is AdamW's. Its updates have the size of AdamW's, so that lr can be shared."""
 
-    name: Literal["adamw"] = "adamw"
+    momentum: float = Field(0.95, ge=0, lt=1)
+    nesterov: bool = True
+    lr_factor: float = Field(1.0, gt=0, description="its learning rate, as a multiple of optimizer.lr")
+    weight_decay: float | None = Field(None, ge=0, description="default: optimizer.weight_decay")
+    rounds: PositiveInt = Field(5, description="rounds of the Newton-Schulz iteration")
+
+
+class OptimizerConfig(Config):
+    """AdamW or Muon beside it, and the clip of the global gradient norm."""
+
+    name: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clip")
+    muon: MuonConfig = MuonConfig()
 
     def problems(self) -> Iterator[Problem]:
         """Betas lie in [0, 1)."""

@@ -10,6 +10,7 @@ import torch
 
 from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import Group, all_reduce
+from mega_trainer.optim.clip import clip_factor
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.precision import LossScale
@@ -64,8 +65,7 @@ def train_step(
     norm = optimizer.grad_norm().item() / factor
     finite = math.isfinite(loss) and math.isfinite(norm)
     if finite:
-        scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-        optimizer.update(lr, scale / factor)
+        optimizer.update(lr, clip_factor(norm, clip) / factor)
     if loss_scale is None:
         return StepResult(loss, norm, tokens, finite)
     overflowed = loss_scale.mends(loss_finite=math.isfinite(loss), norm_finite=math.isfinite(norm))
