@@ -26,6 +26,7 @@ from mega_trainer.build import (
     connect,
     dtype_of,
     load_data,
+    loss_scale_of,
     share_stages,
 )
 from mega_trainer.comm import Group, all_reduce
@@ -59,7 +60,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
     )
     shared = share_stages(config, stages)
     optimizer = build_optimizer(config, shared, groups)
-    state = TrainState(config, stages, optimizer, Guard(config.train))
+    state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
     begin(state, groups.world, tokenizer)
@@ -80,12 +81,15 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
         for batch in islice(loader(train_data, consumed_samples=state.consumed_samples), left):
             lr = curve(state.consumed_samples)
             micro = list(micro_batches(batch, config, device))
-            result = train_step(executor, optimizer, micro, lr=lr, clip=config.optimizer.clip_grad, data=groups.dp_cp)
+            result = train_step(
+                executor, optimizer, micro,
+                lr=lr, clip=config.optimizer.clip_grad, data=groups.dp_cp, loss_scale=state.loss_scale,
+            )  # fmt: skip
             state.advance(result)
             valid = None
             if valid_data is not None and config.due(state.step, config.train.eval_every):
                 valid = validate(executor, loader(valid_data), config, device, groups.dp_cp)
-            metrics.step(state.step, state.consumed_samples, lr, result, valid_loss=valid)
+            metrics.step(state.step, state.consumed_samples, lr, result, valid_loss=valid, loss_scale=result.loss_scale)
             stopping = agreed(stop.name is not None, groups.world)
             if stopping or config.due(state.step, config.checkpoint.every):
                 saver.save(state)
