@@ -4,7 +4,8 @@
 
 Makes a Llama of the 1B shape (2.5 GB in bf16) in DISK, then in each round: `cp` and fsync of its files, HuggingFace to mega,
 mega to HuggingFace. Interleaved, so that whatever else the machine does falls on all three. Each runs in its own process,
-whose peak memory is told with what the imports alone take.
+whose peak memory is told with what the imports alone take. A busy machine slows what computes more than what waits for the
+disk: `cpu_seconds` (imports included for mega and hf) and the best rounds tell more there than the medians.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ import sys
 import time
 from pathlib import Path
 
+import record
 import torch
 
 from mega_ckpt.families import family_named
 from mega_ckpt.formats.safetensors import Header, write_file
 from mega_common.model_config import ModelConfig
-
-ROOT = Path(__file__).parent
 
 
 def make_model(folder: Path, layers: int) -> tuple[int, int]:
@@ -49,8 +49,7 @@ def child(task: str, source: str, destination: str) -> None:
     """One measured task; prints its seconds, peak bytes and the bytes that were taken before it."""
     from mega_ckpt.convert import convert
 
-    before = peak()
-    start = time.perf_counter()
+    before, start = peak(), time.perf_counter()
     if task == "cp":
         subprocess.run(["cp", "-r", source, destination], check=True)
         for path in Path(destination).iterdir():
@@ -58,7 +57,9 @@ def child(task: str, source: str, destination: str) -> None:
                 os.fsync(stream.fileno())
     else:
         convert(source, destination, task)
-    print(json.dumps({"seconds": time.perf_counter() - start, "peak": peak(), "before": before}))
+    used = os.times()
+    cpu = used.user + used.system + used.children_user + used.children_system
+    print(json.dumps({"seconds": time.perf_counter() - start, "cpu": cpu, "peak": peak(), "before": before}))
 
 
 def peak() -> int:
@@ -100,6 +101,7 @@ def run(root: Path, layers: int, rounds: int) -> tuple[int, int, dict[str, list[
 
 def report(total: int, largest: int, found: dict[str, list[dict[str, float]]]) -> None:
     rates = {task: [total / one["seconds"] for one in results] for task, results in found.items()}
+    best = {task: max(values) for task, values in rates.items()}
     memory = {task: max(one["peak"] for one in results) for task, results in found.items()}
     figures = {
         "bytes": total,
@@ -109,12 +111,15 @@ def report(total: int, largest: int, found: dict[str, list[dict[str, float]]]) -
             task: statistics.median(mine / cp for mine, cp in zip(rates[task], rates["cp"], strict=True))
             for task in ("mega", "hf")
         },
+        "share_of_cp_best_rounds": {task: best[task] / best["cp"] for task in ("mega", "hf")},
+        "cpu_seconds": {task: statistics.median(one["cpu"] for one in results) for task, results in found.items()},
         "rounds": rates,
         "peak_bytes": memory,
         "imports_bytes": found["cp"][0]["before"],
         "peak_over_largest": {task: (memory[task] - found["cp"][0]["before"]) / largest for task in ("mega", "hf")},
     }
     print(json.dumps(figures, indent=1))
+    print(record.write("convert", figures, ["torch", "xxhash"]), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def eval_command(
     seq_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens the model sees at once; default: all it can, up to 4096.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences computed together; no effect on scores.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences computed together on a GPU.")] = 8,
     precision: PrecisionOption = Precision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
@@ -82,8 +82,8 @@ def eval_command(
     from mega_eval.load import PRECISIONS, device_named, load_model
     from mega_eval.perplexity import evaluate
 
-    theirs = _tokenizer_if_any(model, tokenizer) if check_tokenizer else None
     loaded = load_model(model, dtype=PRECISIONS[precision], device=device_named(device))
+    theirs = _tokenizer_if_any(model, tokenizer) if check_tokenizer else None
     length = seq_length or min(loaded.config.max_position, LONGEST_DEFAULT)
     result = evaluate(loaded, data, length, batch_size=batch_size, tokenizer=theirs, per_sample=per_sample)
     if json_file == Path("-"):

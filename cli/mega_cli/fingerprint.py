@@ -82,7 +82,7 @@ class Digests:
 def expand(base: Path, patterns: Iterable[str]) -> Iterator[str]:
     """Every file that the patterns name: files, all below folders, and globs; names as `relative` gives them."""
     for pattern in patterns:
-        exists = (base / pattern).exists()
+        exists = os.path.exists(base / pattern)  # unlike Path.exists, it bears what cannot be a name, such as long text
         for found in [pattern] if exists else glob.glob(pattern, root_dir=base, recursive=True):
             if (base / found).is_dir():
                 for folder, _, names in os.walk(base / found, followlinks=True):

@@ -14,7 +14,8 @@ from typing import Annotated
 
 import typer
 
-from mega_cli import __version__, ckpt, launch, train, workflow
+from mega_cli import __version__, ckpt, data, demo, launch, train, workflow
+from mega_cli import eval as evaluation
 from mega_cli.fingerprint import STACKS
 from mega_common.errors import MegaError, MissingPackageError
 from mega_common.log import setup_log
@@ -33,9 +34,13 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    app.add_typer(ckpt.app, name="ckpt")
+    app.add_typer(data.app, name="data")
     app.command("train", epilog=train.EXAMPLES)(train.train_command)
+    app.add_typer(ckpt.app, name="ckpt")
+    app.command("eval", epilog=evaluation.EVAL_EXAMPLES)(evaluation.eval_command)
+    app.command("generate", epilog=evaluation.GENERATE_EXAMPLES)(evaluation.generate_command)
     app.command("run", epilog=workflow.EXAMPLES)(workflow.run)
+    app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
     app.add_typer(launch.app, name="launch")
     return app
 

@@ -50,7 +50,7 @@ def run(
     root = context.find_root().command
     forced = set(force or ())
     workflow = load_workflow(file, override or [], root, names={*forced, *([until] if until else [])})
-    base = file.resolve().parent
+    base = file.parent.resolve()
     state, order = base / f"{file.stem}.state.json", workflow.order(until)
     if status or dry_run:
         told = foresee(Runner(workflow, base, state, verify=verify), order, forced)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import graphlib
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,11 +13,10 @@ from typing import Any, Literal
 from pydantic import Field
 from typer.core import TyperGroup
 
-from mega_cli.fingerprint import expand, relative
+from mega_cli.fingerprint import expand
 from mega_common.config import Config, Problem
 
 Scalar = str | int | float | bool
-HERE = Path("/")  # paths are compared as if the workflow lay here
 
 
 class Stage(Config):
@@ -57,9 +57,13 @@ class Stage(Config):
 
     def read_arguments(self, base: Path) -> list[str]:
         """Those of `readable` that are there, and are not of this stage's own making."""
-        own = [relative(base, output) for output in self.outputs]
-        there = [relative(base, path) for path in self.readable() if any(expand(base, [path]))]
-        return [path for path in there if not any(inside(path, output) or inside(output, path) for output in own)]
+        own = [base / output for output in self.outputs]
+        there = [path for path in self.readable() if any(expand(base, [path]))]
+        return [
+            path
+            for path in there
+            if not any(inside(base / path, output) or inside(output, base / path) for output in own)
+        ]
 
 
 class Workflow(Config):
@@ -83,16 +87,14 @@ class Workflow(Config):
         yield from self._path_problems()
 
     def _path_problems(self) -> Iterator[Problem]:
-        made = [(maker, relative(HERE, path)) for maker, stage in self.stages.items() for path in stage.outputs]
+        made = [(maker, path) for maker, stage in self.stages.items() for path in stage.outputs]
         for name, stage in self.stages.items():
             earlier = self.order(name)
-            reads = {relative(HERE, path) for path in (*stage.inputs, *stage.readable())}
             for maker, output in made:
-                if maker not in earlier and any(inside(path, output) for path in reads):
+                if maker not in earlier and any(inside(path, output) for path in (*stage.inputs, *stage.readable())):
                     yield Problem(f"stages.{name}", f"reads {output}, which {maker!r} makes", hint=f"needs: [{maker}]")
-            for path in stage.outputs:
-                for maker, output in made:
-                    if maker != name and inside(relative(HERE, path), output):
+                for path in stage.outputs:
+                    if maker != name and inside(path, output):
                         yield Problem(f"stages.{name}.outputs", f"lies in what {maker!r} makes, {output}", path)
 
     def order(self, until: str | None = None) -> list[str]:
@@ -109,9 +111,9 @@ class Workflow(Config):
         return list(ordered)
 
 
-def inside(path: str, folder: str) -> bool:
-    """Whether `path` is `folder` or lies in it."""
-    return Path(path).is_relative_to(folder)
+def inside(path: str | Path, folder: str | Path) -> bool:
+    """Whether `path` is `folder` or lies in it, by their names."""
+    return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
 
 
 def command_problems(name: str, stage: Stage, root: TyperGroup) -> Iterator[Problem]:

@@ -122,3 +122,7 @@ def test_cut_gives_contiguous_parts_in_order(shape: Shape, limit: int) -> None:
     ]
     assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), whole.reshape(-1))
     assert all(part.numel() <= limit for part in parts)
+
+
+def test_cut_falls_where_other_powers_of_two_cut() -> None:
+    assert [offset for offset, _ in cut((64, 3), 64 * 3 // 3)] == [(0, 0), (16, 0), (32, 0), (48, 0)]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from mega_ckpt import planning
+from mega_ckpt import checkpoint, planning
 from mega_ckpt.manifest import DTYPE_NAMES, MANIFEST
 from mega_ckpt.pieces import Box, Piece, Shape, Sharded, boxes_of_range
 from mega_ckpt.store import (
@@ -159,6 +159,8 @@ def test_assets_come_along(tmp_path: Path) -> None:
     assert (opened.assets / "tokenizer.json").read_text() == "{}"
     assert (opened.assets / "sub" / "empty").read_bytes() == b""
     assert Checkpoint.open(put(tmp_path / "root", 2, {})).assets is None
+    with pytest.raises(CheckpointError, match="missing: no such folder"):
+        put(tmp_path / "root", 3, {}, assets=tmp_path / "missing")
 
 
 def test_reading_a_part_reads_only_that_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +175,17 @@ def test_reading_a_part_reads_only_that_part(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(CheckpointError, match=r"t at \[7, 0\]"):
         opened.read("t", (7, 0), (1, 1))
     assert not torch.equal(Checkpoint.open(opened.folder, verify=False).read("t"), tensor)
+
+
+def test_more_shards_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "MAX_FILE_BYTES", 1)
+    monkeypatch.setattr(checkpoint, "MAX_OPEN_SHARDS", 2)
+    tensors = {f"t{number}": torch.tensor([number]) for number in range(50)}
+    before = len(os.listdir("/proc/self/fd"))
+    opened = Checkpoint.open(put(tmp_path, 1, tensors))
+    for _ in range(2):
+        assert all(torch.equal(opened.read(key), tensor) for key, tensor in tensors.items())
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
 @pytest.mark.parametrize(

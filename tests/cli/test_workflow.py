@@ -21,6 +21,7 @@ from mega_cli.stages import Runner, WorkflowError, locked
 from mega_cli.workflow import foresee, load_workflow, run_stages
 from mega_cli.workflow_config import Workflow
 from mega_common.errors import ConfigError
+from mega_trainer.config import load_run
 
 # Stands in for `mega`: joins its inputs into its output, and notes each run and signal.
 PROGRAM = """
@@ -231,6 +232,26 @@ def test_folders_and_globs_are_followed_file_by_file(flow: Flow) -> None:
     assert flow.why()["first"] == "input extra/deep/two.txt is new"
 
 
+def test_arguments_that_name_globs_and_token_data_sets_are_inputs(flow: Flow) -> None:
+    (flow.base / "data").mkdir()
+    for name in ("x.bin", "x.idx", "x.json", "y.bin"):
+        (flow.base / "data" / name).write_text(name)
+    flow.raw["stages"]["first"]["with"] |= {"data": "data/x", "more": "data/y.*"}
+    flow.run()
+    assert list(flow.state()["first"]["inputs"]) == ["a.txt", "data/x.bin", "data/x.idx", "data/y.bin"]
+
+
+def test_what_a_stage_makes_is_not_its_input(flow: Flow) -> None:
+    flow.raw["stages"]["first"]["with"]["output"] = "out/b.txt"
+    flow.raw["stages"]["first"]["with"] |= {"folder": "out", "prompt": "no file name " * 100, "above": ".."}
+    flow.raw["stages"]["first"]["outputs"] = ["out/b.txt"]
+    flow.raw["stages"]["second"]["with"]["input"] = "out/b.txt"
+    (flow.base / "out").mkdir()
+    assert flow.run() == ["upper", "copy"]
+    assert list(flow.state()["first"]["inputs"]) == ["a.txt"]
+    assert flow.run() == []
+
+
 def test_until_and_force(flow: Flow) -> None:
     assert flow.run(until="first") == ["upper"]
     assert flow.run("first", until="first") == ["upper"]
@@ -308,6 +329,16 @@ def test_a_stage_that_outlives_its_workflow_keeps_the_lock(flow: Flow) -> None:
 
 
 ROOT = typer.main.get_command(build_app())
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*/workflow.yaml")), ids=lambda path: path.parent.name)
+def test_the_examples_are_valid(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(example.parent)
+    assert load_workflow(example, [], ROOT).order()
+    load_run(example.parent / "run.yaml")
 
 
 def problems(tmp_path: Path, text: str, *overrides: str, names: tuple[str, ...] = ()) -> str:

@@ -125,12 +125,13 @@ def test_a_folder_of_code(tmp_path: Path) -> None:
     jsonl(tmp_path / "a" / "lines.jsonl", "first", "second")
     (tmp_path / "a" / "image.png").write_bytes(b"\x89PNG\xff")
     (tmp_path / "a" / "zeros.o").write_bytes(b"\0\0")
+    (tmp_path / "a" / "broken.gz").write_bytes(b"\x1f\x8b\xff")
     (tmp_path / "a" / "loop").symlink_to(tmp_path)
     (tmp_path / "a" / "dangling").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "a" / "pipe")
     assert good(tmp_path) == ["b.py", "first", "second", "a/z.c", "a/b/x.json", "a-b/n.py"]
     rejected = [item for item in items(tmp_path) if isinstance(item, Rejected)]
-    assert [Path(item.file).name for item in rejected] == ["image.png", "zeros.o"]
+    assert [Path(item.file).name for item in rejected] == ["broken.gz", "image.png", "zeros.o"]
     assert all(item.binary for item in rejected)
 
 

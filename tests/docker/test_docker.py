@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
+
+from mega_cli.main import build_app
+from mega_trainer.config import load_run
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -83,6 +87,20 @@ class TestCompose:
         assert {service["image"] for service in services} == set(built)
         for build in built.values():
             assert ((ROOT / "docker" / build["context"]).resolve() / build["dockerfile"]) in DOCKERFILES
+
+    def test_every_command_and_option_exists(self) -> None:
+        root = typer.main.get_command(build_app())
+        for service in compose()["services"].values():
+            node: Any = root
+            words = [str(word) for word in service["command"]]
+            while hasattr(node, "commands"):
+                node = node.commands[words.pop(0)]
+            options = {option for param in node.params for option in param.opts}
+            assert {word.split("=")[0] for word in words if word.startswith("--")} <= options
+
+    def test_the_run_of_the_chain_is_valid(self) -> None:
+        config = load_run(ROOT / "docker/run.yaml")
+        assert config.output in compose()["services"]["convert"]["command"]
 
     def test_volumes_are_declared_or_exist(self) -> None:
         content = compose()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,6 +140,23 @@ def test_long_text_is_decoded_in_windows(tokenizer: Tokenizer):
     assert "".join(pieces) == text
 
 
+def test_words_keep_the_space_before_them_and_bytes_become_characters():
+    """A decoder like Llama 2's drops the space before the first word, and spells what it has no token for in bytes."""
+    words = ["▁the", "▁end", "▁of", *(f"<0x{byte:02X}>" for byte in "€".encode())]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, []))
+    decoders = tokenizers.decoders
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+
+    class Backend(Numbers):
+        def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+            return backend.decode(ids)
+
+    told = TextStream(Backend(), [0, 1])
+    assert [told.add(token) for token in (2, 0, 3, 4, 5, 1)] == [" of", " the", "", "", "€", " end"]
+
+
 @given(st.lists(st.integers(1, 256), max_size=200))
 def test_any_bytes_are_survived(tokenizer: Tokenizer, tokens: list[int]):
     told = TextStream(tokenizer, [])
@@ -152,7 +170,7 @@ def test_any_bytes_are_survived(tokenizer: Tokenizer, tokens: list[int]):
     [
         ("", Limits(9), "prompt 2.*no tokens"),
         ("61", Limits(9), "prompt 2.*token 61 .*vocabulary of 61"),
-        ("1 2 3", Limits(63), "3 tokens and 63 new ones.*64 positions"),
+        ("1 2 3", Limits(63), "prompt 2: 3 tokens and 63 new ones.*64 positions"),
     ],
 )
 def test_prompts_that_cannot_be(prompt: str, limits: Limits, message: str):

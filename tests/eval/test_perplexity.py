@@ -12,11 +12,12 @@ from tiny_models import save_tiny, variant
 from mega_ckpt.convert import convert
 from mega_ckpt.families import family_named
 from mega_common.errors import CheckpointError, DataError
+from mega_data.gpt_dataset import sequential
 from mega_data.indexed import IndexedWriter
 from mega_data.info import TokenizerInfo, write_info
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.load import load_model
-from mega_eval.perplexity import evaluate
+from mega_eval.perplexity import evaluate, window_losses
 
 LENGTHS = [50, 1, 33, 0, 120]
 
@@ -64,13 +65,20 @@ def test_loss_is_that_of_transformers(tmp_path: Path, data: Path, seq_length: in
 def test_scores_do_not_depend_on_the_batch(
     tmp_path: Path, folder: Path, data: Path, dtype: torch.dtype, seq_length: int
 ):
-    """To the last bit where the rows of a matrix product do not depend on each other, as on CPUs; see TILE."""
     model, found = load_model(folder, dtype=dtype), set()
     for batch_size in (1, 2, 3, 8, 50):
         file = tmp_path / f"{batch_size}.jsonl"
         result = evaluate(model, data, seq_length, batch_size=batch_size, per_sample=file)
         found.add((result, file.read_text()))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+def test_windows_computed_together_differ_by_rounding_alone(folder: Path, data: Path, dtype: torch.dtype, rel: float):
+    model, windows = load_model(folder, dtype=dtype), sequential(data, 21)
+    alone, together = (list(window_losses(model, windows, batch_size)) for batch_size in (1, 4))
+    assert [count for _, count in together] == [count for _, count in alone]
+    assert [loss for loss, _ in together] == pytest.approx([loss for loss, _ in alone], rel=rel)
 
 
 def test_a_checkpoint_and_its_export_score_the_same_sample_by_sample(tmp_path: Path, folder: Path, data: Path):

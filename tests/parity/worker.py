@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
 from mega_data.loader import StepBatch
 from mega_trainer.batch import micro_batches
-from mega_trainer.build import Ranks, buffers_of, build_optimizer, build_schedule, build_stages, connect, dtype_of
+from mega_trainer.build import build_optimizer, build_schedule, build_stages, connect, dtype_of, share_stages
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard
 from mega_trainer.mesh import GroupMaker, Groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
-from mega_trainer.optim.zero import Optimizer, boxes_of_slots
+from mega_trainer.optim.zero import Optimizer
 from mega_trainer.pipeline.run import Executor
+from mega_trainer.ranks import Ranks
 from mega_trainer.state import TrainState
 from mega_trainer.step import StepResult, train_step
-from mega_trainer.train import expect_last
+from mega_trainer.train import around_backward
 
 STEPS = 3
 
@@ -50,21 +52,25 @@ class Trainer:
     state: TrainState
 
     @classmethod
-    def make(cls, raw: Mapping[str, Any], ranks: Ranks, maker: GroupMaker | None = None, log: CommLog | None = None) -> Trainer:
+    def make(
+        cls, raw: Mapping[str, Any], ranks: Ranks, maker: GroupMaker | None = None, log: CommLog | None = None
+    ) -> Trainer:
         config = RunConfig.parse(raw)
         groups = connect(config, ranks, maker, log)
         schedule = build_schedule(config, groups)
-        stages = build_stages(config, Builder(config.model, groups, sp=config.parallel.sp, dtype=dtype_of(config)), schedule)
+        stages = build_stages(
+            config, Builder(config.model, groups, sp=config.parallel.sp, dtype=dtype_of(config)), schedule
+        )
         for stage in stages.values():
             init_weights(stage, config.train.seed)
-        buffers = buffers_of(config, stages)
-        optimizer = build_optimizer(config, buffers, groups)
-        executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(expect_last, buffers))
+        shared = share_stages(config, stages)
+        optimizer = build_optimizer(config, shared, groups)
+        executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
         return cls(config, groups, executor, optimizer, TrainState(config, stages, optimizer, Guard(config.train)))
 
     def step(self, number: int) -> StepResult:
         batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size)
-        micro = list(micro_batches(batch, self.config.batch.micro, torch.device("cpu")))
+        micro = list(micro_batches(batch, self.config, torch.device("cpu")))
         clip = self.config.optimizer.clip_grad
         return train_step(self.executor, self.optimizer, micro, lr=1e-2, clip=clip, data=self.groups.dp_cp)
 
@@ -75,7 +81,7 @@ class Trainer:
             out.losses.append(result.loss)
             out.norms.append(result.grad_norm)
             if number == 0:  # as clipped: the clip's norm is under test too
-                out.gradients = clone(boxes_of_slots((slot, slot.shard.grads) for slot in self.optimizer.slots))
+                out.gradients = clone(self.optimizer.gradients())
         weights = self.state.tensors()
         out.weights = clone({name: held for name, held in weights.items() if name.startswith("weights/")})
         return out

@@ -15,6 +15,9 @@ from mega_ckpt.shards import Shard, Slab, check_size
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
+# A run of a thousand ranks leaves thousands of shards; a process may often open no more than 1,024 files.
+MAX_OPEN_SHARDS = 128
+
 
 class Checkpoint:
     """An open checkpoint. Files are mapped when first touched; reading a part reads the bytes of that part.
@@ -131,6 +134,8 @@ class Checkpoint:
     def _shard(self, name: str) -> Shard:
         if name not in self._shards:
             self.check_file(name)
+            if len(self._shards) >= MAX_OPEN_SHARDS:
+                del self._shards[next(iter(self._shards))]
             held = self._layout[name]
             first_byte, slabs = held[0][0].begin, [slab for _, slab in held]
             self._shards[name] = Shard(self.folder / name, slabs, first_byte)

@@ -87,7 +87,7 @@ def commit(temporary: Path, root: Path, step: int) -> Path:
     os.rename(temporary, final)
     fsync_folder(root)
     if replaced:
-        shutil.rmtree(replaced)
+        _remove(replaced)
     return final
 
 
@@ -105,7 +105,7 @@ def retain(root: Path, *, keep: int | None, keep_every: int | None = None) -> li
         os.rename(path, trash)
         # Before anything inside is deleted: half a checkpoint must not be found under a committed name.
         fsync_folder(root)
-        shutil.rmtree(trash)
+        _remove(trash)
     return gone
 
 
@@ -121,6 +121,11 @@ def sweep(root: Path) -> list[Path]:
             os.rename(path, step_folder(root, _step_of(path)))
             fsync_folder(root)
     return left
+
+
+def _remove(folder: Path) -> None:
+    # What cannot be deleted now (a network file system keeps what someone still reads) is left to `sweep`.
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _hidden(root: Path, step: int, kind: str) -> Path:

@@ -194,12 +194,11 @@ def plain_size(folder: Path, name: str) -> int:
     Raises:
         CheckpointError: when it is none; FileNotFoundError: when there is no such file.
     """
-    path = folder
-    for part in PurePosixPath(name).parts:
-        path = path / part
-        found = path.lstat()
-        if not (stat.S_ISREG(found.st_mode) or (stat.S_ISDIR(found.st_mode) and path != folder / name)):
-            raise CheckpointError(f"{path}: not a plain file inside the checkpoint (links are not followed)")
+    path = folder / name
+    above = [folder / parent for parent in PurePosixPath(name).parents][:-1]
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or any(parent.is_symlink() for parent in above):
+        raise CheckpointError(f"{path}: not a plain file inside the checkpoint (links are not followed)")
     return found.st_size
 
 

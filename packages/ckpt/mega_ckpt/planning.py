@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,7 +44,8 @@ from mega_common.errors import CheckpointError
 
 T = TypeVar("T")
 
-MAX_SLAB_BYTES = 64 << 20
+# A checksum covers a slab, so a reader that checks reads whole slabs: small ones suit it, large ones the manifest.
+MAX_SLAB_BYTES = 32 << 20
 MAX_FILE_BYTES = 4 << 30
 
 
@@ -186,11 +187,24 @@ class Written:
     file: FileEntry
 
 
-class Writer(StorageWriter):
-    """Writes a rank's part to shards. `begin` makes the folder and `finish` completes it, both on the coordinator alone."""
+class Target(Protocol):
+    """The folder that a save fills, as the coordinator sees it."""
 
-    def __init__(self, begin: Callable[[], Path], finish: Callable[[Path, list[Written]], None]) -> None:
-        self._begin, self._finish = begin, finish
+    def begin(self) -> Path:
+        """Make the folder; returns it."""
+
+    def finish(self, written: list[Written]) -> None:
+        """Complete and commit it, after all ranks have written."""
+
+
+class Writer(StorageWriter):
+    """Writes a rank's part to shards. The coordinator also begins and finishes the target.
+
+    `advance` is told the bytes of each slab.
+    """
+
+    def __init__(self, target: Target, advance: Callable[[int], None]) -> None:
+        self.target, self.advance = target, advance
         self.folder: Path | None = None
 
     def reset(self, checkpoint_id: object = None) -> None:
@@ -199,7 +213,7 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the folder."""
         if is_coordinator:
-            self.folder = self._begin()
+            self.folder = self.target.begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""
@@ -217,6 +231,7 @@ class Writer(StorageWriter):
         def resolve(slab: Slab) -> Tensor:
             tensor = planner.resolve_data(items[slab])
             assert isinstance(tensor, Tensor)
+            self.advance(slab.nbytes)
             return tensor
 
         results = [
@@ -228,8 +243,7 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the checkpoint."""
-        assert self.folder is not None
-        self._finish(self.folder, [result.storage_data for of_rank in results for result in of_rank])
+        self.target.finish([result.storage_data for of_rank in results for result in of_rank])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
@@ -238,10 +252,10 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Reads the parts that a rank's boxes need."""
+    """Reads the parts that a rank's boxes need. `advance` is told the bytes of each."""
 
-    def __init__(self, folder: Path, keys: Sequence[str], *, verify: bool) -> None:
-        self.folder, self.keys, self.verify = folder, keys, verify
+    def __init__(self, folder: Path, keys: Sequence[str], advance: Callable[[int], None], *, verify: bool) -> None:
+        self.folder, self.keys, self.advance, self.verify = folder, keys, advance, verify
         self._opened: Checkpoint | CheckpointError
 
     def reset(self, checkpoint_id: object = None) -> None:
@@ -296,6 +310,7 @@ class Reader(StorageReader):
             for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(axis, start, length)
             planner.resolve_tensor(item).copy_(source)
+            self.advance(source.nbytes)
         return _done(None)
 
     @classmethod

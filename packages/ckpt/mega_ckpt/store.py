@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -31,6 +32,7 @@ from mega_ckpt.shards import NewFile
 from mega_ckpt.staging import Staging
 from mega_common.errors import CheckpointError, MegaError
 from mega_common.files import fsync_folder
+from mega_common.log import ProgressBar
 from mega_common.model_config import ModelConfig
 
 __all__ = ["AsyncSaver", "Checkpoint", "committed", "latest", "load", "retain", "save", "step_folder", "sweep"]
@@ -58,45 +60,63 @@ def save(
     Raises:
         CheckpointError: the same on every rank, when any rank cannot do its part. Nothing is left behind then.
     """
-    return _save(
-        lambda: tensors, root, step, model=model, state=state, assets=assets, group=group, provenance=provenance
-    )
+    with _progress(f"saving step {step}", group) as advance:
+        _save(lambda: tensors, _Target(root, step, model, state, assets, provenance), group, advance)
+    return step_folder(root, step)
+
+
+@dataclass
+class _Target:
+    """The folder that a save fills; made, completed and committed by the group's first rank."""
+
+    root: Path
+    step: int
+    model: ModelConfig
+    state: Mapping[str, Any]
+    assets: Path | None
+    provenance: Mapping[str, Any] | None
+    folder: Path | None = None
+
+    def begin(self) -> Path:
+        """Make the folder, unless what is to be saved cannot be described."""
+        make_manifest(self.step, self.model, self.state, self.provenance)
+        if self.assets and not self.assets.is_dir():
+            raise CheckpointError(f"{self.assets}: no such folder, though its files should go into the checkpoint")
+        self.folder = make_temporary(self.root, self.step)
+        return self.folder
+
+    def finish(self, written: list[Written]) -> None:
+        """Add what is not tensors, and commit. Every rank's shards are on the disk."""
+        assert self.folder is not None
+        files = _copy_assets(self.assets, self.folder) if self.assets else {}
+        manifest = make_manifest(self.step, self.model, self.state, self.provenance)
+        with NewFile(self.folder / MANIFEST) as file:
+            file.write(_described(manifest, written, files).encode())
+            file.close()
+        fsync_folder(self.folder)
+        commit(self.folder, self.root, self.step)
+
+    def discard(self) -> None:
+        """Remove the folder."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _save(
     tensors: Callable[[], Mapping[str, Sharded]],
-    root: Path,
-    step: int,
-    *,
-    model: ModelConfig,
-    state: Mapping[str, Any],
-    assets: Path | None,
+    target: _Target,
     group: dist.ProcessGroup | None,
-    provenance: Mapping[str, Any] | None,
-) -> Path:
-    made: list[Path] = []
-
-    def begin() -> Path:
-        make_manifest(step, model, state, provenance)
-        made.append(make_temporary(root, step))
-        return made[0]
-
-    def finish(folder: Path, written: list[Written]) -> None:
-        files = _copy_assets(assets, folder) if assets else {}
-        manifest = make_manifest(step, model, state, provenance)
-        _write_manifest(folder, _described(manifest, written, files))
-        commit(folder, root, step)
-
+    advance: Callable[[int], None],
+) -> None:
     try:
         with _told_alike(group):
-            writer, planner = Writer(begin, finish), Saving(tensors)
+            writer, planner = Writer(target, advance), Saving(tensors)
             dcp_save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not _distributed())
     except CheckpointError as error:
         # Only after DCP's own error it is certain that no rank writes any more.
-        for folder in made if isinstance(error.__cause__, CheckpointException) else []:
-            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error.__cause__, CheckpointException):
+            target.discard()
         raise
-    return step_folder(root, step)
 
 
 def load(
@@ -110,8 +130,9 @@ def load(
         CheckpointError: the same on every rank, when a tensor is missing, has another shape or dtype, or is damaged.
             The boxes' content is undefined then.
     """
-    with _told_alike(group):
-        reader, planner = Reader(folder, list(tensors), verify=verify), Loading(folder, tensors)
+    size = sum(box.tensor.nbytes for sharded in tensors.values() for box in sharded.boxes)
+    with _told_alike(group), _progress(f"loading {folder.name}", group, size) as advance:
+        reader, planner = Reader(folder, list(tensors), advance, verify=verify), Loading(folder, tensors)
         dcp_load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=not _distributed())
 
 
@@ -132,7 +153,8 @@ class AsyncSaver:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if _distributed() else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._running: Future[Path] | None = None
+        self._running: Future[None] | None = None
+        self._folder: Path | None = None
         self._staging = Staging()
 
     def start(
@@ -155,17 +177,9 @@ class AsyncSaver:
         self.wait()
         waited = time.perf_counter()
         staged = _outcome(lambda: self._staging.copy(tensors))
-        self._running = self._thread.submit(
-            _save,
-            staged.result,
-            root,
-            step,
-            model=model,
-            state=copy.deepcopy(dict(state)),
-            assets=assets,
-            group=self._group,
-            provenance=copy.deepcopy(provenance),
-        )
+        target = _Target(root, step, model, copy.deepcopy(dict(state)), assets, copy.deepcopy(provenance))
+        self._running = self._thread.submit(_save, staged.result, target, self._group, _untold)
+        self._folder = step_folder(root, step)
         return Stall(waited - begun, time.perf_counter() - waited)
 
     def wait(self) -> Path | None:
@@ -175,7 +189,10 @@ class AsyncSaver:
             CheckpointError: when it failed.
         """
         running, self._running = self._running, None
-        return running.result() if running else None
+        if running is None:
+            return None
+        running.result()
+        return self._folder
 
     def __enter__(self) -> Self:
         return self
@@ -202,6 +219,20 @@ def _distributed() -> bool:
 
 
 @contextlib.contextmanager
+def _progress(title: str, group: dist.ProcessGroup | None, size: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Progress in bytes of the group's first rank; the others, which have about as much to do, are silent."""
+    if _distributed() and dist.get_rank(group):
+        yield _untold
+        return
+    with ProgressBar(title, total=size, unit="bytes") as bar:
+        yield bar.advance
+
+
+def _untold(_: int) -> None:
+    """Progress that nobody asked for."""
+
+
+@contextlib.contextmanager
 def _told_alike(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Turn DCP's exception, which is no Exception and prints one trace a rank, into one sentence."""
     try:
@@ -210,6 +241,8 @@ def _told_alike(group: dist.ProcessGroup | None) -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
+        if not isinstance(cause, Exception):  # an interrupt is not the checkpoint's fault
+            raise cause from error
         everywhere = len(error.failures) == (dist.get_world_size(group) if _distributed() else 1)
         text = cause.message if isinstance(cause, MegaError) else f"{type(cause).__name__}: {cause}"
         hint = cause.hint if isinstance(cause, MegaError) else None
@@ -234,13 +267,6 @@ def _described(manifest: Manifest, written: list[Written], files: dict[str, File
         for key, held in chunks.items()
     }
     return manifest.model_copy(update={"files": dict(sorted(files.items())), "tensors": tensors})
-
-
-def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    with NewFile(folder / MANIFEST) as file:
-        file.write(manifest.encode())
-        file.close()
-    fsync_folder(folder)
 
 
 def _copy_assets(source: Path, folder: Path) -> dict[str, FileEntry]:

@@ -41,8 +41,8 @@ from mega_data.tokenizer import Tokenizer, one_thread_per_call
 Arrays = list[npt.NDArray[Any]]
 
 BATCH = 1 << 18  # bytes of text: 40 ms of work, so that threads stay busy and little waits
-PIECE = 1 << 22  # characters of a longer document that are encoded at once
-AHEAD = 1 << 23  # bytes of text per worker that may wait or be under way
+PIECE = 1 << 20  # characters of a longer document that are encoded at once
+AHEAD = 1 << 22  # bytes of text per worker that may wait or be under way
 
 
 @dataclass

@@ -201,7 +201,8 @@ def _shown(raw: bytes) -> str:
 
 
 def _read_text(source: Source, key: str, advance: Advance) -> Iterator[Document | Rejected]:
-    with _opened(source.name, advance) as stream:
+    # An archive among source code is some program's data.
+    with _opened(source.name, advance, unpack=source.kind != "code") as stream:
         raw = b"".join(_guarded(iter(lambda: stream.read(1 << 20), b""), source.name))
     try:
         text = raw.removeprefix(BOM).decode()
@@ -284,14 +285,14 @@ class _CountedFile(io.FileIO):
         return count
 
 
-def _opened(name: str, advance: Advance) -> io.BufferedIOBase:
+def _opened(name: str, advance: Advance, *, unpack: bool = True) -> io.BufferedIOBase:
     try:
         plain = io.BufferedReader(_CountedFile(name, advance), 1 << 20)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror})") from error
-    if name.endswith(".gz"):
+    if unpack and name.endswith(".gz"):
         return gzip.open(plain)
-    if name.endswith(".zst"):
+    if unpack and name.endswith(".zst"):
         arrow = _package("pyarrow", ".zst files")
         return io.BufferedReader(arrow.input_stream(plain, compression="zstd"), 1 << 20)
     return plain

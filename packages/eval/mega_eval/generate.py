@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from mega_common.errors import CheckpointError, ConfigError, DataError
-from mega_common.log import ProgressBar, logger
-from mega_common.model_config import ModelConfig
+from mega_common.log import ProgressBar
 from mega_eval.cache import Batch
+from mega_eval.load import check_length
 from mega_eval.sampling import Sampling, choose
 from mega_trainer.model.decoder import Decoder
 
@@ -154,6 +154,7 @@ def generate(
     if model.config.rope.scaling == "dynamic":
         batch_size = 1  # its frequencies depend on the longest row of the batch
     by_length = sorted(rows, key=lambda row: len(row.prompt))
+    _check_longest(model, by_length[-1:])
     with ProgressBar("generating", total=len(rows), unit="prompts") as bar:
         for start in range(0, len(rows), batch_size):
             batch = by_length[start : start + batch_size]
@@ -172,37 +173,30 @@ def stream(
         DataError: as `generate` does.
     """
     row = _row(model, tokenizer, prompt, limits, 0)
+    _check_longest(model, [row])
     for (new,) in _steps(model, [row], sampling or Sampling()):
         if new:
             yield new
 
 
 def _row(model: Decoder, tokenizer: Text, prompt: str, limits: Limits, sample: int) -> Row:
-    tokens, config = tokenizer.encode(prompt, add_special_tokens=True), model.config
+    tokens, known = tokenizer.encode(prompt, add_special_tokens=True), model.config.vocab_size
     name = f"prompt {sample + 1} ({prompt[:30]!r})"
     if not tokens:
         raise DataError(f"{name}: has no tokens", hint="a model needs at least one to begin with")
-    if max(tokens) >= config.vocab_size:
+    if max(tokens) >= known:
         raise DataError(
-            f"{name}: token {max(tokens)} is outside the model's vocabulary of {config.vocab_size}",
+            f"{name}: token {max(tokens)} is outside the model's vocabulary of {known}",
             hint="the tokenizer is that of another model",
         )
-    total = len(tokens) + limits.max_new_tokens
-    check_length(config, total - 1, f"{name}: {len(tokens)} tokens and {limits.max_new_tokens} new ones")
     return Row(tokenizer, limits, sample, tokens)
 
 
-def check_length(config: ModelConfig, length: int, what: str) -> None:
-    """Refuse sequences that the model has no positions for; warn of those that it was not made for.
-
-    Raises:
-        DataError: naming `what`.
-    """
-    if length <= config.max_position:
-        return
-    if config.position == "learned":
-        raise DataError(f"{what} are more than the {config.max_position} positions that the model has")
-    logger.warning("%s are more than the %d positions that the model was made for", what, config.max_position)
+def _check_longest(model: Decoder, rows: Sequence[Row]) -> None:
+    for row in rows:
+        size, new = len(row.prompt), row.limits.max_new_tokens
+        what = f"prompt {row.sample + 1}: {size} tokens and {new} new ones"
+        check_length(model.config, size + new - 1, what)  # the last token is never fed back
 
 
 def _steps(model: Decoder, rows: Sequence[Row], sampling: Sampling) -> Iterator[list[str]]:

@@ -14,7 +14,9 @@ import torch
 
 from mega_ckpt.pieces import boxes_of
 from mega_ckpt.source import load_weights, open_source
-from mega_common.errors import CheckpointError, ConfigError
+from mega_common.errors import CheckpointError, ConfigError, DataError
+from mega_common.log import logger
+from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
@@ -83,6 +85,19 @@ def _listed(value: object) -> Iterator[int]:
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, int):
             yield item
+
+
+def check_length(config: ModelConfig, length: int, what: str) -> None:
+    """Refuse sequences that the model has no positions for; warn of those that it was not made for.
+
+    Raises:
+        DataError: naming `what`.
+    """
+    if length <= config.max_position:
+        return
+    if config.position == "learned":
+        raise DataError(f"{what} are more than the {config.max_position} positions that the model has")
+    logger.warning("%s are more than the %d positions that the model was made for", what, config.max_position)
 
 
 def device_named(name: str) -> torch.device:

@@ -24,12 +24,9 @@ from mega_data.gpt_dataset import Sample, SequentialDataset, sequential
 from mega_data.indexed import IndexedReader
 from mega_data.info import TokenizerInfo, read_info
 from mega_data.tokenizer import Tokenizer
-from mega_eval.generate import check_length
+from mega_eval.load import check_length
 from mega_trainer.model.decoder import Decoder
 
-# Matrix products work in tiles of rows. When each window fills whole tiles, its rows are computed in the same way
-# wherever it stands in the batch, and its loss does not depend on the batch to the last bit.
-TILE = 16
 CHUNK = 1 << 24  # tokens looked at together
 
 
@@ -76,7 +73,8 @@ def evaluate(
         model: in eval mode.
         prefix: the data set, without .bin and .idx.
         seq_length: S, tokens that the model sees at once.
-        batch_size: windows computed together.
+        batch_size: windows computed together on a GPU. A CPU gains nothing by it and takes them one by one, so that
+            no bit of a loss depends on what else is computed.
         tokenizer: the model's, to be compared with the one that made the data set.
         per_sample: where to write a JSON line {"sample", "tokens", "loss"} for each window.
 
@@ -90,11 +88,12 @@ def evaluate(
     check_vocabulary(prefix, model.config.vocab_size)
     check_length(model.config, seq_length, f"windows of {seq_length} tokens")
     windows = sequential(prefix, seq_length)
+    together = 1 if model.head_weight.device.type == "cpu" else batch_size
     losses, tokens = [], 0
     with ExitStack() as stack:
         bar = stack.enter_context(ProgressBar("evaluating", total=windows.num_labels, unit="tokens"))
         out = stack.enter_context(atomic_file(per_sample, text=True)) if per_sample else None
-        for number, (loss, count) in enumerate(window_losses(model, windows, batch_size)):
+        for number, (loss, count) in enumerate(window_losses(model, windows, together)):
             if not math.isfinite(loss):
                 raise CheckpointError(
                     f"{prefix}: the loss of window {number} is {loss} in {model.dtype}", hint="try --precision fp32"
@@ -120,11 +119,10 @@ def window_losses(model: Decoder, windows: SequentialDataset, batch_size: int) -
 def _batch_losses(model: Decoder, samples: Sequence[Sample]) -> list[float]:
     device = model.head_weight.device
     tokens, labels, mask = (
-        torch.from_numpy(_padded(np.stack(arrays))).to(device)
+        torch.from_numpy(np.stack(arrays)).to(device)
         for arrays in zip(*((s.tokens, s.labels, s.loss_mask) for s in samples), strict=True)
     )
-    length = len(samples[0].tokens)
-    positions = torch.arange(tokens.shape[1], device=device).clamp(max=length - 1)[None]
+    positions = torch.arange(tokens.shape[1], device=device)[None]
     x = model(model.embed(tokens, positions), model.context(positions))
     out = []
     for row in range(len(samples)):  # one by one: the head works in chunks of tokens, which are to be the same
@@ -132,11 +130,6 @@ def _batch_losses(model: Decoder, samples: Sequence[Sample]) -> list[float]:
         _, losses = model.loss(x[part], labels[part], mask[part].float())
         out.append(losses[mask[part]].double().sum().item())
     return out
-
-
-def _padded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """[B, S] with zeros up to a multiple of TILE columns, which come after everything and so change nothing."""
-    return np.pad(values, ((0, 0), (0, -values.shape[1] % TILE)))
 
 
 def check_vocabulary(prefix: Path, vocab_size: int) -> None:

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mega_common.errors import DataError
 from mega_data.loader import StepBatch
+from mega_trainer.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,19 @@ class MicroBatch:
     samples: Sequence[int]
 
 
-def micro_batches(batch: StepBatch, size: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Cut a step's samples into micro-batches of `size`, in order."""
+def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> Iterator[MicroBatch]:
+    """Cut a step's samples into micro-batches of `config.batch.micro`, in order.
+
+    Raises:
+        DataError: for a token that the model's vocabulary does not have.
+    """
+    size, top = config.batch.micro, max(batch.tokens.max(), batch.labels.max())
+    if top >= config.model.vocab_size:
+        raise DataError(
+            f"sample {batch.sample_ids[0]} or one after it has the token {top}, but model.vocab_size is "
+            f"{config.model.vocab_size}",
+            hint="the data were made with another tokenizer, or model.vocab_size is too small",
+        )
     for start in range(0, len(batch.sample_ids), size):
         part = slice(start, start + size)
 

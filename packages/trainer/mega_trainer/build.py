@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import chain
 
 import torch
-from torch import nn
 
 from mega_data.gpt_dataset import GPTDataset, build_datasets
 from mega_trainer.comm import CommLog
@@ -17,19 +14,11 @@ from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder, Recompute, Stage
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel.grads import FlatBuffer, build_buffers
+from mega_trainer.parallel.grads import FlatStage, Sharing, flatten
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.flops import head_cost
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process's place in the job."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
+from mega_trainer.ranks import Ranks
 
 
 def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, log: CommLog | None = None) -> Groups:
@@ -74,11 +63,11 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
     }
 
 
-def build_optimizer(config: RunConfig, buffers: Mapping[int, list[FlatBuffer]], groups: Groups) -> Optimizer:
-    """The configured optimizer over all stages' buffers."""
+def build_optimizer(config: RunConfig, shared: Mapping[int, FlatStage], groups: Groups) -> Optimizer:
+    """The configured optimizer over all stages."""
     settings = config.optimizer
     return Optimizer(
-        list(chain.from_iterable(buffers.values())),
+        list(shared.values()),
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
@@ -86,20 +75,22 @@ def build_optimizer(config: RunConfig, buffers: Mapping[int, list[FlatBuffer]], 
     )
 
 
-def buffers_of(config: RunConfig, stages: Mapping[int, nn.Module]) -> dict[int, list[FlatBuffer]]:
-    """Flat buffers of each stage, cut for ZeRO as configured."""
-    return {index: build_buffers(stage, sharded=config.parallel.zero > 0) for index, stage in stages.items()}
+def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, FlatStage]:
+    """Weights and gradients of each stage, shared among the data ranks as the ZeRO level says."""
+    level = config.parallel.zero
+    sharing = Sharing(slices=level > 0, each_backward=level == 2 or config.debug.reduce_every_microbatch)
+    return {index: flatten(stage, sharing, stage.units()) for index, stage in stages.items()}
 
 
-def load_data(config: RunConfig) -> tuple[GPTDataset, GPTDataset | None]:
-    """The train set, and the validation set where validation is asked for."""
+def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDataset | None]:
+    """The train set, and the validation set where validation is asked for. `eod` is the id that ends a document."""
     train = config.train
     evaluations = train.steps // train.eval_every + 1 if train.eval_every else 0
     samples = {
         "train": train.steps * config.batch.global_,
         "valid": evaluations and train.eval_steps * config.batch.global_,
     }
-    training, valid, _ = build_datasets(config.data, seed=train.seed, samples=samples, eod=None)
+    training, valid, _ = build_datasets(config.data, seed=train.seed, samples=samples, eod=eod)
     return training, valid
 
 

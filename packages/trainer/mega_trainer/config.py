@@ -31,7 +31,9 @@ class ParallelConfig(Config):
     cp_kind: Literal["ring", "allgather", "alltoall"] = "ring"
     ep: PositiveInt = 1
     dp: PositiveInt | None = Field(None, description="follows from the number of ranks when left out")
-    zero: Literal[0, 1, 2, 3] = 1
+    zero: Literal[0, 1, 2, 3] = Field(
+        1, description="what data ranks share: 1 optimizer state, 2 also gradients, 3 also weights"
+    )
 
 
 class BatchConfig(Config):
@@ -102,6 +104,9 @@ class DebugConfig(Config):
     """Slow checks and reproducible sums, for finding faults."""
 
     ordered_reductions: bool = Field(False, description="sum over ranks in rank order, bit for bit reproducible")
+    reduce_every_microbatch: bool = Field(
+        False, description="sum gradients over ranks after each micro-batch at every ZeRO level, as level 2 must"
+    )
 
 
 class RunConfig(Config):
@@ -121,6 +126,7 @@ class RunConfig(Config):
     log: LogConfig = LogConfig()
     debug: DebugConfig = DebugConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_seconds: float = Field(600, gt=0, description="how long a rank may keep the others waiting")
     output: str = "runs/default"
 
     def check_ranks(self, world_size: int) -> None:
@@ -159,8 +165,8 @@ class RunConfig(Config):
                 yield Problem(f"parallel.{axis}", "only 1 is possible yet", getattr(parallel, axis))
         if parallel.schedule != "1f1b":
             yield Problem("parallel.schedule", "zero-bubble schedules cannot be run yet", parallel.schedule, "1f1b")
-        if parallel.zero > 1:
-            yield Problem("parallel.zero", "only 0 and 1 are possible yet", parallel.zero)
+        if parallel.zero > 2:
+            yield Problem("parallel.zero", "only 0, 1 and 2 are possible yet", parallel.zero)
         for problem in self.lr_schedule.run_problems(
             lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_
         ):

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mega_ckpt.pieces import Sharded, boxes_of, merge
-from mega_ckpt.store import AsyncSaver, Checkpoint, latest, load, retain, save
+from mega_ckpt.store import AsyncSaver, Checkpoint, latest, load, retain, save, sweep
 from mega_common.errors import CheckpointError
 from mega_common.log import logger
 from mega_trainer.config import RunConfig, check_changes
@@ -52,6 +52,7 @@ class TrainState:
 
     def tensors(self) -> dict[str, Sharded]:
         """All tensors of a checkpoint as this rank's boxes, views of what training uses."""
+        self.optimizer.settle()
         return weights_of(self.stages, prefix="weights/") | self.optimizer.tensors()
 
     def numbers(self) -> dict[str, Any]:
@@ -107,6 +108,8 @@ class Saver:
     def __init__(self, config: RunConfig) -> None:
         self.root, self._config = Path(config.output) / "checkpoints", config
         self._background = AsyncSaver() if config.checkpoint.async_ else None
+        if self._leads:
+            sweep(self.root)
 
     def __enter__(self) -> Saver:
         return self
@@ -130,8 +133,12 @@ class Saver:
         )
         self._retain()
 
+    @property
+    def _leads(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
+
     def _retain(self) -> None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if self._leads:
             settings = self._config.checkpoint
             retain(self.root, keep=settings.keep, keep_every=settings.keep_every)
 
@@ -140,8 +147,9 @@ def starting_point(config: RunConfig) -> Path | None:
     """The checkpoint to go on from: the one asked for, or the newest of this run's folder, or none.
 
     Raises:
-        CheckpointError: when one was asked for and is not there.
+        CheckpointError: when one was asked for and is not there, or the run's folder is already further than it.
     """
+    newest = latest(Path(config.output) / "checkpoints")
     if config.checkpoint.load is not None:
         asked = Path(config.checkpoint.load)
         found = latest(asked) or latest(asked / "checkpoints") if not (asked / "manifest.json").exists() else asked
@@ -150,9 +158,14 @@ def starting_point(config: RunConfig) -> Path | None:
                 f"checkpoint.load = {config.checkpoint.load!r}: no complete checkpoint there",
                 hint="give a folder such as runs/name/checkpoints/step-00000100, or leave checkpoint.load out",
             )
+        if newest is not None and newest.name > found.name:
+            raise CheckpointError(
+                f"{config.output} holds later checkpoints ({newest.name}) than the one to go on from, {found.name}",
+                hint="set another output folder for the new branch",
+            )
         return found
-    root = Path(config.output) / "checkpoints"
-    newest = latest(root) if config.checkpoint.resume else None
+    if not config.checkpoint.resume:
+        return None
     if newest is not None:
         logger.info("going on from %s", newest)
     return newest

@@ -34,11 +34,11 @@ def train_step(
     gradient is not finite.
     """
     tokens = count_tokens(batches, data)
-    for buffer in optimizer.buffers:
-        buffer.start()
+    for stage in optimizer.stages:
+        stage.begin_step()
     loss_sum = executor.run(batches, 1.0 / max(tokens, 1.0))
-    for buffer in optimizer.buffers:
-        buffer.finish()
+    for stage in optimizer.stages:
+        stage.finish()
     loss = mean_loss(loss_sum, tokens, data, executor.group)
     norm = optimizer.grad_norm().item()
     finite = math.isfinite(loss) and math.isfinite(norm)
@@ -56,8 +56,11 @@ def evaluate_step(executor: Executor, batches: Sequence[MicroBatch], data: Group
 
 
 def count_tokens(batches: Sequence[MicroBatch], data: Group) -> float:
-    """Tokens of the step whose loss counts, over all data ranks."""
-    tokens = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in batches]).sum()
+    """Tokens of the step whose loss counts, over all data ranks.
+
+    Summed in host memory: on a device the sum would queue up behind the weights that are still being gathered.
+    """
+    tokens = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in batches]).sum().cpu()
     all_reduce(tokens, data)
     return tokens.item()
 

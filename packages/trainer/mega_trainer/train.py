@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -10,21 +11,21 @@ from pathlib import Path
 import torch
 import yaml
 
-from mega_ckpt.source import copy_assets, load_weights, open_source
+from mega_ckpt.source import copy_assets, load_weights, open_source, put_file
 from mega_common.errors import ConfigError
 from mega_common.files import atomic_file
 from mega_common.log import human, logger
 from mega_data.loader import Loader
+from mega_data.tokenizer import Tokenizer
 from mega_trainer.batch import micro_batches
 from mega_trainer.build import (
-    Ranks,
-    buffers_of,
     build_optimizer,
     build_schedule,
     build_stages,
     connect,
     dtype_of,
     load_data,
+    share_stages,
 )
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
@@ -32,11 +33,13 @@ from mega_trainer.guard import Guard, StopSignal
 from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
-from mega_trainer.parallel.grads import FlatBuffer
+from mega_trainer.parallel.grads import FlatStage
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.flops import count_parameters
+from mega_trainer.ranks import Ranks
 from mega_trainer.state import Saver, TrainState, starting_point, weights_of
 from mega_trainer.step import evaluate_step, train_step
+from mega_trainer.tokens import run_tokenizer, tokenizer_files
 
 
 def run(config: RunConfig, ranks: Ranks) -> TrainState:
@@ -52,12 +55,13 @@ def run(config: RunConfig, ranks: Ranks) -> TrainState:
     stages = build_stages(
         config, Builder(config.model, groups, sp=config.parallel.sp, dtype=dtype, device=device), schedule
     )
-    buffers = buffers_of(config, stages)
-    optimizer = build_optimizer(config, buffers, groups)
+    shared = share_stages(config, stages)
+    optimizer = build_optimizer(config, shared, groups)
     state = TrainState(config, stages, optimizer, Guard(config.train))
-    train_data, valid_data = load_data(config)
-    begin(state, groups.world)
-    executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(expect_last, buffers))
+    tokenizer = run_tokenizer(config.data, config.model.vocab_size)
+    train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
+    begin(state, groups.world, tokenizer)
+    executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
     curve = config.lr_curve()
     speed = Speed.of(config, device, dtype, ranks.world_size)
     loader = partial(
@@ -72,14 +76,14 @@ def run(config: RunConfig, ranks: Ranks) -> TrainState:
         left = max(0, config.train.steps - state.step)
         for batch in islice(loader(train_data, consumed_samples=state.consumed_samples), left):
             lr = curve(state.consumed_samples)
-            micro = list(micro_batches(batch, config.batch.micro, device))
+            micro = list(micro_batches(batch, config, device))
             result = train_step(executor, optimizer, micro, lr=lr, clip=config.optimizer.clip_grad, data=groups.dp_cp)
             state.advance(result)
             valid = None
             if valid_data is not None and config.due(state.step, config.train.eval_every):
                 valid = validate(executor, loader(valid_data), config, device, groups.dp_cp)
             metrics.step(state.step, state.consumed_samples, lr, result, valid_loss=valid)
-            stopping = agreed(stop.name is not None, groups.world, device)
+            stopping = agreed(stop.name is not None, groups.world)
             if stopping or config.due(state.step, config.checkpoint.every):
                 saver.save(state)
             if stopping:
@@ -88,7 +92,7 @@ def run(config: RunConfig, ranks: Ranks) -> TrainState:
     return state
 
 
-def begin(state: TrainState, world: Group) -> None:
+def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
     """Bring the weights to where this run starts: a checkpoint's, another model's, or fresh ones; make the run folder."""
     config = state.config
     checkpoint = starting_point(config)
@@ -103,7 +107,7 @@ def begin(state: TrainState, world: Group) -> None:
             logger.info("starting from the weights of %s", config.init_from)
         state.optimizer.reload_main()
     if world.rank == 0:
-        make_run_folder(config)
+        make_run_folder(config, tokenizer)
     logger.info(
         "%s parameters, %s on %d rank(s), steps %d to %d of %s tokens",
         human(count_parameters(config.model).total),
@@ -115,14 +119,19 @@ def begin(state: TrainState, world: Group) -> None:
     )
 
 
-def make_run_folder(config: RunConfig) -> None:
+def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     """`<output>/run.yaml` with every setting, and the files that travel with the model (`assets/`: its tokenizer)."""
     folder = Path(config.output)
     with atomic_file(folder / "run.yaml", text=True) as stream:
         yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), stream, sort_keys=False)
     assets = folder / "assets"
-    if not assets.exists() and config.init_from is not None:
+    if assets.exists():
+        return
+    if config.init_from is not None:
         copy_assets(open_source(config.init_from), assets)
+    elif tokenizer is not None:
+        for path in tokenizer_files(tokenizer):
+            put_file(assets / path.name, path)
 
 
 def validate(executor: Executor, loader: Loader, config: RunConfig, device: torch.device, data: Group) -> float:
@@ -131,22 +140,21 @@ def validate(executor: Executor, loader: Loader, config: RunConfig, device: torc
         stage.eval()
     loss = tokens = 0.0
     for batch in islice(loader, config.train.eval_steps):
-        part = evaluate_step(executor, list(micro_batches(batch, config.batch.micro, device)), data)
+        part = evaluate_step(executor, list(micro_batches(batch, config, device)), data)
         loss, tokens = loss + part[0], tokens + part[1]
     for stage in executor.stages.values():
         stage.train()
     return loss / max(tokens, 1.0)
 
 
-def expect_last(buffers: Mapping[int, list[FlatBuffer]], stage: int) -> None:
-    """Tell a stage's buffers that its last backward of the step comes next, so that buckets start to reduce."""
-    for buffer in buffers[stage]:
-        buffer.expect_last()
+def around_backward(shared: Mapping[int, FlatStage], stage: int, last: bool) -> AbstractContextManager[None]:
+    """What takes a stage's gradients while a micro-batch's backward runs, and sums them over the ranks."""
+    return shared[stage].backward(last)
 
 
-def agreed(flag: bool, world: Group, device: torch.device) -> bool:
-    """Whether any rank's flag is set; the same answer on all ranks."""
-    vote = torch.tensor(float(flag), device=device)
+def agreed(flag: bool, world: Group) -> bool:
+    """Whether any rank's flag is set; the same answer on all ranks. Voted in host memory, as tokens are counted."""
+    vote = torch.tensor(float(flag))
     all_reduce(vote, world, "max")
     return bool(vote.item())
 

@@ -53,11 +53,11 @@ def family_for(model: ModelConfig) -> Family:
     Raises:
         CheckpointError: when none can, with the settings that prevent each.
     """
-    found = {family: family.problems(model) for family in FAMILIES}
-    for family, problems in found.items():
+    found = [(family, family.problems(model)) for family in FAMILIES]
+    for family, problems in found:
         if not problems:
             return family
-    reasons = "\n".join(f"  {family.name}: {'; '.join(problems)}" for family, problems in found.items())
+    reasons = "\n".join(f"  {family.name}: {'; '.join(problems)}" for family, problems in found)
     raise CheckpointError(f"no HuggingFace family can express this model:\n{reasons}")
 
 

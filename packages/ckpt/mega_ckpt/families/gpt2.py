@@ -66,7 +66,7 @@ GPT2 = Family(
         Key("initializer_range", "init_std", 0.02),
         Gpt2Sizes(),
         Only({"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-              "reorder_and_upcast_attn": (False, True), "add_cross_attention": (False,)}),
+              "reorder_and_upcast_attn": (False, True)}),
         Fixed({"norm": "layernorm", "position": "learned", "qkv_bias": True, "attention_out_bias": True,
                "mlp_bias": True, "qk_norm": False, "sliding_window": None, "moe": None}),
     ),

@@ -19,6 +19,7 @@ _PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "llama3": {key: key for key in ("factor", "low_freq_factor", "high_freq_factor")} | _ORIGINAL,
     "yarn": {key: key for key in ("factor", *_YARN)} | _ORIGINAL,
 }
+_ANSWERED = {"theta", "fraction", "scaling"}.union(*(fields.values() for fields in _PARAMETERS.values()))
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -92,5 +93,8 @@ def _read_parameters(scaling: str, given: Raw, raw: Raw) -> dict[str, Any]:
 
 
 def _write_parameters(rope: RopeConfig) -> dict[str, Any]:
+    for name, field in RopeConfig.model_fields.items():
+        if name not in _ANSWERED and getattr(rope, name) != field.default:
+            raise MismatchError(f"rope.{name} = {getattr(rope, name)!r} has no counterpart")
     found = {key: getattr(rope, field) for key, field in _PARAMETERS[rope.scaling].items()}
     return {key: value for key, value in found.items() if value is not None}

@@ -48,17 +48,18 @@ class HfSource:
             {name: file.header.entries[name].shape for name, file in self._file_of.items()},
             folder,
         )
+        self._shapes = tensors_of(self.model)
         self._places = _places(table)
         self._check_tied(table)
         self._buffers = [name for name in self._file_of if name not in table]
 
     def keys(self) -> Sequence[str]:
         """Canonical names, in the order of the forward pass."""
-        return list(tensors_of(self.model))
+        return list(self._shapes)
 
     def shape(self, name: str) -> Shape:
         """Global shape of a tensor."""
-        return tensors_of(self.model)[name]
+        return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         """Its stored dtype."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_ckpt.families import Family, family_for, family_named, same_model
+from mega_ckpt.families import Family, family_for, family_named, family_of, same_model
 from mega_ckpt.families.base import CARRIED
 from mega_ckpt.families.layouts import PLAIN, DiskTensor
 from mega_ckpt.formats.hf import CONFIG, INDEX, LAYOUT, SINGLE, checked_table, decode_layout
@@ -51,8 +51,23 @@ class Origin:
 
     @property
     def raw(self) -> dict[str, Any]:
-        """The mapping in its config.json."""
-        return dict(json.loads(self.config)) if self.config else {}
+        """The mapping in its config.json; empty when there is none."""
+        try:
+            raw = json.loads(self.config or b"{}")
+        except (ValueError, RecursionError):
+            return {}
+        return raw if isinstance(raw, dict) else {}
+
+    def described(self) -> tuple[Family, ModelConfig] | None:
+        """The model that its config.json describes; None where it describes none that is known.
+
+        That is no error: the file may have come with a tokenizer.
+        """
+        try:
+            family = family_of(self.raw)
+            return family, family.read_config(self.raw)
+        except CheckpointError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -90,8 +105,9 @@ def plan_folder(
         CheckpointError: when the family, or every family, lacks something of the model, with the settings.
     """
     origin = Origin.of(source)
-    chosen = _choose(source.model, family, origin.raw)
-    same = _describes(origin.raw, chosen, source.model)
+    described = origin.described()
+    chosen = _choose(source.model, family, described)
+    same = described is not None and described[0] is chosen and same_model(described[1], source.model)
     headers = origin.headers if same else {}
     held = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
     table = checked_table(chosen, source.model, held, LAYOUT) if held else chosen.table(source.model)
@@ -103,11 +119,12 @@ def plan_folder(
         files = _grouped(tensors, max_shard or MAX_SHARD)
     others = {name: content for name, content in origin.others.items() if not name.endswith(".safetensors")}
     if files == headers:
-        config, index = origin.config or b"", origin.index
+        config, index = origin.config, origin.index
     else:
-        raw = origin.raw if same else _new_config(origin.raw, chosen, source.model)
-        config, index = _encode(_with_dtype(raw, tensors)), _index(files)
-    return Plan(table, files, {**others, CONFIG: config, **({INDEX: index} if index else {})})
+        raw = _with_dtype(origin.raw if same else _new_config(origin.raw, chosen, source.model), tensors)
+        config, index = origin.config if raw == origin.raw else _encode(raw), _index(files)
+    own = {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
+    return Plan(table, files, {**others, **own})
 
 
 def write_folder(source: Source, plan: Plan, folder: Path, advance: Callable[[int], object]) -> None:
@@ -138,7 +155,7 @@ def _parts(source: Source, disk: DiskTensor, dtype: torch.dtype) -> Iterator[Ten
     yield out
 
 
-def _choose(model: ModelConfig, family: str | None, raw: Mapping[str, Any]) -> Family:
+def _choose(model: ModelConfig, family: str | None, described: tuple[Family, ModelConfig] | None) -> Family:
     """The family asked for, else that of the origin where it still fits, else the first that fits."""
     if family is not None:
         chosen = family_named(family)
@@ -146,16 +163,9 @@ def _choose(model: ModelConfig, family: str | None, raw: Mapping[str, Any]) -> F
         if problems:
             raise CheckpointError(f"a {chosen.name} config.json cannot express this model: {'; '.join(problems)}")
         return chosen
-    if "model_type" in raw:
-        origin = family_named(raw["model_type"], CONFIG)
-        if not origin.problems(model):
-            return origin
+    if described is not None and not described[0].problems(model):
+        return described[0]
     return family_for(model)
-
-
-def _describes(raw: Mapping[str, Any], family: Family, model: ModelConfig) -> bool:
-    """Whether the origin's config.json says what the model is now."""
-    return raw.get("model_type") == family.name and same_model(family.read_config(raw), model)
 
 
 def _dtype(source: Source, disk: DiskTensor, wanted: torch.dtype | None) -> torch.dtype:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
 from mega_ckpt.pieces import Shape
-from mega_ckpt.shards import BLOCK_BYTES, mapped, raw
+from mega_ckpt.shards import NewFile, mapped, raw
 from mega_common.errors import CheckpointError
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
@@ -154,15 +154,11 @@ def write_file(
 ) -> None:
     """Write a file while its tensors come in, in the order of `header.entries`; durable when this returns.
 
-    `advance` is told of each chunk of bytes written.
+    `advance` is told of the bytes of each tensor.
     """
-    with open(path, "xb", buffering=0) as stream:
-        stream.write(struct.pack("<Q", len(header.text)) + header.text)
+    with NewFile(path) as file:
+        file.write(struct.pack("<Q", len(header.text)) + header.text)
         for tensor in tensors:
-            flat = raw(tensor)
-            for start in range(0, len(flat), BLOCK_BYTES):
-                chunk = flat[start : start + BLOCK_BYTES]
-                while chunk:
-                    chunk = chunk[stream.write(chunk) :]
-                advance(min(BLOCK_BYTES, len(flat) - start))
-        os.fsync(stream.fileno())
+            file.write(raw(tensor))
+            advance(tensor.nbytes)
+        file.close()

@@ -18,6 +18,7 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Cache, Context, attention_mask
 from mega_trainer.model.loss import head_loss
 from mega_trainer.model.rope import rotation
+from mega_trainer.parallel.grads import Unit
 from mega_trainer.parallel.tensor import gather_sequence, sequence_part, sum_gradient
 from mega_trainer.rng import Dropout
 
@@ -74,6 +75,17 @@ class Decoder(nn.Module):
                 self.head = build.vocabulary("lm_head.weight")
             elif not self.stage.embeds:
                 self.head = build.vocabulary("model.embed_tokens.weight", shared=copies)
+
+    def units(self) -> list[Unit]:
+        """The parts in the order of a forward, each with the parameters that it is the first to need."""
+        found = [Unit(layer, list(layer.parameters())) for layer in self.layers]
+        if self.stage.embeds:
+            positions = [self.positions] if hasattr(self, "positions") else []
+            found.insert(0, Unit(self.embedding, [self.embedding.weight, *positions]))
+        if self.stage.heads:
+            head = [self.head] if hasattr(self, "head") else []
+            found.append(Unit(self.norm, [*self.norm.parameters(), *head]))
+        return found
 
     @property
     def head_weight(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The optimizer over this rank's shards of the flat buffers: clip, update, publish (ZeRO-0 and ZeRO-1).
+"""The optimizer over this rank's shards of the flat buffers: clip, update, publish (ZeRO-0 to ZeRO-2).
 
 In low precision every shard has fp32 main weights of its own; otherwise the weights are updated in place. AdamW is
 torch's fused one, on one tensor a bucket.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mega_ckpt.pieces import Sharded, boxes_of_range, merge
 from mega_trainer.comm import Group, all_reduce
-from mega_trainer.parallel.grads import FlatBuffer, Shard
+from mega_trainer.parallel.grads import FlatBuffer, FlatStage, Shard
 from mega_trainer.parallel.param import info_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -30,6 +30,7 @@ class Slot:
 
     @property
     def copied(self) -> bool:
+        """Whether the main weights are a tensor of their own."""
         return self.main.data_ptr() != self.shard.weights.data_ptr()
 
 
@@ -37,22 +38,23 @@ class Optimizer:
     """AdamW (arXiv:1711.05101) with decoupled weight decay on matrices, and the global gradient norm.
 
     Args:
-        buffers: all buffers of this rank, over all its stages.
+        stages: all of this rank's stages.
         betas, eps, weight_decay: as in the paper.
         model_groups: the groups over which different ranks hold different parameters (tp, pp), for the norm.
     """
 
     def __init__(
         self,
-        buffers: Sequence[FlatBuffer],
+        stages: Sequence[FlatStage],
         *,
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
         model_groups: Sequence[Group] = (),
     ) -> None:
-        self.buffers, self.model_groups = list(buffers), list(model_groups)
-        self.slots = [Slot(b, shard, _main_of(shard)) for b in buffers for shard in b.shards]
+        self.stages, self.model_groups = list(stages), list(model_groups)
+        self.buffers = [buffer for stage in stages for buffer in stage.buffers]
+        self.slots = [Slot(b, shard, _main_of(shard)) for b in self.buffers for shard in b.shards]
         groups = [
             {"params": [s.main for s in self.slots if s.buffer.decay == decay], "weight_decay": rate}
             for decay, rate in ((True, weight_decay), (False, 0.0))
@@ -80,7 +82,7 @@ class Optimizer:
 
     def _squares(self, buffer: FlatBuffer) -> Tensor:
         ranks = buffer.data.size
-        slices = torch.zeros(len(buffer.shards), ranks, dtype=torch.float64, device=buffer.grads.device)
+        slices = torch.zeros(len(buffer.shards), ranks, dtype=torch.float64, device=buffer.weights.device)
         for row, shard in zip(slices, buffer.shards, strict=True):
             if buffer.sharded:
                 row[buffer.data.rank] = torch.linalg.vector_norm(shard.grads, dtype=torch.float64).square()
@@ -92,7 +94,8 @@ class Optimizer:
         return slices.sum()
 
     def update(self, lr: float, scale: float) -> None:
-        """One AdamW step with the gradients times `scale`, then the new weights on every rank."""
+        """One AdamW step with the gradients times `scale`; the new weights are then on their way to every rank."""
+        self.settle()
         for group in self.adamw.param_groups:
             group["lr"] = lr
         if scale != 1.0:
@@ -101,8 +104,17 @@ class Optimizer:
         for slot in self.slots:
             if slot.copied:
                 slot.shard.weights.copy_(slot.main)
-        for buffer in self.buffers:
-            buffer.publish()
+        for stage in self.stages:
+            stage.publish()
+
+    def settle(self) -> None:
+        """Wait until the weights of the last update are there: before they are read other than by a forward."""
+        for stage in self.stages:
+            stage.settle()
+
+    def gradients(self) -> dict[str, Sharded]:
+        """The reduced gradients by canonical name, after an update times its scale. The boxes are views."""
+        return boxes_of_slots((slot, slot.shard.grads) for slot in self.slots)
 
     @property
     def steps(self) -> int:
@@ -119,7 +131,9 @@ class Optimizer:
         weights are not the model's own, `optimizer/main/<name>`. The boxes are views, to be saved or filled."""
         kinds = [(moment, [(s, self.adamw.state[s.main][moment]) for s in self.slots]) for moment in MOMENTS]
         kinds.append(("main", [(s, s.main) for s in self.slots if s.copied]))
-        return {f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes_of_slots(pairs).items()}
+        return {
+            f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes_of_slots(pairs).items()
+        }
 
     def reload_main(self) -> None:
         """Take the main weights from the model's, after those were loaded without them."""

@@ -1,33 +1,31 @@
-"""Flat buffers: weights in one stretch of memory, gradients in another, reduced in buckets while the backward runs.
+"""How data-parallel ranks share a stage's weights and gradients, up to ZeRO-2 (arXiv:1910.02054).
 
-Parameters that are treated alike (same data group, same further sums, same weight decay) share a `FlatBuffer`. Its
-gradients are fp32 (fp64 in an fp64 model) and accumulate over the micro-batches of a step in `param.main_grad`, a view.
-A bucket is reduced as soon as the last of its gradients of the step is there. With ZeRO-1 (arXiv:1910.02054) each rank
-of the data group keeps the sum of its own slice of every bucket, and updates that slice of the weights alone.
+Parameters that are treated alike (same data group, same further sums, same weight decay) lie in one `FlatBuffer`, cut in
+buckets that are summed over the ranks while the backward still runs. Gradients are fp32 (fp64 in an fp64 model).
+
+    level   weights   gradients kept            summed over the data ranks
+    0       all       all                       all-reduce, once a step
+    1       all       all, the sum of a slice   reduce-scatter, once a step; then all-gather of the new weights
+    2       all       a slice                   reduce-scatter, each micro-batch; then all-gather of the new weights
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from mega_trainer.comm import Group, Work, all_gather_into, all_reduce, reduce_scatter_into
+from mega_trainer.comm import Group, Work, all_gather_into, all_reduce
+from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
 from mega_trainer.parallel.param import info_of
 
 BUCKET_ELEMENTS = 40_000_000  # large enough for full bandwidth, small enough that the first starts early
-
-
-@dataclass(eq=False)
-class Bucket:
-    """Elements [start, stop) of a buffer, reduced together; `pending` counts gradients still to come this step."""
-
-    start: int
-    stop: int
-    parameters: list[nn.Parameter]
-    pending: int = 0
+IN_FLIGHT = 2  # sums under way at once where whole gradients are to be short-lived
 
 
 @dataclass(frozen=True)
@@ -53,125 +51,72 @@ class Shard:
     grads: Tensor
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """What the data ranks share and when they sum.
+
+    Attributes:
+        slices: each rank keeps, updates and saves its slice of every bucket (ZeRO-1 and up), rather than all of it.
+        each_backward: gradients are summed after every micro-batch and not kept whole (ZeRO-2).
+        bucket_elements: a bucket is closed when it has so many.
+    """
+
+    slices: bool
+    each_backward: bool = False
+    bucket_elements: int = BUCKET_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose forward is the first to need these parameters, its own or others."""
+
+    module: nn.Module
+    parameters: list[nn.Parameter]
+
+
 class FlatBuffer:
     """Parameters that are treated alike, laid out one after another, last first (the order of the backward).
 
     Args:
         parameters: they become views of `weights`.
         decay: whether weight decay applies to them.
-        sharded: keep only this rank's slice of each reduced bucket (ZeRO-1), rather than all of it on every rank.
+        sharing: what each rank keeps.
     """
 
-    def __init__(
-        self, parameters: list[nn.Parameter], *, decay: bool, sharded: bool, bucket_elements: int = BUCKET_ELEMENTS
-    ) -> None:
+    def __init__(self, parameters: list[nn.Parameter], *, decay: bool, sharing: Sharing) -> None:
         info, first = info_of(parameters[0]), parameters[0]
         self.data, self.grad_sync, self.replicas = info.data, info.grad_sync, info.replicas
-        self.decay, self.sharded = decay, sharded and self.data.size > 1
+        self.decay, self.sharded = decay, sharing.slices and self.data.size > 1
         self.spans: list[Span] = []
-        self.buckets: list[Bucket] = []
-        size = self._lay_out(parameters[::-1], bucket_elements)
-        grad_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-        self.weights = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(size, dtype=grad_dtype, device=first.device)
+        self.buckets = list(self._lay_out(parameters[::-1], sharing))
+        self.weights = torch.zeros(self.buckets[-1].stop, dtype=first.dtype, device=first.device)
         for span in self.spans:
             self._adopt(span)
         self.shards = [self._shard(bucket) for bucket in self.buckets]
-        self._works: list[Work] = []
-        self._fresh: set[nn.Parameter] = set()
-        self._last = False
-        self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
 
-    def _lay_out(self, parameters: Iterable[nn.Parameter], bucket_elements: int) -> int:
-        position, bucket = 0, Bucket(0, 0, [])
+    def _lay_out(self, parameters: Sequence[nn.Parameter], sharing: Sharing) -> Iterator[Bucket]:
+        """Give each parameter its span; a bucket is closed once it is large enough."""
+        kind = MicroBucket if sharing.each_backward else StepBucket
+        dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+        start, places, length = 0, {}, 0
         for parameter in parameters:
-            self.spans.append(Span(parameter, position))
-            bucket.parameters.append(parameter)
-            position += parameter.numel()
-            if position - bucket.start >= bucket_elements:
-                position = self._close(bucket, position)
-                bucket = Bucket(position, position, [])
-        return self._close(bucket, position) if bucket.parameters else position
-
-    def _close(self, bucket: Bucket, position: int) -> int:
-        """End a bucket at a multiple of the data ranks, so that slices are equal; returns where the next may start."""
-        bucket.stop = bucket.start + -(-(position - bucket.start) // self.data.size) * self.data.size
-        self.buckets.append(bucket)
-        return bucket.stop
+            self.spans.append(Span(parameter, start + length))
+            places[parameter] = slice(length, length + parameter.numel())
+            length += parameter.numel()
+            if length >= sharing.bucket_elements or parameter is parameters[-1]:
+                bucket = kind(start, places, self.data, sharded=self.sharded, dtype=dtype, device=parameter.device)
+                yield bucket
+                start, places, length = bucket.stop, {}, 0
 
     def _adopt(self, span: Span) -> None:
-        parameter, place = span.parameter, slice(span.start, span.start + span.parameter.numel())
-        view = self.weights[place].view(parameter.shape)
-        view.copy_(parameter.detach())
-        parameter.data = view
-        parameter.main_grad = self.grads[place].view(parameter.shape)  # type: ignore[attr-defined]
-        parameter.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
+        view = self.weights[span.start : span.start + span.parameter.numel()].view(span.parameter.shape)
+        view.copy_(span.parameter.detach())
+        span.parameter.data = view
 
     def _shard(self, bucket: Bucket) -> Shard:
-        start, stop = bucket.start, bucket.stop
-        if self.sharded:
-            share = (stop - start) // self.data.size
-            start += share * self.data.rank
-            return Shard(start, self.weights[start : start + share], self.grads.new_zeros(share))
-        return Shard(start, self.weights[start:stop], self.grads[start:stop])
-
-    def start(self) -> None:
-        """Begin a step: the next gradient of each parameter replaces what is there."""
-        self._fresh = {span.parameter for span in self.spans}
-        self._last = False
-        for bucket in self.buckets:
-            bucket.pending = len(bucket.parameters)
-
-    def expect_last(self) -> None:
-        """The backward that comes next is the step's last for these parameters: reduce each bucket once it is complete."""
-        self._last = True
-
-    def _accumulate(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
-        main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-        if parameter in self._fresh:
-            main.copy_(parameter.grad)
-            self._fresh.discard(parameter)
-        else:
-            main.add_(parameter.grad)
-        parameter.grad = None
-        if self._last:
-            bucket = self._bucket_of[parameter]
-            bucket.pending -= 1
-            if bucket.pending == 0:
-                self._reduce(bucket)
-
-    def _reduce(self, bucket: Bucket) -> None:
-        grads, shard = self.grads[bucket.start : bucket.stop], self.shards[self.buckets.index(bucket)]
-        if self.sharded:
-            work = reduce_scatter_into(shard.grads, grads, self.data, async_op=True)
-        else:
-            work = all_reduce(grads, self.data, async_op=True)
-        if work is not None:
-            self._works.append(work)
-
-    def finish(self) -> None:
-        """End of the step's backwards: wait for the reductions, after those of parameters that got no gradient."""
-        for parameter in self._fresh:
-            parameter.main_grad.zero_()  # type: ignore[attr-defined]
-        self._fresh = set()
-        for bucket in self.buckets:
-            if bucket.pending:
-                bucket.pending = 0
-                self._reduce(bucket)
-        for work in self._works:
-            work.wait()
-        self._works = []
-        for group in self.grad_sync:
-            for shard in self.shards:
-                all_reduce(shard.grads, group)
-
-    def publish(self) -> None:
-        """After an update of the shards' weights: give every rank all of them."""
-        if self.sharded:
-            for bucket, shard in zip(self.buckets, self.shards, strict=True):
-                all_gather_into(self.weights[bucket.start : bucket.stop], shard.weights.clone(), self.data)
+        share = bucket.grads.numel()
+        start = bucket.start + (share * self.data.rank if self.sharded else 0)
+        return Shard(start, self.weights[start : start + share], bucket.grads)
 
     @property
     def counts_here(self) -> bool:
@@ -187,6 +132,98 @@ class FlatBuffer:
                 yield span.parameter, low - span.start, slice(low - shard.start, high - shard.start)
 
 
+class FlatStage:
+    """The buffers of one pipeline stage: takes gradients as they come and starts the sums over the ranks.
+
+    All ranks start their buckets in the same order, or they would wait for each other in vain: a bucket that is complete
+    on one rank may lack a gradient on another (an expert that got no token). The order is that in which a backward is
+    expected to complete them. Each starts when it and all before it are complete, the rest at the backward's end.
+
+    New weights are gathered in the background, and each unit's forward waits for its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, buffers: Sequence[FlatBuffer], sharing: Sharing, units: Sequence[Unit]
+    ) -> None:
+        self.buffers = list(buffers)
+        self._in_flight_limit = IN_FLIGHT if sharing.each_backward else None
+        position = {parameter: index for index, parameter in enumerate(model.parameters())}
+        self._homes = {
+            bucket: (buffer, shard)
+            for buffer in buffers
+            for bucket, shard in zip(buffer.buckets, buffer.shards, strict=True)
+        }
+        self._buckets = sorted(self._homes, key=lambda bucket: -min(position[p] for p in bucket.places))
+        self._arriving: dict[Bucket, tuple[Work | None, Tensor]] = {}
+        self._await_before(units)
+        self._waiting: deque[Bucket] = deque()
+        self._in_flight: deque[Bucket] = deque()
+        for bucket in self._buckets:
+            for parameter in bucket.places:
+                parameter.register_post_accumulate_grad_hook(partial(self._take, bucket))  # type: ignore[no-untyped-call]
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before."""
+        for bucket in self._buckets:
+            bucket.begin_step()
+
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """Around one micro-batch's backward through the stage; `last` of the step or not."""
+        self._waiting.extend(bucket for bucket in self._buckets if bucket.reduces(last))
+        for bucket in self._waiting:
+            bucket.begin_backward()
+        yield
+        while self._waiting:
+            self._reduce(self._waiting.popleft())
+
+    def _take(self, bucket: Bucket, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        bucket.take(parameter)
+        while self._waiting and self._waiting[0].complete:
+            self._reduce(self._waiting.popleft())
+
+    def _reduce(self, bucket: Bucket) -> None:
+        bucket.reduce()
+        self._in_flight.append(bucket)
+        if self._in_flight_limit is not None and len(self._in_flight) > self._in_flight_limit:
+            self._in_flight.popleft().settle()
+
+    def finish(self) -> None:
+        """End of the step's backwards: wait for the sums, and sum over the further groups that share gradients."""
+        while self._in_flight:
+            self._in_flight.popleft().settle()
+        for buffer in self.buffers:
+            for group in buffer.grad_sync:
+                for shard in buffer.shards:
+                    all_reduce(shard.grads, group)
+
+    def publish(self) -> None:
+        """After an update of the shards' weights: start to give every rank all of them, first needed first."""
+        for bucket in reversed(self._buckets):
+            buffer, shard = self._homes[bucket]
+            if buffer.sharded:
+                mine, whole = shard.weights.clone(), buffer.weights[bucket.start : bucket.stop]
+                self._arriving[bucket] = (all_gather_into(whole, mine, buffer.data, async_op=True), mine)
+
+    def settle(self) -> None:
+        """Wait until all weights are there: before anything but a forward reads or writes them."""
+        self._await(list(self._arriving))
+
+    def _await(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets if self._arriving else ():
+            work, _ = self._arriving.pop(bucket, (None, None))
+            if work is not None:
+                work.wait()
+
+    def _await_before(self, units: Sequence[Unit]) -> None:
+        """Let each unit's forward wait for its buckets, and the first one for those of no unit."""
+        needs = [[b for b in self._buckets if not b.places.keys().isdisjoint(unit.parameters)] for unit in units]
+        needs[0] += [bucket for bucket in self._buckets if all(bucket not in needed for needed in needs)]
+        for unit, buckets in zip(units, needs, strict=True):
+            unit.module.register_forward_pre_hook(lambda module, inputs, buckets=buckets: self._await(buckets))
+
+
 @dataclass(frozen=True)
 class _Kind:
     """What parameters of one buffer have in common."""
@@ -198,18 +235,21 @@ class _Kind:
     dtype: torch.dtype = field(default=torch.float32)
 
 
-def build_buffers(model: nn.Module, *, sharded: bool, bucket_elements: int = BUCKET_ELEMENTS) -> list[FlatBuffer]:
+def flatten(model: nn.Module, sharing: Sharing, units: Sequence[Unit] = ()) -> FlatStage:
     """Sort the parameters of a model (or of one pipeline stage) into buffers.
 
     Weight decay applies to matrices, not to biases and norms. Call after initialisation or loading, or before: the
     parameters keep their values and from then on are views of the buffers.
+
+    Args:
+        model: its parameters carry their descriptions.
+        sharing: what each data rank keeps.
+        units: its parts in the order of a forward; by default the whole model is one.
     """
     kinds: dict[_Kind, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         info = info_of(parameter)
         kind = _Kind(info.data, info.grad_sync, info.replicas, parameter.dim() > 1, parameter.dtype)
         kinds.setdefault(kind, []).append(parameter)
-    return [
-        FlatBuffer(parameters, decay=kind.decay, sharded=sharded, bucket_elements=bucket_elements)
-        for kind, parameters in kinds.items()
-    ]
+    buffers = [FlatBuffer(parameters, decay=kind.decay, sharing=sharing) for kind, parameters in kinds.items()]
+    return FlatStage(model, buffers, sharing, units or [Unit(model, list(model.parameters()))])

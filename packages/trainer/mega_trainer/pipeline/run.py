@@ -6,6 +6,7 @@ Legend: B micro-batch, S sequence, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -34,14 +35,15 @@ class Executor:
         stages: this rank's parts of the model, by stage number.
         group: the pipeline ranks.
         dropout_seed: seed of the dropout masks; None when the model has no dropout.
-        on_last_backward: called with a stage's number before its last backward of the step.
+        around_backward: what each backward runs in, given the stage's number and whether it is the stage's last of the
+            step; it takes the gradients.
     """
 
     schedule: Schedule
     stages: Mapping[int, Decoder]
     group: Group
     dropout_seed: int | None = None
-    on_last_backward: Callable[[int], None] = lambda stage: None
+    around_backward: Callable[[int, bool], AbstractContextManager[None]] = lambda stage, last: nullcontext()
     _inputs: dict[Key, Tensor] = field(default_factory=dict)
     _outputs: dict[Key, Tensor] = field(default_factory=dict)
     _edges: dict[Key, GradientEdge] = field(default_factory=dict)
@@ -73,9 +75,8 @@ class Executor:
                     total += self._forward(key, batches[op.microbatch], scale)
                 case "B":
                     left[op.stage] -= 1
-                    if left[op.stage] == 0:
-                        self.on_last_backward(op.stage)
-                    self._backward(key)
+                    with self.around_backward(op.stage, left[op.stage] == 0):
+                        self._backward(key)
                 case "RECV_F":
                     self._receive("F", key, op.stage - 1, batches[op.microbatch])
                 case "RECV_B":
