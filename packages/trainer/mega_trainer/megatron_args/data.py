@@ -26,6 +26,8 @@ def data_section(draft: Draft) -> None:
     put("data.seq_length", length, "seq_length", "encoder_seq_length")
     put("data.order", "megatron", because="the samples in Megatron's order")
     _tokenizer(draft)
+    if draft["dataloader_type"] == "single":
+        draft.tell("not needed", "samples are read once, in the order of the data set", "dataloader_type")
     for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         if draft[name]:
             put(f"data.{name}", True, name)
@@ -48,8 +50,7 @@ def _sources(draft: Draft, key: str, dest: str) -> None:
     elif sources and "weight" not in sources[0]:
         sources = [{**source, "weight": 1.0} for source in sources]
         text = "without weights Megatron takes every data set whole; the weights of run.yaml are to be their sizes"
-        draft.put(key, sources, dest)
-        draft.tell("changes meaning", text, dest)
+        draft.tell("changes meaning", text, dest, key=key)
     draft.put(key, sources or None, dest)
 
 
@@ -69,7 +70,9 @@ def _tokenizer(draft: Draft) -> None:
     kind, path = draft["tokenizer_type"], draft["tokenizer_model"]
     if kind == "HuggingFaceTokenizer" and path:
         draft.put("data.tokenizer", path, "tokenizer_model", "tokenizer_type")
-        draft.tell("translated", "data.tokenizer, a local folder with tokenizer.json", "tokenizer_model")
-    elif kind != "NullTokenizer":
-        text = "mega reads tokenizer.json alone: write one, and give its folder as data.tokenizer where documents are told apart"
-        draft.tell("changes meaning", text, "tokenizer_model", "vocab_file", "merge_file")
+        draft.tell("translated", "data.tokenizer, which is to be a local folder with tokenizer.json", "tokenizer_model")
+    elif kind == "NullTokenizer":
+        draft.tell("not needed", "without a tokenizer is the default", "tokenizer_type")
+    else:
+        text = "mega reads tokenizer.json alone; where it has to know the end of a document, give one's folder as data.tokenizer"
+        draft.tell("changes meaning", text, "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")

@@ -66,8 +66,8 @@ class Draft:
         """General notes, then those of the flags in the order of the command."""
         return self._general + [self._flags[dest] for dest in self.arguments.given if dest in self._flags]
 
-    def put(self, key: str, value: Any, *dests: str, because: str = "") -> None:
-        """Set a key to what the settings `dests` give; `None` is left for the user to fill in."""
+    def put(self, key: str, value: Any, *dests: str, because: str = "", ask: str = "not in the script") -> None:
+        """Set a key to what the settings `dests` give; `None` is left for the user to fill in, who is told `ask`."""
         found = [given for dest in dests if (given := self.arguments.given.get(dest))]
         self.origins[key] = because or ", ".join(map(str, found)) or DEFAULT
         node = self.run
@@ -77,7 +77,7 @@ class Draft:
         node[last] = _plain(value)
         if value is None:
             self.origins[key] = "to be filled in"
-            self.tell("open", "not in the script, to be filled in", key=key)
+            self.tell("open", f"{ask}; to be filled in", key=key)
         for name in dict.fromkeys(_marks(value)):
             self.tell("open", f"${name} is not set in the script", key=key)
         for given in found:
@@ -108,7 +108,9 @@ def load_handling() -> list[tuple[str, Kind, str]]:
     """What becomes of flags without a key, from `handling.yaml`: (pattern of the flag's name, kind, why)."""
     text = (files("mega_trainer.megatron_args") / "handling.yaml").read_text(encoding="utf-8")
     table: Mapping[Kind, Mapping[str, str]] = yaml.safe_load(text)
-    return [(pattern, kind, why) for kind, rows in table.items() for why, flags in rows.items() for pattern in flags.split()]
+    return [
+        (pattern, kind, why) for kind, rows in table.items() for why, flags in rows.items() for pattern in flags.split()
+    ]
 
 
 def _handled(given: Given, handling: list[tuple[str, Kind, str]]) -> Note:

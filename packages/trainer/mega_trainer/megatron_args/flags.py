@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from mega_common.config import Problem, raise_problems
-from mega_trainer.megatron_args.shell import MARK, Word, is_unset, shown
+from mega_trainer.megatron_args.shell import MARK, Word, shown
 
 SOURCE = "the launch script"
 
@@ -61,14 +61,14 @@ class Flag:
 
 def load_flags() -> list[Flag]:
     """The table."""
-    with (files("mega_trainer.megatron_args") / "flags.csv").open(encoding="utf-8", newline="") as lines:
-        return [
-            Flag(
-                row["flag"], tuple(row["aliases"].split()), row["dest"], row["takes"], row["type"], row["default"],
-                tuple(filter(None, row["choices"].split("|"))),
-            )
-            for row in csv.DictReader(lines)
-        ]  # fmt: skip
+    text = (files("mega_trainer.megatron_args") / "flags.csv").read_text(encoding="utf-8")
+    return [
+        Flag(
+            row["flag"], tuple(row["aliases"].split()), row["dest"], row["takes"], row["type"], row["default"],
+            tuple(filter(None, row["choices"].split("|"))),
+        )
+        for row in csv.DictReader(text.splitlines())
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ class Arguments:
         if given is None:
             return self.flags[dest].default_value()
         if given.unset and given.flag.type != "str":
-            self._refuse(given, f"{shown(given.values[0])} is not set in the script", "give it a value above, as NAME=value")
+            self._refuse(
+                given, f"{shown(given.values[0])} is not set in the script", "give it a value above, as NAME=value"
+            )
             return self.flags[dest].default_value()
         return given.value()
 
@@ -167,6 +169,8 @@ def parse_arguments(words: Sequence[Word], table: Iterable[Flag]) -> Arguments:
         flag = spellings.get(spelling)
         if flag is None:
             _stray(word, spelling, spellings, arguments)
+            while spelling.startswith("--") and at < len(words) and not words[at].text.startswith("--"):
+                at += 1  # the values of an unknown flag
             continue
         values = [attached] if equals else []
         count = {"1": 1, "3": 3, "+": len(words), "*": len(words)}.get(flag.takes, 0)
@@ -184,12 +188,17 @@ def parse_arguments(words: Sequence[Word], table: Iterable[Flag]) -> Arguments:
 
 
 def _stray(word: Word, spelling: str, spellings: Mapping[str, Flag], arguments: Arguments) -> None:
-    if is_unset(word.text):
-        text = f"{shown(word.text)} is not set in the script: flags that it may hold were not read"
+    if MARK.fullmatch(word.text):
+        text = f"{shown(word.text)} is not known: flags that it may hold were not read"
         arguments.remarks.append((word.line, text))
     elif spelling.startswith("-"):
-        near = difflib.get_close_matches(spelling.replace("_", "-"), spellings, n=1)
+        near = difflib.get_close_matches(spelling.replace("_", "-"), spellings, n=1, cutoff=0.75)
         hint = f"did you mean {near[0]}?" if near else ""
-        arguments.problems.append(Problem(f"line {word.line}: {shown(spelling)}", "no flag of Megatron-LM's", hint=hint))
+        arguments.problems.append(
+            Problem(f"line {word.line}: {shown(spelling)}", "no flag of Megatron-LM's", hint=hint)
+        )
     else:
-        arguments.problems.append(Problem(f"line {word.line}: {shown(word.text)}", "stands where a flag should"))
+        hint = 'if it belongs to the value before it, quote the array as well: "${ARGS[@]}"'
+        arguments.problems.append(
+            Problem(f"line {word.line}: {shown(word.text)}", "stands where a flag should", hint=hint)
+        )

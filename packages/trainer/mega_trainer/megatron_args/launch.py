@@ -48,7 +48,7 @@ def find_launch(text: str) -> Launch:
     batch = {LONG.get(key, key): value for key, value in SBATCH.findall(text)}
     script = read_script(text, {name: [Word(value, 0)] for name, value in _slurm_variables(batch).items()})
     commands = [(command, at) for command in _commands(script) if (at := _program(command)) is not None]
-    training = [found for found in commands if "train" in PurePosixPath(found[0][found[1]].text).name] or commands
+    training = [found for found in commands if _trains(*found)]
     if not training:
         bare = [word for command in script.commands if command[0].text.startswith("--") for word in command]
         if not bare:
@@ -60,9 +60,13 @@ def find_launch(text: str) -> Launch:
     command, at = training[0]
     program = PurePosixPath(shown(command[at].text)).name
     if OTHER_MODELS.search(program):
-        raise ConfigError(f"line {command[at].line}: {program} trains a model that is not a plain decoder, which mega does not")
+        raise ConfigError(
+            f"line {command[at].line}: {program} trains a model that is not a plain decoder, which mega does not"
+        )
     remarks = list(script.remarks)
-    remarks += [(other[i].line, f"another training command, {shown(other[i].text)}, was not read") for other, i in training[1:]]
+    remarks += [
+        (other[i].line, f"another training command, {shown(other[i].text)}, was not read") for other, i in training[1:]
+    ]
     nodes, per_node = _ranks(command[:at], batch)
     return Launch(program, command[at + 1 :], nodes, per_node, remarks)
 
@@ -87,9 +91,14 @@ def _program(command: Sequence[Word]) -> int | None:
     return next((i for i, word in enumerate(command) if word.text.endswith(".py")), None)
 
 
+def _trains(command: Sequence[Word], at: int) -> bool:
+    """Whether a command's Python file trains, by its name or by what it is given."""
+    return "train" in PurePosixPath(command[at].text).name or any(word.text == "--micro-batch-size" for word in command)
+
+
 def _slurm_variables(batch: dict[str, str]) -> dict[str, str]:
     """What Slurm will set for a job with these options."""
-    variables = {}
+    variables: dict[str, str] = {}
     if (nodes := batch.get("--nodes", "")).isdigit():
         variables |= {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes}
     if (tasks := batch.get("--ntasks-per-node", "")).isdigit():

@@ -35,7 +35,8 @@ def _sizes(draft: Draft) -> None:
     if "kv_channels" in draft:
         put("model.head_dim", draft["kv_channels"], "kv_channels")
     size = draft["vocab_size"] or VOCABULARIES.get(draft["tokenizer_type"] or "")
-    put("model.vocab_size", size, "vocab_size" if draft["vocab_size"] else "tokenizer_type")
+    ask = "the script does not say how many tokens the tokenizer has"
+    put("model.vocab_size", size, "vocab_size" if draft["vocab_size"] else "tokenizer_type", ask=ask)
     put("model.max_position", draft["max_position_embeddings"], "max_position_embeddings")
 
 
@@ -51,7 +52,9 @@ def feed_forward(draft: Draft) -> int | None:
 def _default_width(draft: Draft) -> str:
     if "ffn_hidden_size" in draft or not draft["hidden_size"]:
         return ""
-    return "Megatron's default: 8/3 of hidden_size, in 64s" if draft["swiglu"] else "Megatron's default: 4 x hidden_size"
+    return (
+        "Megatron's default: 8/3 of hidden_size, in 64s" if draft["swiglu"] else "Megatron's default: 4 x hidden_size"
+    )
 
 
 def _parts(draft: Draft) -> None:
@@ -80,7 +83,9 @@ def _activation(draft: Draft) -> None:
         return draft.put("model.activation", "relu2", "squared_relu")
     if draft["quick_geglu"]:
         draft.put("model.activation", "geglu", "quick_geglu")
-        return draft.tell("no equivalent", "GELU by a sigmoid is missing; model.activation is the exact geglu", "quick_geglu")
+        return draft.tell(
+            "no equivalent", "GELU by a sigmoid is missing; model.activation is the exact geglu", "quick_geglu"
+        )
     if draft["openai_gelu"]:
         return draft.put("model.activation", "gelu_tanh", "openai_gelu")
     if draft["bias_gelu_fusion"] and draft["add_bias_linear"]:
@@ -162,7 +167,9 @@ def _balance(draft: Draft) -> None:
     kinds: list[str] = draft["moe_router_load_balancing_type"]
     losses: list[Any] = draft["moe_aux_loss_coeff"]
     flags = ("moe_aux_loss_coeff", "moe_router_load_balancing_type")
-    draft.put("model.moe.aux_loss", losses[kinds.index("aux_loss")] if "aux_loss" in kinds[: len(losses)] else 0.0, *flags)
+    draft.put(
+        "model.moe.aux_loss", losses[kinds.index("aux_loss")] if "aux_loss" in kinds[: len(losses)] else 0.0, *flags
+    )
     others = [kind for kind in kinds if kind not in ("aux_loss", "none")]
     if others:
         draft.tell("no equivalent", f"balancing by {' and '.join(others)} is missing", "moe_router_load_balancing_type")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,7 +40,9 @@ def _header(translation: Translation) -> Iterator[str]:
             yield "#"
             yield f"# {heading}"
         for note in notes:
-            yield from textwrap.wrap(note, WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_on_hyphens=False)
+            yield from textwrap.wrap(
+                _printable(note), WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_on_hyphens=False
+            )
     yield ""
 
 
@@ -61,7 +64,7 @@ def _mapping(node: Mapping[str, Any], path: str, origins: Mapping[str, str]) -> 
             yield f"{indent}{key}:"
             yield from _mapping(value, full + ".", origins)
             continue
-        comment = f"  # {textwrap.shorten(origins[full], LONGEST_COMMENT, placeholder=' ...')}"
+        comment = f"  # {textwrap.shorten(_printable(origins[full]), LONGEST_COMMENT, placeholder=' ...')}"
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             yield f"{indent}{key}:{comment}"
             yield from (f"{indent}  - {_flow(item)}" for item in value)
@@ -71,5 +74,22 @@ def _mapping(node: Mapping[str, Any], path: str, origins: Mapping[str, str]) -> 
 
 def _flow(value: Any) -> str:
     """A value on one line."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"), allow_unicode=True)
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _printable(text: str) -> str:
+    """A text for a comment, which must not end the line."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes all but plain words, for run.yaml is read by YAML 1.2, where more words are numbers than PyYAML knows."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    plain = re.fullmatch(r"[A-Za-z_/$][\w/.$-]*", text, re.ASCII)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _text)

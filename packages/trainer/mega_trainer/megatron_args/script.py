@@ -142,7 +142,9 @@ class _Reader:
             decided = True if chosen else decided
             end = self.block(frozenset({";;", ";&", ";;&", "esac"}), live=live and chosen)
         if live and decided is None and self.relevant > before:
-            self._remark(line, f"the value of this `case`, {shown(subject)}, is not known: none of its branches was read")
+            self._remark(
+                line, f"the value of this `case`, {shown(subject)}, is not known: none of its branches was read"
+            )
 
     def _patterns(self) -> list[Token]:
         """The patterns before the next `)`; none at the end of the `case`."""

@@ -19,7 +19,9 @@ OPEN, CLOSE = "\ue000", "\ue001"
 MARK = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 BLANKS = re.compile(rf"(\s+)(?![^{OPEN}]*{CLOSE})")  # not those inside a mark
 ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=", re.ASCII)
-PARAMETER = re.compile(r"(?P<name>[A-Za-z_]\w*|\d+|[@*?#$!-])(?:\[(?P<index>[^]]*)\])?(?P<rest>.*)", re.DOTALL | re.ASCII)
+PARAMETER = re.compile(
+    r"(?P<name>[A-Za-z_]\w*|\d+|[@*?#$!-])(?:\[(?P<index>[^]]*)\])?(?P<rest>.*)", re.DOTALL | re.ASCII
+)
 OPERATORS = re.compile(r"&&|\|\||;;&?|;&|\|&|[;&|()]")
 REDIRECTION = re.compile(r"&>>?|[<>]{1,3}[&|]?-?")
 
@@ -138,12 +140,14 @@ class Lexer:
     def _word_end(self, conditional: bool = False) -> int:
         at, stops = self.at, " \t\r\n;" + ("" if conditional else "&|()<>")
         while at < len(self.text) and self.text[at] not in stops:
-            at = self._past(at)
+            at = self.past(at)
         return max(at, min(self.at + 1, len(self.text)))
 
-    def _past(self, at: int) -> int:
+    def past(self, at: int) -> int:
         """The position after the character, quote or expansion at `at`."""
         text = self.text
+        if text[at] == OPEN:
+            return max(at, text.find(CLOSE, at)) + 1
         if text[at] == "\\":
             return min(at + 2, len(text))
         if text[at] == "'":
@@ -166,7 +170,7 @@ class Lexer:
             elif closing == ")" and self.text[at] == "(":
                 at = self._balanced(at + 1, ")")
             else:
-                at = self._past(at)
+                at = self.past(at)
         return self._closed(at if at < len(self.text) else -1, start - 1) + 1
 
     def _closed(self, found: int, start: int) -> int:
@@ -198,13 +202,15 @@ class Expander:
                 found += [current] if current else []
                 current = None
             else:
-                current = Word((current.text if current else "") + chunk.text, current.line if current else chunk.line)
+                before = current or Word("", chunk.line)
+                current = Word(before.text + chunk.text, before.line if before.text else chunk.line)
         return found + ([current] if current else [])
 
     def text(self, raw: str, line: int) -> str:
         """A word of the script as one text, as in the value of an assignment."""
         return " ".join(
-            "".join(chunk.text for chunk in group) for group in _groups(self._chunks(raw, line, quoted=False, split=False))
+            "".join(chunk.text for chunk in group)
+            for group in _groups(self._chunks(raw, line, quoted=False, split=False))
         )
 
     def _chunks(self, raw: str, line: int, *, quoted: bool, split: bool = True) -> Iterator[Chunk | None]:
@@ -214,16 +220,22 @@ class Expander:
             if char == "\\" and not (quoted and raw[at + 1 : at + 2] not in ("$", "`", '"', "\\", "\n")):
                 escaped = raw[at + 1 : at + 2]
                 at += 2
-                yield Chunk("" if escaped == "\n" else escaped, line)
+                if escaped != "\n":  # which goes on in the next line
+                    yield Chunk(escaped, line)
+            elif char == OPEN:
+                at = lexer.past(at)
+                yield Chunk(raw[start:at], line)
             elif char == "'" and not quoted:
-                at = lexer._past(at)
+                at = lexer.past(at)
                 yield Chunk(raw[start + 1 : at - 1], line)
             elif char == '"' and not quoted:
-                at = lexer._past(at)
+                at = lexer.past(at)
                 yield Chunk("", line)
                 yield from self._chunks(raw[start + 1 : at - 1], line, quoted=True)
             elif char in "$`":
                 at, values = self._expansion(raw, at, line, lexer)
+                if quoted and raw[start:at].endswith("[*]}"):
+                    values = [Word(" ".join(value.text for value in values), line)]
                 yield from _joined(values, quoted=quoted or not split)
             else:
                 at += 1
@@ -232,16 +244,16 @@ class Expander:
     def _expansion(self, raw: str, at: int, line: int, lexer: Lexer) -> tuple[int, list[Word]]:
         """What the expansion at `at` stands for, and the position after it."""
         if raw[at] == "`":
-            end = lexer._past(at)
+            end = lexer.past(at)
             return end, [Word(unknown(f"({raw[at + 1 : end - 1]})"), line)]
         if raw.startswith("$((", at):
-            end = lexer._past(at)
+            end = lexer.past(at)
             return end, [Word(self._arithmetic(raw[at + 3 : end - 2], line), line)]
         if raw.startswith("$(", at):
-            end = lexer._past(at)
+            end = lexer.past(at)
             return end, [Word(unknown(raw[at + 1 : end]), line)]
         if raw.startswith("${", at):
-            end = lexer._past(at)
+            end = lexer.past(at)
             return end, self._parameter(raw[at + 2 : end - 1], line)
         match = re.compile(r"[A-Za-z_]\w*|[\d@*?#$!-]", re.ASCII).match(raw, at + 1)
         return (match.end(), self._value(match[0], line)) if match else (at + 1, [Word("$", line)])

@@ -17,7 +17,8 @@ def layout_of_flags(draft: Draft) -> None:
     if not layers or pp == 1:
         return
     if draft[LAYOUT]:
-        return _explicit(draft, pp, layers)
+        _explicit(draft, pp, layers)
+        return
     virtual = draft["num_virtual_stages_per_pipeline_rank"] or 1
     if per_stage := draft["num_layers_per_virtual_pipeline_stage"]:
         virtual = (layers + draft[EMBEDDING] + draft[LOSS]) // pp // per_stage

@@ -42,7 +42,9 @@ def _zero(draft: Draft) -> None:
         return draft.put("parallel.zero", 3, "use_torch_fsdp2")
     if draft["use_megatron_fsdp"]:
         level = STRATEGIES[draft["data_parallel_sharding_strategy"]]
-        return draft.put("parallel.zero", level, "use_megatron_fsdp", "data_parallel_sharding_strategy", "use_distributed_optimizer")
+        return draft.put(
+            "parallel.zero", level, "use_megatron_fsdp", "data_parallel_sharding_strategy", "use_distributed_optimizer"
+        )
     return draft.put("parallel.zero", int(draft["use_distributed_optimizer"]), "use_distributed_optimizer")
 
 
@@ -68,7 +70,12 @@ def train_section(draft: Draft) -> None:
     put = draft.put
     put("train.steps", _steps(draft), "train_iters", "train_samples")
     evaluates = bool(draft["eval_interval"] and draft["eval_iters"])
-    put("train.eval_every", draft["eval_interval"] if evaluates else 0, "eval_interval", *([] if evaluates else ["eval_iters"]))
+    put(
+        "train.eval_every",
+        draft["eval_interval"] if evaluates else 0,
+        "eval_interval",
+        *([] if evaluates else ["eval_iters"]),
+    )
     if evaluates:
         put("train.eval_steps", draft["eval_iters"], "eval_iters")
     put("train.seed", draft["seed"], "seed")
@@ -131,16 +138,37 @@ def _warmup(draft: Draft, decay: int | None) -> None:
 def _as_steps(draft: Draft, iters: str, samples: str) -> int | None:
     """A length given in steps or in samples, in steps."""
     steps: int | None = draft[iters]
-    count, batch = draft[samples], draft.run["batch"]["global"]
+    count: int | None = draft[samples]
+    batch: int | None = draft.run["batch"]["global"]
     if steps or not count or not batch:
         return steps
+    if count % batch:
+        draft.tell("changes meaning", f"rounded to whole steps of {batch} samples", samples)
     return max(1, round(count / batch))
 
 
 def precision_section(draft: Draft) -> None:
-    """Write `precision:` and `recompute:`."""
+    """Write `precision:` and `fp16:`."""
     kind = "bf16" if draft["bf16"] else "fp16" if draft["fp16"] else "fp32"
     draft.put("precision", kind, "bf16", "fp16")
+    if kind == "fp16":
+        _loss_scale(draft)
+
+
+def _loss_scale(draft: Draft) -> None:
+    draft.put(
+        "fp16.initial_scale",
+        draft["loss_scale"] or float(draft["initial_loss_scale"]),
+        "loss_scale",
+        "initial_loss_scale",
+    )
+    draft.put("fp16.growth_interval", int(draft["loss_scale_window"]), "loss_scale_window")
+    draft.put("fp16.min_scale", draft["min_loss_scale"], "min_loss_scale")
+    draft.tell("changes meaning", "fp16.initial_scale is where it starts; it is always dynamic", "loss_scale")
+
+
+def recompute_section(draft: Draft) -> None:
+    """Write the keys of `recompute:`."""
     selective = draft["recompute_activations"] or draft["recompute_granularity"] == "selective"
     full = draft["checkpoint_activations"] or draft["recompute_granularity"] == "full" or (
         "recompute_method" in draft and not selective
@@ -154,7 +182,7 @@ def precision_section(draft: Draft) -> None:
 
 
 def checkpoint_section(draft: Draft) -> None:
-    """Write the keys of `checkpoint:`, `init_from` and `output`."""
+    """Write the keys of `checkpoint:`, and `init_from`."""
     put, save, load = draft.put, draft["save"], draft["load"]
     put("checkpoint.every", draft["save_interval"] or 0, "save_interval")
     if draft["save_retain_interval"]:
@@ -163,12 +191,18 @@ def checkpoint_section(draft: Draft) -> None:
     convert = "a Megatron checkpoint goes through `mega ckpt convert` first"
     if weights:
         put("init_from", weights, "pretrained_checkpoint" if draft["pretrained_checkpoint"] else "load", "finetune")
-        draft.tell("changes meaning", f"init_from takes a mega checkpoint or a HuggingFace folder; {convert}", "pretrained_checkpoint")
-    if load and load == save and not draft["finetune"]:
-        draft.tell("translated", "checkpoint.resume, which is the default", "load")
-    elif load and weights != load:
+        draft.tell(
+            "changes meaning",
+            f"init_from takes a mega checkpoint or a HuggingFace folder; {convert}",
+            "pretrained_checkpoint",
+        )
+    if load and weights != load and load != save:
         put("checkpoint.load", load, "load")
-    if load and (weights == load or load != save):
+    if load and load == save and weights != load:
+        draft.tell(
+            "changes meaning", f"checkpoint.resume, the default, finds mega's own checkpoints there; {convert}", "load"
+        )
+    elif load:
         text = f"must be there and complete, else it is an error, where Megatron would start anew; {convert}"
         draft.tell("changes meaning", text, "load")
     if draft["async_save"]:

@@ -18,6 +18,7 @@ from mega_trainer.megatron_args.training import (
     optimizer_section,
     parallel_section,
     precision_section,
+    recompute_section,
     schedule_section,
     train_section,
 )
@@ -55,7 +56,7 @@ def translate(script_text: str) -> Translation:
     draft = Draft(arguments, launch.ranks)
     for section in (
         model_section, data_section, parallel_section, batch_section, train_section, optimizer_section,
-        schedule_section, precision_section, checkpoint_section, log_section,
+        schedule_section, precision_section, recompute_section, checkpoint_section, log_section,
     ):  # fmt: skip
         section(draft)
     arguments.check()
