@@ -41,6 +41,8 @@ class Case:
         micro, batch: samples of one forward pass on one rank, and of a step.
         bucket: elements of a gradient bucket.
         closed: attention closed at document ends.
+        length: tokens of a sample.
+        clip: largest gradient norm; 0: no clip.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Case:
     batch: int = 8
     bucket: int = LARGE
     closed: bool = True
+    length: int = 16
     precision: str = "fp64"
     clip: float = 0.1  # small enough that every step is clipped
     debug: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +65,7 @@ class Case:
         (a key bias without rope, which no softmax sees) up to the size of the others."""
         return {
             "model": dict(self.model),
-            "data": {"train": ["none"], "seq_length": 16},
+            "data": {"train": ["none"], "seq_length": self.length},
             "parallel": dict(self.parallel),
             "recompute": dict(self.recompute),
             "batch": {"micro": self.micro, "global": self.batch},

@@ -64,6 +64,9 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
         stage_layers(model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout)
     except ConfigError as error:
         yield Problem("parallel.pp", error.message, parallel.pp, error.hint or "")
+    if parallel.pp == 1 and parallel.virtual_stages > 1:
+        rule = "interleaves pipeline ranks, and there is one: parallel.pp = 1"
+        yield Problem("parallel.virtual_stages", rule, parallel.virtual_stages, "1, or a larger pp")
     try:
         make_schedule(parallel.schedule, pp=parallel.pp, microbatches=1, virtual_stages=parallel.virtual_stages)
     except ConfigError as error:
