@@ -83,7 +83,7 @@ class Trainer:
             shared = build.share_stages(config, stages)
         optimizer = build.build_optimizer(config, shared, groups)
         executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
-        state = TrainState(config, stages, optimizer, Guard(config.train))
+        state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=build.loss_scale_of(config))
         return cls(case, config, groups, executor, optimizer, state)
 
     def step(self) -> StepResult:
@@ -91,7 +91,8 @@ class Trainer:
         batch = synthetic(self.config, self.state.step, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(micro_batches(batch, self.config, torch.device("cpu")))
         clip = self.config.optimizer.clip_grad
-        result = train_step(self.executor, self.optimizer, micro, lr=1e-2, clip=clip, data=self.groups.dp_cp)
+        data, scale = self.groups.dp_cp, self.state.loss_scale
+        result = train_step(self.executor, self.optimizer, micro, lr=1e-2, clip=clip, data=data, loss_scale=scale)
         self.state.advance(result)
         return result
 

@@ -41,6 +41,7 @@ def start(raw: dict[str, Any], path: Path, *options: str) -> subprocess.Popen[st
 def long_run(settings: Settings, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """Two ranks that train for as long as nobody stops them, and their folder."""
     raw = settings(train={"steps": 100_000}, parallel={"dp": 2}, batch={"micro": 1}, checkpoint={"every": 1000})
+    raw["timeout_seconds"] = 8
     process = start(raw, tmp_path / "run.yaml")
     metrics, deadline = Path(raw["output"]) / "metrics.jsonl", time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
@@ -102,3 +103,13 @@ def test_a_killed_rank_is_named_and_ends_the_job(long_run: tuple[subprocess.Pope
     assert process.returncode == 1
     assert "rank 1 on" in told
     assert "signal 9" in told
+
+
+def test_a_stopped_rank_is_named_and_ends_the_job(long_run: tuple[subprocess.Popen[str], Path]) -> None:
+    process, _ = long_run
+    os.kill(ranks_under(process)[1], signal.SIGSTOP)
+    _, told = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "no progress for 8 seconds" in told
+    assert "rank 1 on" in told
+    assert "step" in told.split("no progress")[1]

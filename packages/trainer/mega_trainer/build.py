@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -13,11 +14,14 @@ from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder, Recompute, Stage
+from mega_trainer.optim.adamw import AdamW
+from mega_trainer.optim.muon import Muon, is_hidden_matrix
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel.grads import FlatStage, Sharing, flatten
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.flops import head_cost
+from mega_trainer.precision import LossScale
 from mega_trainer.ranks import Ranks
 
 
@@ -65,12 +69,18 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
 
 def build_optimizer(config: RunConfig, shared: Mapping[int, FlatStage], groups: Groups) -> Optimizer:
     """The configured optimizer over all stages."""
-    settings = config.optimizer
+    settings, muon = config.optimizer, config.optimizer.muon
+    decay = settings.weight_decay
+    adamw = partial(AdamW, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+    own_decay = decay if muon.weight_decay is None else muon.weight_decay
+    apart = partial(
+        Muon, tensor_group=groups.tp, momentum=muon.momentum, nesterov=muon.nesterov, lr_factor=muon.lr_factor,
+        weight_decay=own_decay, rounds=muon.rounds,
+    )  # fmt: skip
     return Optimizer(
         list(shared.values()),
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
+        adamw=adamw,
+        apart=apart if settings.name == "muon" else None,
         model_groups=(groups.tp, groups.pp),
     )
 
@@ -78,7 +88,11 @@ def build_optimizer(config: RunConfig, shared: Mapping[int, FlatStage], groups: 
 def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, FlatStage]:
     """Weights and gradients of each stage, shared among the data ranks as the ZeRO level says."""
     level = config.parallel.zero
-    sharing = Sharing(slices=level > 0, each_backward=level == 2 or config.debug.reduce_every_microbatch)
+    sharing = Sharing(
+        slices=level > 0,
+        each_backward=level == 2 or config.debug.reduce_every_microbatch,
+        apart=is_hidden_matrix if config.optimizer.name == "muon" else None,
+    )
     return {index: flatten(stage, sharing, stage.units()) for index, stage in stages.items()}
 
 
@@ -96,4 +110,11 @@ def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDatase
 
 def dtype_of(config: RunConfig) -> torch.dtype:
     """The type of weights and activations; gradients and main weights are fp32, or fp64 in an fp64 run."""
-    return {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[config.precision]
+    names = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return names[config.precision]
+
+
+def loss_scale_of(config: RunConfig) -> LossScale | None:
+    """The loss scale that a run starts with; none where the range of the numbers needs none."""
+    fp16 = config.fp16
+    return LossScale(fp16.initial_scale, fp16.growth_interval, fp16.min_scale) if config.precision == "fp16" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import frexp
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,21 +57,49 @@ class TrainConfig(Config):
     on_spike: Literal["warn", "stop"] = "warn"
 
 
-class OptimizerConfig(Config):
-    """AdamW, and the clip of the global gradient norm."""
+class MuonConfig(Config):
+    """Muon, for hidden matrices; the rest is AdamW's. Its updates have the size of AdamW's, so that lr can be shared."""
 
-    name: Literal["adamw"] = "adamw"
+    momentum: float = Field(0.95, ge=0, lt=1)
+    nesterov: bool = True
+    lr_factor: float = Field(1.0, gt=0, description="its learning rate, as a multiple of optimizer.lr")
+    weight_decay: float | None = Field(None, ge=0, description="default: optimizer.weight_decay")
+    rounds: PositiveInt = Field(5, description="rounds of the Newton-Schulz iteration")
+
+
+class OptimizerConfig(Config):
+    """AdamW or Muon beside it, and the clip of the global gradient norm."""
+
+    name: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clip")
+    muon: MuonConfig = MuonConfig()
 
     def problems(self) -> Iterator[Problem]:
         """Betas lie in [0, 1)."""
         for index, beta in enumerate(self.betas):
             if not 0 <= beta < 1:
                 yield Problem(f"betas.{index}", "must be at least 0 and below 1", beta)
+
+
+class Fp16Config(Config):
+    """The loss scale under fp16: powers of two, so that scaling changes no bits."""
+
+    initial_scale: float = 65536.0
+    growth_interval: PositiveInt = Field(1000, description="steps without overflow after which it doubles")
+    min_scale: float = Field(1.0, description="an overflow at this scale counts as a number that is not finite")
+
+    def problems(self) -> Iterator[Problem]:
+        """Powers of two, the smallest first."""
+        for name in ("initial_scale", "min_scale"):
+            value = getattr(self, name)
+            if not value > 0 or frexp(value)[0] != 0.5:
+                yield Problem(name, "must be a power of two", value)
+        if self.initial_scale < self.min_scale:
+            yield Problem("initial_scale", f"must not be below min_scale = {self.min_scale:g}", self.initial_scale)
 
 
 class RecomputeConfig(Config):
@@ -120,7 +149,8 @@ class RunConfig(Config):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LRSchedule = LRSchedule()
-    precision: Literal["fp64", "fp32", "bf16"] = "bf16"
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
+    fp16: Fp16Config = Fp16Config()
     recompute: RecomputeConfig = RecomputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

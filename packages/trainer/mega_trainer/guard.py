@@ -30,6 +30,9 @@ class Guard:
         Raises:
             TrainingError: when the policy says stop. The weights are those of the last good step.
         """
+        if result.overflowed:
+            logger.info("step %d: gradient too large for fp16 at loss scale %g, not updated", step, result.loss_scale)
+            return
         if not result.updated:
             self._not_finite(step, result)
             return

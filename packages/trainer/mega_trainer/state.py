@@ -21,6 +21,7 @@ from mega_trainer.guard import Guard
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel.param import info_of
+from mega_trainer.precision import LossScale
 from mega_trainer.step import StepResult
 
 
@@ -31,6 +32,7 @@ class TrainState:
     Attributes:
         step: optimizer steps done, skipped ones included.
         consumed_samples: samples read, over all ranks: the position in the data.
+        loss_scale: in fp16.
     """
 
     config: RunConfig
@@ -39,6 +41,7 @@ class TrainState:
     guard: Guard
     step: int = 0
     consumed_samples: int = 0
+    loss_scale: LossScale | None = None
 
     def advance(self, result: StepResult) -> None:
         """Count a finished step, and let the guard judge its numbers.
@@ -62,6 +65,7 @@ class TrainState:
             "optimizer_steps": self.optimizer.steps,
             "loss_average": self.guard.average,
             "loss_seen": self.guard.seen,
+            "loss_scale": self.loss_scale and [self.loss_scale.value, self.loss_scale.good_steps],
             "settings": self.config.model_dump(mode="json", by_alias=True),
         }
 
@@ -87,6 +91,8 @@ class TrainState:
         self.consumed_samples = saved.state["consumed_samples"]
         self.optimizer.steps = saved.state["optimizer_steps"]
         self.guard.average, self.guard.seen = saved.state["loss_average"], saved.state["loss_seen"]
+        if self.loss_scale is not None and saved.state.get("loss_scale"):
+            self.loss_scale.value, self.loss_scale.good_steps = saved.state["loss_scale"]
         return lines
 
 

@@ -1,8 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from parity.worker import Trainer, difference, sweep
+from ranks import run_ranks
 
+from mega_ckpt.pieces import Box, copy_overlap
+from mega_ckpt.store import save
+from mega_trainer.build import Ranks
+from mega_trainer.mesh import GroupMaker
 from mega_trainer.optim.muon import orthogonalize, update_scale
 
 
@@ -61,3 +71,85 @@ def test_the_scale_gives_the_updates_of_adamw() -> None:
     u, _, vh = torch.linalg.svd(random(rows, columns), full_matrices=False)
     update = update_scale(rows, columns) * (u @ vh)
     assert update.square().mean().sqrt().item() == pytest.approx(0.2)
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 2,
+            "vocab_size": 37,
+        },
+        "data": {"train": [{"path": "none"}], "seq_length": 12},
+        "batch": {"micro": 1, "global": 4},
+        "optimizer": {"name": "muon", "muon": {"lr_factor": 2.0, "weight_decay": 0.3}, "clip_grad": 0.0},
+        "precision": "fp64",
+        **changes,
+    }  # fmt: skip
+
+
+def whole(trainer: Trainer, prefix: str) -> dict[str, torch.Tensor]:
+    """Tensors by canonical name, of a trainer in one process."""
+    held = (
+        trainer.state.tensors() | {f"gradients/{n}": held for n, held in trainer.optimizer.gradients().items()}
+    ).items()
+    out = {}
+    for name, sharded in held:
+        if name.startswith(prefix):
+            out[name.removeprefix(prefix)] = tensor = torch.zeros(sharded.shape, dtype=torch.float64)
+            for box in sharded.boxes:
+                copy_overlap(Box((0,) * tensor.dim(), tensor), box)
+    return out
+
+
+def test_each_canonical_matrix_of_the_layers_moves_by_its_own_orthogonal_one() -> None:
+    muon = Trainer.make(settings(), Ranks())
+    adamw = Trainer.make(settings(optimizer={"clip_grad": 0.0}), Ranks())
+    weights, momentum, lr = whole(muon, "weights/"), {}, 1e-2
+    for number in range(2):
+        for trainer in (muon, adamw):
+            trainer.step(number)
+        grads, after = whole(muon, "gradients/"), whole(muon, "weights/")
+        hidden = {name for name in weights if name.startswith("model.layers.") and weights[name].dim() == 2}
+        assert len(hidden) == 2 * 7
+        for name in hidden:
+            momentum[name] = 0.95 * momentum.get(name, 0.0) + grads[name]
+            direction = orthogonalize(grads[name] + 0.95 * momentum[name], dtype=torch.float64)
+            step = 2 * lr * (update_scale(*direction.shape) * direction + 0.3 * weights[name])
+            torch.testing.assert_close(after[name], weights[name] - step, rtol=1e-11, atol=1e-13)
+        weights = after
+        if number == 0:  # the rest is AdamW's
+            for name, value in whole(adamw, "weights/").items():
+                assert torch.equal(value, after[name]) == (name not in hidden)
+    saved = whole(muon, "optimizer/muon_momentum/")
+    assert saved.keys() == hidden
+    assert whole(muon, "optimizer/exp_avg/").keys() == weights.keys() - hidden
+    for name in hidden:
+        torch.testing.assert_close(saved[name], momentum[name], rtol=1e-12, atol=0)
+
+
+LAYOUTS = [{"zero": 0}, {"zero": 2}, {"zero": 1, "tp": 2, "sp": True}, {"zero": 2, "tp": 2, "pp": 2}, {"tp": 4}]
+
+
+def test_the_update_does_not_depend_on_the_layout() -> None:
+    cases = [{"model": "muon", "ranks": 4, "parallel": parallel} for parallel in LAYOUTS]
+    ranks = run_ranks(sweep, 4, cases, {"muon": settings()}, timeout=120)
+    for index, case in enumerate(cases):
+        worst = {kind: max(errors[index][kind] for errors in ranks) for kind in ranks[0][index]}
+        assert max(worst.values()) < 1e-10, case
+
+
+def save_two_steps(folder: Path) -> None:
+    trainer = Trainer.make(settings(parallel={"tp": 2}), Ranks(dist.get_rank(), 2), GroupMaker())
+    trainer.run(2)
+    save(folder, 2, trainer.state.tensors(), model=trainer.config.model, state=trainer.state.numbers())
+
+
+def test_the_momentum_goes_into_checkpoints_by_name(tmp_path: Path) -> None:
+    run_ranks(save_two_steps, 2, tmp_path, timeout=60)
+    straight, resumed = Trainer.make(settings(), Ranks()), Trainer.make(settings(), Ranks())
+    straight.run(2)
+    (folder,) = tmp_path.glob("step-*")
+    resumed.state.restore(folder, None)
+    for trainer in (straight, resumed):
+        trainer.step(2)
+    assert difference(resumed.state.tensors(), straight.state.tensors())[0] < 1e-10

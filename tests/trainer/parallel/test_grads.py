@@ -49,12 +49,12 @@ def whole_gradients(stage: FlatStage) -> list[list[float]]:
     """Each parameter's reduced gradient, put together from the ranks' slices."""
     found = {}
     for buffer in stage.buffers:
-        for shard, bucket in zip(buffer.shards, buffer.buckets, strict=True):
+        for shard in buffer.shards:
             parts = [shard.grads]
             if buffer.sharded:
                 parts = [torch.empty_like(shard.grads) for _ in range(dist.get_world_size())]
                 dist.all_gather(parts, shard.grads)
-            for parameter, place in bucket.places.items():
+            for parameter, place in shard.bucket.places.items():
                 found[parameter.numel()] = torch.cat(parts)[place].tolist()
     return [found[n] for n in WIDTHS]
 

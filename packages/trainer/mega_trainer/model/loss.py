@@ -54,8 +54,9 @@ class _HeadLoss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_head = ctx.saved_tensors
-        return d_hidden * scale.to(d_hidden.dtype), d_head * scale.to(d_head.dtype), None, None, None, None
+        # not in low precision: rounding the scale itself would change all gradients alike
+        d_hidden, d_head = ((d.to(scale.dtype) * scale).to(d.dtype) for d in ctx.saved_tensors)
+        return d_hidden, d_head, None, None, None, None
 
 
 def head_loss(

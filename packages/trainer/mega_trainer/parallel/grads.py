@@ -12,9 +12,9 @@ buckets that are summed over the ranks while the backward still runs. Gradients 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -43,12 +43,17 @@ class Shard:
     Attributes:
         start: first element, in the buffer.
         weights: the slice in model precision, a view.
-        grads: the reduced gradient of the slice, fp32 or fp64.
+        bucket: what it is a slice of.
     """
 
     start: int
     weights: Tensor
-    grads: Tensor
+    bucket: Bucket
+
+    @property
+    def grads(self) -> Tensor:
+        """The reduced gradient of the slice, fp32 or fp64."""
+        return self.bucket.grads
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,13 @@ class Sharing:
     Attributes:
         slices: each rank keeps, updates and saves its slice of every bucket (ZeRO-1 and up), rather than all of it.
         each_backward: gradients are summed after every micro-batch and not kept whole (ZeRO-2).
+        apart: which parameters have buffers of their own, for an optimizer that treats them otherwise.
         bucket_elements: a bucket is closed when it has so many.
     """
 
     slices: bool
     each_backward: bool = False
+    apart: Callable[[nn.Parameter], bool] | None = None
     bucket_elements: int = BUCKET_ELEMENTS
 
 
@@ -80,13 +87,14 @@ class FlatBuffer:
     Args:
         parameters: they become views of `weights`.
         decay: whether weight decay applies to them.
+        apart: whether they are those that the sharing keeps apart.
         sharing: what each rank keeps.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], *, decay: bool, sharing: Sharing) -> None:
+    def __init__(self, parameters: list[nn.Parameter], *, decay: bool, apart: bool, sharing: Sharing) -> None:
         info, first = info_of(parameters[0]), parameters[0]
         self.data, self.grad_sync, self.replicas = info.data, info.grad_sync, info.replicas
-        self.decay, self.sharded = decay, sharing.slices and self.data.size > 1
+        self.decay, self.apart, self.sharded = decay, apart, sharing.slices and self.data.size > 1
         self.spans: list[Span] = []
         self.buckets = list(self._lay_out(parameters[::-1], sharing))
         self.weights = torch.zeros(self.buckets[-1].stop, dtype=first.dtype, device=first.device)
@@ -116,7 +124,7 @@ class FlatBuffer:
     def _shard(self, bucket: Bucket) -> Shard:
         share = bucket.grads.numel()
         start = bucket.start + (share * self.data.rank if self.sharded else 0)
-        return Shard(start, self.weights[start : start + share], bucket.grads)
+        return Shard(start, self.weights[start : start + share], bucket)
 
     @property
     def counts_here(self) -> bool:
@@ -148,11 +156,7 @@ class FlatStage:
         self.buffers = list(buffers)
         self._in_flight_limit = IN_FLIGHT if sharing.each_backward else None
         position = {parameter: index for index, parameter in enumerate(model.parameters())}
-        self._homes = {
-            bucket: (buffer, shard)
-            for buffer in buffers
-            for bucket, shard in zip(buffer.buckets, buffer.shards, strict=True)
-        }
+        self._homes = {shard.bucket: (buffer, shard) for buffer in buffers for shard in buffer.shards}
         self._buckets = sorted(self._homes, key=lambda bucket: -min(position[p] for p in bucket.places))
         self._arriving: dict[Bucket, tuple[Work | None, Tensor]] = {}
         self._await_before(units)
@@ -232,7 +236,8 @@ class _Kind:
     grad_sync: tuple[Group, ...]
     replicas: tuple[Group, ...]
     decay: bool
-    dtype: torch.dtype = field(default=torch.float32)
+    apart: bool
+    dtype: torch.dtype
 
 
 def flatten(model: nn.Module, sharing: Sharing, units: Sequence[Unit] = ()) -> FlatStage:
@@ -249,7 +254,11 @@ def flatten(model: nn.Module, sharing: Sharing, units: Sequence[Unit] = ()) -> F
     kinds: dict[_Kind, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         info = info_of(parameter)
-        kind = _Kind(info.data, info.grad_sync, info.replicas, parameter.dim() > 1, parameter.dtype)
+        apart = sharing.apart is not None and sharing.apart(parameter)
+        kind = _Kind(info.data, info.grad_sync, info.replicas, parameter.dim() > 1, apart, parameter.dtype)
         kinds.setdefault(kind, []).append(parameter)
-    buffers = [FlatBuffer(parameters, decay=kind.decay, sharing=sharing) for kind, parameters in kinds.items()]
+    buffers = [
+        FlatBuffer(parameters, decay=kind.decay, apart=kind.apart, sharing=sharing)
+        for kind, parameters in kinds.items()
+    ]
     return FlatStage(model, buffers, sharing, units or [Unit(model, list(model.parameters()))])
