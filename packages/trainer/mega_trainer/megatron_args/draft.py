@@ -34,9 +34,6 @@ class Note:
     line: int | None = None
     key: str | None = None
 
-    def __str__(self) -> str:
-        return ": ".join(filter(None, [self.flag or self.key, self.text]))
-
 
 class Draft:
     """Collects keys and notes while the arguments are gone through.
