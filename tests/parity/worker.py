@@ -86,9 +86,10 @@ class Trainer:
         state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=build.loss_scale_of(config))
         return cls(case, config, groups, executor, optimizer, state)
 
-    def step(self) -> StepResult:
-        """Train on the batch of the step at hand."""
-        batch = synthetic(self.config, self.state.step, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
+    def step(self, number: int | None = None) -> StepResult:
+        """Train on the batch of the step at hand, or of another."""
+        number = self.state.step if number is None else number
+        batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(micro_batches(batch, self.config, torch.device("cpu")))
         clip = self.config.optimizer.clip_grad
         data, scale = self.groups.dp_cp, self.state.loss_scale
