@@ -69,10 +69,11 @@ class Trainer:
         stages = build_stages(
             config, Builder(config.model, groups, sp=config.parallel.sp, dtype=dtype_of(config)), schedule
         )
-        for stage in stages.values():
-            init_weights(stage, config.train.seed)
         shared = share_stages(config, stages)
         optimizer = build_optimizer(config, shared, groups)
+        for stage in stages.values():
+            init_weights(stage, config.train.seed)
+        optimizer.reload_main()
         executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
         state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
         return cls(config, groups, executor, optimizer, state)

@@ -20,7 +20,7 @@ from mega_trainer.build import Ranks
 from mega_trainer.comm import CommLog, Group, all_gather_into
 from mega_trainer.mesh import GroupMaker
 from mega_trainer.parallel import grads
-from mega_trainer.parallel.buckets import MicroBucket
+from mega_trainer.parallel.buckets import ALIGNMENT, MicroBucket
 from mega_trainer.parallel.grads import FlatStage, Sharing, flatten
 from mega_trainer.parallel.param import make_parameter
 
@@ -127,11 +127,12 @@ def calls(log: CommLog) -> int:
 
 def test_buckets_are_reduced_once_a_step_or_once_a_backward_and_before_it_ends() -> None:
     found = run_ranks(traffic, 2, timeout=60)[0]
-    # buckets of at least six elements, last parameter first: [7], [4, 5], [3 and a pad]
-    assert found["0"]["calls"] == {("dp", "all_reduce"): [3, 4 * (8 + 10 + 4)]}
-    assert found["1"]["calls"] == {("dp", "reduce_scatter"): [3, 4 * (8 + 10 + 4)]}
-    assert found["0, each backward"]["calls"] == {("dp", "all_reduce"): [9, 3 * 4 * (8 + 10 + 4)]}
-    assert found["2"]["calls"] == {("dp", "reduce_scatter"): [9, 3 * 4 * (8 + 10 + 4)]}
+    # buckets of at least six elements, last parameter first: [7], [4, 5], [3]; each is padded to two slices
+    bytes_of_all = 4 * 3 * 2 * ALIGNMENT
+    assert found["0"]["calls"] == {("dp", "all_reduce"): [3, bytes_of_all]}
+    assert found["1"]["calls"] == {("dp", "reduce_scatter"): [3, bytes_of_all]}
+    assert found["0, each backward"]["calls"] == {("dp", "all_reduce"): [9, 3 * bytes_of_all]}
+    assert found["2"]["calls"] == {("dp", "reduce_scatter"): [9, 3 * bytes_of_all]}
     assert found["0"]["begun"] == found["1"]["begun"] == [0, 0, 2]
     assert found["2"]["begun"] == [2, 5, 8]
 
@@ -139,7 +140,7 @@ def test_buckets_are_reduced_once_a_step_or_once_a_backward_and_before_it_ends()
 def test_only_the_slice_of_a_gradient_is_kept_between_backwards() -> None:
     stages = {level: flatten(Toy(Group("dp", (0, 1))), SHARINGS[level]) for level in ("1", "2")}
     elements = {level: sum(kept(stage)) for level, stage in stages.items()}
-    assert elements == {"1": 22 + 11, "2": 11}
+    assert elements == {"1": 3 * (2 + 1) * ALIGNMENT, "2": 3 * ALIGNMENT}
     assert all(isinstance(b, MicroBucket) for buffer in stages["2"].buffers for b in buffer.buckets)
 
 

@@ -16,7 +16,7 @@ from mega_trainer.comm import Group
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.clip import grad_norm
 from mega_trainer.optim.slots import Rule, Slot, boxes_of_slots
-from mega_trainer.parallel.grads import FlatStage
+from mega_trainer.parallel.shared import SharedStage
 
 
 class Optimizer:
@@ -31,7 +31,7 @@ class Optimizer:
 
     def __init__(
         self,
-        stages: Sequence[FlatStage],
+        stages: Sequence[SharedStage],
         *,
         adamw: Callable[[list[Slot]], AdamW],
         apart: Callable[[list[Slot]], Rule] | None = None,
@@ -39,11 +39,13 @@ class Optimizer:
     ) -> None:
         self.stages, self.model_groups = list(stages), list(model_groups)
         self.buffers = [buffer for stage in stages for buffer in stage.buffers]
-        self.slots = [Slot.of(buffer, shard) for buffer in self.buffers for shard in buffer.shards]
-        self._adamw = adamw([slot for slot in self.slots if apart is None or not slot.buffer.apart])
+        self.slots = [
+            Slot.of(buffer, shard) for buffer in self.buffers for shard in buffer.shards if shard.weights.numel()
+        ]
+        self._adamw = adamw([slot for slot in self.slots if apart is None or not slot.kind.apart])
         self._rules: list[Rule] = [self._adamw]
         if apart is not None:
-            self._rules.append(apart([slot for slot in self.slots if slot.buffer.apart]))
+            self._rules.append(apart([slot for slot in self.slots if slot.kind.apart]))
 
     def grad_norm(self) -> Tensor:
         """L2 norm of the gradient over the whole model; fp64 scalar."""
@@ -57,8 +59,7 @@ class Optimizer:
         for rule in self._rules:
             rule.step(lr)
         for slot in self.slots:
-            if slot.copied:
-                slot.shard.weights.copy_(slot.main)
+            slot.to_model()
         for stage in self.stages:
             stage.publish()
 
@@ -82,9 +83,9 @@ class Optimizer:
 
     def tensors(self) -> dict[str, Sharded]:
         """State by canonical name: `optimizer/<kind>/<name>` for each kind of the rules' state and, where the main
-        weights are not the model's own, `optimizer/main/<name>`. The boxes are views, to be saved or filled."""
+        weights are more precise than the model's, `optimizer/main/<name>`. The boxes are views, to be saved or filled."""
         kinds = [*(kind for rule in self._rules for kind in rule.state().items())]
-        kinds.append(("main", [(slot, slot.main) for slot in self.slots if slot.copied]))
+        kinds.append(("main", [(slot, slot.main) for slot in self.slots if slot.precise]))
         return {
             f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes_of_slots(pairs).items()
         }
@@ -92,5 +93,4 @@ class Optimizer:
     def reload_main(self) -> None:
         """Take the main weights from the model's, after those were loaded without them."""
         for slot in self.slots:
-            if slot.copied:
-                slot.main.copy_(slot.shard.weights)
+            slot.from_model()
