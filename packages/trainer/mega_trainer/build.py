@@ -94,6 +94,7 @@ def build_optimizer(config: RunConfig, shared: Mapping[int, SharedStage], groups
         adamw=adamw,
         apart=apart if settings.name == "muon" else None,
         model_groups=(groups.tp, groups.pp),
+        offload=settings.offload,
     )
 
 

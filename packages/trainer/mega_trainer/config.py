@@ -76,6 +76,7 @@ class OptimizerConfig(Config):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clip")
+    offload: bool = Field(False, description="keep main weights and moments in host memory, and update them there")
     muon: MuonConfig = MuonConfig()
 
     def problems(self) -> Iterator[Problem]:

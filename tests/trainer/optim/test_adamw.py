@@ -24,7 +24,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def slots(weights: torch.Tensor, grads: torch.Tensor, length: int, *, decay: bool = True) -> list[Slot]:
     kind = Kind(ALONE, (), (), decay, False, torch.float32)
     parts = zip(weights.clone().split(length), grads.clone().split(length), strict=True)
-    return [Slot(kind, True, Shard(w, g, []), w) for w, g in parts]
+    return [Slot(kind, True, Shard(w, g, []), w, g) for w, g in parts]
 
 
 def test_an_element_does_not_depend_on_where_slices_are_cut() -> None:

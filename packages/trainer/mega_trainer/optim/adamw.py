@@ -38,7 +38,7 @@ class AdamW:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         for slot in self.slots:
-            slot.main.grad = slot.shard.grads
+            slot.main.grad = slot.grads
         self._adamw.step()
 
     def state(self) -> dict[str, list[tuple[Slot, Tensor]]]:

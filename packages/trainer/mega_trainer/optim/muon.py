@@ -100,10 +100,10 @@ class Muon:
         """See `Rule.step`."""
         lr *= self.lr_factor
         for slot, momentum in zip(self.slots, self.momenta, strict=True):
-            grads = slot.shard.grads
+            grads = slot.grads
             momentum.mul_(self.momentum).add_(grads)
             direction = grads.add(momentum, alpha=self.momentum) if self.nesterov else momentum
-            update = self._orthogonalized(slot, direction)
+            update = self._orthogonalized(slot, direction.to(slot.shard.weights.device)).to(slot.main.device)
             slot.main.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr)
 
     def state(self) -> dict[str, list[tuple[Slot, Tensor]]]:

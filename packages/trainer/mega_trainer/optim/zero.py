@@ -27,6 +27,7 @@ class Optimizer:
         adamw: makes the rule for ordinary slots.
         apart: makes the rule for those of buffers that are kept apart, where there are any.
         model_groups: the groups over which different ranks hold different parameters (tp, pp), for the norm.
+        offload: main weights and the rules' state live in host memory (arXiv:2101.06840).
     """
 
     def __init__(
@@ -36,12 +37,17 @@ class Optimizer:
         adamw: Callable[[list[Slot]], AdamW],
         apart: Callable[[list[Slot]], Rule] | None = None,
         model_groups: Sequence[Group] = (),
+        offload: bool = False,
     ) -> None:
         self.stages, self.model_groups = list(stages), list(model_groups)
         self.buffers = [buffer for stage in stages for buffer in stage.buffers]
         self.slots = [
-            Slot.of(buffer, shard) for buffer in self.buffers for shard in buffer.shards if shard.weights.numel()
+            Slot.of(buffer, shard, offload=offload)
+            for buffer in self.buffers
+            for shard in buffer.shards
+            if shard.weights.numel()
         ]
+        self._copies_from = self.slots[0].shard.weights.device if offload else torch.device("cpu")
         self._adamw = adamw([slot for slot in self.slots if apart is None or not slot.kind.apart])
         self._rules: list[Rule] = [self._adamw]
         if apart is not None:
@@ -56,6 +62,10 @@ class Optimizer:
         self.settle()
         if scale != 1.0:
             torch._foreach_mul_([slot.shard.grads for slot in self.slots], scale)
+        for slot in self.slots:
+            slot.take_gradient()
+        if self._copies_from.type == "cuda":
+            torch.cuda.current_stream(self._copies_from).synchronize()
         for rule in self._rules:
             rule.step(lr)
         for slot in self.slots:
