@@ -77,11 +77,12 @@ class Trainer:
         schedule = build.build_schedule(config, groups)
         builder = Builder(config.model, groups, sp=config.parallel.sp, dtype=build.dtype_of(config))
         stages = build.build_stages(config, builder, schedule)
-        for stage in stages.values():
-            init_weights(stage, config.train.seed)
         with mock.patch.object(build, "Sharing", partial(build.Sharing, bucket_elements=case.bucket)):
             shared = build.share_stages(config, stages)
         optimizer = build.build_optimizer(config, shared, groups)
+        for stage in stages.values():
+            init_weights(stage, config.train.seed)
+        optimizer.reload_main()
         executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
         state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=build.loss_scale_of(config))
         return cls(case, config, groups, executor, optimizer, state)
