@@ -1,1 +1,3 @@
 """The `mega` command."""
+
+__version__ = "0.1.0"

@@ -116,11 +116,14 @@ def test_a_killed_writer_leaves_no_final_name_and_the_old_data_set(tmp_path: Pat
     assert IndexedReader(tmp_path / "d").num_tokens == 7
 
 
+@pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("fail_at", range(4))
-def test_a_disk_that_fails_in_close_never_leaves_a_pair(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
+def test_a_disk_that_fails_in_close_leaves_the_old_data_set_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int, old: bool
 ) -> None:
-    """Of the first four syncs (.bin, .idx, folder, folder) one fails: no readable data set may remain."""
+    """The first four syncs are of .bin, .idx, folder, folder. Old and new have files of the same sizes."""
+    if old:
+        write(tmp_path / "d", [np.arange(2), np.arange(4)])
     real, calls = os.fsync, 0
 
     def fsync(descriptor: int) -> None:
@@ -131,11 +134,18 @@ def test_a_disk_that_fails_in_close_never_leaves_a_pair(
         real(descriptor)
 
     writer = IndexedWriter(tmp_path / "d", "uint16")
-    writer.add_document(np.arange(5))
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(DataError, match="No space left"):
-        writer.close()
-    assert not idx_path(tmp_path / "d").exists()
+    writer.add_document(np.arange(10, 13))
+    writer.add_document(np.arange(20, 23))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(DataError, match="No space left"):
+            writer.close()
+    assert not list(tmp_path.glob(".*"))
+    if old and fail_at < 2:
+        assert IndexedReader(tmp_path / "d").tokens.tolist() == [0, 1, 0, 1, 2, 3]
+    else:
+        with pytest.raises(DataError, match="no such file"):
+            IndexedReader(tmp_path / "d")
 
 
 def damage(path: Path, at: int, data: bytes) -> None:

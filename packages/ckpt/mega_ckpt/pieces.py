@@ -130,6 +130,25 @@ def _row_part(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[S
         yield (row, *low), (1, *extent), first + base
 
 
+def cut(shape: Shape, max_elements: int) -> Iterator[tuple[Shape, Shape]]:
+    """Cut a box into boxes (offset, shape) of at most `max_elements`, contiguous in row-major order and in that order.
+
+    The parts are equal and a power of two in number, as far as that goes: cuts by other powers of two, which are what
+    most layouts make, then fall on the same places.
+    """
+    axis = next((axis for axis, n in enumerate(shape) if n > 1), None)
+    if axis is None or math.prod(shape) <= max_elements:
+        yield (0,) * len(shape), shape
+        return
+    fitting = max(1, max_elements // math.prod(shape[axis + 1 :]))
+    parts = 1 << (-(-shape[axis] // fitting) - 1).bit_length()
+    rows = -(-shape[axis] // parts)
+    for start in range(0, shape[axis], rows):
+        inner = (*shape[:axis], min(rows, shape[axis] - start), *shape[axis + 1 :])
+        for offset, extent in cut(inner, max_elements):
+            yield (*offset[:axis], offset[axis] + start, *offset[axis + 1 :]), extent
+
+
 def merge(parts: Iterable[Mapping[str, Sharded]]) -> dict[str, Sharded]:
     """Join several {name: Sharded} into one, appending boxes of the same tensor."""
     out: dict[str, Sharded] = {}

@@ -7,7 +7,8 @@ A configuration is a tree of `Config` models. `parse` checks a plain mapping (fr
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -65,22 +66,48 @@ def raise_problems(found: Sequence[Problem], source: str) -> None:
 
 
 def _problems_of(cls: type[Config], raw: Mapping[str, Any]) -> Iterator[Problem]:
-    """Field errors of the whole tree, then the rules of each section that is valid by itself."""
+    """Field errors of the whole tree, then the rules: of the tree if unknown keys were all, else of its valid parts."""
     try:
         yield from _rule_problems(cls.model_validate(raw), "")
         return
     except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            yield _field_problem(cls, detail)
-    for name, field in cls.model_fields.items():
-        section = _section_type(field.annotation)
-        inner = raw.get(field.alias or name) if isinstance(raw, Mapping) else None
-        if section is not None and isinstance(inner, Mapping):
-            try:
-                valid = section.model_validate(inner)
-            except ValidationError:
-                continue
-            yield from _rule_problems(valid, field.alias or name)
+        details = error.errors(include_url=False)
+    yield from _merged(_field_problem(cls, raw, detail) for detail in details)
+    unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
+    yield from _rules_of_valid_parts(cls, _without(raw, unknown), "")
+
+
+def _merged(found: Iterable[Problem]) -> list[Problem]:
+    """One problem a path: a value that fits no member of a union is told once, with all that it could be."""
+    by_path: dict[str, Problem] = {}
+    for problem in found:
+        earlier = by_path.get(problem.path)
+        rules = dict.fromkeys([earlier.rule, problem.rule] if earlier else [problem.rule])
+        by_path[problem.path] = replace(problem, rule=", or ".join(rules))
+    return list(by_path.values())
+
+
+def _without(raw: Mapping[str, Any], locations: Iterable[Sequence[int | str]]) -> dict[str, Any]:
+    result: dict[str, Any] = _copy(raw)
+    for location in locations:
+        *parents, last = _in_document(raw, location)
+        node: Any = result
+        for part in parents:
+            node = node[part]
+        del node[last]
+    return result
+
+
+def _rules_of_valid_parts(cls: type[Config], raw: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    try:
+        valid = cls.model_validate(raw)
+    except ValidationError:
+        for name, field in cls.model_fields.items():
+            section, inner = _section_type(field.annotation), raw.get(field.alias or name)
+            if section is not None and isinstance(inner, Mapping):
+                yield from _rules_of_valid_parts(section, inner, f"{path}.{field.alias or name}".strip("."))
+    else:
+        yield from _rule_problems(valid, path)
 
 
 def _rule_problems(config: Config, path: str) -> Iterator[Problem]:
@@ -95,24 +122,34 @@ def _rule_problems(config: Config, path: str) -> Iterator[Problem]:
 
 
 def _section_type(annotation: object) -> type[Config] | None:
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Config):
-            return candidate
-    return None
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _section_type(inner))), None)
 
 
-def _field_problem(cls: type[Config], detail: Mapping[str, Any]) -> Problem:
-    location = [str(part) for part in detail["loc"]]
+def _field_problem(cls: type[Config], raw: Mapping[str, Any], detail: Mapping[str, Any]) -> Problem:
+    location = [str(part) for part in _in_document(raw, detail["loc"])]
+    if detail["type"] == "missing":
+        return Problem(".".join([*location, str(detail["loc"][-1])]), "required, but not given")
     path, value = ".".join(location), detail.get("input")
     if detail["type"] == "extra_forbidden":
         known = _keys_at(cls, location[:-1])
         near = difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
         return Problem(path, "unknown key", hint=hint)
-    if detail["type"] == "missing":
-        return Problem(path, "required, but not given")
     rule = str(detail["msg"]).removeprefix("Value error, ")
     return Problem(path, rule[:1].lower() + rule[1:], value if not isinstance(value, Mapping) else None)
+
+
+def _in_document(raw: Any, location: Sequence[int | str]) -> list[int | str]:
+    """The parts of a location that stand in the document; pydantic adds the names of a union's members, for one."""
+    found: list[int | str] = []
+    for part in location:
+        keys = range(len(raw)) if isinstance(raw, list) else raw if isinstance(raw, Mapping) else ()
+        if part in keys:
+            raw = raw[part]
+            found.append(part)
+    return found
 
 
 def _keys_at(cls: type[Config], location: Sequence[str]) -> list[str]:
@@ -125,16 +162,34 @@ def _keys_at(cls: type[Config], location: Sequence[str]) -> list[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without surprises: a key given twice is an error rather than the last one winning, and 3e-4 is a number."""
+    """YAML without surprises: a key given twice is an error rather than the last one winning.
+
+    Plain words are read by the core schema of YAML 1.2: `3e-4` is a number, while `no`, `12:30:00` and `2026-01-31`
+    stay text.
+    """
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                break  # refused below
             if key in seen:
                 raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice")
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+for _kind, _pattern, _starts in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+(_[0-9]+)*|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), _starts)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value, 16 if "x" in node.value else 10))
 
 
 def load_yaml(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,10 +49,12 @@ def write_json(path: Path, value: object) -> None:
         stream.write("\n")
 
 
-def sha256_file(path: Path, *, chunk: int = 1 << 22) -> str:
-    """Hex SHA-256 of a whole file, read in pieces of `chunk` bytes."""
+def sha256_file(path: Path, *, chunk: int = 1 << 22, advance: Callable[[int], None] | None = None) -> str:
+    """Hex SHA-256 of a whole file, read in pieces of `chunk` bytes; `advance` is told the bytes of each."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while block := stream.read(chunk):
             digest.update(block)
+            if advance is not None:
+                advance(len(block))
     return digest.hexdigest()

@@ -6,6 +6,7 @@ Both write to standard error; standard output is for results, so that `--json` o
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from types import TracebackType
@@ -95,7 +96,8 @@ class ProgressBar:
 
 def human(number: float) -> str:
     """A number with a decimal unit: 1234567 -> '1.23M'. Small whole numbers stay as they are."""
-    for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= factor:
+    for exponent, suffix in zip(range(24, 0, -3), "YZEPTGMk", strict=True):
+        factor = 10.0**exponent
+        if abs(number) >= 0.9995 * factor and math.isfinite(number):  # what three digits would round up to it
             return f"{number / factor:.3g}{suffix}"
-    return f"{number:.0f}" if number == int(number) else f"{number:.3g}"
+    return f"{number:.0f}" if float(number).is_integer() else f"{number:.3g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from typing import Any
 
@@ -74,4 +75,4 @@ def preset(name: str) -> dict[str, Any]:
             f"model.preset = {name!r}: no such preset" + (f"; did you mean {near[0]!r}?" if near else ""),
             hint=f"known: {', '.join(PRESETS)}",
         )
-    return {**PRESETS[name]}
+    return copy.deepcopy(PRESETS[name])

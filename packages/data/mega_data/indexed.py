@@ -57,8 +57,8 @@ class IndexedWriter:
     >>> with IndexedWriter(Path("data/wiki"), best_dtype(50_257)) as writer:   # doctest: +SKIP
     ...     writer.add_document(np.array([5, 7, 11]))
 
-    Leaving the context by an error throws everything away. A data set of the same name stays readable until the new
-    one is whole.
+    Leaving the context by an error throws everything away. A data set of the same name stays until the new one is
+    whole on disk; a kill in the instant of the change leaves the old one, the new one or no `.idx`, never a mixture.
 
     Raises:
         DataError: when the dtype is not one of the format's, a token does not fit it, or the disk refuses.
@@ -210,7 +210,8 @@ class IndexedReader:
         self.document_index = np.frombuffer(raw, "<i8", bounds, at + 12 * sequences)
         size = self._bin.stat().st_size
         self._check_index(size)
-        self.tokens: Tokens = np.memmap(self._bin, self.dtype, "r") if size else np.empty(0, self.dtype)
+        mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if size else np.empty(0, self.dtype)
+        self.tokens: Tokens = np.asarray(mapped)  # a plain array: slices of a memmap are slower
         self.num_tokens = size // self.dtype.itemsize
 
     def _nearby(self) -> str | None:

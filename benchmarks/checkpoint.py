@@ -1,0 +1,118 @@
+"""How long does an asynchronous save hold training up, and does loading a quarter read a quarter?
+
+    python benchmarks/checkpoint.py --folder DISK [--megabytes 822] [--rounds 7]
+
+Makes tensors as a run has them (weights in bf16, main weights and two moments in fp32). A round copies their bytes to
+memory that is there already, then starts an asynchronous save, then saves synchronously; interleaved, so that whatever
+else the machine does falls on all three. Then a quarter of every tensor's rows is loaded, with nothing of the files in
+the page cache, and the bytes that the disk delivered are counted. Writes `benchmarks/results/checkpoint.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from record import write
+
+from mega_ckpt.pieces import Box, Sharded
+from mega_ckpt.store import AsyncSaver, load, save
+from mega_common.model_config import ModelConfig
+from mega_common.presets import preset
+
+MODEL = ModelConfig.parse(preset("tiny"))
+SHAPE = (14_336, 4096)  # the feed-forward matrices of an 8B model
+
+
+def make_tensors(megabytes: int) -> dict[str, torch.Tensor]:
+    """14 bytes a parameter, 822 MB a matrix and what belongs to it."""
+    kinds = {"weights": torch.bfloat16, "optimizer/main": torch.float32, "optimizer/exp_avg": torch.float32}
+    kinds["optimizer/exp_avg_sq"] = torch.float32
+    count = max(1, megabytes * 1_000_000 // (14 * SHAPE[0] * SHAPE[1]))
+    return {
+        f"{kind}/{number}": torch.randn(SHAPE).to(dtype) for kind, dtype in kinds.items() for number in range(count)
+    }
+
+
+def rows(tensors: dict[str, torch.Tensor], part: int, parts: int) -> dict[str, Sharded]:
+    step = SHAPE[0] // parts
+    return {
+        key: Sharded(SHAPE, [Box((part * step, 0), tensor[part * step : (part + 1) * step])])
+        for key, tensor in tensors.items()
+    }
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def saves(root: Path, tensors: dict[str, torch.Tensor], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round's bare copy, asynchronous stall, asynchronous save to its end, and synchronous save."""
+    whole = rows(tensors, 0, 1)
+    copies = {key: tensor.clone() for key, tensor in tensors.items()}
+    out: dict[str, list[float]] = {"copy": [], "stall": [], "async": [], "sync": []}
+    with AsyncSaver() as saver:
+        for _ in range(rounds + 1):  # the first round makes the staging buffer and is not counted
+            out["copy"].append(seconds(lambda: [copies[key].copy_(tensor) for key, tensor in tensors.items()]))
+            out["stall"].append(seconds(lambda: saver.start(root, 1, whole, model=MODEL, state={})))
+            out["async"].append(out["stall"][-1] + seconds(saver.wait))
+            out["sync"].append(seconds(lambda: save(root, 2, whole, model=MODEL, state={})))
+    return {name: times[1:] for name, times in out.items()}
+
+
+def bytes_read(folder: Path, wanted: dict[str, Sharded], *, verify: bool) -> int:
+    """What the disk delivers for a load, when nothing is in the page cache."""
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before = _delivered()
+    load(folder, wanted, verify=verify)
+    return _delivered() - before
+
+
+def _delivered() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="an existing folder on the disk to measure")
+    parser.add_argument("--megabytes", type=int, default=822)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    root = options.folder / "checkpoint-benchmark"
+    tensors = make_tensors(options.megabytes)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    try:
+        times = saves(root, tensors, options.rounds)
+        blank = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+        folder = root / "step-00000002"
+        quarter = {
+            f"quarter_{'verified' if verify else 'unverified'}": bytes_read(folder, rows(blank, 1, 4), verify=verify)
+            for verify in (True, False)
+        }
+        read = {"whole_verified": bytes_read(folder, rows(blank, 0, 1), verify=True), **quarter}
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    results = {
+        "bytes": size,
+        "median_seconds": {name: statistics.median(values) for name, values in times.items()},
+        "stall_over_copy": statistics.median(s / c for s, c in zip(times["stall"], times["copy"], strict=True)),
+        "stall_over_sync": statistics.median(s / c for s, c in zip(times["stall"], times["sync"], strict=True)),
+        "seconds": times,
+        "read_share_of_bytes": {name: count / size for name, count in read.items()},
+    }
+    print(write("checkpoint", results, ["torch", "xxhash"]).read_text())
+
+
+if __name__ == "__main__":
+    main()

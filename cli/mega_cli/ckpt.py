@@ -1,0 +1,122 @@
+"""`mega ckpt`: convert, inspect, verify and compare checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mega_common.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="Convert, inspect, verify and compare checkpoints.")
+
+
+class Target(StrEnum):
+    """Formats to convert to."""
+
+    HF = "hf"
+    MEGA = "mega"
+
+
+class Dtype(StrEnum):
+    """Types to cast floating-point weights to."""
+
+    FP64 = "fp64"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Checkpoint = Annotated[Path, typer.Argument(help="A mega checkpoint, or a run folder for its newest one.")]
+
+
+@app.command(epilog="Example: mega ckpt convert runs/llama3-8b out/hf --to hf --dtype bf16 --verify")
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="A mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.")
+    ],
+    destination: Annotated[Path, typer.Argument(help="The folder to make.")],
+    to: Annotated[Target, typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from.")],
+    dtype: Annotated[Dtype | None, typer.Option(help="Cast the weights; default: as they are.")] = None,
+    family: Annotated[
+        str | None, typer.Option(help="model_type to write (llama, qwen3, ...); default: the first that fits.")
+    ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Most bytes in one safetensors file: 500MB, 5GB, ...; default: as the source.")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Read the result back and compare every element.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the destination once all is done.")] = False,
+) -> None:
+    """Convert a model's weights and the files that belong to it. The result appears when it is complete."""
+    from mega_ckpt import convert as converting
+
+    options = converting.Options(
+        dtype=converting.DTYPES[dtype.value] if dtype else None,
+        family=family,
+        max_shard=_bytes(max_shard_size) if max_shard_size else None,
+    )
+    converting.convert(source, destination, to.value, options=options, verify=verify, overwrite=overwrite)
+    print(destination)
+
+
+@app.command(epilog="Example: mega ckpt inspect runs/llama3-8b/checkpoints/step-00001000 --json")
+def inspect(path: Checkpoint, as_json: Json = False) -> None:
+    """Tell what is in a checkpoint: model, step, state, tensors and sizes. Reads its manifest alone."""
+    from mega_ckpt.source import checkpoint_folder
+    from mega_ckpt.verify import inspect
+
+    _tell(inspect(checkpoint_folder(path)), as_json)
+
+
+@app.command(epilog="Example: mega ckpt verify runs/llama3-8b --finite")
+def verify(
+    path: Checkpoint,
+    finite: Annotated[bool, typer.Option("--finite", help="Look for NaN and infinities too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare every byte of a checkpoint with its checksums. Exit status 2 when something is damaged."""
+    from mega_ckpt.source import checkpoint_folder
+    from mega_ckpt.verify import verify
+
+    report = verify(checkpoint_folder(path), finite=finite)
+    _tell(report, as_json)
+    if not report.ok:
+        raise typer.Exit(2)
+
+
+@app.command(epilog="Example: mega ckpt diff runs/a runs/b/checkpoints/step-00000500")
+def diff(
+    a: Checkpoint,
+    b: Checkpoint,
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints: settings, and every tensor bit for bit. Exit status 2 when they differ."""
+    from mega_ckpt.source import checkpoint_folder
+    from mega_ckpt.verify import diff
+
+    found = diff(checkpoint_folder(a), checkpoint_folder(b))
+    _tell(found, as_json)
+    if not found.same:
+        raise typer.Exit(2)
+
+
+def _tell(result: Any, as_json: bool) -> None:
+    print(json.dumps(dataclasses.asdict(result), default=str, indent=1) if as_json else result)
+
+
+def _bytes(text: str) -> int:
+    """'5GB' and the like, in decimal units.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    number, unit = text[:-2].strip(), text[-2:].upper()
+    if unit not in units or not number.isdigit() or int(number) == 0:
+        raise ConfigError(f"--max-shard-size {text}: expected a size such as 500MB or 5GB")
+    return int(number) * units[unit]

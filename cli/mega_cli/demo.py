@@ -1,0 +1,209 @@
+"""`mega demo`: the whole path on this machine, without network, on the Python standard library as a corpus.
+
+It writes a workflow and a run.yaml like a user's own, runs them with `mega run`, and tells what came of it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLES = """Examples:
+
+  mega demo
+
+  mega demo --output /tmp/demo --nproc 2
+"""
+VOCABULARY, STEPS, SEQUENCE = 8192, 240, 256
+HELD_OUT_EVERY = 50  # of this many files one is kept out of training, to score on
+HELD_OUT_BYTES = 150_000
+PROMPT = "def read_file(path):\n"
+
+RUN = """\
+# A small Llama on the Python standard library. Every setting: mega train run.yaml --check
+model: {{preset: tiny-10m, vocab_size: {vocabulary}}}
+data: {{train: data/train, valid: data/held-out, seq_length: {sequence}, tokenizer: tokenizer}}
+batch: {{micro: 4, global: 16}}
+train: {{steps: {steps}, eval_every: {half}, eval_steps: 2}}
+optimizer: {{lr: 2.0e-3}}
+lr_schedule: {{name: cosine, warmup_steps: {warmup}, min_lr: 2.0e-4, decay_steps: {steps}}}
+precision: {precision}
+checkpoint: {{every: {half}}}
+log: {{every: 5}}
+output: run
+"""
+WORKFLOW = """\
+# Text -> tokenizer -> tokens -> half of the training -> the other half -> HuggingFace folder -> score.
+# mega run workflow.yaml does what is not done yet; mega run workflow.yaml --status tells.
+stages:
+  tokenizer:
+    run: data train-tokenizer
+    with: {{input: train.jsonl, vocab-size: {vocabulary}, output: tokenizer}}
+    outputs: [tokenizer]
+  tokens:
+    needs: [tokenizer]
+    run: data preprocess
+    with: {{input: train.jsonl, tokenizer: tokenizer, output: data/train, append-eod: true}}
+    outputs: [data/train.bin, data/train.idx]
+  held-out:
+    needs: [tokenizer]
+    run: data preprocess
+    with: {{input: held-out.jsonl, tokenizer: tokenizer, output: data/held-out, append-eod: true}}
+    outputs: [data/held-out.bin, data/held-out.idx]
+  train-half:
+    needs: [tokens, held-out]
+    run: train
+    args: [run.yaml]
+    with: {{set: train.steps={half}, nproc: {nproc}}}
+    outputs: [run/checkpoints/step-{half:08d}]
+  train-rest:
+    needs: [train-half]
+    run: train
+    args: [run.yaml]
+    with: {{nproc: 1}}
+    outputs: [run/checkpoints/step-{steps:08d}]
+  export:
+    needs: [train-rest]
+    run: ckpt convert
+    args: [run/checkpoints/step-{steps:08d}, hf]
+    with: {{to: hf}}
+    outputs: [hf]
+  score:
+    needs: [export, held-out]
+    run: eval
+    args: [hf]
+    with: {{data: data/held-out, seq-length: {sequence}, json: score.json}}
+    outputs: [score.json]
+"""
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for everything that is made.")] = Path("demo"),
+    nproc: Annotated[
+        int, typer.Option(min=1, help="Ranks that train the first half; the second half goes on with one.")
+    ] = 1,
+    steps: Annotated[int, typer.Option(min=4, help="Steps of training; fewer for a quick look.")] = STEPS,
+) -> None:
+    """Text to tokens to a trained model to a HuggingFace folder to a score, in a few minutes, without network.
+
+    What was made is kept: run it again to see it skip what is done, or to go on after an interruption.
+    """
+    begun = time.monotonic()
+    output.mkdir(parents=True, exist_ok=True)
+    _write_corpus(output)
+    _write_plans(output, nproc, steps)
+    print(
+        f"The corpus, run.yaml and workflow.yaml are in {output}/; this is `mega run {output}/workflow.yaml`:",
+        flush=True,
+    )
+    _mega("run", str(output / "workflow.yaml"))
+    print(f"\n{PROMPT}", end="", flush=True)
+    _mega("generate", str(output / "hf"), "--prompt", PROMPT, "--max-new-tokens", "60", "--temperature", "0.7")
+    _tell(output, nproc, steps, time.monotonic() - begun)
+
+
+def _write_corpus(output: Path) -> None:
+    """The interpreter's own library as JSON lines; one file in fifty is held out."""
+    if (output / "held-out.jsonl").exists():
+        return
+    held_out_bytes = 0
+    with open(output / "train.jsonl", "w") as train, open(output / "held-out.jsonl.tmp", "w") as held_out:
+        for number, text in enumerate(_library()):
+            away = number % HELD_OUT_EVERY == 0 and held_out_bytes < HELD_OUT_BYTES
+            held_out_bytes += away * len(text)
+            (held_out if away else train).write(json.dumps({"text": text}) + "\n")
+    (output / "held-out.jsonl.tmp").rename(output / "held-out.jsonl")
+
+
+def _library() -> Iterator[str]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if not {"site-packages", "__pycache__"} & set(path.relative_to(root).parts):
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            if text.strip():
+                yield text
+
+
+def _write_plans(output: Path, nproc: int, steps: int) -> None:
+    numbers = {
+        "vocabulary": VOCABULARY,
+        "sequence": SEQUENCE,
+        "steps": steps,
+        "half": steps // 2,
+        "warmup": steps // 12,
+        "nproc": nproc,
+    }
+    for name, template in (("run.yaml", RUN), ("workflow.yaml", WORKFLOW)):
+        text = template.format(**numbers, precision=_precision())
+        path = output / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def _precision() -> str:
+    """bf16 where the processor multiplies it, which is twice as fast; elsewhere it would be slower than fp32."""
+    information = Path("/proc/cpuinfo")
+    flags = information.read_text() if information.exists() else ""
+    return "bf16" if "avx512_bf16" in flags or "amx_bf16" in flags else "fp32"
+
+
+def _mega(*arguments: str) -> None:
+    """One mega command, as typed; ends this one with its exit status if it fails."""
+    status = subprocess.call([sys.executable, "-m", "mega_cli.main", *arguments])
+    if status:
+        raise typer.Exit(status)
+
+
+def _tell(output: Path, nproc: int, steps: int, seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from mega_common.log import human
+
+    score = json.loads((output / "score.json").read_text())
+    baseline = _unigram_perplexity(output)
+    table = Table(title=f"mega demo: {seconds / 60:.1f} minutes", title_justify="left")
+    for column in ("what", "where", "how much"):
+        table.add_column(column)
+    corpus = sum((output / name).stat().st_size for name in ("train.jsonl", "held-out.jsonl"))
+    table.add_row("text", f"{output}/train.jsonl", f"{human(corpus)}B of Python source")
+    table.add_row(
+        "tokens", f"{output}/data/train.bin, .idx", f"{human((output / 'data/train.bin').stat().st_size / 2)}"
+    )
+    how = f"{steps} steps, resumed once after {steps // 2}"
+    table.add_row("training run", f"{output}/run/", how + (f" ({nproc} ranks, then 1)" if nproc > 1 else ""))
+    table.add_row("HuggingFace folder", f"{output}/hf/", "transformers loads it")
+    table.add_row(
+        "held-out perplexity", f"{output}/score.json", f"{score['perplexity']:.1f} (unigram baseline {baseline:.0f})"
+    )
+    console = Console()
+    console.print(table)
+    console.print("Next:")
+    for command in (
+        f"mega generate {output}/hf --prompt 'import ' --max-new-tokens 40",
+        f"mega train {output}/run.yaml --set train.steps={2 * steps}",
+        f"mega data preprocess --input YOUR.jsonl --tokenizer {output}/tokenizer --output data/mine --append-eod",
+    ):
+        console.print(f"  {command}", soft_wrap=True, highlight=False)
+
+
+def _unigram_perplexity(output: Path) -> float:
+    """Perplexity on the held-out tokens of the tokens' own frequencies in the training data, one added to each count."""
+    import numpy as np
+
+    from mega_data.indexed import IndexedReader
+
+    train, held_out = (
+        np.bincount(IndexedReader(output / "data" / name).tokens, minlength=VOCABULARY)
+        for name in ("train", "held-out")
+    )
+    probability = (train + 1) / (train + 1).sum()
+    return float(np.exp(-(held_out * np.log(probability)).sum() / held_out.sum()))

@@ -1,0 +1,191 @@
+"""`mega eval` and `mega generate`: what a model's predictions are worth, and what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mega_common.errors import CheckpointError, DataError
+from mega_common.log import logger
+
+if TYPE_CHECKING:
+    from mega_data.tokenizer import Tokenizer
+    from mega_eval.perplexity import Result
+
+EVAL_EXAMPLES = """Examples:
+
+    mega eval runs/llama3-8b --data data/held-out --seq-length 4096
+
+    mega eval out/hf --data data/held-out --precision bf16 --json eval.json --per-sample eval.jsonl
+"""
+GENERATE_EXAMPLES = """Examples:
+
+    mega generate out/hf --prompt "The capital of France is" --max-new-tokens 20
+
+    mega generate out/hf --prompt-file prompts.jsonl --temperature 0.8 --top-p 0.95 --seed 7 --json
+
+    echo "Once upon a time" | mega generate runs/llama3-8b --stop "The end"
+"""
+LONGEST_DEFAULT = 4096  # tokens
+
+
+class Precision(StrEnum):
+    """What weights and activations are computed in."""
+
+    FP64 = "fp64"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+Model = Annotated[
+    Path, typer.Argument(help="A mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.")
+]
+PrecisionOption = Annotated[Precision, typer.Option(help="What weights and activations are computed in.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+TokenizerOption = Annotated[
+    Path | None, typer.Option("--tokenizer", help="The model's tokenizer; default: the one beside its weights.")
+]
+
+
+def eval_command(
+    model: Model,
+    data: Annotated[Path, typer.Option(help="The held-out data set: PREFIX of PREFIX.bin and PREFIX.idx.")],
+    seq_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens the model sees at once; default: all it can, up to 4096.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences computed together on a GPU.")] = 8,
+    precision: PrecisionOption = Precision.FP32,
+    device: Device = "auto",
+    tokenizer: TokenizerOption = None,
+    check_tokenizer: Annotated[
+        bool, typer.Option(help="Insist that the data set was made with the model's tokenizer.")
+    ] = True,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result to this file as JSON; - for standard output.")
+    ] = None,
+    per_sample: Annotated[
+        Path | None, typer.Option(help="Write each sequence's loss to this file, JSON lines.")
+    ] = None,
+) -> None:
+    """Score a model on held-out tokens: loss, perplexity, bits per byte.
+
+    Every token but the first is predicted once, in sequences that follow one another. With --per-sample, two models or
+    two forms of one can be compared sequence by sequence.
+    """
+    from mega_common.files import write_json
+    from mega_eval.load import PRECISIONS, device_named, load_model
+    from mega_eval.perplexity import evaluate
+
+    loaded = load_model(model, dtype=PRECISIONS[precision], device=device_named(device))
+    theirs = _tokenizer_if_any(model, tokenizer) if check_tokenizer else None
+    length = seq_length or min(loaded.config.max_position, LONGEST_DEFAULT)
+    result = evaluate(loaded, data, length, batch_size=batch_size, tokenizer=theirs, per_sample=per_sample)
+    if json_file == Path("-"):
+        print(json.dumps(result.as_json(), indent=1))
+        return
+    if json_file is not None:
+        write_json(json_file, result.as_json())
+    print(_table(result))
+
+
+def _tokenizer_if_any(model: Path, named: Path | None) -> Tokenizer | None:
+    """The model's tokenizer to compare the data with. Weights without one are no mistake."""
+    from mega_data.tokenizer import Tokenizer
+    from mega_eval.load import load_tokenizer
+
+    if named is not None:
+        return Tokenizer(named)
+    try:
+        return load_tokenizer(model)
+    except CheckpointError as error:
+        logger.warning("%s; only the vocabulary's size is checked", error.message)
+        return None
+
+
+def _table(result: Result) -> str:
+    lines = [("loss", f"{result.loss:.4f} nats per token"), ("perplexity", f"{result.perplexity:.3f}")]
+    if result.bits_per_byte is not None:
+        lines.append(("bits per byte", f"{result.bits_per_byte:.4f}"))
+    lines.append(("tokens", f"{result.tokens:,} in {result.windows:,} sequences of up to {result.seq_length:,}"))
+    return "\n".join(f"{name:<14}{value}" for name, value in lines)
+
+
+def generate_command(
+    model: Model,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue. Repeatable.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="A file with one prompt, or .jsonl with a key 'prompt' in each line; - for standard input."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add to each prompt.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many likeliest tokens only.")] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the fewest tokens with this probability together; above 0, up to 1.")
+    ] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws; the same seed gives the same text.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts continued together.")] = 8,
+    precision: PrecisionOption = Precision.FP32,
+    device: Device = "auto",
+    tokenizer: TokenizerOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help='A JSON line {"prompt", "text", "tokens", "finish"} for each prompt.')
+    ] = False,
+) -> None:
+    """Continue prompts. A single one is printed as it is written; nothing but the continuation goes to standard output."""
+    prompts = _prompts(prompt or [], prompt_file)
+    from mega_data.tokenizer import Tokenizer
+    from mega_eval.generate import Limits, generate, stream
+    from mega_eval.load import PRECISIONS, device_named, end_tokens, load_model, load_tokenizer
+    from mega_eval.sampling import Sampling
+
+    raw = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    sampling = Sampling.parse(raw, source="options")
+    words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(model)
+    limits = Limits(max_new_tokens, tuple(stop or ()), end_tokens(model, words))
+    loaded = load_model(model, dtype=PRECISIONS[precision], device=device_named(device))
+    if len(prompts) == 1 and not as_json:
+        for text in stream(loaded, words, prompts[0], limits, sampling):
+            print(text, end="", flush=True)
+        print()
+        return
+    found = generate(loaded, words, prompts, limits, sampling, batch_size=batch_size)
+    for asked, completion in zip(prompts, found, strict=True):
+        line = {"text": completion.text, "tokens": completion.tokens, "finish": completion.finish}
+        print(json.dumps({"prompt": asked, **line}) if as_json else f"--- {asked}\n{completion.text}")
+
+
+def _prompts(given: list[str], file: Path | None) -> list[str]:
+    """The prompts of the command line, then those of the file; without either, standard input when it is no terminal."""
+    if file is None and not given:
+        if sys.stdin.isatty():
+            raise DataError(
+                "there is no prompt", hint='give --prompt "some text", --prompt-file FILE or standard input'
+            )
+        file = Path("-")
+    if file is None:
+        return given
+    try:
+        text = sys.stdin.read() if file == Path("-") else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: cannot be read ({error})") from None
+    if file.suffix != ".jsonl":
+        return [*given, text.removesuffix("\n")]
+    return given + [_prompt_of(line, f"{file}: line {number}") for number, line in enumerate(text.splitlines(), 1)]
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        raw = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({error})") from None
+    if not isinstance(raw, dict) or not isinstance(raw.get("prompt"), str):
+        raise DataError(f"{where}: no text under the key 'prompt'")
+    return str(raw["prompt"])

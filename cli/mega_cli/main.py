@@ -1,0 +1,125 @@
+"""The `mega` command: the commands of every module, and the one place where errors become words and exit statuses.
+
+A command's module is imported here, so it keeps heavy imports (torch, and every package but `mega_common`) inside its
+functions: `mega --help` has to answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from mega_cli import __version__, ckpt, data, demo, launch, train, workflow
+from mega_cli import eval as evaluation
+from mega_cli.fingerprint import STACKS
+from mega_common.errors import MegaError, MissingPackageError
+from mega_common.log import setup_log
+
+INTERRUPTED = 130
+
+
+def build_app() -> typer.Typer:
+    """The whole tree of commands."""
+    app = typer.Typer(
+        name="mega",
+        help="Train large language models: text to tokens, 5D-parallel training, checkpoints, evaluation.",
+        epilog="Examples: mega run workflow.yaml | mega launch slurm run.yaml --nodes 4 | mega COMMAND --help",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    app.add_typer(data.app, name="data")
+    app.command("train", epilog=train.EXAMPLES)(train.train_command)
+    app.add_typer(ckpt.app, name="ckpt")
+    app.command("eval", epilog=evaluation.EVAL_EXAMPLES)(evaluation.eval_command)
+    app.command("generate", epilog=evaluation.GENERATE_EXAMPLES)(evaluation.generate_command)
+    app.command("run", epilog=workflow.EXAMPLES)(workflow.run)
+    app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
+    app.add_typer(launch.app, name="launch")
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mega {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Log more, and show tracebacks of errors.")] = False,
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    setup_log(verbose=debug)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 2 the user's mistake, 1 ours, 130 interrupted."""
+    given = list(sys.argv[1:] if args is None else args)
+    debug = "--debug" in given
+    # Wherever it stands, --debug is an option of the root command.
+    ordered = ["--debug"] * debug + [arg for arg in given if arg != "--debug"]
+    app = build_app()
+    sys.exit(guarded(lambda: app(ordered, prog_name="mega"), debug=debug))
+
+
+def guarded(call: Callable[[], object], *, debug: bool = False) -> int:
+    """Run `call` and return its exit status, with every error told on standard error as one readable message."""
+    try:
+        status = _status_of(call)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output has gone (`mega ... | head`); what is still buffered must not raise at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the one place where nothing may pass
+        if debug:
+            traceback.print_exc()
+        message, status = _in_words(error)
+        print(message, file=sys.stderr)
+    if status == INTERRUPTED:
+        print("interrupted", file=sys.stderr)
+    return status
+
+
+def _status_of(call: Callable[[], object]) -> int:
+    """Typer ends every command by SystemExit."""
+    try:
+        call()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _in_words(error: Exception) -> tuple[str, int]:
+    """What to tell about an error, and the exit status."""
+    if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
+        error = _missing_package(error.name)
+    if isinstance(error, MegaError):
+        return f"error: {error}", error.exit_status
+    if isinstance(error, OSError) and error.filename:
+        return f"error: {error.filename}: {error.strerror}", 1
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return f"internal error: {what}\nrun again with --debug for the traceback", 1
+
+
+def _missing_package(name: str) -> MissingPackageError:
+    """Which folder of the repository brings the module, if it is one of ours."""
+    if stack := STACKS.get(name):
+        folders = " ".join(package.replace("mega_", "packages/") for package in stack)
+        what = f"this command needs {name.replace('_', '-')}, which is not installed"
+        return MissingPackageError(what, hint=f"in the root of the repository: pip install {folders}")
+    return MissingPackageError(f"this command needs the Python package {name!r}, which is not installed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Stages of a workflow at work: which must run and why, running one, and the state that outlives the process.
+
+The state is a readable JSON file, replaced atomically at every change. It keeps of each stage what its last attempt ran
+with (command, code, input files) and what came out, as content digests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from mega_cli.fingerprint import Digests, FileRecord, code_digest, expand
+from mega_cli.workflow_config import Stage, Workflow
+from mega_common.config import Config
+from mega_common.errors import MegaError
+from mega_common.files import write_json
+from mega_common.log import logger
+
+# -P: a file of the user's beside the workflow must not be imported in place of a library.
+MEGA = (sys.executable, "-P", "-m", "mega_cli.main")
+
+
+class WorkflowError(MegaError):
+    """A workflow that cannot go on: an input is missing, a stage did not make what it promised, another run holds it."""
+
+
+class Attempt(Config):
+    """The last attempt at a stage. `inputs` and `outputs` map file names to SHA-256; times in seconds."""
+
+    status: Literal["running", "done", "failed", "interrupted"]
+    command: list[str]
+    code: str
+    inputs: dict[str, str]
+    outputs: dict[str, str] = {}
+    started: str
+    seconds: float = 0.0
+    exit_status: int | None = None
+
+
+class State(Config):
+    """What the state file holds: the last attempt of each stage, and the files read whole so far."""
+
+    version: Literal[1] = 1
+    stages: dict[str, Attempt] = {}
+    files: dict[str, FileRecord] = {}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a stage must run, and whether on what is there (`start_over` False) or from nothing."""
+
+    reason: str
+    start_over: bool
+
+
+class Runner:
+    """Runs the stages of one workflow in `base`, the folder that its paths are relative to.
+
+    With `verify`, no file is taken for unchanged by its size and time.
+    """
+
+    def __init__(
+        self, workflow: Workflow, base: Path, state_path: Path, *, verify: bool = False, program: Sequence[str] = MEGA
+    ) -> None:
+        self.workflow, self.base, self.state_path, self.program = workflow, base, state_path, program
+        state = load_state(state_path)
+        self.attempts = dict(state.stages)
+        self.digests = Digests(base, {} if verify else state.files)
+
+    def save(self) -> None:
+        """Replace the state file."""
+        stages = {name: attempt for name, attempt in self.attempts.items() if name in self.workflow.stages}
+        write_json(self.state_path, State(stages=stages, files=self.digests.records).model_dump())
+
+    def judge(self, name: str, *, force: bool = False) -> Verdict | None:
+        """Whether a stage must run, when all stages that it needs are done; None when it is up to date.
+
+        A stage that did not finish is continued; one that did, and has to run again, starts over. So does one whose
+        command or inputs are others now, for what it left behind was made from something else.
+
+        Raises:
+            WorkflowError: when one of its declared inputs is not there.
+        """
+        stage, last = self.workflow.stages[name], self.attempts.get(name)
+        if force:
+            return Verdict("forced", start_over=True)
+        if last is None:
+            return Verdict("never run", start_over=False)
+        changed = self._change(stage, last)
+        if last.status != "done":
+            what = {"running": "was killed", "failed": f"failed with status {last.exit_status}"}
+            reason = what.get(last.status, "was interrupted")
+            return Verdict(f"{reason}, {changed}" if changed else reason, start_over=changed is not None)
+        if changed is None and code_digest(stage.command[0]) != last.code:
+            changed = "the code changed"
+        if changed is None:
+            changed = difference("output", last.outputs, self.digests.of(stage.outputs))
+        return Verdict(changed, start_over=True) if changed else None
+
+    def _change(self, stage: Stage, last: Attempt) -> str | None:
+        if stage.command != last.command:
+            return "its command changed"
+        return difference("input", last.inputs, self.inputs(stage))
+
+    def inputs(self, stage: Stage) -> dict[str, str]:
+        """Digests of all that a stage reads."""
+        for pattern in stage.inputs:
+            if not any(expand(self.base, [pattern])):
+                raise WorkflowError(f"{self.base / pattern}: a stage reads this, but there is no such file")
+        made = [output for need in stage.needs for output in self.workflow.stages[need].outputs]
+        return self.digests.of([*stage.inputs, *stage.read_arguments(self.base), *made])
+
+    def attempt(self, name: str, verdict: Verdict, lock: int) -> int:
+        """Run a stage and return the exit status to end with: 0 when it is done.
+
+        Raises:
+            WorkflowError: when the command ended well but an output is missing.
+        """
+        stage = self.workflow.stages[name]
+        if verdict.start_over and stage.on_change == "start-over":
+            self._set_aside(stage)
+        now, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+        code = code_digest(stage.command[0])
+        fresh = Attempt(status="running", command=stage.command, code=code, inputs=self.inputs(stage), started=now)
+        self._record(name, fresh)
+        logger.info("%s: mega %s", name, " ".join(stage.command))
+        status, stopped_by = run_child([*self.program, *stage.command], self.base, lock)
+        ended = {"seconds": round(time.monotonic() - start, 3), "exit_status": status}
+        if stopped_by is not None:
+            self._record(name, fresh.model_copy(update={"status": "interrupted", **ended}))
+            logger.info("%s: interrupted; run the workflow again to go on", name)
+            return 128 + stopped_by
+        missing = [output for output in stage.outputs if not any(expand(self.base, [output]))]
+        if status == 0 and not missing:
+            outputs = self.digests.of(stage.outputs)
+            self._record(name, fresh.model_copy(update={"status": "done", "outputs": outputs, **ended}))
+            return 0
+        self._record(name, fresh.model_copy(update={"status": "failed", **ended}))
+        if status == 0:
+            raise WorkflowError(f"stage {name!r} ended with status 0 but did not make {', '.join(missing)}")
+        logger.error("%s: failed with status %d; run the workflow again to take it up", name, status)
+        return status
+
+    def _record(self, name: str, attempt: Attempt) -> None:
+        self.attempts[name] = attempt
+        self.save()
+
+    def _set_aside(self, stage: Stage) -> None:
+        """Move the outputs to the first free NAME.old-N: the stage starts from nothing, and nothing is lost."""
+        for pattern in stage.outputs:
+            for path in [self.base / pattern] if (self.base / pattern).exists() else self.base.glob(pattern):
+                number = 1
+                while (old := path.with_name(f"{path.name}.old-{number}")).exists():
+                    number += 1
+                path.rename(old)
+                logger.info("%s: set aside as %s", path, old.name)
+
+
+def load_state(path: Path) -> State:
+    """The state as it was saved, or an empty one.
+
+    Raises:
+        WorkflowError: when the file is not a state.
+    """
+    if not path.exists():
+        return State()
+    try:
+        return State.parse(json.loads(path.read_bytes()), source=str(path))
+    except (ValueError, MegaError) as error:
+        raise WorkflowError(
+            f"{path}: not the state of a workflow ({error})", hint="move it away: every stage will run again"
+        ) from None
+
+
+def difference(what: str, before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """The first file that differs and how, and the number of others."""
+    found = [f"{what} {name} is new" for name in now if name not in before]
+    found += [f"{what} {name} is gone" for name in before if name not in now]
+    found += [f"{what} {name} changed" for name in now if name in before and now[name] != before[name]]
+    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return found[0] + others if found else None
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Hold the lock file of a workflow and give its descriptor. A child that inherits it goes on holding the lock.
+
+    Raises:
+        WorkflowError: when another process holds it, naming it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 1000, 0).decode() or "another process"
+            raise WorkflowError(
+                f"this workflow is being run already, by {holder}", hint=f"the lock is {path}; it ends with its holder"
+            ) from None
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, or a stage of it".encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def run_child(command: list[str], folder: Path, lock: int) -> tuple[int, int | None]:
+    """Run a stage's process and return its exit status, and the signal that stopped the workflow meanwhile if any.
+
+    The child has a process group of its own, so each signal reaches it once, from here, and as it would have without a
+    workflow: what a terminal sends goes to the group, a SIGTERM to the one process. It also inherits the lock: should
+    this process be killed, nobody starts the same stage beside a child that still writes.
+    """
+    received: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int) -> None:
+        if child is not None and child.poll() is None:
+            (os.kill if number == signal.SIGTERM else os.killpg)(child.pid, number)
+
+    def handle(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        pass_on(number)
+
+    with _handling(handle):
+        child = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, process_group=0, pass_fds=[lock])
+        for number in received:
+            pass_on(number)
+        status = child.wait()
+    return (status if status >= 0 else 128 - status), (received[0] if received else None)
+
+
+@contextlib.contextmanager
+def _handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

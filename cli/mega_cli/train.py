@@ -1,0 +1,88 @@
+"""`mega train`: check the run, start its ranks where none are there, train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from mega_trainer.config import RunConfig
+
+EXAMPLES = """
+Examples:
+
+  mega train run.yaml
+
+  mega train run.yaml --set batch.micro=2 --nproc 8
+
+  mega train run.yaml --check
+
+  mega train --schema > run.schema.json
+
+  torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 -m mega_cli.main train run.yaml
+"""
+
+
+def train_command(
+    run: Annotated[Path | None, typer.Argument(help="The run's configuration, run.yaml.", show_default=False)] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=value. Repeatable.")
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks to start here. Default: one a GPU; on CPU as many as the layout asks for."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the configuration, print it resolved, and stop.")
+    ] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of run.yaml, for editors.")] = False,
+) -> None:
+    """Train a model as run.yaml says. The same command goes on from the newest checkpoint of its output folder."""
+    import json
+
+    import yaml
+
+    from mega_common.config import json_schema
+    from mega_common.errors import ConfigError
+    from mega_trainer.config import RunConfig, load_run
+
+    if schema:
+        print(json.dumps(json_schema(RunConfig), indent=1))
+        return
+    if run is None:
+        raise ConfigError("no run.yaml given", hint="mega train run.yaml; see mega train --help")
+    config = load_run(run, set_ or [])
+    if nproc is not None:
+        config.check_ranks(nproc)
+    if check:
+        print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
+        return
+    _start(config, run, set_ or [], nproc)
+
+
+def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None) -> None:
+    """Train in this process when it is a rank of a job, or needs no others; else start the ranks."""
+    import os
+    import sys
+
+    from mega_common.log import setup_log
+    from mega_trainer.ranks import Ranks, default_ranks, joined, ranks_of, start_local_ranks
+
+    ranks = ranks_of(os.environ)
+    if ranks is None:
+        parallel = config.parallel
+        count = nproc or default_ranks(parallel.tp * parallel.pp * parallel.cp, parallel.dp, config.device)
+        config.check_ranks(count)
+        if count > 1:
+            options = [f"--set={override}" for override in overrides]
+            command = [sys.executable, "-m", "mega_cli.main", "train", str(run), *options]
+            start_local_ranks(command, count, Path(config.output))
+            return
+        ranks = Ranks()
+    setup_log(rank=ranks.rank, world_size=ranks.world_size)
+    from mega_trainer.train import run as train
+
+    with joined(ranks, config.device, config.timeout_seconds) as store:
+        train(config, ranks, store)

@@ -1,0 +1,143 @@
+"""What a workflow file says, and what can be wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+import graphlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from typer.core import TyperGroup
+
+from mega_cli.fingerprint import expand
+from mega_common.config import Config, Problem
+
+Scalar = str | int | float | bool
+
+
+class Stage(Config):
+    """One `mega` command with what it reads and makes. Paths are relative to the workflow file's folder.
+
+    Arguments and option values that name existing files, folders or token data sets are inputs without being listed;
+    so are the outputs of the stages in `needs`. What a file in turn names (data sets in a run.yaml) is not followed.
+    """
+
+    run: str = Field(description="the mega command, as in 'data preprocess'")
+    args: list[Scalar] = Field([], description="its positional arguments")
+    options: dict[str, Scalar | list[Scalar]] = Field(
+        {}, alias="with", description="its options by long name; true and false are flags, a list repeats the option"
+    )
+    needs: list[str] = Field([], description="stages that come first")
+    inputs: list[str] = Field([], description="further files, folders or globs whose content decides about a new run")
+    outputs: list[str] = Field(min_length=1, description="files, folders or globs that the stage makes")
+    on_change: Literal["start-over", "continue"] = Field(
+        "start-over", description="when a finished stage must run again: set its outputs aside first, or run on them"
+    )
+
+    @property
+    def command(self) -> list[str]:
+        """The arguments of `mega`."""
+        words = self.run.split()
+        for key, value in self.options.items():
+            for item in value if isinstance(value, list) else [value]:
+                flag = f"--no-{key}" if item is False else f"--{key}"
+                words += [flag] if isinstance(item, bool) else [flag, str(item)]
+        return words + [str(arg) for arg in self.args]
+
+    def readable(self) -> Iterator[str]:
+        """Every argument and option value that may name files: as a path, a glob, or the prefix of a token data set."""
+        for value in (*self.args, *self.options.values()):
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, str):
+                    yield from (item, f"{item}.bin", f"{item}.idx")
+
+    def read_arguments(self, base: Path) -> list[str]:
+        """Those of `readable` that are there, and are not of this stage's own making."""
+        own = [base / output for output in self.outputs]
+        there = [path for path in self.readable() if any(expand(base, [path]))]
+        return [
+            path
+            for path in there
+            if not any(inside(base / path, output) or inside(output, base / path) for output in own)
+        ]
+
+
+class Workflow(Config):
+    """Stages by name."""
+
+    stages: dict[str, Stage] = Field(min_length=1)
+
+    def problems(self) -> Iterator[Problem]:
+        """Names, needs, cycles, and stages that read or overwrite what another makes."""
+        for name, stage in self.stages.items():
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+                yield Problem(f"stages.{name}", "a name has letters, digits, - and _ only")
+            for need in stage.needs:
+                if need not in self.stages:
+                    yield Problem(f"stages.{name}.needs", "no such stage", need, nearest(need, self.stages))
+        try:
+            graphlib.TopologicalSorter({name: stage.needs for name, stage in self.stages.items()}).prepare()
+        except graphlib.CycleError as error:
+            yield Problem("stages", "these need each other in a circle: " + " -> ".join(reversed(error.args[1])))
+            return
+        yield from self._path_problems()
+
+    def _path_problems(self) -> Iterator[Problem]:
+        made = [(maker, path) for maker, stage in self.stages.items() for path in stage.outputs]
+        for name, stage in self.stages.items():
+            earlier = self.order(name)
+            for maker, output in made:
+                if maker not in earlier and any(inside(path, output) for path in (*stage.inputs, *stage.readable())):
+                    yield Problem(f"stages.{name}", f"reads {output}, which {maker!r} makes", hint=f"needs: [{maker}]")
+                for path in stage.outputs:
+                    if maker != name and inside(path, output):
+                        yield Problem(f"stages.{name}.outputs", f"lies in what {maker!r} makes, {output}", path)
+
+    def order(self, until: str | None = None) -> list[str]:
+        """All stages, or `until` and what it needs, each after the stages it needs, otherwise as in the file."""
+        ordered: dict[str, None] = {}
+
+        def visit(name: str) -> None:
+            for need in self.stages[name].needs if name in self.stages else ():
+                visit(need)
+            ordered.setdefault(name)
+
+        for name in self.stages if until is None else [until]:
+            visit(name)
+        return list(ordered)
+
+
+def inside(path: str | Path, folder: str | Path) -> bool:
+    """Whether `path` is `folder` or lies in it, by their names."""
+    return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
+
+
+def command_problems(name: str, stage: Stage, root: TyperGroup) -> Iterator[Problem]:
+    """Whether the stage's command and the options it is given exist."""
+    node: Any = root
+    for word in stage.run.split():
+        known = node.commands if isinstance(node, TyperGroup) else {}
+        if word not in known:
+            yield Problem(f"stages.{name}.run", f"no command {word!r}", stage.run, nearest(word, known))
+            return
+        node = known[word]
+    if isinstance(node, TyperGroup):
+        yield Problem(f"stages.{name}.run", "not a whole command", stage.run, f"one of {', '.join(node.commands)}")
+        return
+    options = {option for param in node.params for option in (*param.opts, *param.secondary_opts)}
+    for word in stage.command:
+        key = word.removeprefix("--")
+        if word.startswith("--") and word not in options:
+            names = [option.removeprefix("--") for option in options if option.startswith("--")]
+            yield Problem(f"stages.{name}.with.{key}", f"mega {stage.run} has no such option", hint=nearest(key, names))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint: the known name nearest to a mistyped one, or all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"

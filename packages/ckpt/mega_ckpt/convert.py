@@ -1,0 +1,162 @@
+"""Convert weights between formats, tensor by tensor: memory for one tensor, not for the model.
+
+The output is written beside its place under a hidden name, made durable, and renamed: it is complete or not there.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.formats.hf_write import plan_folder, write_folder
+from mega_ckpt.shards import Slab
+from mega_ckpt.source import BUFFERS, WEIGHTS, Source, open_source
+from mega_ckpt.stream import blocks, slabs_of, write_checkpoint
+from mega_common.errors import CheckpointError
+from mega_common.files import fsync_folder
+from mega_common.log import ProgressBar
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Advance = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to change on the way.
+
+    Attributes:
+        dtype: to cast floating-point weights to; None leaves each as it is.
+        family: HuggingFace `model_type` to write; None chooses.
+        max_shard: most bytes of tensors in a HuggingFace file; None keeps the files of the source, or takes 5 GB.
+    """
+
+    dtype: torch.dtype | None = None
+    family: str | None = None
+    max_shard: int | None = None
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    to: str,
+    *,
+    options: Options = Options(),
+    verify: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write the model at `source` to the folder `destination` in the format `to`.
+
+    Args:
+        source: a mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.
+        destination: the folder to make: a HuggingFace folder, or a mega checkpoint.
+        to: the format: "hf" or "mega".
+        options: what to change on the way.
+        verify: read the output back and compare every element before it gets its name.
+        overwrite: replace `destination`, once the new one is complete.
+
+    Raises:
+        CheckpointError: when the source cannot be used, the target format cannot express the model, or `destination`
+            exists and `overwrite` is not given. Nothing is left behind then.
+    """
+    if to not in _WRITERS:
+        raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(_WRITERS)}")
+    final = Path(os.path.abspath(destination))
+    if final.exists() and not overwrite:
+        raise CheckpointError(f"{destination}: exists already", hint="choose another folder, or overwrite it")
+    given = open_source(source)
+    if final.exists() and not _replaceable(final, Path(source)):
+        raise CheckpointError(f"{destination}: is not a folder of a model, or holds the source; it is not replaced")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    try:
+        _WRITERS[to](given, temporary, options)
+        if verify:
+            _compare(given, open_source(temporary), options.dtype)
+        _fsync_tree(temporary)
+        _move(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_hf(source: Source, folder: Path, options: Options) -> None:
+    plan = plan_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
+    with ProgressBar("writing HuggingFace", total=plan.size, unit="bytes") as bar:
+        write_folder(source, plan, folder, bar.advance)
+
+
+def _write_mega(source: Source, folder: Path, options: Options) -> None:
+    def kind(name: str) -> torch.dtype:
+        return _cast(source.dtype(name), options.dtype)
+
+    slabs = [slab for name in source.keys() for slab in slabs_of(WEIGHTS + name, kind(name), source.shape(name))]  # noqa: SIM118
+    for name in source.buffers():
+        buffer = source.read_buffer(name)
+        slabs += slabs_of(BUFFERS + name, buffer.dtype, tuple(buffer.shape))
+    with ProgressBar("writing mega", total=sum(slab.nbytes for slab in slabs), unit="bytes") as bar:
+
+        def resolve(slab: Slab) -> Tensor:
+            bar.advance(slab.nbytes)
+            if slab.key.startswith(BUFFERS):
+                return _block(source.read_buffer(slab.key.removeprefix(BUFFERS)), slab.offset, slab.shape)
+            return source.read_slice(slab.key.removeprefix(WEIGHTS), slab.offset, slab.shape).to(slab.dtype)
+
+        write_checkpoint(folder, slabs, resolve, model=source.model, assets=source.assets())
+
+
+_WRITERS: Mapping[str, Callable[[Source, Path, Options], None]] = {"hf": _write_hf, "mega": _write_mega}
+
+
+def _block(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    return tensor[tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
+
+
+def _cast(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and stored.is_floating_point else stored
+
+
+def _compare(one: Source, other: Source, dtype: torch.dtype | None) -> None:
+    """Check that `other` holds the elements of `one`, bit for bit after the cast."""
+    names = list(one.keys())
+    total = sum(other.dtype(name).itemsize * torch.Size(other.shape(name)).numel() for name in names)
+    with ProgressBar("comparing", total=total, unit="bytes") as bar:
+        for name in names:
+            kind = _cast(one.dtype(name), dtype)
+            for offset, shape in blocks(one.shape(name), kind):
+                left, right = (each.read_slice(name, offset, shape) for each in (one, other))
+                if right.dtype != kind or not torch.equal(_bits(left.to(kind)), _bits(right)):
+                    raise CheckpointError(f"{name}: what was written is not what was read", hint="is the disk sound?")
+                bar.advance(right.nbytes)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Bytes, so that NaN equals itself."""
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def _replaceable(final: Path, source: Path) -> bool:
+    """Whether `final` is a folder that holds a model, and neither is nor holds the source."""
+    holds_model = any((final / name).is_file() for name in ("config.json", "manifest.json"))
+    return holds_model and final.resolve() not in (source.resolve(), *source.resolve().parents)
+
+
+def _fsync_tree(folder: Path) -> None:
+    for above, _, _ in os.walk(folder):
+        fsync_folder(Path(above))
+
+
+def _move(temporary: Path, final: Path) -> None:
+    """Give the complete output its name; what had the name goes aside first, and is deleted last."""
+    aside = temporary.with_suffix(".old")
+    if final.exists():
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    fsync_folder(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,71 @@
+"""The families of models that mega reads and writes, each declared in one small file."""
+
+from __future__ import annotations
+
+import difflib
+
+from mega_ckpt.families.base import TRAINING_FIELDS, Family
+from mega_ckpt.families.gpt2 import GPT2
+from mega_ckpt.families.keys import Raw
+from mega_ckpt.families.llama import LLAMA
+from mega_ckpt.families.mistral import MISTRAL
+from mega_ckpt.families.qwen2 import QWEN2
+from mega_ckpt.families.qwen3 import QWEN3
+from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig
+
+__all__ = ["FAMILIES", "Family", "family_for", "family_named", "family_of", "same_model"]
+
+# In order of preference: a model that several can express becomes the first.
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)
+
+
+def family_named(name: object, source: str = "family") -> Family:
+    """The family with that `model_type`.
+
+    Raises:
+        CheckpointError: for a name that is not known, with the nearest one and all known ones.
+    """
+    known = {family.name: family for family in FAMILIES}
+    if isinstance(name, str) and name in known:
+        return known[name]
+    near = difflib.get_close_matches(str(name), known, n=1)
+    raise CheckpointError(
+        f"{source}: model_type {name!r} is not known" + (f"; did you mean {near[0]!r}?" if near else ""),
+        hint=f"known: {', '.join(known)}",
+    )
+
+
+def family_of(raw: Raw, source: str = "config.json") -> Family:
+    """The family that a config.json names.
+
+    Raises:
+        CheckpointError: when it names none or one that is not known.
+    """
+    if "model_type" not in raw:
+        raise CheckpointError(f"{source}: has no model_type", hint="is this the config.json of a language model?")
+    return family_named(raw["model_type"], source)
+
+
+def family_for(model: ModelConfig) -> Family:
+    """The first family that can express `model`.
+
+    Raises:
+        CheckpointError: when none can, with the settings that prevent each.
+    """
+    found = [(family, family.problems(model)) for family in FAMILIES]
+    for family, problems in found:
+        if not problems:
+            return family
+    reasons = "\n".join(f"  {family.name}: {'; '.join(problems)}" for family, problems in found)
+    raise CheckpointError(f"no HuggingFace family can express this model:\n{reasons}")
+
+
+def same_model(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two configurations compute the same from the same weights: defaults filled in, training set aside."""
+    return _resolved(one) == _resolved(other)
+
+
+def _resolved(model: ModelConfig) -> ModelConfig:
+    plain = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
+    return model.model_copy(update={**plain, "num_kv_heads": model.kv_heads, "head_dim": model.head_size})

@@ -1,0 +1,150 @@
+"""What a family of models is: how its config.json reads, and what its tensors are called on disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mega_ckpt.families.keys import Entry, MismatchError, Only, Raw
+from mega_ckpt.families.layouts import DiskTensor, Rule, disk_tensors
+from mega_ckpt.names import tensors_of
+from mega_common.errors import CheckpointError, ConfigError
+from mega_common.model_config import ModelConfig
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Keys that say nothing about what the model computes from its weights. They are carried, not translated.
+CARRIED = _words(
+    """_attn_implementation _name_or_path architectures auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward cls_token_id decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing id2label initializer_factor label2id length_penalty max_length min_length
+    model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_past output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p unk_token_id
+    use_bfloat16 use_cache"""
+)
+
+# Keys of every family that must say that there is nothing unusual.
+_USUAL = Only(
+    {
+        "add_cross_attention": (False,),
+        "cross_attention_hidden_size": (None,),
+        "is_decoder": (False, True),
+        "is_encoder_decoder": (False,),
+        "pruned_heads": ({}, None),
+        "tie_encoder_decoder": (False,),
+    }
+)
+
+# How a model is trained rather than what it is: a config.json that cannot say it loses nothing that inference needs.
+TRAINING_FIELDS = _words("embedding_dropout attention_dropout residual_dropout init_std scale_residual_init")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A declaration, from which reading and writing follow.
+
+    Attributes:
+        name: `model_type` in config.json.
+        architecture: the class that transformers loads it with.
+        entries: how config.json and `ModelConfig` correspond.
+        prefix: what the body's names begin with; folders saved without the head lack it.
+        head: the output projection's name on disk.
+        rules: where tensors are on disk; what no rule covers has its canonical name there.
+        buffers: pattern of disk tensors that are no weights (masks, frequencies): carried, not translated.
+        carried: keys of config.json that change nothing, beside those of every family.
+    """
+
+    name: str
+    architecture: str
+    entries: tuple[Entry, ...]
+    prefix: str = "model."
+    head: str = "lm_head.weight"
+    rules: tuple[Rule, ...] = ()
+    buffers: str = r"(.*\.)?rotary_emb\.inv_freq"
+    carried: frozenset[str] = frozenset()
+
+    def read_config(self, raw: Raw, source: str = "config.json") -> ModelConfig:
+        """The model that a config.json describes.
+
+        Raises:
+            CheckpointError: naming every key that is unknown, missing or has a value that `ModelConfig` cannot express.
+        """
+        fields: dict[str, Any] = {}
+        found = [
+            f"{key} = {raw[key]!r} is not known for model_type {self.name!r}"
+            for key in raw
+            if key not in self.known_keys and raw[key] is not None
+        ]
+        for entry in (*self.entries, _USUAL):
+            try:
+                fields |= entry.read(raw)
+            except MismatchError as error:
+                found.append(str(error))
+            except TypeError:
+                found.append(f"{', '.join(sorted(entry.keys & raw.keys()))}: a value of the wrong kind")
+        if found:
+            raise CheckpointError(
+                f"{source}: this model cannot be expressed: {'; '.join(found)}",
+                hint="a setting that changes what the model computes is refused rather than dropped",
+            )
+        try:
+            return ModelConfig.parse(fields, source=source)
+        except ConfigError as error:
+            raise CheckpointError(error.message, hint=error.hint) from None
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """Keys of config.json that are understood or known to be harmless."""
+        return CARRIED.union(self.carried, _USUAL.keys, *(entry.keys for entry in self.entries))
+
+    def problems(self, model: ModelConfig) -> list[str]:
+        """The settings of `model` that this family's config.json cannot express; empty when it fits."""
+        found = []
+        for entry in self.entries:
+            try:
+                entry.write(model)
+            except MismatchError as error:
+                found.append(str(error))
+        answered = TRAINING_FIELDS.union(*(entry.fields for entry in self.entries))
+        for name, field in ModelConfig.model_fields.items():
+            if name not in answered and getattr(model, name) != field.get_default(call_default_factory=True):
+                found.append(f"{name} = {getattr(model, name)!r} has no counterpart")
+        return found
+
+    def write_config(self, model: ModelConfig) -> dict[str, Any]:
+        """The config.json of `model`, which fits (`problems` is empty)."""
+        out: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
+        for entry in self.entries:
+            out |= entry.write(model)
+        return out
+
+    def table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
+        """What `model` is on disk, {disk name: DiskTensor}.
+
+        `names` are those that a folder has: they tell whether it lacks the prefix, and whether it stores tied
+        embeddings twice.
+        """
+        names = set(names) if names is not None else None
+        table = disk_tensors(self.rules, tensors_of(model), model.num_layers)
+        if names is not None and not any(name.startswith(self.prefix) for name in names):
+            table = {disk.name: disk for disk in (_without(self.prefix, disk) for disk in table.values())}
+        if names is not None and model.tie_embeddings and self.head in names:
+            embedding = next(disk for disk in table.values() if disk.slabs[0].name == "model.embed_tokens.weight")
+            table[self.head] = replace(embedding, name=self.head)
+        return table
+
+    def is_buffer(self, name: str) -> bool:
+        """Whether a disk tensor is no weight of the model."""
+        return re.fullmatch(self.buffers, name) is not None
+
+
+def _without(prefix: str, disk: DiskTensor) -> DiskTensor:
+    return replace(disk, name=disk.name.removeprefix(prefix))

@@ -1,0 +1,183 @@
+"""How keys of a HuggingFace config.json and fields of `ModelConfig` say the same thing, one declaration for both directions.
+
+A family is a list of `Entry`s. Each names the keys and the fields it answers for, so that a key or a field that nobody
+answers for is noticed, and refused rather than dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mega_common.model_config import ModelConfig
+
+Raw = Mapping[str, Any]
+
+
+class MismatchError(ValueError):
+    """A setting that one side has and the other cannot express; the message names it."""
+
+
+class Entry(Protocol):
+    """Some keys and the fields that mean the same."""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of config.json it answers for."""
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Fields of `ModelConfig` it answers for."""
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """Fields from keys; MismatchError when a value has no counterpart."""
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Keys from fields; MismatchError when a value has no counterpart."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key that is one field, or several fields which then must agree.
+
+    Attributes:
+        key: the key's name.
+        names: the fields' names, separated by spaces.
+        default: what transformers takes for an absent key. `...` marks a key that must be there.
+        values: how values are called there and here; by default they are the same. The first match is written.
+    """
+
+    key: str
+    names: str
+    default: Any = ...
+    values: Mapping[str, str] | None = None
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The one key."""
+        return frozenset({self.key})
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The fields."""
+        return frozenset(self.names.split())
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """The key's value in each field."""
+        value = raw.get(self.key, self.default)
+        if value is ...:
+            raise MismatchError(f"{self.key} is missing")
+        if self.values is not None:
+            if not isinstance(value, str) or value not in self.values:
+                raise MismatchError(f"{self.key} = {value!r} is not supported (only {_list(self.values)})")
+            value = self.values[value]
+        return dict.fromkeys(self.names.split(), value)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The fields' common value under the key."""
+        first, *others = self.names.split()
+        value = getattr(model, first)
+        for other in others:
+            if getattr(model, other) != value:
+                raise MismatchError(f"{first} = {value!r} and {other} = {getattr(model, other)!r} must be the same")
+        if self.values is not None:
+            there = [name for name, here in self.values.items() if here == value]
+            if not there:
+                raise MismatchError(f"{first} must be {_list(self.values.values())}, not {value!r}")
+            value = there[0]
+        return {self.key: value}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Key/value heads and the width of a head: keys that may be absent or null.
+
+    Attributes:
+        kv_default: key/value heads when the key is absent; None is every head its own.
+        dim_default: the same for the width of a head; None is hidden_size / num_attention_heads.
+        explicit_dim: whether transformers' class of the family has the key `head_dim`.
+        divisible: whether that class insists that the heads divide hidden_size.
+    """
+
+    kv_default: int | None = None
+    dim_default: int | None = None
+    explicit_dim: bool = True
+    divisible: bool = False
+    keys: frozenset[str] = frozenset({"num_key_value_heads", "head_dim"})
+    fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """Both, as they are; `ModelConfig` knows what None means."""
+        return {
+            "num_kv_heads": raw.get("num_key_value_heads", self.kv_default),
+            "head_dim": raw.get("head_dim", self.dim_default),
+        }
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Both resolved; the width of a head is left out where the family's class has no such key and needs none."""
+        if self.divisible and model.hidden_size % model.num_attention_heads:
+            raise MismatchError(f"hidden_size must be a multiple of {model.num_attention_heads} heads")
+        derived = model.head_size * model.num_attention_heads == model.hidden_size
+        out = {"num_key_value_heads": model.kv_heads}
+        return out if derived and not self.explicit_dim else {**out, "head_dim": model.head_size}
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Fields that every model of the family has at this value; no key speaks of them."""
+
+    values: Mapping[str, Any]
+    keys: frozenset[str] = field(default=frozenset())
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The fields."""
+        return frozenset(self.values)
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """The fixed values."""
+        return dict(self.values)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Nothing, when the model agrees."""
+        wrong = [
+            f"{name} must be {value!r}, not {getattr(model, name)!r}"
+            for name, value in self.values.items()
+            if getattr(model, name) != value
+        ]
+        if wrong:
+            raise MismatchError("; ".join(wrong))
+        return {}
+
+
+@dataclass(frozen=True)
+class Only:
+    """Keys that may be there, but only with a value that changes nothing."""
+
+    values: Mapping[str, tuple[Any, ...]]
+    fields: frozenset[str] = field(default=frozenset())
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys."""
+        return frozenset(self.values)
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """Nothing, when each key is absent or harmless."""
+        wrong = [
+            f"{key} = {raw[key]!r} is not supported (only {_list(allowed)})"
+            for key, allowed in self.values.items()
+            if key in raw and raw[key] not in allowed
+        ]
+        if wrong:
+            raise MismatchError("; ".join(wrong))
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+def _list(values: Any) -> str:
+    return " or ".join(repr(value) for value in values)

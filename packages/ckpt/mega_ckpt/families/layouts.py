@@ -1,0 +1,137 @@
+"""How a family stores its weights: which canonical tensors one disk tensor holds, as views of it.
+
+A view works in both directions: read from it to load, copy into it to save. So one declaration of a family's names
+serves reading, writing, slices and whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.pieces import Shape
+
+
+class Layout(Protocol):
+    """How some canonical shapes become one disk tensor."""
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        """The disk tensor's shape."""
+
+    def views(self, disk: Tensor, parts: Sequence[Shape]) -> list[Tensor]:
+        """One view of the disk tensor for each canonical part, of the part's shape."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Canonical tensors one after another on axis 0; with `transposed`, the whole is stored as (in, out)."""
+
+    transposed: bool = False
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        """Rows add up, the other axes agree."""
+        joined = (sum(part[0] for part in parts), *parts[0][1:])
+        return joined[::-1] if self.transposed else joined
+
+    def views(self, disk: Tensor, parts: Sequence[Shape]) -> list[Tensor]:
+        """Blocks of rows, or of columns when transposed."""
+        rows = disk.t() if self.transposed else disk
+        return list(torch.split(rows, [part[0] for part in parts]))
+
+
+@dataclass(frozen=True)
+class OneExpert:
+    """One slab of a stack of experts, stored without the expert axis."""
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        """The slab without its axis of length one."""
+        (slab,) = parts
+        return slab[1:]
+
+    def views(self, disk: Tensor, parts: Sequence[Shape]) -> list[Tensor]:
+        """The tensor with that axis again."""
+        return [disk.unsqueeze(0)]
+
+
+PLAIN = Joined()
+TRANSPOSED = Joined(transposed=True)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where canonical tensors are on disk. `{i}` in the names runs over layers, `{e}` in `disk` over experts.
+
+    A rule whose canonical tensors a model does not have (a bias, say) does not apply to it.
+    """
+
+    disk: str
+    parts: tuple[str, ...]
+    layout: Layout = PLAIN
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A rectangle of a canonical tensor."""
+
+    name: str
+    offset: Shape
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class DiskTensor:
+    """One tensor of a file: its name and shape there, and the slabs of canonical tensors it holds."""
+
+    name: str
+    shape: Shape
+    slabs: tuple[Slab, ...]
+    layout: Layout
+
+    def views(self, disk: Tensor) -> list[tuple[Slab, Tensor]]:
+        """Each slab with the view of the disk tensor that it is."""
+        return list(zip(self.slabs, self.layout.views(disk, [slab.shape for slab in self.slabs]), strict=True))
+
+
+def disk_tensors(rules: Sequence[Rule], tensors: Mapping[str, Shape], layers: int) -> dict[str, DiskTensor]:
+    """Expand `rules` for a model with these canonical `tensors`; what no rule covers is stored under its own name.
+
+    The result is in the order of `tensors`, which is the order of the forward pass.
+    """
+    found: dict[str, list[DiskTensor]] = {name: [] for name in tensors}
+    covered: set[str] = set()
+    for rule in rules:
+        for index in range(layers) if "{i}" in rule.disk else (0,):
+            parts = [part.replace("{i}", str(index)) for part in rule.parts]
+            if all(part in tensors for part in parts):
+                covered.update(parts)
+                found[parts[0]] += _expand(rule, index, parts, tensors)
+    for name, shape in tensors.items():
+        if name not in covered:
+            found[name].append(DiskTensor(name, shape, (_whole(name, shape),), PLAIN))
+    return {disk.name: disk for disks in found.values() for disk in disks}
+
+
+def _expand(rule: Rule, index: int, parts: Sequence[str], tensors: Mapping[str, Shape]) -> list[DiskTensor]:
+    name = rule.disk.replace("{i}", str(index))
+    if "{e}" not in name:
+        return [_disk(rule.layout, name, [_whole(part, tensors[part]) for part in parts])]
+    return [
+        _disk(rule.layout, name.replace("{e}", str(expert)), [_expert(part, tensors[part], expert) for part in parts])
+        for expert in range(tensors[parts[0]][0])
+    ]
+
+
+def _disk(layout: Layout, name: str, slabs: Sequence[Slab]) -> DiskTensor:
+    return DiskTensor(name, layout.shape([slab.shape for slab in slabs]), tuple(slabs), layout)
+
+
+def _whole(name: str, shape: Shape) -> Slab:
+    return Slab(name, (0,) * len(shape), shape)
+
+
+def _expert(name: str, shape: Shape, expert: int) -> Slab:
+    return Slab(name, (expert, *(0,) * (len(shape) - 1)), (1, *shape[1:]))

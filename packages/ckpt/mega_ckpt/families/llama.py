@@ -1,0 +1,21 @@
+"""Llama 1 to 3 (arXiv:2302.13971, arXiv:2407.21783), and the many models that use its architecture."""
+
+from __future__ import annotations
+
+from mega_ckpt.families.base import Family
+from mega_ckpt.families.common import DECODER
+from mega_ckpt.families.keys import Fixed, Heads, Key
+from mega_ckpt.families.rope import Rope
+
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    entries=(
+        *DECODER,
+        Heads(divisible=True),
+        Rope(),
+        Key("attention_bias", "qkv_bias attention_out_bias", False),
+        Key("mlp_bias", "mlp_bias", False),
+        Fixed({"qk_norm": False, "sliding_window": None}),
+    ),
+)

@@ -1,0 +1,100 @@
+"""Rotary embeddings in config.json: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mega_ckpt.families.keys import MismatchError, Raw
+from mega_common.model_config import ModelConfig, RopeConfig
+
+# Parameters of each rope_type: {key: field of RopeConfig}. transformers warns of others and ignores them; we refuse.
+_YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_ORIGINAL = {"original_max_position_embeddings": "original_max_position"}
+_PARAMETERS: Mapping[str, Mapping[str, str]] = {
+    "none": {},
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "llama3": {key: key for key in ("factor", "low_freq_factor", "high_freq_factor")} | _ORIGINAL,
+    "yarn": {key: key for key in ("factor", *_YARN)} | _ORIGINAL,
+}
+_ANSWERED = {"theta", "fraction", "scaling"}.union(*(fields.values() for fields in _PARAMETERS.values()))
+_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+
+
+@dataclass(frozen=True)
+class Rope:
+    """All keys about rotary positions.
+
+    Attributes:
+        theta: what transformers takes for an absent `rope_theta`.
+        partial: whether the family's model code can rotate only a part of each head.
+    """
+
+    theta: float = 10_000.0
+    partial: bool = False
+    keys: frozenset[str] = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"})
+    fields: frozenset[str] = frozenset({"rope"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """`rope` from either form; where a folder carries both, from the older one, as transformers does."""
+        given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+            raise MismatchError(f"rope_parameters = {given!r} is not one set of parameters for all layers")
+        kind = given.get("rope_type", given.get("type", "default"))
+        scaling = "none" if kind == "default" else kind
+        if scaling not in _PARAMETERS:
+            known = ", ".join(name for name in _PARAMETERS if name != "none")
+            raise MismatchError(f"rope_type = {kind!r} is not supported (known: default, {known})")
+        out = {
+            "theta": given.get("rope_theta") or raw.get("rope_theta") or self.theta,
+            "fraction": given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0,
+            "scaling": scaling,
+            **_read_parameters(scaling, given, raw),
+        }
+        self._check(out["fraction"])
+        return {"rope": out}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Both forms, so that software of either age reads the model: each ignores or confirms the other."""
+        rope = model.rope
+        self._check(rope.fraction)
+        kind = "default" if rope.scaling == "none" else rope.scaling
+        parameters = {"rope_type": kind, **_write_parameters(rope)}
+        partial = {"partial_rotary_factor": rope.fraction} if self.partial else {}
+        return {
+            "rope_theta": rope.theta,
+            **partial,
+            "rope_scaling": None if kind == "default" else dict(parameters),
+            "rope_parameters": {**parameters, "rope_theta": rope.theta, **partial},
+        }
+
+    def _check(self, fraction: float) -> None:
+        if fraction != 1.0 and not self.partial:
+            raise MismatchError(f"rope.fraction (partial_rotary_factor) must be 1.0, not {fraction}")
+
+
+def _read_parameters(scaling: str, given: Raw, raw: Raw) -> dict[str, Any]:
+    names = _PARAMETERS[scaling]
+    ignorable = {"truncate": True} if scaling == "yarn" else {}
+    for key, value in given.items():
+        if key not in names and key not in _COMMON and value is not None and value != ignorable.get(key):
+            raise MismatchError(f"{key} = {value!r} of rope_type {scaling!r} is not supported")
+    out = {field: given[key] for key, field in names.items() if given.get(key) is not None}
+    longest = raw.get("max_position_embeddings")
+    if "original_max_position" in names.values():
+        out.setdefault("original_max_position", raw.get("original_max_position_embeddings", longest))
+    if scaling == "yarn" and "factor" not in out and longest and out["original_max_position"]:
+        out["factor"] = longest / out["original_max_position"]
+    if "factor" in names and "factor" not in out:
+        raise MismatchError(f"factor of rope_type {scaling!r} is missing")
+    return out
+
+
+def _write_parameters(rope: RopeConfig) -> dict[str, Any]:
+    for name, field in RopeConfig.model_fields.items():
+        if name not in _ANSWERED and getattr(rope, name) != field.default:
+            raise MismatchError(f"rope.{name} = {getattr(rope, name)!r} has no counterpart")
+    found = {key: getattr(rope, field) for key, field in _PARAMETERS[rope.scaling].items()}
+    return {key: value for key, value in found.items() if value is not None}

@@ -1,0 +1,250 @@
+"""Reading a HuggingFace folder: config.json and safetensors, one file or several with an index.
+
+Nothing is loaded when a folder is opened; headers, names and shapes are all checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.families import Family, family_of
+from mega_ckpt.families.layouts import DiskTensor, Slab
+from mega_ckpt.formats.safetensors import Header, SafetensorsFile
+from mega_ckpt.names import some, tensors_of
+from mega_ckpt.pieces import Box, Shape, copy_overlap
+from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+LAYOUT = "hf_layout.json"  # in a mega checkpoint's assets: the headers of the files that it was made from
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".tmp")
+_TEMPLATES = "additional_chat_templates"
+
+
+class HfSource:
+    """The weights in a HuggingFace folder.
+
+    Raises:
+        CheckpointError: from the constructor, naming file, key or tensor, for a folder that cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        raw = read_config(folder)
+        self.family = family_of(raw, str(folder / CONFIG))
+        self.model: ModelConfig = self.family.read_config(raw, str(folder / CONFIG))
+        self.files = _open_files(folder)
+        self._file_of = {name: file for file in self.files for name in file.header.entries}
+        table = checked_table(
+            self.family,
+            self.model,
+            {name: file.header.entries[name].shape for name, file in self._file_of.items()},
+            folder,
+        )
+        self._shapes = tensors_of(self.model)
+        self._places = _places(table)
+        self._check_tied(table)
+        self._buffers = [name for name in self._file_of if name not in table]
+
+    def keys(self) -> Sequence[str]:
+        """Canonical names, in the order of the forward pass."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> Shape:
+        """Global shape of a tensor."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Its stored dtype."""
+        disk, _ = self._places[name][0]
+        return self._file_of[disk.name].header.entries[disk.name].dtype
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor: a view of the file, unless it is assembled from several."""
+        shape = self.shape(name)
+        return self.read_slice(name, (0,) * len(shape), shape)
+
+    def read_slice(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """A rectangle of it: a view of the file, unless it is assembled from several tensors there."""
+        places = self._places[name]
+        if len(places) == 1:
+            window = tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))
+            return self._view(*places[0])[window]
+        out = torch.empty(shape, dtype=self.dtype(name))
+        for disk, slab in places:
+            copy_overlap(Box(offset, out), Box(slab.offset, self._view(disk, slab)))
+        return out
+
+    def buffers(self) -> Sequence[str]:
+        """Tensors on disk that are no weights."""
+        return self._buffers
+
+    def read_buffer(self, name: str) -> Tensor:
+        """One of them: a view of the file."""
+        return self._file_of[name].read(name)
+
+    def assets(self) -> Mapping[str, Path | bytes]:
+        """Every file that holds no weights, and how the weights were laid out in theirs."""
+        found: dict[str, Path | bytes] = {path.name: path for path in sorted(self.folder.iterdir()) if _travels(path)}
+        templates = self.folder / _TEMPLATES
+        if templates.is_dir():
+            found |= {f"{_TEMPLATES}/{path.name}": path for path in sorted(templates.glob("*.jinja"))}
+        return {**found, LAYOUT: encode_layout({file.path.name: file.header.text for file in self.files})}
+
+    def _view(self, disk: DiskTensor, slab: Slab) -> Tensor:
+        views = disk.views(self._file_of[disk.name].read(disk.name))
+        return next(view for each, view in views if each == slab)
+
+    def _check_tied(self, table: Mapping[str, DiskTensor]) -> None:
+        """A folder may store tied embeddings twice; they must then be one."""
+        head = self.family.head
+        if not (self.model.tie_embeddings and head in table):
+            return
+        (embedding, _), *_ = self._places["model.embed_tokens.weight"]
+        one, other = (self._file_of[name].read(name) for name in (embedding.name, head))
+        if one.dtype != other.dtype or not torch.equal(one, other):
+            raise CheckpointError(
+                f"{self.folder}: {head} differs from {embedding.name}, but {CONFIG} says that they are tied",
+                hint='set "tie_word_embeddings": false in config.json if both are meant',
+            )
+
+
+def _places(table: Mapping[str, DiskTensor]) -> Mapping[str, list[tuple[DiskTensor, Slab]]]:
+    """Where each canonical tensor is: the disk tensors and the slab that each of them holds, without repetition."""
+    found: defaultdict[str, dict[Shape, tuple[DiskTensor, Slab]]] = defaultdict(dict)
+    for disk in table.values():
+        for slab in disk.slabs:
+            found[slab.name].setdefault(slab.offset, (disk, slab))
+    return {name: list(places.values()) for name, places in found.items()}
+
+
+def checked_table(
+    family: Family, model: ModelConfig, held: Mapping[str, Shape], source: object
+) -> Mapping[str, DiskTensor]:
+    """The family's table for `model`, when `held` (disk names with shapes) are its tensors, beside buffers.
+
+    Raises:
+        CheckpointError: naming a tensor that is missing, unknown or of another shape.
+    """
+    if model.num_layers > len(held):
+        raise CheckpointError(f"{source}: {model.num_layers} layers by {CONFIG}, but only {len(held)} tensors")
+    table = family.table(model, held)
+    missing = table.keys() - held.keys()
+    if missing:
+        raise CheckpointError(f"{source}: the tensor {some(missing)} is missing")
+    unknown = {name for name in held.keys() - table.keys() if not family.is_buffer(name)}
+    if unknown:
+        raise CheckpointError(
+            f"{source}: the tensor {some(unknown)} is not one of a {family.name} model with this {CONFIG}",
+            hint="a tensor that is not understood is refused rather than dropped",
+        )
+    for name, disk in table.items():
+        if held[name] != disk.shape:
+            raise CheckpointError(
+                f"{source}: {name} has shape {list(held[name])}, but {CONFIG} makes it {list(disk.shape)}"
+            )
+    return table
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The mapping in a folder's config.json.
+
+    Raises:
+        CheckpointError: when it is missing or no JSON mapping, with a hint about what the folder looks like.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        hint = "expected a mega checkpoint, a run folder, or a HuggingFace folder with config.json and safetensors"
+        if (folder / "latest_checkpointed_iteration.txt").exists():
+            hint = "this looks like a Megatron checkpoint, which is not read yet"
+        elif any(folder.glob("*.safetensors")):
+            hint = "there are safetensors files: put the model's config.json beside them"
+        raise CheckpointError(f"{folder}: there is no {CONFIG}", hint=hint)
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON mapping.
+
+    Raises:
+        CheckpointError: when the file is anything else.
+    """
+    try:
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: expected keys with values, found {type(raw).__name__}")
+    return raw
+
+
+def _open_files(folder: Path) -> list[SafetensorsFile]:
+    """The safetensors files of a folder, each tensor in one of them, as the index says if there is one."""
+    if (folder / SINGLE).is_file():
+        return [SafetensorsFile.open(folder / SINGLE)]
+    if not (folder / INDEX).is_file():
+        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        if pickles:
+            raise CheckpointError(
+                f"{folder}: only pickled weights ({pickles[0]}), which can run code when they are loaded",
+                hint="get the safetensors version, or convert where you trust it: transformers' save_pretrained writes it",
+            )
+        raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}", hint="was the download interrupted?")
+    index = folder / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: has no weight_map")
+    for tensor, name in weight_map.items():
+        check_file_name(name, f"{index}: {tensor}")
+        if not (folder / name).is_file():
+            raise CheckpointError(
+                f"{folder}: {name} is missing, which holds {tensor}", hint="was the download interrupted?"
+            )
+    files = [SafetensorsFile.open(folder / name) for name in sorted(set(weight_map.values()))]
+    held = {(tensor, file.path.name) for file in files for tensor in file.header.entries}
+    for tensor, name in held ^ set(weight_map.items()):
+        raise CheckpointError(f"{index}: disagrees with {name} on whether it holds {tensor}")
+    return files
+
+
+def check_file_name(name: object, source: str) -> None:
+    """Refuse anything but the plain name of a safetensors file.
+
+    Raises:
+        CheckpointError: naming `source`.
+    """
+    plain = isinstance(name, str) and name.endswith(".safetensors") and name.isprintable()
+    if not plain or {"/", "\\", ":"} & set(str(name)) or str(name).startswith("."):
+        raise CheckpointError(f"{source}: {name!r} is not the plain name of a safetensors file in the same folder")
+
+
+def encode_layout(headers: Mapping[str, bytes]) -> bytes:
+    """`hf_layout.json`: the header of each safetensors file, as it was to the byte."""
+    files = {name: text.decode() for name, text in headers.items()}
+    return json.dumps({"files": files}, indent=1, ensure_ascii=False).encode()
+
+
+def decode_layout(content: bytes) -> dict[str, Header]:
+    """The headers in a `hf_layout.json`, {file name: Header}.
+
+    Raises:
+        CheckpointError: when it is not one, or names a file outside its folder.
+    """
+    try:
+        files = {str(name): str(text).encode() for name, text in json.loads(content)["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{LAYOUT}: damaged ({error})") from None
+    for name in files:
+        check_file_name(name, LAYOUT)
+    return {name: Header.parse(text, Path(name)) for name, text in files.items()}
+
+
+def _travels(path: Path) -> bool:
+    return path.is_file() and not path.name.endswith(_WEIGHTS) and path.name != LAYOUT

@@ -1,0 +1,164 @@
+"""Safetensors files, tensor by tensor: eight bytes of length, a JSON header, the tensors' bytes.
+
+The library reads and writes whole files; conversion needs less: the header byte for byte, a tensor that is only mapped
+until it is used, and a file that is written while its tensors come in. Format: huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
+from mega_ckpt.pieces import Shape
+from mega_ckpt.shards import NewFile, mapped, raw
+from mega_common.errors import CheckpointError
+
+_LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: what it is, and its bytes [start, stop) counted from the end of the header."""
+
+    dtype: torch.dtype
+    shape: Shape
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file's header.
+
+    Attributes:
+        text: its bytes as they are in the file, padding included.
+        entries: {name: Entry} in the order of the tensors' bytes.
+        metadata: free text that travels along; `{"format": "pt"}` in files for torch.
+    """
+
+    text: bytes
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: bytes, path: Path) -> Self:
+        """Check a header.
+
+        Raises:
+            CheckpointError: when it is no JSON of this format, or the tensors overlap, leave holes or have a size that
+                is not that of their shape.
+        """
+        try:
+            fields = json.loads(text)
+            metadata = fields.pop("__metadata__", {})
+            found = {name: _entry(value) for name, value in fields.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not a safetensors file (its header is broken: {error})") from None
+        entries = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)))
+        position = 0
+        for name, entry in entries.items():
+            size = math.prod(entry.shape) * entry.dtype.itemsize
+            if entry.start != position or entry.stop - entry.start != size:
+                raise CheckpointError(f"{path}: {name}: its bytes are not where its shape {list(entry.shape)} says")
+            position = entry.stop
+        return cls(text, entries, metadata)
+
+    @classmethod
+    def make(cls, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> Self:
+        """The header of a file that holds `tensors`, in the library's order: wide types first, then by name."""
+        entries: dict[str, Entry] = {}
+        position = 0
+        for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+            dtype, shape = tensors[name]
+            size = math.prod(shape) * dtype.itemsize
+            entries[name] = Entry(dtype, shape, position, position + size)
+            position += size
+        fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        for name, entry in entries.items():
+            fields[name] = {
+                "dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [entry.start, entry.stop],
+            }  # fmt: skip
+        text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+        return cls(text + b" " * (-len(text) % 8), entries, metadata)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return max((entry.stop for entry in self.entries.values()), default=0)
+
+
+def _entry(fields: Mapping[str, Any]) -> Entry:
+    shape, (start, stop) = tuple(fields["shape"]), fields["data_offsets"]
+    if fields["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {fields['dtype']!r} is not known")
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, stop)):
+        raise ValueError("a size is not a number")
+    return Entry(DTYPES[fields["dtype"]], shape, start, stop)
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """An existing file, checked: its header is sound and its length is the one that the header says."""
+
+    path: Path
+    header: Header
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Read and check the header.
+
+        Raises:
+            CheckpointError: when the file is missing, truncated, too long or not of this format.
+        """
+        try:
+            with open(path, "rb") as stream:
+                size = os.fstat(stream.fileno()).st_size
+                prefix = stream.read(8)
+                length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _LONGEST_HEADER
+                if length > min(_LONGEST_HEADER, size - 8):
+                    raise CheckpointError(f"{path}: truncated, or not a safetensors file ({size} bytes)")
+                header = Header.parse(stream.read(length), path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+        expected = 8 + length + header.size
+        if size != expected:
+            state = "truncated" if size < expected else "too long"
+            raise CheckpointError(
+                f"{path}: {state}: {size} bytes instead of {expected}", hint="download or copy the file again"
+            )
+        return cls(path, header)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as a private mapping of the file: bytes are read when they are used, and given back with it."""
+        entry = self.header.entries[name]
+        begin = 8 + len(self.header.text)
+        with open(self.path, "rb") as stream:
+            data = mapped(stream, begin + entry.start, begin + entry.stop)
+        # Old writers did not pad the header, so that elements may lie anywhere.
+        aligned = data if (begin + entry.start) % entry.dtype.itemsize == 0 else data.clone()
+        return aligned.view(entry.dtype).view(entry.shape)
+
+
+def write_file(
+    path: Path, header: Header, tensors: Iterable[Tensor], advance: Callable[[int], object] = lambda _: None
+) -> None:
+    """Write a file while its tensors come in, in the order of `header.entries`; durable when this returns.
+
+    `advance` is told of the bytes of each tensor.
+    """
+    with NewFile(path) as file:
+        file.write(struct.pack("<Q", len(header.text)) + header.text)
+        for tensor in tensors:
+            file.write(raw(tensor))
+            advance(tensor.nbytes)
+        file.close()

@@ -1,0 +1,266 @@
+"""The manifest of a checkpoint: what is in the folder, to the byte, as one JSON file that is checked before it is believed.
+
+    step-00000100/
+        manifest.json                        this
+        shard-00000-000.safetensors ...      tensors, cut in chunks
+        assets/                              tokenizer files and the like, as they came
+
+The second line of `manifest.json` is the XXH3-128 checksum of every byte after that line, so that no flipped bit of it goes
+unseen. Everything else in the folder is described by it: a shard's header is not parsed but must be, byte for byte, the
+one that follows from the manifest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import stat
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+import torch
+import xxhash
+from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
+
+from mega_ckpt.pieces import Shape
+from mega_common.config import Config, Problem
+from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION: Literal[1] = 1
+MAX_MANIFEST_BYTES = 1 << 30
+MAX_AXES = 8
+
+# Names as in the safetensors format.
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+Size = Annotated[int, Field(ge=0, lt=1 << 62)]
+Checksum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+_HEAD, _TAIL = b'{\n "checksum": "', b'",\n'
+
+
+class Chunk(Config):
+    """A box of a tensor, in row-major order, at bytes [begin, end) of a shard. `checksum` is XXH3-128 of those bytes."""
+
+    offset: tuple[Size, ...]
+    shape: tuple[Size, ...]
+    file: str
+    begin: Size
+    end: Size
+    checksum: Checksum
+
+
+class TensorEntry(Config):
+    """A global tensor: its safetensors dtype name, its shape, and the chunks that tile it."""
+
+    dtype: str
+    shape: tuple[Size, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class FileEntry(Config):
+    """Length in bytes and XXH3-128 checksum of a whole file."""
+
+    bytes: Size
+    checksum: Checksum
+
+
+class Manifest(Config):
+    """What a checkpoint holds. `state` and `provenance` are the writer's own JSON; the store does not look into them."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    step: NonNegativeInt
+    model: ModelConfig
+    state: dict[str, JsonValue]
+    provenance: dict[str, JsonValue] = {}
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong between the entries; asked before anything that the manifest names is opened."""
+        yield from self.model.problems()
+        for name in self.files:
+            if not _is_plain_path(name):
+                yield Problem("files", f"{name!r} is not the plain name of a file inside the checkpoint")
+        ranges = defaultdict(list)
+        for key, tensor in self.tensors.items():
+            rule = _tensor_rule(key, tensor, self.files)
+            if rule:
+                yield Problem(key, rule)
+            for chunk in tensor.chunks:
+                ranges[chunk.file].append((chunk.begin, chunk.end, key))
+        for name, found in ranges.items():
+            if name in self.files:
+                yield from _range_problems(name, sorted(found), self.files[name].bytes)
+
+    def encode(self) -> bytes:
+        """The bytes of `manifest.json`, one line a tensor.
+
+        Raises:
+            CheckpointError: when `state` or `provenance` holds NaN or an infinity, which JSON has not.
+        """
+        fields = self.model_dump(mode="json")
+        rows = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted(fields.pop("tensors").items())]
+        try:
+            lines = [f' "{name}": {json.dumps(value, allow_nan=False)}' for name, value in fields.items()]
+        except ValueError as error:
+            raise CheckpointError(f"the state to save is not JSON: {error}") from None
+        body = (",\n".join([*lines, ' "tensors": {\n' + ",\n".join(rows) + "\n }"]) + "\n}\n").encode()
+        return _HEAD + xxhash.xxh3_128_hexdigest(body).encode() + _TAIL + body
+
+    @classmethod
+    def decode(cls, data: bytes, source: Path) -> Manifest:
+        """Check and parse the bytes of a `manifest.json`.
+
+        Raises:
+            CheckpointError: naming `source` and the tensor or field, for anything but a sound manifest.
+        """
+        start = len(_HEAD) + 32 + len(_TAIL)
+        body = data[start:]
+        if data[:start] != _HEAD + xxhash.xxh3_128_hexdigest(body).encode() + _TAIL:
+            raise CheckpointError(
+                f"{source}: damaged or changed since it was written: its checksum does not fit",
+                hint="resume from another checkpoint, or save this one again",
+            )
+        try:
+            manifest = cls.model_validate_json(b"{" + body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise CheckpointError(
+                f"{source}: {'.'.join(map(str, first['loc'])) or 'the whole file'}: {first['msg']}",
+                hint=f"this program reads format {FORMAT_VERSION}" if first["loc"] == ("format_version",) else None,
+            ) from None
+        problem = next(manifest.problems(), None)
+        if problem:
+            raise CheckpointError(f"{source}: {problem}")
+        return manifest
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest of a checkpoint folder.
+
+        Raises:
+            CheckpointError: when there is none, or it is not sound.
+        """
+        path = folder / MANIFEST
+        try:
+            if plain_size(folder, MANIFEST) > MAX_MANIFEST_BYTES:
+                raise CheckpointError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes, which no manifest is")
+            return cls.decode(path.read_bytes(), path)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{folder}: not a mega checkpoint, there is no {MANIFEST} in it",
+                hint="a checkpoint is a folder such as checkpoints/step-00000100",
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def make_manifest(
+    step: int, model: ModelConfig, state: Mapping[str, Any], provenance: Mapping[str, Any] | None
+) -> Manifest:
+    """A manifest without tensors and files yet.
+
+    Raises:
+        CheckpointError: when `state` or `provenance` is not JSON.
+    """
+    try:
+        manifest = Manifest(
+            step=step, model=model, state=dict(state), provenance=dict(provenance or {}), files={}, tensors={}
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise CheckpointError(
+            f"the checkpoint of step {step} cannot be described: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None
+    manifest.encode()
+    return manifest
+
+
+def plain_size(folder: Path, name: str) -> int:
+    """Length in bytes of a plain file inside `folder`. Links, pipes and the like are refused, on the way to it too.
+
+    Raises:
+        CheckpointError: when it is none; FileNotFoundError: when there is no such file.
+    """
+    path = folder / name
+    above = [folder / parent for parent in PurePosixPath(name).parents][:-1]
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or any(parent.is_symlink() for parent in above):
+        raise CheckpointError(f"{path}: not a plain file inside the checkpoint (links are not followed)")
+    return found.st_size
+
+
+def tiles(shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> bool:
+    """Whether boxes (offset, shape) cover a tensor of `shape` exactly once everywhere.
+
+    The mixed derivative of a box's indicator function is a sum of signed points at its 2^axes corners, and a function
+    that is zero far away is determined by that derivative. So the boxes tile iff their signed corners add up to those of
+    the whole. Linear in the number of boxes, where comparing all pairs is quadratic.
+    """
+    corners: Counter[Shape] = Counter()
+    outer = ((0,) * len(shape), shape)
+    for sign, (offset, extent) in itertools.chain(((1, box) for box in boxes), [(-1, outer)]):
+        for picks in itertools.product((0, 1), repeat=len(shape)):
+            point = tuple(o + n * p for o, n, p in zip(offset, extent, picks, strict=True))
+            corners[point] += -sign if sum(picks) % 2 else sign
+    return not any(corners.values())
+
+
+def _is_plain_path(name: str) -> bool:
+    path = PurePosixPath(name)
+    return (
+        name.isprintable()
+        and "\\" not in name
+        and str(path) == name
+        and not path.is_absolute()
+        and not {"", ".", ".."} & set(path.parts)
+        and bool(path.parts)
+        and name != MANIFEST
+    )
+
+
+def _tensor_rule(key: str, tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
+    """The first rule that a tensor's entry breaks."""
+    if not key or not key.isprintable():
+        return "a tensor's name must be printable"
+    if tensor.dtype not in DTYPES:
+        return f"unknown dtype {tensor.dtype!r}"
+    if len(tensor.shape) > MAX_AXES or math.prod(n or 1 for n in tensor.shape) >= 1 << 62:
+        return f"a shape of {list(tensor.shape)} is not possible"
+    width = DTYPES[tensor.dtype].itemsize
+    for chunk in tensor.chunks:
+        if not len(chunk.offset) == len(chunk.shape) == len(tensor.shape):
+            return f"a chunk at {list(chunk.offset)} has another number of axes than the tensor"
+        if any(o + n > g for o, n, g in zip(chunk.offset, chunk.shape, tensor.shape, strict=True)):
+            return f"the chunk at {list(chunk.offset)} reaches outside the tensor"
+        if chunk.file not in files:
+            return f"the chunk at {list(chunk.offset)} is in {chunk.file!r}, which is not a file of this checkpoint"
+        if chunk.end - chunk.begin != math.prod(chunk.shape) * width or chunk.begin % width:
+            return f"the chunk at {list(chunk.offset)} has a shape that its bytes in {chunk.file} do not hold"
+        if chunk.end > files[chunk.file].bytes:
+            return f"the chunk at {list(chunk.offset)} ends after the end of {chunk.file}"
+    if not tiles(tensor.shape, ((chunk.offset, chunk.shape) for chunk in tensor.chunks)):
+        held, whole = sum(math.prod(c.shape) for c in tensor.chunks), math.prod(tensor.shape)
+        return f"its chunks overlap or leave a part out ({held} elements in chunks, {whole} in the tensor)"
+    return None
+
+
+def _range_problems(name: str, found: list[tuple[int, int, str]], size: int) -> Iterator[Problem]:
+    """Chunks of a shard must follow each other without overlap or hole, up to its end: no byte serves two tensors."""
+    for (_, end, _), (begin, _, key) in itertools.pairwise(found):
+        if begin != end:
+            yield Problem(key, f"its bytes in {name} overlap with another tensor's, or leave a hole")
+    if found[-1][1] != size:
+        yield Problem(found[-1][2], f"it should end where {name} ends")

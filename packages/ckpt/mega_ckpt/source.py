@@ -1,0 +1,191 @@
+"""Weights to load from, whatever they are stored as: a checkpoint of mega, a run's newest one, a HuggingFace folder.
+
+A `Source` speaks of canonical tensors only, and reads no more of a file than what is asked of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.formats.hf import CONFIG, HfSource
+from mega_ckpt.manifest import MANIFEST
+from mega_ckpt.names import some, tensors_of
+from mega_ckpt.pieces import Shape, Sharded
+from mega_ckpt.store import Checkpoint, latest
+from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig
+
+WEIGHTS, BUFFERS, ASSETS = "weights/", "hf/", "assets"
+
+
+class Source(Protocol):
+    """A model's weights by canonical name, each tensor whole and global."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """What the weights are of."""
+
+    def keys(self) -> Sequence[str]:
+        """Canonical names, in the order of the forward pass."""
+
+    def shape(self, name: str) -> Shape:
+        """Global shape of a tensor."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Its stored dtype."""
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor. May be a view of the file: copy it before changing it."""
+
+    def read_slice(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """`tensor[offset : offset + shape]`, reading only what is needed. May be a view of the file."""
+
+    def buffers(self) -> Sequence[str]:
+        """Tensors of a HuggingFace folder that are no weights (masks and the like), by their names there."""
+
+    def read_buffer(self, name: str) -> Tensor:
+        """One of them, as it was."""
+
+    def assets(self) -> Mapping[str, Path | bytes]:
+        """Files that travel with the weights, {path inside the assets folder: file or its content}."""
+
+
+class MegaSource:
+    """The weights in a checkpoint of mega."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.model: ModelConfig = checkpoint.model
+        held = {key.removeprefix(WEIGHTS) for key in checkpoint.keys(WEIGHTS)}
+        self._names = _checked(self.model, {name: checkpoint.shape(WEIGHTS + name) for name in held}, checkpoint.folder)
+
+    def keys(self) -> Sequence[str]:
+        """Canonical names, in the order of the forward pass."""
+        return self._names
+
+    def shape(self, name: str) -> Shape:
+        """Global shape of a tensor."""
+        return self._checkpoint.shape(WEIGHTS + name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Its stored dtype."""
+        return self._checkpoint.dtype(WEIGHTS + name)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        shape = self.shape(name)
+        return self.read_slice(name, (0,) * len(shape), shape)
+
+    def read_slice(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """A rectangle of it: a view of the file, unless it is assembled from several chunks."""
+        key = WEIGHTS + name
+        for chunk in self._checkpoint.entry(key).chunks:
+            starts = [o - c for o, c in zip(offset, chunk.offset, strict=True)]
+            if all(s >= 0 and s + n <= m for s, n, m in zip(starts, shape, chunk.shape, strict=True)):
+                window = tuple(slice(start, start + n) for start, n in zip(starts, shape, strict=True))
+                return self._checkpoint.chunk(key, chunk)[window]
+        return self._checkpoint.read(key, offset, shape)
+
+    def buffers(self) -> Sequence[str]:
+        """What came from a HuggingFace folder without being a weight."""
+        return [key.removeprefix(BUFFERS) for key in self._checkpoint.keys(BUFFERS)]
+
+    def read_buffer(self, name: str) -> Tensor:
+        """One of them."""
+        return self._checkpoint.read(BUFFERS + name)
+
+    def assets(self) -> Mapping[str, Path | bytes]:
+        """The files of the assets folder."""
+        root = self._checkpoint.folder
+        files = [Path(name) for name in self._checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
+        return {path.relative_to(ASSETS).as_posix(): root / path for path in files}
+
+
+def _checked(model: ModelConfig, held: Mapping[str, Shape], folder: Path) -> Sequence[str]:
+    """The canonical names of `model`, when `held` are exactly its tensors."""
+    if model.num_layers > len(held):
+        raise CheckpointError(f"{folder}: {model.num_layers} layers, but only {len(held)} tensors of weights")
+    expected = tensors_of(model)
+    for what, names in (
+        ("has no tensor", expected.keys() - held.keys()),
+        ("has a tensor", held.keys() - expected.keys()),
+    ):
+        if names:
+            raise CheckpointError(f"{folder}: {what} {some(names)}", hint="its manifest says that it is another model")
+    for name, shape in expected.items():
+        if held[name] != shape:
+            raise CheckpointError(f"{folder}: {name} has shape {list(held[name])} instead of {list(shape)}")
+    return list(expected)
+
+
+def open_source(path: str | Path) -> Source:
+    """Open what lies at `path`: a checkpoint of mega, a run folder (its newest checkpoint), or a HuggingFace folder.
+
+    Raises:
+        CheckpointError: when it is none of these, or one that cannot be used.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "no such folder"
+        raise CheckpointError(f"{folder}: {what}", hint="give a mega checkpoint, a run folder or a HuggingFace folder")
+    found = _checkpoint_in(folder)
+    if found is not None:
+        return MegaSource(Checkpoint.open(found))
+    is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
+    if is_run and not (folder / CONFIG).exists():
+        raise CheckpointError(f"{folder}: a run folder without a complete checkpoint")
+    return HfSource(folder)
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """The mega checkpoint at `path`, or the newest one of the run there; else `path`, which is then none."""
+    return _checkpoint_in(path) or path
+
+
+def _checkpoint_in(folder: Path) -> Path | None:
+    if (folder / MANIFEST).is_file():
+        return folder
+    return latest(folder / "checkpoints") or latest(folder)
+
+
+def load_weights(source: Source, tensors: Mapping[str, Sharded]) -> None:
+    """Fill boxes of canonical tensors, in place, cast to each box's dtype; reads only what the boxes cover.
+
+    Raises:
+        CheckpointError: when the source lacks a tensor or has it in another shape.
+    """
+    held = set(source.keys())
+    for name, sharded in tensors.items():
+        if name not in held:
+            raise CheckpointError(f"the weights to load have no tensor {name}", hint="they are of another model")
+        if source.shape(name) != sharded.shape:
+            raise CheckpointError(
+                f"{name} has shape {list(source.shape(name))} in the weights to load, but {list(sharded.shape)} here",
+                hint="they are of another model",
+            )
+        for box in sharded.boxes:
+            with torch.no_grad():
+                box.tensor.copy_(source.read_slice(name, box.offset, tuple(box.tensor.shape)))
+
+
+def copy_assets(source: Source, folder: Path) -> None:
+    """Write the files that travel with the weights into `folder`, so that a training run can hand them on."""
+    for name, content in source.assets().items():
+        put_file(folder / name, content)
+
+
+def put_file(path: Path, content: Path | bytes) -> None:
+    """Write or copy a small file, durably."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, Path):
+        content = content.read_bytes()
+    with open(path, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())

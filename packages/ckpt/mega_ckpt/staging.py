@@ -1,0 +1,42 @@
+"""Host memory that boxes are copied to, so that training can go on while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mega_ckpt.pieces import Box, Sharded
+
+ALIGNMENT = 64
+
+
+class Staging:
+    """One buffer, made at the first copy and used again by later ones; pinned where boxes live on a CUDA device."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Mapping[str, Sharded]) -> dict[str, Sharded]:
+        """Copy all boxes; what an earlier call returned is overwritten."""
+        boxes = [box.tensor for sharded in tensors.values() for box in sharded.boxes]
+        on_device = any(tensor.is_cuda for tensor in boxes)
+        need = sum(_room(tensor) for tensor in boxes)
+        if self._buffer.numel() < need:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one before asking for the new
+            self._buffer = torch.empty(need, dtype=torch.uint8, pin_memory=on_device)
+        out, start = {}, 0
+        for key, sharded in tensors.items():
+            out[key] = Sharded(sharded.shape, [])
+            for box in sharded.boxes:
+                place = self._buffer[start : start + box.tensor.nbytes].view(box.tensor.dtype).view(box.tensor.shape)
+                place.copy_(box.tensor.detach(), non_blocking=True)
+                out[key].boxes.append(Box(box.offset, place))
+                start += _room(box.tensor)
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+        return out
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT

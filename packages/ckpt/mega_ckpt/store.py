@@ -1,0 +1,284 @@
+"""Save and load: the door of the checkpoint store.
+
+A save writes into a temporary folder beside the others and commits it with one rename, after every rank's files and the
+manifest are on the disk. Killed at any moment, it leaves the former checkpoints as they were, or the new one complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from mega_ckpt.checkpoint import Checkpoint
+from mega_ckpt.folders import commit, committed, latest, make_temporary, retain, step_folder, sweep
+from mega_ckpt.manifest import DTYPE_NAMES, MANIFEST, FileEntry, Manifest, TensorEntry, make_manifest
+from mega_ckpt.pieces import Sharded
+from mega_ckpt.planning import Loading, Reader, Saving, Writer, Written
+from mega_ckpt.shards import NewFile
+from mega_ckpt.staging import Staging
+from mega_common.errors import CheckpointError, MegaError
+from mega_common.files import fsync_folder
+from mega_common.log import ProgressBar
+from mega_common.model_config import ModelConfig
+
+__all__ = ["AsyncSaver", "Checkpoint", "committed", "latest", "load", "retain", "save", "step_folder", "sweep"]
+
+T = TypeVar("T")
+
+
+def save(
+    root: Path,
+    step: int,
+    tensors: Mapping[str, Sharded],
+    *,
+    model: ModelConfig,
+    state: Mapping[str, Any],
+    assets: Path | None = None,
+    group: dist.ProcessGroup | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> Path:
+    """Save a checkpoint to `<root>/step-<step>`; when it returns, it is on the disk and complete, on every rank.
+
+    The boxes of all ranks together must tile each tensor; several ranks may hold the same box, which is written once. A
+    checkpoint of the same step is replaced. `state`, `assets` (a folder, copied whole) and `provenance` are taken from
+    the group's first rank.
+
+    Raises:
+        CheckpointError: the same on every rank, when any rank cannot do its part. Nothing is left behind then.
+    """
+    with _progress(f"saving step {step}", group) as advance:
+        _save(lambda: tensors, _Target(root, step, model, state, assets, provenance), group, advance)
+    return step_folder(root, step)
+
+
+@dataclass
+class _Target:
+    """The folder that a save fills; made, completed and committed by the group's first rank."""
+
+    root: Path
+    step: int
+    model: ModelConfig
+    state: Mapping[str, Any]
+    assets: Path | None
+    provenance: Mapping[str, Any] | None
+    folder: Path | None = None
+
+    def begin(self) -> Path:
+        """Make the folder, unless what is to be saved cannot be described."""
+        make_manifest(self.step, self.model, self.state, self.provenance)
+        if self.assets and not self.assets.is_dir():
+            raise CheckpointError(f"{self.assets}: no such folder, though its files should go into the checkpoint")
+        self.folder = make_temporary(self.root, self.step)
+        return self.folder
+
+    def finish(self, written: list[Written]) -> None:
+        """Add what is not tensors, and commit. Every rank's shards are on the disk."""
+        assert self.folder is not None
+        files = _copy_assets(self.assets, self.folder) if self.assets else {}
+        manifest = make_manifest(self.step, self.model, self.state, self.provenance)
+        with NewFile(self.folder / MANIFEST) as file:
+            file.write(_described(manifest, written, files).encode())
+            file.close()
+        fsync_folder(self.folder)
+        commit(self.folder, self.root, self.step)
+
+    def discard(self) -> None:
+        """Remove the folder."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _save(
+    tensors: Callable[[], Mapping[str, Sharded]],
+    target: _Target,
+    group: dist.ProcessGroup | None,
+    advance: Callable[[int], None],
+) -> None:
+    try:
+        with _told_alike(group):
+            writer, planner = Writer(target, advance), Saving(tensors)
+            dcp_save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not _distributed())
+    except CheckpointError as error:
+        # Only after DCP's own error it is certain that no rank writes any more.
+        if isinstance(error.__cause__, CheckpointException):
+            target.discard()
+        raise
+
+
+def load(
+    folder: Path, tensors: Mapping[str, Sharded], *, group: dist.ProcessGroup | None = None, verify: bool = True
+) -> None:
+    """Fill boxes from a checkpoint, in place. Each rank gives the boxes that it wants; tensors left out are not read.
+
+    With `verify`, every chunk that is touched is compared with its checksum. Nothing is cast.
+
+    Raises:
+        CheckpointError: the same on every rank, when a tensor is missing, has another shape or dtype, or is damaged.
+            The boxes' content is undefined then.
+    """
+    size = sum(box.tensor.nbytes for sharded in tensors.values() for box in sharded.boxes)
+    with _told_alike(group), _progress(f"loading {folder.name}", group, size) as advance:
+        reader, planner = Reader(folder, list(tensors), advance, verify=verify), Loading(folder, tensors)
+        dcp_load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=not _distributed())
+
+
+class Stall(NamedTuple):
+    """Seconds that a save held up its caller: waiting for the former save to end, and copying."""
+
+    waiting: float
+    copying: float
+
+
+class AsyncSaver:
+    """Saves while the caller goes on: copies the boxes to host memory, then a thread writes them. One save at a time.
+
+    The thread's collectives need a process group of their own; with torch.distributed, constructing a saver makes one
+    (gloo), so every rank must do so. An error of the thread is raised by the next `start` or by `wait`, on every rank.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo") if _distributed() else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._running: Future[None] | None = None
+        self._folder: Path | None = None
+        self._staging = Staging()
+
+    def start(
+        self,
+        root: Path,
+        step: int,
+        tensors: Mapping[str, Sharded],
+        *,
+        model: ModelConfig,
+        state: Mapping[str, Any],
+        assets: Path | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> Stall:
+        """Begin a save as `save` does; when this returns, `tensors` and `state` may change.
+
+        Raises:
+            CheckpointError: when the former save failed. The new one is not begun then.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        waited = time.perf_counter()
+        staged = _outcome(lambda: self._staging.copy(tensors))
+        target = _Target(root, step, model, copy.deepcopy(dict(state)), assets, copy.deepcopy(provenance))
+        self._running = self._thread.submit(_save, staged.result, target, self._group, _untold)
+        self._folder = step_folder(root, step)
+        return Stall(waited - begun, time.perf_counter() - waited)
+
+    def wait(self) -> Path | None:
+        """Wait for the save in flight; returns its folder, or None when there was none.
+
+        Raises:
+            CheckpointError: when it failed.
+        """
+        running, self._running = self._running, None
+        if running is None:
+            return None
+        running.result()
+        return self._folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+
+def _outcome(work: Callable[[], T]) -> Future[T]:
+    """Do it now, and keep the result or the error: a rank that cannot copy must still tell the others so."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001 - raised again, on every rank
+        future.set_exception(error)
+    return future
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+@contextlib.contextmanager
+def _progress(title: str, group: dist.ProcessGroup | None, size: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Progress in bytes of the group's first rank; the others, which have about as much to do, are silent."""
+    if _distributed() and dist.get_rank(group):
+        yield _untold
+        return
+    with ProgressBar(title, total=size, unit="bytes") as bar:
+        yield bar.advance
+
+
+def _untold(_: int) -> None:
+    """Progress that nobody asked for."""
+
+
+@contextlib.contextmanager
+def _told_alike(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Turn DCP's exception, which is no Exception and prints one trace a rank, into one sentence."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if not isinstance(cause, Exception):  # an interrupt is not the checkpoint's fault
+            raise cause from error
+        everywhere = len(error.failures) == (dist.get_world_size(group) if _distributed() else 1)
+        text = cause.message if isinstance(cause, MegaError) else f"{type(cause).__name__}: {cause}"
+        hint = cause.hint if isinstance(cause, MegaError) else None
+        raise CheckpointError(text if everywhere else f"rank {rank}: {text}", hint=hint) from error
+    except RuntimeError as error:
+        # What a rank does itself is told above; only the collectives in between are left.
+        raise CheckpointError(f"the ranks lost each other: {str(error).splitlines()[0]}") from error
+
+
+def _described(manifest: Manifest, written: list[Written], files: dict[str, FileEntry]) -> Manifest:
+    """The manifest with all that was written in it."""
+    chunks: dict[str, list[Written]] = {}
+    for one in written:
+        chunks.setdefault(one.slab.key, []).append(one)
+        files[one.chunk.file] = one.file
+    tensors = {
+        key: TensorEntry(
+            dtype=DTYPE_NAMES[held[0].slab.dtype],
+            shape=held[0].slab.global_shape,
+            chunks=tuple(one.chunk for one in sorted(held, key=lambda one: one.slab.offset)),
+        )
+        for key, held in chunks.items()
+    }
+    return manifest.model_copy(update={"files": dict(sorted(files.items())), "tensors": tensors})
+
+
+def _copy_assets(source: Path, folder: Path) -> dict[str, FileEntry]:
+    """Copy a folder's files to `assets/`, durably; {name in the checkpoint: entry}."""
+    files = {}
+    for above, _, names in os.walk(source):
+        target = folder / "assets" / Path(above).relative_to(source)
+        os.mkdir(target)
+        for name in sorted(names):
+            with open(Path(above) / name, "rb") as stream, NewFile(target / name) as file:
+                while block := stream.read(1 << 22):
+                    file.write(block)
+                files[(target / name).relative_to(folder).as_posix()] = file.close()
+        fsync_folder(target)
+    return files

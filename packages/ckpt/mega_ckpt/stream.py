@@ -1,0 +1,82 @@
+"""Write a checkpoint in one process while its tensors come in, a slab at a time: what conversion does.
+
+The files are those of `store.save`, which instead starts from tensors that ranks hold.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.manifest import DTYPE_NAMES, MANIFEST, Chunk, FileEntry, TensorEntry, make_manifest
+from mega_ckpt.pieces import Shape, cut
+from mega_ckpt.shards import NewFile, Slab, write_shards
+from mega_common.model_config import ModelConfig
+
+BLOCK_BYTES = 64 << 20
+FILE_BYTES = 4 << 30
+
+
+def blocks(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[Shape, Shape]]:
+    """Cut a tensor into contiguous boxes (offset, shape) of at most `BLOCK_BYTES`, in row-major order."""
+    return cut(shape, BLOCK_BYTES // dtype.itemsize)
+
+
+def slabs_of(key: str, dtype: torch.dtype, shape: Shape) -> list[Slab]:
+    """The slabs that a tensor is written as."""
+    return [Slab(key, dtype, shape, offset, extent) for offset, extent in blocks(shape, dtype)]
+
+
+def write_checkpoint(
+    folder: Path,
+    slabs: Sequence[Slab],
+    resolve: Callable[[Slab], Tensor],
+    *,
+    model: ModelConfig,
+    step: int = 0,
+    state: Mapping[str, Any] | None = None,
+    assets: Mapping[str, Path | bytes] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the files of a checkpoint into an existing empty folder; durable when this returns.
+
+    Args:
+        folder: to become the checkpoint once the caller renames it.
+        slabs: what to write; those of one tensor tile it.
+        resolve: gives a slab's elements, in its shape and dtype. Asked for one at a time.
+        model: what the weights are of.
+        step: optimizer steps done.
+        state: what a trainer would resume from; nothing after a conversion.
+        assets: files to put in `assets/`, {path in there: file or its content}.
+        provenance: where this came from, as free JSON.
+    """
+    manifest = make_manifest(step, model, state or {}, provenance)
+    files = {
+        f"assets/{name}": _write_asset(folder / "assets" / name, content) for name, content in (assets or {}).items()
+    }
+    chunks: defaultdict[str, list[Chunk]] = defaultdict(list)
+    whole = {slab.key: slab for slab in slabs}
+    for held, entry in write_shards(folder, "shard", slabs, resolve, FILE_BYTES):
+        files[held[0][1].file] = entry
+        for slab, chunk in held:
+            chunks[slab.key].append(chunk)
+    tensors = {
+        key: TensorEntry(dtype=DTYPE_NAMES[whole[key].dtype], shape=whole[key].global_shape, chunks=tuple(held))
+        for key, held in chunks.items()
+    }
+    manifest = manifest.model_copy(update={"files": dict(sorted(files.items())), "tensors": tensors})
+    with NewFile(folder / MANIFEST) as file:
+        file.write(manifest.encode())
+        file.close()
+
+
+def _write_asset(path: Path, content: Path | bytes) -> FileEntry:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NewFile(path) as file:
+        file.write(content.read_bytes() if isinstance(content, Path) else content)
+        return file.close()

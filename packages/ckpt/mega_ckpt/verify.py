@@ -1,0 +1,277 @@
+"""Look at a checkpoint without loading it: is every byte right, what is in it, how do two differ.
+
+All three stream: they hold a few slabs of a tensor in memory, never a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from mega_ckpt.checkpoint import Checkpoint
+from mega_ckpt.manifest import DTYPES, MANIFEST, Manifest
+from mega_ckpt.pieces import Shape, cut
+from mega_ckpt.shards import raw
+from mega_common.errors import CheckpointError
+from mega_common.log import ProgressBar, human
+
+SLAB_ELEMENTS = 1 << 22
+READ_BYTES = 1 << 22
+
+
+@dataclass
+class Report:
+    """What `verify` found. `problems` names file and tensor; `extra` are files that the manifest does not name."""
+
+    folder: Path
+    step: int
+    files: int
+    tensors: int
+    bytes: int
+    problems: list[str] = field(default_factory=list)
+    not_finite: dict[str, int] = field(default_factory=dict)
+    extra: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is what was written, and finite where that was asked."""
+        return not self.problems and not self.not_finite
+
+    def __str__(self) -> str:
+        lines = [f"{self.folder}: step {self.step}, {self.tensors} tensors, {human(self.bytes)}B in {self.files} files"]
+        lines += [f"  {problem}" for problem in self.problems]
+        lines += [f"  {key}: {count} elements are not finite" for key, count in self.not_finite.items()]
+        lines += [f"  {name}: not a part of the checkpoint" for name in self.extra]
+        lines += ["  every byte is as it was written" if self.ok else "  damaged"]
+        return "\n".join(lines)
+
+
+def verify(folder: Path, *, finite: bool = False) -> Report:
+    """Read every byte of a checkpoint and compare it with the manifest's checksums; with `finite`, look for NaN too.
+
+    Goes on after a damaged file, to name all.
+
+    Raises:
+        CheckpointError: when the manifest itself is missing or not sound: nothing can be said then.
+    """
+    manifest = Manifest.read(folder)
+    size = sum(entry.bytes for entry in manifest.files.values())
+    report = Report(folder, manifest.step, len(manifest.files), len(manifest.tensors), size)
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    report.extra = sorted(there - set(manifest.files) - {MANIFEST})
+    checkpoint = Checkpoint(folder, manifest)
+    with ProgressBar(f"verifying {folder.name}", total=size, unit="bytes") as bar:
+        for name in manifest.files:
+            report.problems += _file_problems(checkpoint, name, bar)
+    if finite and not report.problems:
+        report.not_finite = {key: count for key in manifest.tensors if (count := _not_finite(checkpoint, key))}
+    return report
+
+
+def _file_problems(checkpoint: Checkpoint, name: str, bar: ProgressBar) -> list[str]:
+    """All damaged tensors of a file; where it holds none that is, the damage of the file itself."""
+    path, entry = checkpoint.folder / name, checkpoint.manifest.files[name]
+    try:
+        checkpoint.check_file(name)
+    except CheckpointError as error:
+        return [error.message]
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as stream:
+        while block := stream.read(READ_BYTES):
+            digest.update(block)
+            bar.advance(len(block))
+    found = []
+    for key, chunk in checkpoint.chunks_in(name):
+        try:
+            checkpoint.chunk(key, chunk)
+        except CheckpointError as error:
+            found.append(error.message)
+    if not found and digest.hexdigest() != entry.checksum:
+        found = [f"{path}: damaged: its checksum does not fit"]
+    return list(dict.fromkeys(found))
+
+
+def _not_finite(checkpoint: Checkpoint, key: str) -> int:
+    if not checkpoint.dtype(key).is_floating_point:
+        return 0
+    return sum(int((~torch.isfinite(part.float())).sum()) for part in _parts(checkpoint, key))
+
+
+def _parts(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
+    for offset, shape in cut(checkpoint.shape(key), SLAB_ELEMENTS):
+        yield checkpoint.read(key, offset, shape)
+
+
+@dataclass(frozen=True)
+class TensorDiff:
+    """How one tensor differs: its shapes and dtypes in a and b, and, for the same shape, the largest differences.
+
+    `max_rel` is |a - b| / max(|a|, |b|). A NaN on one side only counts as infinite.
+    """
+
+    key: str
+    shapes: tuple[Shape, Shape]
+    dtypes: tuple[str, str]
+    max_abs: float | None
+    max_rel: float | None
+
+
+@dataclass
+class Diff:
+    """How two checkpoints differ. `settings` has {path: (value in a, value in b)}; None where a side has none."""
+
+    a: Path
+    b: Path
+    settings: dict[str, tuple[Any, Any]]
+    only_in_a: list[str]
+    only_in_b: list[str]
+    tensors: list[TensorDiff]
+    equal: int = 0
+
+    @property
+    def same(self) -> bool:
+        """Whether all settings and all bits of all tensors are the same."""
+        return not (self.settings or self.only_in_a or self.only_in_b or self.tensors)
+
+    def __str__(self) -> str:
+        lines = [f"a: {self.a}", f"b: {self.b}"]
+        lines += [f"  {path}: {a!r} -> {b!r}" for path, (a, b) in self.settings.items()]
+        lines += [f"  {key}: only in a" for key in self.only_in_a]
+        lines += [f"  {key}: only in b" for key in self.only_in_b]
+        for one in self.tensors:
+            what = [f"{list(one.shapes[0])} -> {list(one.shapes[1])}"] if one.shapes[0] != one.shapes[1] else []
+            what += [f"{one.dtypes[0]} -> {one.dtypes[1]}"] if one.dtypes[0] != one.dtypes[1] else []
+            what += [f"max abs {one.max_abs:.3g}, max rel {one.max_rel:.3g}"] if one.max_abs is not None else []
+            lines.append(f"  {one.key}: {', '.join(what)}")
+        lines.append(f"{self.equal} tensors are the same, bit for bit; {len(self.tensors)} are not")
+        return "\n".join(lines)
+
+
+def diff(a: Path, b: Path) -> Diff:
+    """Compare two checkpoints: settings (step, model, state) and every tensor, bit for bit.
+
+    Raises:
+        CheckpointError: when one of them is missing or damaged.
+    """
+    left, right = Checkpoint.open(a), Checkpoint.open(b)
+    settings = dict(_different_settings(_settings(left.manifest), _settings(right.manifest)))
+    keys, others = set(left.keys()), set(right.keys())
+    out = Diff(a, b, settings, sorted(keys - others), sorted(others - keys), [])
+    common = sorted(keys & others)
+    with ProgressBar("comparing", total=len(common), unit="tensors") as bar:
+        for key in common:
+            found = _tensor_diff(left, right, key)
+            out.tensors += [found] if found else []
+            out.equal += not found
+            bar.advance(1)
+    return out
+
+
+def _settings(manifest: Manifest) -> dict[str, Any]:
+    return manifest.model_dump(mode="json", include={"step", "model", "state"})
+
+
+def _different_settings(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for name in sorted({*a, *b}):
+            yield from _different_settings(a.get(name), b.get(name), f"{path}.{name}" if path else name)
+    elif a != b:
+        yield path, (a, b)
+
+
+def _tensor_diff(left: Checkpoint, right: Checkpoint, key: str) -> TensorDiff | None:
+    """None when the two are the same, bit for bit."""
+    shapes, dtypes = (left.shape(key), right.shape(key)), (left.entry(key).dtype, right.entry(key).dtype)
+    if shapes[0] != shapes[1]:
+        return TensorDiff(key, shapes, dtypes, None, None)
+    same, max_abs, max_rel = dtypes[0] == dtypes[1], 0.0, 0.0
+    for a, b in zip(_parts(left, key), _parts(right, key), strict=True):
+        if same and raw(a) == raw(b):
+            continue
+        same = False
+        x, y = a.double(), b.double()
+        apart = (x - y).abs()
+        apart[(x == y) | (x.isnan() & y.isnan())] = 0
+        apart = apart.nan_to_num(nan=math.inf, posinf=math.inf)
+        relative = torch.where(apart > 0, apart / torch.maximum(x.abs(), y.abs()).nan_to_num(nan=1.0), apart)
+        max_abs = max(max_abs, float(apart.max()) if apart.numel() else 0.0)
+        max_rel = max(max_rel, float(relative.nan_to_num(nan=math.inf).max()) if apart.numel() else 0.0)
+    return None if same else TensorDiff(key, shapes, dtypes, max_abs, max_rel)
+
+
+@dataclass
+class Group:
+    """The tensors under one prefix that have one dtype."""
+
+    prefix: str
+    dtype: str
+    tensors: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Summary:
+    """What is in a checkpoint."""
+
+    folder: Path
+    step: int
+    model: dict[str, Any]
+    state: dict[str, Any]
+    provenance: dict[str, Any]
+    parameters: int
+    bytes: int
+    files: int
+    groups: list[Group]
+
+    def __str__(self) -> str:
+        lines = [f"{self.folder}: step {self.step}, {human(self.parameters)} parameters"]
+        lines += [f"{human(self.bytes)}B in {self.files} files", "", "model"]
+        lines += [f"  {name:24} {value}" for name, value in self.model.items()]
+        lines += ["", "state"] + [f"  {name:24} {_short(value)}" for name, value in self.state.items()]
+        lines += ["", f"{'tensors':26} {'dtype':8} {'count':>7} {'elements':>10} {'bytes':>10}"]
+        for one in self.groups:
+            sizes = f"{one.tensors:7} {human(one.elements):>10} {human(one.bytes) + 'B':>10}"
+            lines.append(f"  {one.prefix:24} {one.dtype:8} {sizes}")
+        return "\n".join(lines)
+
+
+def inspect(folder: Path) -> Summary:
+    """Tell what is in a checkpoint, from its manifest alone.
+
+    Raises:
+        CheckpointError: when the manifest is missing or not sound.
+    """
+    manifest = Manifest.read(folder)
+    groups: dict[tuple[str, str], Group] = defaultdict(lambda: Group("", ""))
+    for key, tensor in manifest.tensors.items():
+        prefix = "/".join(key.split("/")[:-1]) or "(none)"
+        group, count = groups[prefix, tensor.dtype], math.prod(tensor.shape)
+        group.prefix, group.dtype = prefix, tensor.dtype
+        group.tensors += 1
+        group.elements += count
+        group.bytes += count * DTYPES[tensor.dtype].itemsize
+    return Summary(
+        folder=folder,
+        step=manifest.step,
+        model=manifest.model.model_dump(mode="json", exclude_defaults=True),
+        state=dict(manifest.state),
+        provenance=dict(manifest.provenance),
+        parameters=sum(group.elements for group in groups.values() if group.prefix == "weights"),
+        bytes=sum(entry.bytes for entry in manifest.files.values()),
+        files=len(manifest.files),
+        groups=sorted(groups.values(), key=lambda group: (group.prefix, group.dtype)),
+    )
+
+
+def _short(value: object, width: int = 80) -> str:
+    text = str(value)
+    return text if len(text) <= width else text[: width - 1] + "…"

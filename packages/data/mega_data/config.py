@@ -1,0 +1,80 @@
+"""The `data:` section of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+
+from mega_common.config import Config, Problem
+
+
+class Source(Config):
+    """One data set of a blend: a path without `.bin` and `.idx`, and its weight. A bare string is a path."""
+
+    path: Path
+    weight: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="share of the samples, relative to the others; default: 1"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_path(cls, raw: Any) -> Any:
+        return {"path": raw} if isinstance(raw, str | Path) else raw
+
+
+def _listed(raw: Any) -> Any:
+    return [raw] if isinstance(raw, str | Path | dict | Source) else raw
+
+
+def _split_numbers(raw: Any) -> Any:
+    if isinstance(raw, str):
+        raw = [part.strip() for part in raw.split(",")]
+    return [*raw, 0.0, 0.0, 0.0][: max(3, len(raw))] if isinstance(raw, list | tuple) else raw
+
+
+Sources = Annotated[list[Source], BeforeValidator(_listed), Field(min_length=1)]
+Split = Annotated[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]], BeforeValidator(_split_numbers)]
+
+
+class DataConfig(Config):
+    """Which tokens a run trains and validates on, in which order, and what the model is told of documents."""
+
+    train: Sources
+    valid: Sources | None = Field(None, description="data sets of their own; `split` then gives valid nothing")
+    test: Sources | None = Field(None, description="data sets of their own; `split` then gives test nothing")
+    split: Split = Field(
+        [969.0, 30.0, 1.0], description="shares of train, valid and test in each of the train data sets, by sequences"
+    )
+    seq_length: PositiveInt = Field(1024, description="tokens the model sees at once")
+    order: Literal["stable", "megatron"] = Field(
+        "stable", description="stable: a function of seed and sample number alone; megatron: as Megatron draws it"
+    )
+    tokenizer: Path | None = None
+    reset_position_ids: bool = Field(False, description="positions begin again after each end-of-document token")
+    reset_attention_mask: bool = Field(False, description="no attention across end-of-document tokens")
+    eod_mask_loss: bool = Field(False, description="no loss where the input is an end-of-document token")
+    cache: Path | None = Field(
+        None, description="folder for the indices of order megatron; default: .cache beside the data, where writable"
+    )
+
+    @property
+    def shares(self) -> list[float]:
+        """What `split` gives train, valid and test, the ones with data sets of their own left out."""
+        own = (False, self.valid is not None, self.test is not None)
+        return [0.0 if has else number for number, has in zip(self.split, own, strict=True)]
+
+    def problems(self) -> Iterator[Problem]:
+        """Rules of the split and of Megatron's order."""
+        if len(self.split) != 3 or not math.fsum(self.split):
+            yield Problem("split", "must be up to three numbers, for train, valid and test", self.split, "969,30,1")
+        elif not self.split[0]:
+            yield Problem("split", "gives nothing to train", self.split, "969,30,1")
+        for name in ("train", "valid", "test"):
+            sources: list[Source] = getattr(self, name) or []
+            missing = [i for i, source in enumerate(sources) if source.weight is None]
+            if self.order == "megatron" and len(sources) > 1 and missing:
+                yield Problem(f"{name}.{missing[0]}.weight", "order megatron needs a weight for every data set")

@@ -1,0 +1,94 @@
+"""Arrays that are slow to make, kept on disk under a key that names their content.
+
+A file is a magic, a checksum of all that follows, the length of a JSON header (`key`, and per array dtype, shape,
+offset), the header, and the arrays at multiples of 64 bytes. It is read through a memory map, so the ranks of a machine
+share one copy. Nobody waits for anybody: who finds no file, or a damaged one, makes the arrays and puts the whole file
+in place by a rename. A folder that cannot be written costs only time.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from mega_common.files import atomic_file
+from mega_common.log import logger
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+MAGIC = b"megaidx1"
+HEAD = struct.Struct("<8sQ")
+LENGTH = struct.Struct("<Q")
+ALIGN = 64
+
+
+def cached_arrays(folder: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
+    """The arrays of `key`, from `folder` where they are there and whole, else from `build` and then put there.
+
+    `key` must name everything that the arrays depend on, contents of files included; names and times are not enough.
+    """
+    path = folder / f"{xxhash.xxh3_128_hexdigest(key.encode())}.arrays"
+    found = _load(path, key)
+    if found is not None:
+        return found
+    began = time.monotonic()
+    logger.info("building the index %s (%s)", path.name, key)
+    arrays = build()
+    logger.info("built in %.1f s", time.monotonic() - began)
+    try:
+        _store(path, key, arrays)
+    except OSError as error:
+        logger.info("%s: the index is kept in memory only (%s); data.cache can name another folder", path, error)
+        return arrays
+    return _load(path, key) or arrays
+
+
+def _store(path: Path, key: str, arrays: Arrays) -> None:
+    layout, offset = {}, 0
+    for name, values in arrays.items():
+        layout[name] = [values.dtype.str, list(values.shape), offset]
+        offset += values.nbytes + -values.nbytes % ALIGN
+    header = json.dumps({"key": key, "arrays": layout}).encode()
+    header += b" " * (-(HEAD.size + LENGTH.size + len(header)) % ALIGN)
+    parts: list[Any] = [LENGTH.pack(len(header)), header]
+    for values in arrays.values():
+        parts += [np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, bytes(-values.nbytes % ALIGN)]
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    with atomic_file(path) as stream:
+        stream.write(HEAD.pack(MAGIC, digest.intdigest()))
+        for part in parts:
+            stream.write(part)
+
+
+def _load(path: Path, key: str) -> Arrays | None:
+    if not path.is_file():
+        return None
+    if path.stat().st_size > HEAD.size + LENGTH.size:
+        raw = np.memmap(path, np.uint8, "r")
+        body = raw[HEAD.size :]
+        if raw[: HEAD.size].tobytes() == HEAD.pack(MAGIC, xxhash.xxh3_64_intdigest(body.data)):
+            return _arrays(body, key)
+    logger.warning("%s: damaged, it is made anew", path)
+    return None
+
+
+def _arrays(body: npt.NDArray[np.uint8], key: str) -> Arrays | None:
+    (length,) = LENGTH.unpack(body[: LENGTH.size].tobytes())
+    base = LENGTH.size + length
+    header = json.loads(body[LENGTH.size : base].tobytes())
+    if header["key"] != key:
+        return None
+    return {
+        name: np.frombuffer(body, dtype, int(np.prod(shape)), base + offset).reshape(shape)
+        for name, (dtype, shape, offset) in header["arrays"].items()
+    }

@@ -1,0 +1,107 @@
+"""Batched decoding with kept keys and values: rows of different lengths, padded on the left to end in one column.
+
+Legend: B rows, S new columns, T columns so far, K key/value heads, d head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mega_trainer.model.decoder import Decoder
+
+BLOCK = 256  # columns by which a cache grows
+
+
+class KeyValueCache:
+    """Keys and values of each layer, [B, capacity, K, d]; the capacity grows in blocks as columns come in."""
+
+    def __init__(self, layers: int) -> None:
+        self._held: list[tuple[Tensor, Tensor] | None] = [None] * layers
+        self._columns = [0] * layers
+
+    @property
+    def columns(self) -> int:
+        """T, after all layers have been updated."""
+        return self._columns[-1]
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k and v [B, S, K, d]; returns all of the layer's so far, [B, T, K, d], as views."""
+        start = self._columns[layer]
+        stop = self._columns[layer] = start + k.shape[1]
+        held = self._held[layer] or (k[:, :0], v[:, :0])
+        if stop > held[0].shape[1]:
+            held = (_grown(held[0], start, stop), _grown(held[1], start, stop))
+            self._held[layer] = held
+        for buffer, new in zip(held, (k, v), strict=True):
+            buffer[:, start:stop] = new
+        return held[0][:, :stop], held[1][:, :stop]
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows but those, int64 [rows]."""
+        self._held = [held and (held[0][rows], held[1][rows]) for held in self._held]
+
+
+def _grown(buffer: Tensor, used: int, wanted: int) -> Tensor:
+    """A copy of `buffer` [B, capacity, K, d] with room for `wanted` columns."""
+    rows, _, *rest = buffer.shape
+    grown = buffer.new_zeros((rows, -(-wanted // BLOCK) * BLOCK, *rest))
+    grown[:, :used] = buffer[:, :used]
+    return grown
+
+
+class Batch:
+    """Rows of tokens that grow by the same number of columns at a time.
+
+    A padding token stands at position 0, is seen by no token of its row and sees only itself, so that what a row
+    computes is what it would compute alone.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._cache = KeyValueCache(model.config.num_layers)
+        self._padding = torch.empty(0)
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Take the prompts, none of them empty; logits [B, V] of what follows each."""
+        longest, device = max(map(len, prompts)), self._model.head_weight.device
+        self._padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        return self.feed(torch.tensor(padded, device=device))
+
+    @torch.inference_mode()
+    def feed(self, tokens: Tensor) -> Tensor:
+        """Append tokens int64 [B, S]; logits [B, V] of what follows the last."""
+        model, before = self._model, self._cache.columns
+        columns = torch.arange(before, before + tokens.shape[1], device=tokens.device)
+        positions = (columns - self._padding[:, None]).clamp(min=0)
+        # A prompt that is alone needs no mask of its own: plain causal attention has the faster kernel.
+        alone = not before and len(tokens) == 1
+        mask = None if alone else visible(columns, self._padding, model.config.sliding_window)
+        context = model.context(positions, mask=mask, cache=self._cache)
+        x = model(model.embed(tokens, positions), context)
+        return model.logits(x[:, -1:])[:, 0]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but those."""
+        index = torch.tensor(rows, device=self._padding.device)
+        self._padding = self._padding[index]
+        self._cache.keep(index)
+
+
+def visible(columns: Tensor, padding: Tensor, window: int | None) -> Tensor:
+    """Which key columns the query `columns` int64 [S] see: bool [B, 1, S, T], T ending at the last of them.
+
+    Args:
+        columns: consecutive.
+        padding: int64 [B], columns of padding before each row.
+        window: keys a query sees, itself included.
+    """
+    keys = torch.arange(int(columns[-1]) + 1, device=columns.device)
+    distance = columns[:, None] - keys
+    near = (distance >= 0) & (distance < (window or len(keys)))
+    real = keys >= padding[:, None, None]
+    # Padding sees itself: the softmax over nothing is not a number, which no mask would stop further up.
+    return ((near & real) | (distance == 0))[:, None]

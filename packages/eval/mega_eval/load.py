@@ -1,0 +1,117 @@
+"""From a folder to something that can be asked: a model ready for inference, its tokenizer, the tokens that end a text.
+
+A folder is a mega checkpoint, a run (its newest checkpoint) or a HuggingFace folder; nothing below depends on which.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_ckpt.pieces import boxes_of
+from mega_ckpt.source import load_weights, open_source
+from mega_common.errors import CheckpointError, ConfigError, DataError
+from mega_common.log import logger
+from mega_common.model_config import ModelConfig
+from mega_data.tokenizer import Tokenizer
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.parallel.param import info_of
+
+PRECISIONS: Mapping[str, torch.dtype] = {
+    "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+}  # fmt: skip
+
+
+def load_model(path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+    """The whole model at `path`, in `dtype` on `device`, for inference only.
+
+    Weights are read one tensor at a time, so that memory is needed for the model and one tensor more.
+
+    Raises:
+        CheckpointError: when there is no complete checkpoint, or its tensors are not those of its configuration.
+    """
+    source = open_source(path)
+    model = Decoder(Builder(source.model, dtype=dtype, device=torch.device(device)))
+    boxes = boxes_of((parameter.detach(), info_of(parameter).pieces) for parameter in model.parameters())
+    unused = sorted(set(source.keys()) - boxes.keys())
+    if unused:
+        raise CheckpointError(f"{path}: the model has no place for the tensor {unused[0]} ({len(unused)} such)")
+    load_weights(source, boxes)
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer that travels with the weights at `path`.
+
+    Raises:
+        CheckpointError: when there is none.
+        DataError: when it cannot be used.
+    """
+    file = open_source(path).assets().get("tokenizer.json")
+    if not isinstance(file, Path):
+        raise CheckpointError(
+            f"{path}: there is no tokenizer.json with these weights",
+            hint="name the tokenizer's folder, or copy its files beside the weights",
+        )
+    return Tokenizer(file)
+
+
+def end_tokens(path: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Every token that ends a text: the tokenizer's own, and those that the model's configuration files add."""
+    found = {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
+    assets = open_source(path).assets()
+    for name in ("generation_config.json", "config.json"):
+        found.update(_listed(_mapping(assets.get(name)).get("eos_token_id")))
+    return frozenset(found)
+
+
+def _mapping(asset: Path | bytes | None) -> Mapping[str, Any]:
+    if asset is None:
+        return {}
+    try:
+        raw = json.loads(asset.read_bytes() if isinstance(asset, Path) else asset)
+    except ValueError as error:
+        raise CheckpointError(f"{asset if isinstance(asset, Path) else 'assets'}: not valid JSON ({error})") from None
+    return raw if isinstance(raw, dict) else {}
+
+
+def _listed(value: object) -> Iterator[int]:
+    """Such settings are a token, a list of tokens or null."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, int):
+            yield item
+
+
+def check_length(config: ModelConfig, length: int, what: str) -> None:
+    """Refuse sequences that the model has no positions for; warn of those that it was not made for.
+
+    Raises:
+        DataError: naming `what`.
+    """
+    if length <= config.max_position:
+        return
+    if config.position == "learned":
+        raise DataError(f"{what} are more than the {config.max_position} positions that the model has")
+    logger.warning("%s are more than the %d positions that the model was made for", what, config.max_position)
+
+
+def device_named(name: str) -> torch.device:
+    """The device called `name`; `auto` is a GPU where there is one.
+
+    Raises:
+        ConfigError: when there is no such device here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device {name!r} cannot be used here ({reason})", hint="auto, cpu, cuda or cuda:N") from None
+    return device

@@ -1,0 +1,62 @@
+"""A step's samples as tensors, cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mega_common.errors import DataError
+from mega_data.loader import StepBatch
+from mega_trainer.config import RunConfig
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The samples of one forward pass on one rank.
+
+    Attributes:
+        tokens, labels, positions: int64 [B, S].
+        weights: fp32 [B, S], the weight of each label in the loss (0 where it does not count).
+        documents: int32 [B, S], which document each token belongs to, when attention is closed at document ends.
+        samples: the global number of each sample.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+    positions: Tensor
+    documents: Tensor | None
+    samples: Sequence[int]
+
+
+def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> Iterator[MicroBatch]:
+    """Cut a step's samples into micro-batches of `config.batch.micro`, in order.
+
+    Raises:
+        DataError: for a token that the model's vocabulary does not have.
+    """
+    size, top = config.batch.micro, max(batch.tokens.max(), batch.labels.max())
+    if top >= config.model.vocab_size:
+        raise DataError(
+            f"sample {batch.sample_ids[0]} or one after it has the token {top}, but model.vocab_size is "
+            f"{config.model.vocab_size}",
+            hint="the data were made with another tokenizer, or model.vocab_size is too small",
+        )
+    for start in range(0, len(batch.sample_ids), size):
+        part = slice(start, start + size)
+
+        def tensor(array: np.ndarray, part: slice = part) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array[part])).to(device, non_blocking=True)
+
+        yield MicroBatch(
+            tokens=tensor(batch.tokens),
+            labels=tensor(batch.labels),
+            weights=tensor(batch.loss_mask).float(),
+            positions=tensor(batch.position_ids),
+            documents=None if batch.document_ids is None else tensor(batch.document_ids),
+            samples=[int(sample) for sample in batch.sample_ids[part]],
+        )

@@ -1,0 +1,120 @@
+"""The parts of a run, made from its configuration: groups, stages, buffers, optimizer, data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from mega_data.gpt_dataset import GPTDataset, build_datasets
+from mega_trainer.comm import CommLog
+from mega_trainer.config import RunConfig
+from mega_trainer.layout import Layout
+from mega_trainer.mesh import GroupMaker, Groups, build_groups
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder, Recompute, Stage
+from mega_trainer.optim.adamw import AdamW
+from mega_trainer.optim.muon import Muon, is_hidden_matrix
+from mega_trainer.optim.zero import Optimizer
+from mega_trainer.parallel.grads import FlatStage, Sharing, flatten
+from mega_trainer.pipeline.schedules import Schedule, make_schedule
+from mega_trainer.pipeline.stages import stage_layers
+from mega_trainer.plan.flops import head_cost
+from mega_trainer.precision import LossScale
+from mega_trainer.ranks import Ranks
+
+
+def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, log: CommLog | None = None) -> Groups:
+    """This rank's groups under the configured degrees.
+
+    Raises:
+        ConfigError: when they do not fit the number of ranks.
+    """
+    config.check_ranks(ranks.world_size)
+    parallel = config.parallel
+    layout = Layout(tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, dp=config.data_parallel(ranks.world_size))
+    return build_groups(
+        layout,
+        ranks.rank,
+        kv_heads=config.model.kv_heads,
+        maker=maker,
+        ordered=config.debug.ordered_reductions,
+        log=log,
+    )
+
+
+def build_schedule(config: RunConfig, groups: Groups) -> Schedule:
+    """The pipeline's operations for one step of this configuration."""
+    parallel = config.parallel
+    microbatches = config.batch.global_ // (config.batch.micro * groups.dp.size)
+    return make_schedule(
+        parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages
+    )
+
+
+def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[int, Decoder]:
+    """This rank's parts of the model, by stage number, not initialised."""
+    parallel, last = config.parallel, len(schedule.owners) - 1
+    layers = stage_layers(
+        config.model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout,
+        head_cost=head_cost(config.model, config.data.seq_length),
+    )  # fmt: skip
+    recompute = Recompute(config.recompute.kind, config.recompute.layers)
+    return {
+        index: Decoder(build, Stage(layers[index].start, layers[index].stop, index == 0, index == last), recompute)
+        for index in schedule.stages(build.groups.pp.rank)
+    }
+
+
+def build_optimizer(config: RunConfig, shared: Mapping[int, FlatStage], groups: Groups) -> Optimizer:
+    """The configured optimizer over all stages."""
+    settings, muon = config.optimizer, config.optimizer.muon
+    decay = settings.weight_decay
+    adamw = partial(AdamW, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+    own_decay = decay if muon.weight_decay is None else muon.weight_decay
+    apart = partial(
+        Muon, tensor_group=groups.tp, momentum=muon.momentum, nesterov=muon.nesterov, lr_factor=muon.lr_factor,
+        weight_decay=own_decay, rounds=muon.rounds,
+    )  # fmt: skip
+    return Optimizer(
+        list(shared.values()),
+        adamw=adamw,
+        apart=apart if settings.name == "muon" else None,
+        model_groups=(groups.tp, groups.pp),
+    )
+
+
+def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, FlatStage]:
+    """Weights and gradients of each stage, shared among the data ranks as the ZeRO level says."""
+    level = config.parallel.zero
+    sharing = Sharing(
+        slices=level > 0,
+        each_backward=level == 2 or config.debug.reduce_every_microbatch,
+        apart=is_hidden_matrix if config.optimizer.name == "muon" else None,
+    )
+    return {index: flatten(stage, sharing, stage.units()) for index, stage in stages.items()}
+
+
+def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDataset | None]:
+    """The train set, and the validation set where validation is asked for. `eod` is the id that ends a document."""
+    train = config.train
+    evaluations = train.steps // train.eval_every + 1 if train.eval_every else 0
+    samples = {
+        "train": train.steps * config.batch.global_,
+        "valid": evaluations and train.eval_steps * config.batch.global_,
+    }
+    training, valid, _ = build_datasets(config.data, seed=train.seed, samples=samples, eod=eod)
+    return training, valid
+
+
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """The type of weights and activations; gradients and main weights are fp32, or fp64 in an fp64 run."""
+    names = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return names[config.precision]
+
+
+def loss_scale_of(config: RunConfig) -> LossScale | None:
+    """The loss scale that a run starts with; none where the range of the numbers needs none."""
+    fp16 = config.fp16
+    return LossScale(fp16.initial_scale, fp16.growth_interval, fp16.min_scale) if config.precision == "fp16" else None

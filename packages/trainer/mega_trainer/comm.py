@@ -1,0 +1,153 @@
+"""Collectives on named groups: thin calls around torch.distributed that do nothing in a group of one.
+
+A `Group` is handed to whoever communicates; nothing here is global. It can count what passes through it (`log`), so that
+a test may hold the traffic of a step against theory, and it can sum in rank order (`ordered`), for tests that compare
+bits: gloo's own sums are not in rank order from four ranks on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Reduction = Literal["sum", "max", "min"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Block until it has finished."""
+
+
+@dataclass
+class CommLog:
+    """What passed through the groups that share it: (group, operation) -> [calls, bytes sent or received by a rank].
+
+    Bytes are those of the tensor on one rank: the input of a reduction, the output of a gather.
+    """
+
+    counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+
+    def add(self, group: str, operation: str, tensor: Tensor) -> None:
+        """Count one call."""
+        entry = self.counts.setdefault((group, operation), [0, 0])
+        entry[0] += 1
+        entry[1] += tensor.numel() * tensor.element_size()
+
+
+@dataclass(eq=False)
+class Group:
+    """The ranks along one axis of the layout, as seen by one of them.
+
+    Attributes:
+        name: the axis: tp, cp, dp, pp, ...
+        ranks: global ranks, in group order.
+        rank: this process's place in `ranks`.
+        handle: the torch.distributed group; None in a group of one.
+        ordered: sum in rank order, reproducibly and slowly.
+        log: where calls are counted, if anywhere.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    handle: dist.ProcessGroup | None = None
+    ordered: bool = False
+    log: CommLog | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def count(self, operation: str, tensor: Tensor) -> None:
+        """Count one call of `operation` on `tensor`."""
+        if self.log is not None:
+            self.log.add(self.name, operation, tensor)
+
+
+def all_reduce(tensor: Tensor, group: Group, op: Reduction = "sum", *, async_op: bool = False) -> Work | None:
+    """Reduce `tensor` over the group, in place. Returns the work to wait for when `async_op`."""
+    if group.size == 1:
+        return None
+    group.count("all_reduce", tensor)
+    if group.ordered and op == "sum":
+        parts = [torch.empty_like(tensor) for _ in group.ranks]
+        dist.all_gather(parts, tensor.contiguous(), group=group.handle)
+        tensor.copy_(_sum_in_order(parts))
+        return None
+    work: Work | None = dist.all_reduce(tensor, _OPS[op], group=group.handle, async_op=async_op)
+    return work
+
+
+def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Concatenate every rank's tensor along `dim`: [.., n, ..] -> [.., n * size, ..]."""
+    if group.size == 1:
+        return tensor
+    moved = tensor.movedim(dim, 0).contiguous()
+    out = moved.new_empty((moved.shape[0] * group.size, *moved.shape[1:]))
+    all_gather_into(out, moved, group)
+    return out.movedim(0, dim)
+
+
+def all_gather_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: bool = False) -> Work | None:
+    """Gather contiguous `tensor` [n, ..] of every rank into contiguous `out` [n * size, ..]."""
+    if group.size == 1:
+        if out.data_ptr() != tensor.data_ptr():
+            out.copy_(tensor)
+        return None
+    group.count("all_gather", out)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: Work | None = gather(out, tensor, group=group.handle, async_op=async_op)
+    return work
+
+
+def reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Sum over the group and keep this rank's part along `dim`: [.., n * size, ..] -> [.., n, ..]."""
+    if group.size == 1:
+        return tensor
+    moved = tensor.movedim(dim, 0).contiguous()
+    out = moved.new_empty((moved.shape[0] // group.size, *moved.shape[1:]))
+    reduce_scatter_into(out, moved, group)
+    return out.movedim(0, dim)
+
+
+def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: bool = False) -> Work | None:
+    """Sum contiguous `tensor` [n * size, ..] over the group; this rank's part goes to contiguous `out` [n, ..]."""
+    if group.size == 1:
+        if out.data_ptr() != tensor.data_ptr():
+            out.copy_(tensor)
+        return None
+    group.count("reduce_scatter", tensor)
+    if group.ordered:
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor, group=group.handle)
+        out.copy_(_sum_in_order(list(received.chunk(group.size))))
+        return None
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: Work | None = scatter(out, tensor, group=group.handle, async_op=async_op)
+    return work
+
+
+def all_to_all(tensor: Tensor, group: Group, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
+    """Send `in_splits[r]` rows of `tensor` to each rank r and receive `out_splits[r]` rows from it."""
+    if group.size == 1:
+        return tensor
+    out = tensor.new_empty((sum(out_splits), *tensor.shape[1:]))
+    group.count("all_to_all", tensor)
+    dist.all_to_all_single(out, tensor.contiguous(), list(out_splits), list(in_splits), group=group.handle)
+    return out
+
+
+def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

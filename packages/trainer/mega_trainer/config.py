@@ -1,0 +1,280 @@
+"""A training run as configuration: the sections of run.yaml. Checked whole before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import frexp
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
+from mega_common.errors import ConfigError
+from mega_common.model_config import ModelConfig
+from mega_common.presets import preset
+from mega_data.config import DataConfig
+from mega_trainer.layout import model_problems, world_problems
+from mega_trainer.optim.lr import LRCurve, LRSchedule
+
+
+class ParallelConfig(Config):
+    """Degrees of parallelism; their product times dp is the number of ranks."""
+
+    tp: PositiveInt = 1
+    sp: bool = Field(False, description="split the residual stream over the sequence among the tensor ranks")
+    pp: PositiveInt = 1
+    virtual_stages: PositiveInt = 1
+    schedule: Literal["1f1b", "zb-h1", "zbv"] = "1f1b"
+    pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
+    cp: PositiveInt = 1
+    cp_kind: Literal["ring", "allgather", "alltoall"] = "ring"
+    ep: PositiveInt = 1
+    dp: PositiveInt | None = Field(None, description="follows from the number of ranks when left out")
+    zero: Literal[0, 1, 2, 3] = Field(
+        1, description="what data ranks share: 1 optimizer state, 2 also gradients, 3 also weights"
+    )
+
+
+class BatchConfig(Config):
+    """Sizes in samples: of one forward pass on one rank, and of one optimizer step over all ranks."""
+
+    micro: PositiveInt = 1
+    global_: PositiveInt = Field(1, alias="global")
+
+
+class TrainConfig(Config):
+    """How long, how often to validate, and what to do when the numbers go wrong."""
+
+    steps: PositiveInt = 1000
+    eval_every: int = Field(0, ge=0, description="steps between validations; 0 for none")
+    eval_steps: PositiveInt = Field(10, description="global batches of one validation")
+    seed: int = Field(1234, ge=0)
+    on_nan: Literal["stop", "skip"] = Field("stop", description="on a loss or gradient that is not finite")
+    max_skips: PositiveInt = Field(10, description="skipped steps in a row after which `skip` stops too")
+    spike_factor: float = Field(0.0, ge=0, description="a loss this many times the recent average is a spike; 0: never")
+    on_spike: Literal["warn", "stop"] = "warn"
+
+
+class MuonConfig(Config):
+    """Muon, for hidden matrices; the rest is AdamW's. Its updates have the size of AdamW's, so that lr can be shared."""
+
+    momentum: float = Field(0.95, ge=0, lt=1)
+    nesterov: bool = True
+    lr_factor: float = Field(1.0, gt=0, description="its learning rate, as a multiple of optimizer.lr")
+    weight_decay: float | None = Field(None, ge=0, description="default: optimizer.weight_decay")
+    rounds: PositiveInt = Field(5, description="rounds of the Newton-Schulz iteration")
+
+
+class OptimizerConfig(Config):
+    """AdamW or Muon beside it, and the clip of the global gradient norm."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = Field(3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clip")
+    muon: MuonConfig = MuonConfig()
+
+    def problems(self) -> Iterator[Problem]:
+        """Betas lie in [0, 1)."""
+        for index, beta in enumerate(self.betas):
+            if not 0 <= beta < 1:
+                yield Problem(f"betas.{index}", "must be at least 0 and below 1", beta)
+
+
+class Fp16Config(Config):
+    """The loss scale under fp16: powers of two, so that scaling changes no bits."""
+
+    initial_scale: float = 65536.0
+    growth_interval: PositiveInt = Field(1000, description="steps without overflow after which it doubles")
+    min_scale: float = Field(1.0, description="an overflow at this scale counts as a number that is not finite")
+
+    def problems(self) -> Iterator[Problem]:
+        """Powers of two, the smallest first."""
+        for name in ("initial_scale", "min_scale"):
+            value = getattr(self, name)
+            if not value > 0 or frexp(value)[0] != 0.5:
+                yield Problem(name, "must be a power of two", value)
+        if self.initial_scale < self.min_scale:
+            yield Problem("initial_scale", f"must not be below min_scale = {self.min_scale:g}", self.initial_scale)
+
+
+class RecomputeConfig(Config):
+    """What the backward computes again: nothing, the cheap and large parts, or whole layers (the first `layers`)."""
+
+    kind: Literal["none", "selective", "full"] = "none"
+    layers: PositiveInt | None = None
+
+
+class CheckpointConfig(Config):
+    """When to save, what to keep, where to go on from."""
+
+    every: int = Field(0, ge=0, description="steps between saves; 0: only at the end")
+    keep: PositiveInt | None = Field(None, description="newest checkpoints to keep; default: all")
+    keep_every: PositiveInt | None = Field(None, description="keep each checkpoint whose step is a multiple of this")
+    async_: bool = Field(True, alias="async", description="write in the background")
+    load: str | None = Field(None, description="go on from this checkpoint; it must exist")
+    resume: bool = Field(True, description="go on from the newest checkpoint of `output`, if there is one")
+    allow_changes: bool = Field(False, description="resume although settings that change the model differ")
+
+
+class LogConfig(Config):
+    """Where the numbers go, besides the screen and metrics.jsonl."""
+
+    every: PositiveInt = 1
+    tensorboard: bool = True
+    wandb: str | None = Field(None, description="project name for Weights & Biases")
+
+
+class DebugConfig(Config):
+    """Slow checks and reproducible sums, for finding faults."""
+
+    ordered_reductions: bool = Field(False, description="sum over ranks in rank order, bit for bit reproducible")
+    reduce_every_microbatch: bool = Field(
+        False, description="sum gradients over ranks after each micro-batch at every ZeRO level, as level 2 must"
+    )
+
+
+class RunConfig(Config):
+    """Everything that decides a run: run.yaml."""
+
+    model: ModelConfig
+    data: DataConfig
+    init_from: str | None = Field(None, description="start from the weights of this checkpoint or HuggingFace folder")
+    parallel: ParallelConfig = ParallelConfig()
+    batch: BatchConfig = BatchConfig.model_validate({"global": 8})
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_schedule: LRSchedule = LRSchedule()
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
+    fp16: Fp16Config = Fp16Config()
+    recompute: RecomputeConfig = RecomputeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    debug: DebugConfig = DebugConfig()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_seconds: float = Field(600, gt=0, description="how long a rank may keep the others waiting")
+    output: str = "runs/default"
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse a number of ranks that does not fit.
+
+        Raises:
+            ConfigError: with every problem, and degrees that would fit.
+        """
+        found = list(world_problems(self, world_size))
+        if found:
+            raise_problems(found, f"{world_size} rank(s)")
+
+    def data_parallel(self, world_size: int) -> int:
+        """Data-parallel ranks in a world of that size, as `check_ranks` allows."""
+        parallel = self.parallel
+        return world_size // (parallel.tp * parallel.pp * parallel.cp)
+
+    def lr_curve(self) -> LRCurve:
+        """The learning rate as a function of consumed samples."""
+        return self.lr_schedule.curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_)
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether something done `every` steps (0: only at the end) is due after `step`."""
+        return step == self.train.steps or bool(every and step % every == 0)
+
+    def problems(self) -> Iterator[Problem]:
+        """Rules between sections."""
+        model, data, parallel = self.model, self.data, self.parallel
+        if model.position == "learned" and data.seq_length > model.max_position:
+            yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
+        if model.moe is not None:
+            yield Problem("model.moe", "mixtures of experts cannot be trained yet", hint="choose a dense model")
+        yield from model_problems(self)
+        for axis in ("cp", "ep"):
+            if getattr(parallel, axis) > 1:
+                yield Problem(f"parallel.{axis}", "only 1 is possible yet", getattr(parallel, axis))
+        if parallel.schedule != "1f1b":
+            yield Problem("parallel.schedule", "zero-bubble schedules cannot be run yet", parallel.schedule, "1f1b")
+        if parallel.zero > 2:
+            yield Problem("parallel.zero", "only 0, 1 and 2 are possible yet", parallel.zero)
+        for problem in self.lr_schedule.run_problems(
+            lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_
+        ):
+            yield replace(problem, path=f"lr_schedule.{problem.path}")
+        if self.batch.global_ % self.batch.micro:
+            yield Problem("batch.global", f"must be a multiple of batch.micro = {self.batch.micro}", self.batch.global_)
+
+
+def resolve(raw: Mapping[str, Any], *, base: Path = Path()) -> dict[str, Any]:
+    """Fill in what run.yaml abbreviates, so that the result stands alone and can be parsed as `RunConfig`.
+
+    `model: {preset: name, ...}` and `model: {from: folder, ...}` become the model's own fields, with further fields on
+    top; `from` also starts from that folder's weights. `recompute: selective` becomes a section.
+
+    Raises:
+        ConfigError: for an unknown preset or a folder that holds no model.
+    """
+    out = dict(raw)
+    model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
+    if "preset" in model:
+        out["model"] = preset(str(model.pop("preset"))) | model
+    elif "from" in model:
+        from mega_ckpt.source import open_source  # here: reading weights needs torch, checking a run.yaml does not
+
+        folder = str(model.pop("from"))
+        out["model"] = open_source(base / folder).model.model_dump(mode="json", exclude_unset=True) | model
+        out.setdefault("init_from", folder)
+    if isinstance(raw.get("recompute"), str):
+        out["recompute"] = {"kind": raw["recompute"]}
+    return out
+
+
+def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read run.yaml with `--set` overrides on top.
+
+    Raises:
+        ConfigError: with every problem at once.
+    """
+    raw = apply_overrides(load_yaml(path), overrides)
+    return RunConfig.parse(resolve(raw), source=str(path))
+
+
+# Settings whose change makes another model of the same weights: a resume refuses them.
+MODEL_SETTINGS = ("model",)
+
+
+def changes(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
+    """What differs between a saved run's settings and `config`: (changes of the model itself, other changes).
+
+    Each is a line `path: old -> new`.
+    """
+    now = _flat(config.model_dump(mode="json", by_alias=True))
+    before = _flat(saved)
+    lines = {
+        path: f"{path}: {before.get(path)!r} -> {now.get(path)!r}"
+        for path in sorted(now.keys() | before.keys())
+        if before.get(path) != now.get(path)
+    }
+    grave = [line for path, line in lines.items() if path.split(".")[0] in MODEL_SETTINGS]
+    return grave, [line for line in lines.values() if line not in grave]
+
+
+def _flat(value: object, path: str = "") -> dict[str, object]:
+    if isinstance(value, Mapping) and value:
+        return {k: v for key, item in value.items() for k, v in _flat(item, f"{path}.{key}".strip(".")).items()}
+    return {path: value}
+
+
+def check_changes(saved: Mapping[str, Any], config: RunConfig, where: str) -> list[str]:
+    """The lines to tell about a resume from `where`.
+
+    Raises:
+        ConfigError: when a setting differs that changes what the model is.
+    """
+    grave, others = changes(saved, config)
+    if grave and not config.checkpoint.allow_changes:
+        raise ConfigError(
+            f"{where} was saved by another model:\n" + "\n".join(f"  {line}" for line in grave),
+            hint="give the saved values, start with another output folder, or set checkpoint.allow_changes=true",
+        )
+    return grave + others

@@ -1,0 +1,79 @@
+"""What happens when training goes wrong: numbers that are not finite, losses that jump, signals that ask to stop."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from types import FrameType
+
+from mega_common.errors import TrainingError
+from mega_common.log import logger
+from mega_trainer.config import TrainConfig
+from mega_trainer.step import StepResult
+
+MEMORY = 0.98  # weight of the past in the running average of the loss: about the last fifty steps
+WARM = 50  # steps before a jump of the loss means anything
+
+
+@dataclass
+class Guard:
+    """Applies the run's policy to each step's numbers. `average` and `seen` are part of what a checkpoint saves."""
+
+    config: TrainConfig
+    average: float = 0.0
+    seen: int = 0
+    skips: int = 0
+
+    def check(self, step: int, result: StepResult) -> None:
+        """Look at a finished step.
+
+        Raises:
+            TrainingError: when the policy says stop. The weights are those of the last good step.
+        """
+        if result.overflowed:
+            logger.info("step %d: gradient too large for fp16 at loss scale %g, not updated", step, result.loss_scale)
+            return
+        if not result.updated:
+            self._not_finite(step, result)
+            return
+        self.skips = 0
+        factor = self.config.spike_factor
+        if factor and self.seen >= WARM and result.loss > factor * self.average:
+            message = f"step {step}: loss {result.loss:.4f} is over {factor:g} times its average {self.average:.4f}"
+            if self.config.on_spike == "stop":
+                raise TrainingError(message, hint="train.on_spike is 'stop'; go on from an earlier checkpoint")
+            logger.warning(message)
+        weight = MEMORY if self.seen >= WARM else self.seen / (self.seen + 1)
+        self.average = weight * self.average + (1 - weight) * result.loss
+        self.seen += 1
+
+    def _not_finite(self, step: int, result: StepResult) -> None:
+        self.skips += 1
+        message = f"step {step}: loss {result.loss} with gradient norm {result.grad_norm}, the weights were not updated"
+        if self.config.on_nan == "stop" or self.skips >= self.config.max_skips:
+            raise TrainingError(
+                message,
+                hint="lower optimizer.lr, raise precision, or set train.on_nan=skip to go past single bad batches",
+            )
+        logger.warning(message)
+
+
+@dataclass
+class StopSignal:
+    """Catches SIGTERM and SIGINT: the first asks the loop to save and end, a second one of the same kind ends at once."""
+
+    name: str | None = None
+    _before: dict[int, object] = field(default_factory=dict)
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        self.name = signal.Signals(number).name
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -1,0 +1,1 @@
+"""The one seam to accelerator libraries: only this folder imports them."""

@@ -1,0 +1,124 @@
+"""Degrees of parallelism: which rank stands where, and which degrees a model and a number of ranks allow. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mega_common.config import Problem
+from mega_common.errors import ConfigError
+from mega_common.model_config import ModelConfig
+from mega_trainer.pipeline.schedules import make_schedule
+from mega_trainer.pipeline.stages import stage_layers
+
+if TYPE_CHECKING:
+    from mega_trainer.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism. Their product is the number of ranks.
+
+    Ranks are ordered pp, dp, cp, tp with tp fastest, so that the groups that talk most lie on one machine.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    def rank(self, *, pp: int, dp: int, cp: int, tp: int) -> int:
+        """The global rank at the given coordinates."""
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a global rank stands on each axis."""
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+
+
+def model_problems(config: RunConfig) -> Iterator[Problem]:
+    """What of the degrees does not fit the model, whatever the number of ranks."""
+    model, parallel = config.model, config.parallel
+    if not _splits(model, parallel.tp):
+        yield Problem(
+            "parallel.tp",
+            f"must divide {model.num_attention_heads} attention heads and ffn_hidden_size {model.ffn_hidden_size}, "
+            f"and divide or be a multiple of {model.kv_heads} key/value heads",
+            parallel.tp,
+            f"one of {[tp for tp in range(1, model.num_attention_heads + 1) if _splits(model, tp)]}",
+        )
+    if parallel.sp and config.data.seq_length % parallel.tp:
+        rule = f"with sp, must be a multiple of parallel.tp = {parallel.tp}"
+        shorter = config.data.seq_length // parallel.tp * parallel.tp
+        yield Problem("data.seq_length", rule, config.data.seq_length, f"{shorter or parallel.tp}, or sp: false")
+    try:
+        stage_layers(model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout)
+    except ConfigError as error:
+        yield Problem("parallel.pp", error.message, parallel.pp, error.hint or "")
+    if parallel.pp == 1 and parallel.virtual_stages > 1:
+        rule = "interleaves pipeline ranks, and there is one: parallel.pp = 1"
+        yield Problem("parallel.virtual_stages", rule, parallel.virtual_stages, "1, or a larger pp")
+    try:
+        make_schedule(parallel.schedule, pp=parallel.pp, microbatches=1, virtual_stages=parallel.virtual_stages)
+    except ConfigError as error:
+        yield Problem("parallel.schedule", error.message, parallel.schedule, error.hint or "")
+
+
+def world_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """What of the degrees and the batch does not fit `world_size` ranks."""
+    parallel, batch = config.parallel, config.batch
+    model_ranks = parallel.tp * parallel.pp * parallel.cp
+    if world_size % model_ranks:
+        yield Problem(
+            "parallel",
+            f"tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp} = {model_ranks} ranks do not divide the {world_size} there are",
+            hint=_suggestion(config, world_size),
+        )
+        return
+    dp = world_size // model_ranks
+    if parallel.dp not in (None, dp):
+        hint = f"leave it out, or start {model_ranks * (parallel.dp or 1)} ranks"
+        yield Problem("parallel.dp", f"{world_size} ranks make dp = {dp}", parallel.dp, hint)
+    if batch.global_ % (batch.micro * dp):
+        step = batch.micro * dp
+        fits = max(step, round(batch.global_ / step) * step)
+        yield Problem(
+            "batch.global",
+            f"must be a multiple of batch.micro {batch.micro} x dp {dp} = {step}",
+            batch.global_,
+            str(fits),
+        )
+
+
+def _suggestion(config: RunConfig, world_size: int) -> str:
+    """Degrees near the asked ones that this model, this batch and so many ranks allow."""
+    parallel = config.parallel
+    near = sorted(
+        (abs(tp - parallel.tp) + abs(pp - parallel.pp), tp, pp)
+        for tp in range(1, world_size + 1)
+        for pp in range(1, world_size // tp + 1)
+        if world_size % (tp * pp * parallel.cp) == 0
+    )
+    for _, tp, pp in near:
+        degrees = {"tp": tp, "pp": pp, "dp": world_size // (tp * pp * parallel.cp)}
+        if pp == 1 and parallel.virtual_stages > 1:
+            degrees["virtual_stages"] = 1
+        changed = config.model_copy(update={"parallel": parallel.model_copy(update=degrees)})
+        if not [*model_problems(changed), *world_problems(changed, world_size)]:
+            return ", ".join(f"{name}: {degree}" for name, degree in degrees.items())
+    return "no tp and pp fit; change batch.global or the number of ranks"
+
+
+def _splits(model: ModelConfig, tp: int) -> bool:
+    """Whether `tp` ranks can share the heads and the feed-forward width."""
+    heads, kv = model.num_attention_heads, model.kv_heads
+    return heads % tp == 0 and model.ffn_hidden_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)

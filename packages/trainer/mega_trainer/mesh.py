@@ -1,0 +1,92 @@
+"""Which ranks form which group, under a layout of degrees. Only the groups this rank belongs to are made, each by its own members, so that building them costs the same in a world of ten thousand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from mega_trainer.comm import CommLog, Group
+from mega_trainer.layout import Layout
+
+
+@dataclass
+class GroupMaker:
+    """Makes process groups, each once, however many layouts ask for the same ranks."""
+
+    made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    def handle(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """The process group of `ranks`, to be asked for by its members alone; None for a single rank."""
+        key = tuple(ranks)
+        if len(key) == 1:
+            return None
+        if key not in self.made:
+            if len(key) == dist.get_world_size():
+                world = dist.group.WORLD
+                assert world is not None
+                self.made[key] = world
+            else:
+                self.made[key] = dist.new_group(list(key), use_local_synchronization=True)
+        return self.made[key]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups one rank belongs to, by axis.
+
+    `dp_cp` is where gradients of ordinary weights are summed (context ranks see other tokens of the same sequences);
+    `kv` are the tensor ranks that hold the same key/value head, when there are fewer of those than tensor ranks;
+    `embedding` joins the first and the last pipeline stage, which share a tied embedding.
+    """
+
+    layout: Layout = field(default_factory=Layout)
+    world: Group = field(default_factory=lambda: Group("world"))
+    tp: Group = field(default_factory=lambda: Group("tp"))
+    pp: Group = field(default_factory=lambda: Group("pp"))
+    cp: Group = field(default_factory=lambda: Group("cp"))
+    dp: Group = field(default_factory=lambda: Group("dp"))
+    dp_cp: Group = field(default_factory=lambda: Group("dp_cp"))
+    embedding: Group = field(default_factory=lambda: Group("embedding"))
+    kv: Group = field(default_factory=lambda: Group("kv"))
+
+
+def build_groups(
+    layout: Layout,
+    rank: int,
+    *,
+    kv_heads: int,
+    maker: GroupMaker | None = None,
+    ordered: bool = False,
+    log: CommLog | None = None,
+) -> Groups:
+    """Make this rank's groups. A collective call among the ranks of the layout."""
+    maker = maker or GroupMaker()
+    at = layout.coordinates(rank)
+
+    def group(name: str, ranks: list[int]) -> Group:
+        if rank not in ranks:  # such as the embedding group, on a middle stage
+            return Group(name, (rank,))
+        return Group(name, tuple(ranks), ranks.index(rank), maker.handle(ranks), ordered, log)
+
+    def along(name: str) -> list[int]:
+        return [layout.rank(**{**at, name: index}) for index in range(getattr(layout, name))]
+
+    dp_cp = [layout.rank(**{**at, "dp": d, "cp": c}) for d in range(layout.dp) for c in range(layout.cp)]
+    share = max(1, layout.tp // kv_heads)  # tensor ranks with the same key/value head
+    first = at["tp"] // share * share
+    ends = sorted({0, layout.pp - 1})
+    return Groups(
+        layout=layout,
+        world=group("world", list(range(layout.world_size))),
+        tp=group("tp", along("tp")),
+        pp=group("pp", along("pp")),
+        cp=group("cp", along("cp")),
+        dp=group("dp", along("dp")),
+        dp_cp=group("dp_cp", dp_cp),
+        kv=group("kv", [layout.rank(**{**at, "tp": first + i}) for i in range(share)]),
+        # last: torch names a group that its members alone make by how many groups each of them has, so those that
+        # not every rank makes come after those that every rank does
+        embedding=group("embedding", [layout.rank(**{**at, "pp": stage}) for stage in ends]),
+    )

@@ -1,0 +1,189 @@
+"""What a run tells while it runs: one line a step on the screen, the same as JSON lines, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+
+from mega_common.errors import MissingPackageError
+from mega_common.files import atomic_file
+from mega_common.log import human, logger
+from mega_trainer.config import RunConfig
+from mega_trainer.plan.flops import model_flops, palm_flops, peak_flops
+from mega_trainer.step import StepResult
+
+Sink = Callable[[int, dict[str, float]], None]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one token costs, and what the machine could do: for the model FLOPs utilisation, by both definitions.
+
+    Attributes:
+        exact: FLOPs a token, forward and backward, counting each matrix product with causal attention's half.
+        palm: the same by the 6N + 12LHQT rule (arXiv:2204.02311, appendix B).
+        peak: FLOP/s of all devices together.
+    """
+
+    exact: float
+    palm: float
+    peak: float
+
+    @classmethod
+    def of(cls, config: RunConfig, device: torch.device, dtype: torch.dtype, world_size: int) -> Speed:
+        """For a run on `world_size` devices like this one."""
+        model, length = config.model, config.data.seq_length
+        peak = known_peak(device, config.precision) or measured_peak(device, dtype)
+        return cls(model_flops(model, length), palm_flops(model, length), peak * world_size)
+
+
+def known_peak(device: torch.device, precision: str) -> float | None:
+    """Data-sheet FLOP/s of a GPU that is known by name."""
+    return peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype, size: int = 1024, repeat: int = 3) -> float:
+    """FLOP/s of a square matrix product here, the best of a few: the yardstick where no data sheet is known."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        (a @ a)[0, 0].item()
+        best = min(best, time.perf_counter() - begin)
+    return 2 * size**3 / best
+
+
+class Metrics:
+    """Takes each step's numbers to where they go. Only rank 0 of a run makes one that writes."""
+
+    def __init__(self, config: RunConfig, speed: Speed, *, start: int, writes: bool) -> None:
+        self._config, self._speed, self._writes = config, speed, writes
+        self._sinks: list[Sink] = []
+        self._closers: list[Callable[[], object]] = []
+        self._begin = self._last = time.monotonic()
+        self._start = start
+        if writes:
+            self._open(Path(config.output), start)
+
+    def _open(self, folder: Path, start: int) -> None:
+        path = folder / "metrics.jsonl"
+        forget_after(path, start)
+        stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
+        self._sinks.append(lambda step, numbers: _write_line(stream, {"step": step, **numbers}))
+        self._closers.append(stream.close)
+        if self._config.log.tensorboard:
+            self._open_tensorboard(folder / "tensorboard", start)
+        if self._config.log.wandb is not None:
+            self._open_wandb(self._config.log.wandb, folder)
+
+    def _open_tensorboard(self, folder: Path, start: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            logger.info("tensorboard is not installed; the numbers are in metrics.jsonl")
+            return
+        writer = SummaryWriter(str(folder), purge_step=start + 1)
+
+        def put(step: int, numbers: dict[str, float]) -> None:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+
+        self._sinks.append(put)
+        self._closers.append(writer.close)
+
+    def _open_wandb(self, project: str, folder: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingPackageError(
+                "log.wandb is set, but wandb is not installed", hint="pip install 'packages/trainer[wandb]'"
+            ) from error
+        run = wandb.init(project=project, dir=str(folder), resume="allow")
+        self._sinks.append(lambda step, numbers: run.log(numbers, step=step))
+        self._closers.append(run.finish)
+
+    def step(self, step: int, consumed_samples: int, lr: float, result: StepResult, **more: float | None) -> None:
+        """Tell of a finished step. `more` are further numbers; None is left out."""
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        if not self._writes or step % self._config.log.every:
+            return
+        rate = self._config.batch.global_ * self._config.data.seq_length / seconds
+        left = (self._config.train.steps - step) * (now - self._begin) / max(1, step - self._start)
+        numbers = {
+            "consumed_samples": consumed_samples,
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "tokens_per_second": rate,
+            "seconds": seconds,
+            "tokens": result.tokens,
+            "mfu": rate * self._speed.exact / self._speed.peak,
+            "mfu_palm": rate * self._speed.palm / self._speed.peak,
+            "memory_bytes": float(memory_in_use()),
+            "seconds_left": left,
+            **{name: value for name, value in more.items() if value is not None},
+        }
+        for sink in self._sinks:
+            sink(step, numbers)
+        logger.info(self._line(step, numbers))
+
+    def _line(self, step: int, n: dict[str, float]) -> str:
+        width = len(str(self._config.train.steps))
+        valid = f"  valid loss {n['valid_loss']:.4f}" if "valid_loss" in n else ""
+        return (
+            f"step {step:{width}}/{self._config.train.steps}  loss {n['loss']:.4f}{valid}  lr {n['lr']:.2e}  "
+            f"grad {n['grad_norm']:.3f}  {human(n['tokens_per_second'])} tok/s  "
+            f"MFU {100 * n['mfu']:.1f} % ({100 * n['mfu_palm']:.1f} % by 6N)  "
+            f"{n['memory_bytes'] / 2**30:.2f} GiB  {timedelta(seconds=round(n['seconds_left']))} left"
+        )
+
+    def __enter__(self) -> Metrics:
+        self._last = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for close in self._closers:
+            close()
+
+
+def memory_in_use() -> int:
+    """Bytes: the most that was allocated on the GPU, or what this process holds in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return pages * 4096
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop lines of later steps than the one a run goes on from: they will be written again."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if _step_of(line) <= step]
+    if len(kept) < len(lines):
+        with atomic_file(path, text=True) as stream:
+            stream.writelines(line + "\n" for line in kept)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # a line cut short by a kill
+        return float("inf")
+
+
+def _write_line(stream: IO[str], numbers: dict[str, Any]) -> None:
+    finite = {name: value if value == value and abs(value) != float("inf") else None for name, value in numbers.items()}
+    stream.write(json.dumps(finite) + "\n")
+    stream.flush()

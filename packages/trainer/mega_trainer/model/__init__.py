@@ -1,0 +1,1 @@
+"""One decoder for many families: a family is a configuration and a name table."""

@@ -1,0 +1,155 @@
+"""Makes the parallel layers of a model, each parameter with its pieces, its start and its gradient's groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from mega_ckpt.pieces import Piece
+from mega_common.model_config import ModelConfig
+from mega_trainer.comm import Group
+from mega_trainer.kernels.base import Kernels
+from mega_trainer.kernels.torch import TorchKernels
+from mega_trainer.mesh import Groups
+from mega_trainer.parallel.param import make_parameter
+from mega_trainer.parallel.tensor import ColumnLinear, RowLinear, VocabEmbedding, split_rows, vocab_parameter
+
+
+class Norm(nn.Module):
+    """RMSNorm, or LayerNorm when it has a bias, over the last axis."""
+
+    def __init__(self, kernels: Kernels, weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> None:
+        super().__init__()
+        self.kernels, self.eps = kernels, eps
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., D] -> [.., D]."""
+        if self.bias is None:
+            return self.kernels.rms_norm(x, self.weight, self.eps)
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True)
+class Builder:
+    """What every layer of one model is made from.
+
+    Attributes:
+        config: the architecture.
+        groups: who splits what; groups of one by default.
+        sp: split the residual stream over the sequence among the tensor ranks.
+        dtype, device: of parameters and activations.
+    """
+
+    config: ModelConfig
+    groups: Groups = field(default_factory=Groups)
+    kernels: Kernels = field(default_factory=TorchKernels)
+    sp: bool = False
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def residual_std(self) -> float:
+        """Standard deviation for projections into the residual stream (GPT-2's scaling, when asked for)."""
+        config = self.config
+        return config.init_std / (math.sqrt(2 * config.num_layers) if config.scale_residual_init else 1.0)
+
+    def column(self, blocks: Sequence[tuple[str, int]], *, bias: bool) -> ColumnLinear:
+        """A fused column-parallel layer of several [N_i, D] projections, named without `.weight`."""
+        weight, wpieces = split_rows(
+            [(f"{n}.weight", rows) for n, rows in blocks], self.config.hidden_size, self.groups.tp
+        )
+        offset, bpieces = split_rows([(f"{n}.bias", rows) for n, rows in blocks], None, self.groups.tp)
+        make = partial(make_parameter, data=self.groups.dp_cp, dtype=self.dtype, device=self.device)
+        biases = [make(offset, bpieces)] if bias else []
+        weights = [make(weight, wpieces, std=self.config.init_std)]
+        return ColumnLinear(self.kernels, weights, biases, self.groups.tp, sp=self.sp)
+
+    def shared_rows(
+        self, blocks: Sequence[tuple[str, int]], *, index: int, rows: int, bias: bool
+    ) -> list[nn.Parameter]:
+        """The weight (and bias) of block `index` of `rows` rows of each tensor, held by all ranks of the kv group."""
+        width, out = self.config.hidden_size, []
+        for suffix, tail in (("weight", (width,)), ("bias", ())):
+            zeros = (0,) * len(tail)
+            pieces = [
+                Piece(f"{n}.{suffix}", (total, *tail), (index * rows, *zeros), (i * rows, *zeros), (rows, *tail))
+                for i, (n, total) in enumerate(blocks)
+            ]
+            std = self.config.init_std if suffix == "weight" else None
+            if suffix == "weight" or bias:
+                shared = (self.groups.kv,)
+                shape = (rows * len(blocks), *tail)
+                out.append(self._parameter(shape, pieces, std=std, grad_sync=shared, replicas=shared))
+        return out
+
+    def row(self, name: str, width: int, *, bias: bool) -> RowLinear:
+        """A row-parallel projection [D, width] into the residual stream."""
+        config, tp = self.config, self.groups.tp
+        own, out = width // tp.size, config.hidden_size
+        piece = Piece(f"{name}.weight", (out, width), (0, tp.rank * own), (0, 0), (out, own))
+        weight = self._parameter((out, own), [piece], std=self.residual_std)
+        return RowLinear(
+            self.kernels, weight, self.replicated(f"{name}.bias", (out,)) if bias else None, tp, sp=self.sp
+        )
+
+    def replicated(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        fill: float = 0.0,
+        std: float | None = None,
+        partial_grad: bool = False,
+    ) -> nn.Parameter:
+        """A parameter that every tensor rank holds whole.
+
+        Its gradient is summed over them where each sees only a part: a part of the sequence (sequence parallelism) or,
+        with `partial_grad`, a part of the heads.
+        """
+        tp = self.groups.tp
+        sync: tuple[Group, ...] = (tp,) if self.sp or partial_grad else ()
+        pieces = [Piece.whole(name, shape)]
+        return self._parameter(shape, pieces, fill=fill, std=std, grad_sync=sync, replicas=(tp,))
+
+    def norm(self, name: str) -> Norm:
+        """The norm of the residual stream that the configuration asks for."""
+        config, shape = self.config, (self.config.hidden_size,)
+        bias = self.replicated(f"{name}.bias", shape) if config.norm == "layernorm" else None
+        return Norm(self.kernels, self.replicated(f"{name}.weight", shape, fill=1.0), bias, config.norm_eps)
+
+    def head_norm(self, name: str) -> Norm:
+        """RMSNorm over each head; a rank sees only its own heads, so the gradient is partial."""
+        weight = self.replicated(f"{name}.weight", (self.config.head_size,), fill=1.0, partial_grad=True)
+        return Norm(self.kernels, weight, None, self.config.norm_eps)
+
+    def vocabulary(self, name: str, *, shared: Sequence[Group] = ()) -> nn.Parameter:
+        """A [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""
+        return vocab_parameter(
+            name, self.config.vocab_size, self.config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
+            dtype=self.dtype, device=self.device, std=self.config.init_std, grad_sync=shared, replicas=shared,
+        )  # fmt: skip
+
+    def embedding(self, weight: nn.Parameter) -> VocabEmbedding:
+        """The token embedding over `weight`."""
+        return VocabEmbedding(weight, self.groups.tp, sp=self.sp)
+
+    def _parameter(
+        self,
+        shape: Sequence[int],
+        pieces: Sequence[Piece],
+        *,
+        fill: float = 0.0,
+        std: float | None = None,
+        grad_sync: Sequence[Group] = (),
+        replicas: Sequence[Group] = (),
+    ) -> nn.Parameter:
+        return make_parameter(
+            shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
+            std=std, fill=fill, grad_sync=grad_sync, replicas=replicas,
+        )  # fmt: skip

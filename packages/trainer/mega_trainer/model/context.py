@@ -1,0 +1,57 @@
+"""What the layers of one forward pass share: positions, who may see whom, the cache, dropout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mega_trainer.model.rope import Rotation
+from mega_trainer.rng import Dropout
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens, for generation."""
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append this call's k and v [B, S, K, d]; returns all of the layer's so far, [B, T, K, d]."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Shared by all layers of one forward pass.
+
+    Attributes:
+        rotation: rotary angles, or None.
+        mask: boolean [B or 1, 1, S, T], True where a query sees a key; None for plain causal attention.
+        cache: keys and values of earlier tokens, or None.
+        dropout: the micro-batch's dropout, or None outside training.
+    """
+
+    rotation: Rotation | None = None
+    mask: Tensor | None = None
+    cache: Cache | None = None
+    dropout: Dropout | None = None
+
+
+def attention_mask(length: int, *, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor | None:
+    """The mask [B or 1, 1, S, S] of causal attention with a sliding window and closed documents; None if plain.
+
+    Args:
+        length: S, in tokens.
+        window: keys a query sees, itself included.
+        documents: int [B, S], the document each token belongs to; tokens see only their own.
+    """
+    if documents is None and (window is None or window >= length):
+        return None
+    at = torch.arange(length, device=device)
+    distance = at[:, None] - at[None, :]
+    mask = distance >= 0
+    if window is not None:
+        mask &= distance < window
+    mask = mask[None, None]
+    if documents is not None:
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    return mask

@@ -1,0 +1,106 @@
+"""Head and cross entropy as one operation, over a vocabulary split among ranks, in chunks of tokens.
+
+The logits of a whole sequence never exist: each chunk's are turned into its loss and, since the gradient of a softmax
+is known as soon as the softmax is, into the gradients of hidden state and head at once, then dropped.
+
+Legend: N tokens, D model width, V vocabulary, R = ceil(V / ranks) rows of the head on each rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mega_trainer.comm import Group, all_reduce
+
+# Elements of one chunk's logits: on a CPU they should stay in its cache, on a GPU fill it with work.
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
+
+
+class _HeadLoss(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, group: Group, vocab_size: int
+    ) -> tuple[Tensor, Tensor]:
+        differentiable = hidden.requires_grad or head.requires_grad
+        rows = head.shape[0]
+        step = max(16, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 27) // rows)
+        losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
+        d_hidden = torch.empty_like(hidden) if differentiable else None
+        d_head = torch.zeros_like(head, dtype=losses.dtype) if differentiable else None
+        for start in range(0, hidden.shape[0], step):
+            part = slice(start, start + step)
+            losses[part], softmax, target, mine = _chunk(hidden[part], head, labels[part], group, vocab_size)
+            if d_hidden is not None and d_head is not None:
+                weight = weights[part].to(losses.dtype)
+                softmax.mul_(weight.unsqueeze(-1))
+                softmax.scatter_add_(1, target.unsqueeze(-1), -(weight * mine).unsqueeze(-1))
+                d_logits = softmax.to(hidden.dtype)
+                torch.mm(d_logits, head, out=d_hidden[part])
+                if d_head.dtype == head.dtype:
+                    d_head.addmm_(d_logits.t(), hidden[part])
+                else:
+                    d_head += d_logits.t() @ hidden[part]
+        if d_hidden is not None and d_head is not None:
+            ctx.save_for_backward(d_hidden, d_head.to(head.dtype))
+        ctx.group = group
+        ctx.mark_non_differentiable(losses)
+        return (losses * weights).sum(), losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        # not in low precision: rounding the scale itself would change all gradients alike
+        d_hidden, d_head = ((d.to(scale.dtype) * scale).to(d.dtype) for d in ctx.saved_tensors)
+        return d_hidden, d_head, None, None, None, None
+
+
+def head_loss(
+    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, group: Group, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy of `hidden` through `head` against `labels`.
+
+    Args:
+        hidden: [N, D]; the same on every rank of `group`. Its gradient is this rank's part, to be summed over them.
+        head: this rank's rows [R, D] of the output matrix; rows past `vocab_size` are padding and take no part.
+        labels: int64 [N]; where the weight is zero any value in [0, V) will do.
+        weights: fp32 [N], the weight of each token in the sum.
+        group: the ranks that split the vocabulary.
+        vocab_size: V, unpadded.
+
+    Returns:
+        The weighted sum of the losses (a scalar to differentiate), and each token's loss [N] in at least fp32.
+    """
+    result: tuple[Tensor, Tensor] = _HeadLoss.apply(hidden, head, labels, weights, group, vocab_size)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _chunk(
+    hidden: Tensor, head: Tensor, labels: Tensor, group: Group, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses [n], softmax over this rank's rows [n, R], local label [n] and whether the label is ours [n]."""
+    rows = head.shape[0]
+    first = group.rank * rows
+    logits = (hidden @ head.t()).to(_at_least_fp32(hidden.dtype))
+    if first + rows > vocab_size:
+        logits[:, max(0, vocab_size - first) :] = float("-inf")
+    top = logits.amax(-1)
+    all_reduce(top, group, "max")
+    local = labels - first
+    mine = (local >= 0) & (local < rows)
+    target = local.clamp(0, rows - 1)
+    logits -= top.unsqueeze(-1)
+    # where() rather than a product: a foreign label may point at a padding row, whose logit is minus infinity
+    label_logit = torch.where(mine, logits.gather(1, target.unsqueeze(-1)).squeeze(-1), 0.0)
+    sums = torch.stack([logits.exp_().sum(-1), label_logit])
+    all_reduce(sums, group)
+    softmax = logits.mul_(sums[0].reciprocal().unsqueeze(-1))
+    return sums[0].log() - sums[1], softmax, target, mine
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,103 @@
+"""Rotary position embedding (arXiv:2104.09864) and its stretchings, in transformers' conventions.
+
+The rotated part of a head is split in halves (x1, x2) and turned: (x1 cos - x2 sin, x2 cos + x1 sin).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mega_common.model_config import ModelConfig, RopeConfig
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin of the angles: [B or 1, S, 1, r/2] for r rotated elements a head."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate the first r elements of x [B, S, H, d]."""
+        half = self.cos.shape[-1]
+        x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        turned = [x1 * self.cos - x2 * self.sin, x2 * self.cos + x1 * self.sin]
+        return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1)
+
+
+def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotation:
+    """The rotation at integer `positions` [B or 1, S]. Angles are computed in fp32, as transformers does."""
+    length = config.max_position
+    if config.rope.scaling == "dynamic":
+        length = max(length, int(positions.max()) + 1)
+    frequency, scale = frequencies(config.rope, config.head_size, config.max_position, length)
+    angles = positions.float().unsqueeze(-1) * frequency.to(positions.device)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return Rotation(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype))
+
+
+def frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int) -> tuple[Tensor, float]:
+    """Angles per position [r/2] in fp32, and the factor on cos and sin (1 but for YaRN).
+
+    Args:
+        rope: the kind and its parameters.
+        head_size: width of a head; `rope.fraction` of it is rotated.
+        max_position: the longest sequence the model was made for.
+        length: the longest sequence at hand, for `dynamic`.
+    """
+    size = int(head_size * rope.fraction)
+    exponent = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    base = 1.0 / rope.theta**exponent
+    match rope.scaling:
+        case "none":
+            return base, 1.0
+        case "linear":
+            return base / rope.factor, 1.0
+        case "dynamic":  # NTK-aware: the base grows once the sequence is longer than the model was made for
+            original = rope.original_max_position or max_position
+            grown = (rope.factor * max(length, original) / original) - (rope.factor - 1)
+            return 1.0 / (rope.theta * grown ** (size / (size - 2))) ** exponent, 1.0
+        case "llama3":
+            return _llama3(rope, base), 1.0
+        case "yarn":
+            return _yarn(rope, base, size), _yarn_attention_factor(rope)
+
+
+def _llama3(rope: RopeConfig, base: Tensor) -> Tensor:
+    """Low frequencies are divided by the factor, high ones kept, those between blended."""
+    original = float(rope.original_max_position or 0)
+    wavelength = 2 * math.pi / base
+    low, high = original / rope.low_freq_factor, original / rope.high_freq_factor
+    smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - smooth) * base / rope.factor + smooth * base
+    scaled = torch.where(wavelength > low, base / rope.factor, base)
+    between = (wavelength <= low) & (wavelength >= high)
+    return torch.where(between, blended, scaled)
+
+
+def _yarn(rope: RopeConfig, base: Tensor, size: int) -> Tensor:
+    """YaRN (arXiv:2309.00071): interpolation below, extrapolation above, a ramp over dimensions between."""
+    original = rope.original_max_position or 0
+
+    def dimension(rotations: float) -> float:
+        return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow)), size - 1)
+    ramp = ((torch.arange(size // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    return base / rope.factor * ramp + base * (1 - ramp)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)

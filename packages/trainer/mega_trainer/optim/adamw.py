@@ -1,0 +1,56 @@
+"""AdamW (arXiv:1711.05101), torch's fused one, on one tensor a slot; decoupled weight decay on matrices alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mega_trainer.optim.slots import Slot
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW:
+    """A `Rule`.
+
+    Args:
+        slots: what it updates.
+        betas, eps, weight_decay: as in the paper.
+    """
+
+    def __init__(self, slots: Sequence[Slot], *, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        self.slots = list(slots)
+        groups = [
+            {"params": [s.main for s in slots if s.buffer.decay == decay], "weight_decay": rate}
+            for decay, rate in ((True, weight_decay), (False, 0.0))
+        ]
+        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=eps, fused=True)
+        for slot in slots:
+            self._adamw.state[slot.main] = {
+                "step": torch.zeros((), dtype=torch.float32, device=slot.main.device),
+                **{moment: torch.zeros_like(slot.main) for moment in MOMENTS},
+            }
+
+    def step(self, lr: float) -> None:
+        """See `Rule.step`."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        for slot in self.slots:
+            slot.main.grad = slot.shard.grads
+        self._adamw.step()
+
+    def state(self) -> dict[str, list[tuple[Slot, Tensor]]]:
+        """The two moments."""
+        return {moment: [(slot, self._adamw.state[slot.main][moment]) for slot in self.slots] for moment in MOMENTS}
+
+    @property
+    def steps(self) -> int:
+        """Updates made so far: the bias correction counts them."""
+        return int(self._adamw.state[self.slots[0].main]["step"].item())
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        for slot in self.slots:
+            self._adamw.state[slot.main]["step"].fill_(value)

@@ -1,0 +1,151 @@
+"""Muon: a momentum matrix is replaced by the nearest orthogonal one, roughly, and that is the update.
+
+Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), and "Muon is scalable for LLM training"
+(arXiv:2502.16982) for the scale of the update. It is for hidden matrices, each canonical one by itself: query, key,
+value, gate and up projections are orthogonalised apart though they lie fused in memory.
+
+An orthogonal matrix depends on all elements of the one it comes from, but a rank owns a slice of it. So, bucket by
+bucket, the momentum of whole buckets is gathered over the data ranks (fp32), each matrix goes to one of them, which
+gathers it over its tensor ranks where those split it, and the results go back as a sum to which one rank alone gives
+each element: per step one all-gather and one reduce-scatter over the data ranks (ZeRO-0: one all-reduce), and one
+all-reduce over the tensor ranks. Adding zeros is exact, so the bits do not depend on the ZeRO level.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mega_ckpt.pieces import Piece
+from mega_trainer.comm import Group, all_gather_into, all_reduce, reduce_scatter_into
+from mega_trainer.optim.slots import Slot
+from mega_trainer.parallel.buckets import Bucket
+from mega_trainer.parallel.param import ParamInfo, info_of
+
+# f(x) = a x + b x^3 + c x^5 with the steepest rise at 0 that keeps [0, 1.2] in place. It does not settle at 1: five rounds
+# leave singular values between about 0.7 and 1.2, which trains as well as exact ones.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+
+
+def orthogonalize(matrix: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """U V^T, roughly, where `matrix` = U S V^T: every singular value that is not tiny comes near 1.
+
+    Newton-Schulz iteration, X <- a X + b (X X^T) X + c (X X^T)^2 X, on the matrix divided by its Frobenius norm.
+
+    Args:
+        matrix: [.., M, N]; leading axes are a batch of matrices.
+        steps: rounds; each lifts small singular values about 3.4 times.
+        dtype: what to compute in.
+
+    Returns:
+        [.., M, N] in `matrix`'s dtype. A matrix of zeros stays one.
+    """
+    x: Tensor = matrix.to(dtype)
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT  # the products X X^T are then of the shorter side
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = _A * x + (_B * gram + _C * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrix.dtype)
+
+
+def update_scale(rows: int, columns: int) -> float:
+    """0.2 sqrt(max(M, N)): brings the root mean square of an orthogonal [M, N] matrix to 0.2, the size of AdamW's updates.
+
+    With it Muon takes AdamW's learning rate and weight decay (arXiv:2502.16982, equation 4).
+    """
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def is_hidden_matrix(parameter: nn.Parameter) -> bool:
+    """Whether Muon is for it: a matrix (or a stack of them) of a layer, not embedding, head, norm or bias."""
+    pieces = info_of(parameter).pieces
+    return parameter.dim() > 1 and bool(pieces) and all(piece.name.startswith("model.layers.") for piece in pieces)
+
+
+class Muon:
+    """A `Rule`.
+
+    Args:
+        slots: what it updates: slices of buckets of hidden matrices.
+        tensor_group: the ranks that split matrices among them.
+        momentum, nesterov: of the gradient, as in torch's SGD.
+        lr_factor: its learning rate as a multiple of the one given to `step`.
+        weight_decay: decoupled, as AdamW's.
+        rounds: of the Newton-Schulz iteration, which is computed in the model's precision, but not in fp16.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        *,
+        tensor_group: Group,
+        momentum: float,
+        nesterov: bool,
+        lr_factor: float,
+        weight_decay: float,
+        rounds: int,
+    ) -> None:
+        self.slots, self.tensor_group = list(slots), tensor_group
+        self.momentum, self.nesterov = momentum, nesterov
+        self.lr_factor, self.weight_decay, self.rounds = lr_factor, weight_decay, rounds
+        self.momenta = [torch.zeros_like(slot.main) for slot in slots]
+
+    def step(self, lr: float) -> None:
+        """See `Rule.step`."""
+        lr *= self.lr_factor
+        for slot, momentum in zip(self.slots, self.momenta, strict=True):
+            grads = slot.shard.grads
+            momentum.mul_(self.momentum).add_(grads)
+            direction = grads.add(momentum, alpha=self.momentum) if self.nesterov else momentum
+            update = self._orthogonalized(slot, direction)
+            slot.main.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr)
+
+    def state(self) -> dict[str, list[tuple[Slot, Tensor]]]:
+        """The momentum."""
+        return {"muon_momentum": list(zip(self.slots, self.momenta, strict=True))}
+
+    def _orthogonalized(self, slot: Slot, direction: Tensor) -> Tensor:
+        """The update of a slice, from the slices of all data ranks; each rank works on every n-th matrix."""
+        data, sharded = slot.buffer.data, slot.buffer.sharded
+        whole = direction.new_empty(direction.numel() * data.size) if sharded else direction
+        if sharded:
+            all_gather_into(whole, direction, data)
+        result = torch.zeros_like(whole)
+        low = torch.bfloat16 if slot.shard.weights.dtype == torch.float16 else slot.shard.weights.dtype
+        for index, (info, piece, source, target) in enumerate(_matrices(slot.shard.bucket, whole, result)):
+            if index % data.size == data.rank:
+                target.copy_(self._update(info, piece, source, low))
+        if not sharded:
+            all_reduce(result, data)
+            return result
+        update = torch.empty_like(direction)
+        reduce_scatter_into(update, result, data)
+        return update
+
+    def _update(self, info: ParamInfo, piece: Piece, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """This rank's part of the update of a canonical matrix, from its part of the momentum."""
+        rows, columns = piece.global_shape[-2:]
+        (top, left), (height, width) = piece.global_offset[-2:], piece.shape[-2:]
+        matrix = part
+        if (height, width) != (rows, columns):
+            matrix = part.new_zeros(*part.shape[:-2], rows, columns)
+            if all(group.rank == 0 for group in info.replicas):
+                matrix[..., top : top + height, left : left + width] = part
+            all_reduce(matrix, self.tensor_group)
+        update = orthogonalize(matrix, steps=self.rounds, dtype=dtype) * update_scale(rows, columns)
+        return update[..., top : top + height, left : left + width]
+
+
+def _matrices(bucket: Bucket, source: Tensor, target: Tensor) -> Iterator[tuple[ParamInfo, Piece, Tensor, Tensor]]:
+    """The canonical matrices of a bucket: what they are, and this rank's part of each in two tensors of its length."""
+    for parameter, place in bucket.places.items():
+        info = info_of(parameter)
+        for piece in info.pieces:
+            part, out = (piece.view(tensor[place].view(parameter.shape)) for tensor in (source, target))
+            yield info, piece, part, out

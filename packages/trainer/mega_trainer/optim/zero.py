@@ -1,0 +1,96 @@
+"""The optimizer over this rank's shards of the weights: norm, update, publish (ZeRO-0 to ZeRO-2, arXiv:1910.02054).
+
+In low precision every shard has fp32 main weights of its own; otherwise the weights are updated in place. What is done
+with a shard is a rule's business: AdamW for all, or Muon for hidden matrices and AdamW for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.pieces import Sharded
+from mega_trainer.comm import Group
+from mega_trainer.optim.adamw import AdamW
+from mega_trainer.optim.clip import grad_norm
+from mega_trainer.optim.slots import Rule, Slot, boxes_of_slots
+from mega_trainer.parallel.grads import FlatStage
+
+
+class Optimizer:
+    """Updates the weights of this rank's stages.
+
+    Args:
+        stages: all of this rank's stages.
+        adamw: makes the rule for ordinary slots.
+        apart: makes the rule for those of buffers that are kept apart, where there are any.
+        model_groups: the groups over which different ranks hold different parameters (tp, pp), for the norm.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[FlatStage],
+        *,
+        adamw: Callable[[list[Slot]], AdamW],
+        apart: Callable[[list[Slot]], Rule] | None = None,
+        model_groups: Sequence[Group] = (),
+    ) -> None:
+        self.stages, self.model_groups = list(stages), list(model_groups)
+        self.buffers = [buffer for stage in stages for buffer in stage.buffers]
+        self.slots = [Slot.of(buffer, shard) for buffer in self.buffers for shard in buffer.shards]
+        self._adamw = adamw([slot for slot in self.slots if apart is None or not slot.buffer.apart])
+        self._rules: list[Rule] = [self._adamw]
+        if apart is not None:
+            self._rules.append(apart([slot for slot in self.slots if slot.buffer.apart]))
+
+    def grad_norm(self) -> Tensor:
+        """L2 norm of the gradient over the whole model; fp64 scalar."""
+        return grad_norm(self.buffers, self.model_groups)
+
+    def update(self, lr: float, scale: float) -> None:
+        """One step with the gradients times `scale`; the new weights are then on their way to every rank."""
+        self.settle()
+        if scale != 1.0:
+            torch._foreach_mul_([slot.shard.grads for slot in self.slots], scale)
+        for rule in self._rules:
+            rule.step(lr)
+        for slot in self.slots:
+            if slot.copied:
+                slot.shard.weights.copy_(slot.main)
+        for stage in self.stages:
+            stage.publish()
+
+    def settle(self) -> None:
+        """Wait until the weights of the last update are there: before they are read other than by a forward."""
+        for stage in self.stages:
+            stage.settle()
+
+    def gradients(self) -> dict[str, Sharded]:
+        """The reduced gradients by canonical name, after an update times its scale. The boxes are views."""
+        return boxes_of_slots((slot, slot.shard.grads) for slot in self.slots)
+
+    @property
+    def steps(self) -> int:
+        """Updates made so far."""
+        return self._adamw.steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._adamw.steps = value
+
+    def tensors(self) -> dict[str, Sharded]:
+        """State by canonical name: `optimizer/<kind>/<name>` for each kind of the rules' state and, where the main
+        weights are not the model's own, `optimizer/main/<name>`. The boxes are views, to be saved or filled."""
+        kinds = [*(kind for rule in self._rules for kind in rule.state().items())]
+        kinds.append(("main", [(slot, slot.main) for slot in self.slots if slot.copied]))
+        return {
+            f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes_of_slots(pairs).items()
+        }
+
+    def reload_main(self) -> None:
+        """Take the main weights from the model's, after those were loaded without them."""
+        for slot in self.slots:
+            if slot.copied:
+                slot.main.copy_(slot.shard.weights)

@@ -1,0 +1,184 @@
+"""Buckets: gradients that are summed over the data-parallel ranks together. Two kinds differ in what they keep.
+
+A `StepBucket` keeps the whole gradient for all of a step and sums it over the ranks once (ZeRO-0 and ZeRO-1). The whole
+gradient of a `MicroBucket` exists only while a backward fills it; it is summed after each micro-batch, and only the sums
+are kept, of this rank's slice alone in ZeRO-2 (arXiv:1910.02054). The kinds add in different orders: over micro-batches
+and then ranks, or over ranks and then micro-batches.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from mega_trainer.comm import Group, Work, all_reduce, reduce_scatter_into
+
+# Slices are multiples of this. An update in vectors then has no remainder, which would be rounded in another way, so an
+# element's new value does not depend on where its slice begins.
+SLICE_ELEMENTS = 64
+
+
+class Bucket(ABC):
+    """Elements [start, stop) of a buffer.
+
+    Args:
+        start: first element, in the buffer.
+        places: where each parameter's gradient lies in the bucket.
+        data: the ranks to sum over; the bucket is padded so that their slices are equal.
+        sharded: keep the sum of this rank's slice alone.
+        dtype, device: of the gradients.
+
+    Attributes:
+        grads: the sums of the step: of the slice when `sharded`, else of the whole bucket.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        places: Mapping[nn.Parameter, slice],
+        data: Group,
+        *,
+        sharded: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.start, self.places, self.data, self.sharded = start, dict(places), data, sharded
+        unit = data.size * SLICE_ELEMENTS
+        self.size = -(-max(place.stop for place in places.values()) // unit) * unit
+        share = self.size // data.size
+        self.stop = start + self.size
+        self.grads = torch.zeros(share if sharded else self.size, dtype=dtype, device=device)
+        self._owed: set[nn.Parameter] = set()
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Forget the sums of the step before."""
+
+    @abstractmethod
+    def reduces(self, last: bool) -> bool:
+        """Whether the backward that comes next, the step's last or not, ends with a sum over the ranks."""
+
+    def begin_backward(self) -> None:
+        """Expect a gradient of every parameter."""
+        self._owed = set(self.places)
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Add a parameter's gradient of one micro-batch, and drop it there."""
+        assert parameter.grad is not None
+        self._add(parameter, parameter.grad)
+        self._owed.discard(parameter)
+        parameter.grad = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of this backward are there."""
+        return not self._owed
+
+    @abstractmethod
+    def _add(self, parameter: nn.Parameter, grad: Tensor) -> None: ...
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Start the sum over the ranks; a gradient that did not come counts as zero."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until `grads` has all that was started."""
+
+    def _sum(self, whole: Tensor, out: Tensor) -> Work | None:
+        if self.sharded:
+            return reduce_scatter_into(out, whole, self.data, async_op=True)
+        return all_reduce(whole, self.data, async_op=True)
+
+
+class StepBucket(Bucket):
+    """Keeps the whole gradient over the micro-batches, in `param.main_grad`; the last backward starts the one sum."""
+
+    def __init__(
+        self,
+        start: int,
+        places: Mapping[nn.Parameter, slice],
+        data: Group,
+        *,
+        sharded: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(start, places, data, sharded=sharded, dtype=dtype, device=device)
+        self._whole = torch.zeros(self.size, dtype=dtype, device=device) if sharded else self.grads
+        for parameter, place in self.places.items():
+            parameter.main_grad = self._whole[place].view(parameter.shape)  # type: ignore[attr-defined]
+        self._fresh: set[nn.Parameter] = set()
+        self._work: Work | None = None
+
+    def begin_step(self) -> None:
+        """The next gradient of each parameter replaces what is there."""
+        self._fresh = set(self.places)
+
+    def reduces(self, last: bool) -> bool:
+        """Only the last."""
+        return last
+
+    def _add(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        if parameter in self._fresh:
+            main.copy_(grad)
+            self._fresh.discard(parameter)
+        else:
+            main.add_(grad)
+
+    def reduce(self) -> None:
+        """See `Bucket.reduce`."""
+        for parameter in self._fresh:
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        self._work = self._sum(self._whole, self.grads)
+
+    def settle(self) -> None:
+        """See `Bucket.settle`."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class MicroBucket(Bucket):
+    """Holds a whole gradient from the first parameter's of a backward to the end of its sum over the ranks."""
+
+    _whole: Tensor | None = None
+    _flight: tuple[Work | None, Tensor, Tensor] | None = None  # work, what it reads, where the sum arrives
+    _first = True
+
+    def begin_step(self) -> None:
+        """The next sum replaces what is there."""
+        self._first = True
+
+    def reduces(self, last: bool) -> bool:
+        """Every one."""
+        return True
+
+    def _add(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        if self._whole is None:
+            self._whole = self.grads.new_zeros(self.size)
+        self._whole[self.places[parameter]].view(parameter.shape).copy_(grad)
+
+    def reduce(self) -> None:
+        """See `Bucket.reduce`."""
+        self.settle()
+        whole = self.grads.new_zeros(self.size) if self._whole is None else self._whole
+        arrival = torch.empty_like(self.grads) if self.sharded else whole
+        self._whole, self._flight = None, (self._sum(whole, arrival), whole, arrival)
+
+    def settle(self) -> None:
+        """See `Bucket.settle`."""
+        if self._flight is None:
+            return
+        work, _, arrival = self._flight
+        if work is not None:
+            work.wait()
+        if self._first:
+            self.grads.copy_(arrival)
+        else:
+            self.grads.add_(arrival)
+        self._first, self._flight = False, None

@@ -1,0 +1,264 @@
+"""How data-parallel ranks share a stage's weights and gradients, up to ZeRO-2 (arXiv:1910.02054).
+
+Parameters that are treated alike (same data group, same further sums, same weight decay) lie in one `FlatBuffer`, cut in
+buckets that are summed over the ranks while the backward still runs. Gradients are fp32 (fp64 in an fp64 model).
+
+    level   weights   gradients kept            summed over the data ranks
+    0       all       all                       all-reduce, once a step
+    1       all       all, the sum of a slice   reduce-scatter, once a step; then all-gather of the new weights
+    2       all       a slice                   reduce-scatter, each micro-batch; then all-gather of the new weights
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from mega_trainer.comm import Group, Work, all_gather_into, all_reduce
+from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
+from mega_trainer.parallel.param import info_of
+
+BUCKET_ELEMENTS = 40_000_000  # large enough for full bandwidth, small enough that the first starts early
+IN_FLIGHT = 2  # sums under way at once where whole gradients are to be short-lived
+
+
+@dataclass(frozen=True)
+class Span:
+    """A parameter's place in its buffer: elements [start, start + numel)."""
+
+    parameter: nn.Parameter
+    start: int
+
+
+@dataclass(eq=False)
+class Shard:
+    """This rank's slice of a bucket: what it reduces, updates and saves.
+
+    Attributes:
+        start: first element, in the buffer.
+        weights: the slice in model precision, a view.
+        bucket: what it is a slice of.
+    """
+
+    start: int
+    weights: Tensor
+    bucket: Bucket
+
+    @property
+    def grads(self) -> Tensor:
+        """The reduced gradient of the slice, fp32 or fp64."""
+        return self.bucket.grads
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What the data ranks share and when they sum.
+
+    Attributes:
+        slices: each rank keeps, updates and saves its slice of every bucket (ZeRO-1 and up), rather than all of it.
+        each_backward: gradients are summed after every micro-batch and not kept whole (ZeRO-2).
+        apart: which parameters have buffers of their own, for an optimizer that treats them otherwise.
+        bucket_elements: a bucket is closed when it has so many.
+    """
+
+    slices: bool
+    each_backward: bool = False
+    apart: Callable[[nn.Parameter], bool] | None = None
+    bucket_elements: int = BUCKET_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose forward is the first to need these parameters, its own or others."""
+
+    module: nn.Module
+    parameters: list[nn.Parameter]
+
+
+class FlatBuffer:
+    """Parameters that are treated alike, laid out one after another, last first (the order of the backward).
+
+    Args:
+        parameters: they become views of `weights`.
+        decay: whether weight decay applies to them.
+        apart: whether they are those that the sharing keeps apart.
+        sharing: what each rank keeps.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], *, decay: bool, apart: bool, sharing: Sharing) -> None:
+        info, first = info_of(parameters[0]), parameters[0]
+        self.data, self.grad_sync, self.replicas = info.data, info.grad_sync, info.replicas
+        self.decay, self.apart, self.sharded = decay, apart, sharing.slices and self.data.size > 1
+        self.spans: list[Span] = []
+        self.buckets = list(self._lay_out(parameters[::-1], sharing))
+        self.weights = torch.zeros(self.buckets[-1].stop, dtype=first.dtype, device=first.device)
+        for span in self.spans:
+            self._adopt(span)
+        self.shards = [self._shard(bucket) for bucket in self.buckets]
+
+    def _lay_out(self, parameters: Sequence[nn.Parameter], sharing: Sharing) -> Iterator[Bucket]:
+        """Give each parameter its span; a bucket is closed once it is large enough."""
+        kind = MicroBucket if sharing.each_backward else StepBucket
+        dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+        start, places, length = 0, {}, 0
+        for parameter in parameters:
+            self.spans.append(Span(parameter, start + length))
+            places[parameter] = slice(length, length + parameter.numel())
+            length += parameter.numel()
+            if length >= sharing.bucket_elements or parameter is parameters[-1]:
+                bucket = kind(start, places, self.data, sharded=self.sharded, dtype=dtype, device=parameter.device)
+                yield bucket
+                start, places, length = bucket.stop, {}, 0
+
+    def _adopt(self, span: Span) -> None:
+        view = self.weights[span.start : span.start + span.parameter.numel()].view(span.parameter.shape)
+        view.copy_(span.parameter.detach())
+        span.parameter.data = view
+
+    def _shard(self, bucket: Bucket) -> Shard:
+        share = bucket.grads.numel()
+        start = bucket.start + (share * self.data.rank if self.sharded else 0)
+        return Shard(start, self.weights[start : start + share], bucket)
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether this rank is the one, of those that hold copies, whose part counts in a norm over the model."""
+        return all(group.rank == 0 for group in self.replicas)
+
+    def parts(self, shard: Shard) -> Iterator[tuple[nn.Parameter, int, slice]]:
+        """What a shard holds: (parameter, first element of it, place in the shard's tensors)."""
+        stop = shard.start + shard.weights.numel()
+        for span in self.spans:
+            low, high = max(span.start, shard.start), min(span.start + span.parameter.numel(), stop)
+            if low < high:
+                yield span.parameter, low - span.start, slice(low - shard.start, high - shard.start)
+
+
+class FlatStage:
+    """The buffers of one pipeline stage: takes gradients as they come and starts the sums over the ranks.
+
+    All ranks start their buckets in the same order, or they would wait for each other in vain: a bucket that is complete
+    on one rank may lack a gradient on another (an expert that got no token). The order is that in which a backward is
+    expected to complete them. Each starts when it and all before it are complete, the rest at the backward's end.
+
+    New weights are gathered in the background, and each unit's forward waits for its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, buffers: Sequence[FlatBuffer], sharing: Sharing, units: Sequence[Unit]
+    ) -> None:
+        self.buffers = list(buffers)
+        self._in_flight_limit = IN_FLIGHT if sharing.each_backward else None
+        position = {parameter: index for index, parameter in enumerate(model.parameters())}
+        self._homes = {shard.bucket: (buffer, shard) for buffer in buffers for shard in buffer.shards}
+        self._buckets = sorted(self._homes, key=lambda bucket: -min(position[p] for p in bucket.places))
+        self._arriving: dict[Bucket, tuple[Work | None, Tensor]] = {}
+        self._await_before(units)
+        self._waiting: deque[Bucket] = deque()
+        self._in_flight: deque[Bucket] = deque()
+        for bucket in self._buckets:
+            for parameter in bucket.places:
+                parameter.register_post_accumulate_grad_hook(partial(self._take, bucket))  # type: ignore[no-untyped-call]
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before."""
+        for bucket in self._buckets:
+            bucket.begin_step()
+
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """Around one micro-batch's backward through the stage; `last` of the step or not."""
+        self._waiting.extend(bucket for bucket in self._buckets if bucket.reduces(last))
+        for bucket in self._waiting:
+            bucket.begin_backward()
+        yield
+        while self._waiting:
+            self._reduce(self._waiting.popleft())
+
+    def _take(self, bucket: Bucket, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        bucket.take(parameter)
+        while self._waiting and self._waiting[0].complete:
+            self._reduce(self._waiting.popleft())
+
+    def _reduce(self, bucket: Bucket) -> None:
+        bucket.reduce()
+        self._in_flight.append(bucket)
+        if self._in_flight_limit is not None and len(self._in_flight) > self._in_flight_limit:
+            self._in_flight.popleft().settle()
+
+    def finish(self) -> None:
+        """End of the step's backwards: wait for the sums, and sum over the further groups that share gradients."""
+        while self._in_flight:
+            self._in_flight.popleft().settle()
+        for buffer in self.buffers:
+            for group in buffer.grad_sync:
+                for shard in buffer.shards:
+                    all_reduce(shard.grads, group)
+
+    def publish(self) -> None:
+        """After an update of the shards' weights: start to give every rank all of them, first needed first."""
+        for bucket in reversed(self._buckets):
+            buffer, shard = self._homes[bucket]
+            if buffer.sharded:
+                mine, whole = shard.weights.clone(), buffer.weights[bucket.start : bucket.stop]
+                self._arriving[bucket] = (all_gather_into(whole, mine, buffer.data, async_op=True), mine)
+
+    def settle(self) -> None:
+        """Wait until all weights are there: before anything but a forward reads or writes them."""
+        self._await(list(self._arriving))
+
+    def _await(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets if self._arriving else ():
+            work, _ = self._arriving.pop(bucket, (None, None))
+            if work is not None:
+                work.wait()
+
+    def _await_before(self, units: Sequence[Unit]) -> None:
+        """Let each unit's forward wait for its buckets, and the first one for those of no unit."""
+        needs = [[b for b in self._buckets if not b.places.keys().isdisjoint(unit.parameters)] for unit in units]
+        needs[0] += [bucket for bucket in self._buckets if all(bucket not in needed for needed in needs)]
+        for unit, buckets in zip(units, needs, strict=True):
+            unit.module.register_forward_pre_hook(lambda module, inputs, buckets=buckets: self._await(buckets))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What parameters of one buffer have in common."""
+
+    data: Group
+    grad_sync: tuple[Group, ...]
+    replicas: tuple[Group, ...]
+    decay: bool
+    apart: bool
+    dtype: torch.dtype
+
+
+def flatten(model: nn.Module, sharing: Sharing, units: Sequence[Unit] = ()) -> FlatStage:
+    """Sort the parameters of a model (or of one pipeline stage) into buffers.
+
+    Weight decay applies to matrices, not to biases and norms. Call after initialisation or loading, or before: the
+    parameters keep their values and from then on are views of the buffers.
+
+    Args:
+        model: its parameters carry their descriptions.
+        sharing: what each data rank keeps.
+        units: its parts in the order of a forward; by default the whole model is one.
+    """
+    kinds: dict[_Kind, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        info = info_of(parameter)
+        apart = sharing.apart is not None and sharing.apart(parameter)
+        kind = _Kind(info.data, info.grad_sync, info.replicas, parameter.dim() > 1, apart, parameter.dtype)
+        kinds.setdefault(kind, []).append(parameter)
+    buffers = [
+        FlatBuffer(parameters, decay=kind.decay, apart=kind.apart, sharing=sharing)
+        for kind, parameters in kinds.items()
+    ]
+    return FlatStage(model, buffers, sharing, units or [Unit(model, list(model.parameters()))])

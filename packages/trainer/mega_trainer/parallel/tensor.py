@@ -1,0 +1,237 @@
+"""Tensor and sequence parallelism (arXiv:1909.08053, arXiv:2205.05198).
+
+Legend: B batch, S sequence, D model width, N width of a split layer, T tensor-parallel ranks.
+
+    column   X [B, S, D]    W [N/T, D]   Y = X W^T  [B, S, N/T]   every rank sees all of X; forward free, backward sums dX
+    row      X [B, S, N/T]  W [D, N/T]   Y = sum_T X W^T  [B, S, D]   forward sums Y, backward free
+
+With sequence parallelism the tensors outside a column-row pair are [B, S/T, D]: the sum of a row layer becomes a
+reduce-scatter over S and a column layer first gathers S; the traffic is the same, the memory T times smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mega_ckpt.pieces import Piece
+from mega_trainer.comm import Group, all_gather, all_reduce, reduce_scatter
+from mega_trainer.kernels.base import Kernels
+from mega_trainer.parallel.param import make_parameter
+
+SEQUENCE = 1  # the axis of [B, S, D] that sequence parallelism splits
+
+
+class _SumForward(Function):
+    """Y = sum over ranks of X, by all-reduce or (sequence parallel) reduce-scatter; the gradient goes back as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sp: bool) -> Tensor:
+        ctx.group, ctx.sp = group, sp
+        if sp:
+            return reduce_scatter(x, group, SEQUENCE)
+        y = x.contiguous().clone()
+        all_reduce(y, group)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return (all_gather(dy, ctx.group, SEQUENCE) if ctx.sp else dy), None, None
+
+
+class _ColumnLinear(Function):
+    """Y = X W^T with X replicated (or split over the sequence). The sum of dX runs beside the product for dW."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, sp: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.sp = group, sp
+        full = all_gather(x, group, SEQUENCE) if sp else x
+        return torch.nn.functional.linear(full, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        group: Group = ctx.group
+        full = all_gather(x, group, SEQUENCE) if ctx.sp else x
+        dx = dy.matmul(weight)
+        if ctx.sp:
+            dx = reduce_scatter(dx, group, SEQUENCE)
+            work = None
+        else:
+            work = all_reduce(dx, group, async_op=True)
+        dweight = dy.flatten(0, -2).t().mm(full.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        if work is not None:
+            work.wait()
+        return dx, dweight, None, None
+
+
+class _GatherSequence(Function):
+    """[B, S/T, D] -> [B, S, D]; the gradients of all ranks are summed back into their parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group, SEQUENCE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(dy, ctx.group, SEQUENCE), None
+
+
+class _SumBackward(Function):
+    """Y = X; the gradients of all ranks are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        dx = dy.contiguous().clone()
+        all_reduce(dx, ctx.group)
+        return dx, None
+
+
+def sum_over(x: Tensor, group: Group, *, sp: bool) -> Tensor:
+    """Sum partial results [B, S, D] of all ranks: to [B, S, D], or with `sp` to this rank's [B, S/T, D]."""
+    return x if group.size == 1 else _SumForward.apply(x, group, sp)  # type: ignore[no-untyped-call]
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """[B, S/T, D] -> [B, S, D], for a consumer on each rank that contributes its own part of the gradient."""
+    return x if group.size == 1 else _GatherSequence.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def sum_gradient(x: Tensor, group: Group) -> Tensor:
+    """X itself, for a consumer on each rank that contributes its own part of the gradient."""
+    return x if group.size == 1 else _SumBackward.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def sequence_part(length: int, group: Group, *, sp: bool) -> slice:
+    """The tokens of a sequence of `length` that a rank's residual stream holds: its share under `sp`, else all."""
+    share = length // group.size
+    return slice(group.rank * share, (group.rank + 1) * share) if sp else slice(None)
+
+
+class ColumnLinear(nn.Module):
+    """Y = X W^T + b with the rows of W, and so the columns of Y, split over `group`.
+
+    Args:
+        kernels: the back end that multiplies in a group of one.
+        weights: local parameters [N_i/T, D], used as one matrix. Usually one; parts whose gradients are summed over
+            different ranks (shared key/value heads) are parameters of their own.
+        biases: local parameters [N_i/T], as many, or none.
+        group: tensor-parallel ranks.
+        sp: X is [B, S/T, D] rather than [B, S, D].
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weights: Sequence[nn.Parameter],
+        biases: Sequence[nn.Parameter],
+        group: Group,
+        *,
+        sp: bool,
+    ) -> None:
+        super().__init__()
+        self.kernels, self.group, self.sp = kernels, group, sp
+        self.weights, self.biases = nn.ParameterList(weights), nn.ParameterList(biases)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S or S/T, D] -> [B, S, N/T]."""
+        weight, bias = _joined(self.weights), _joined(self.biases)
+        assert weight is not None
+        if self.group.size == 1:
+            return self.kernels.linear(x, weight, bias)
+        y: Tensor = _ColumnLinear.apply(x, weight, self.group, self.sp)  # type: ignore[no-untyped-call]
+        return y if bias is None else y + bias
+
+
+def _joined(parts: nn.ParameterList) -> Tensor | None:
+    if len(parts) < 2:
+        return parts[0] if len(parts) else None
+    return torch.cat(list(parts))
+
+
+class RowLinear(nn.Module):
+    """Y = X W^T + b with the columns of W, and so those of X, split over `group`; the bias is added once, after the sum.
+
+    Args as for `ColumnLinear`; the local weight is [D, N/T] and the bias [D] is whole on every rank.
+    """
+
+    def __init__(
+        self, kernels: Kernels, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, *, sp: bool
+    ) -> None:
+        super().__init__()
+        self.kernels, self.group, self.sp = kernels, group, sp
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, N/T] -> [B, S or S/T, D]."""
+        if self.group.size == 1:
+            return self.kernels.linear(x, self.weight, self.bias)
+        y = sum_over(self.kernels.linear(x, self.weight, None), self.group, sp=self.sp)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabEmbedding(nn.Module):
+    """Embedding with the rows split over `group`: each rank looks up its own tokens, zeros elsewhere, then the sum.
+
+    The vocabulary is padded in memory to `rows` * T so that every rank holds as many rows; padding is in no piece.
+    """
+
+    def __init__(self, weight: nn.Parameter, group: Group, *, sp: bool) -> None:
+        super().__init__()
+        self.weight, self.group, self.sp = weight, group, sp
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids int64 [B, S] -> [B, S or S/T, D]."""
+        if self.group.size == 1:
+            return nn.functional.embedding(tokens, self.weight)
+        rows = self.weight.shape[0]
+        local = tokens - self.group.rank * rows
+        mine = (local >= 0) & (local < rows)
+        x = nn.functional.embedding(local.clamp(0, rows - 1), self.weight) * mine.unsqueeze(-1)
+        return sum_over(x, self.group, sp=self.sp)
+
+
+def vocab_rows(vocab_size: int, group: Group) -> int:
+    """Rows of a vocabulary-parallel tensor on each rank, padding included."""
+    return -(-vocab_size // group.size)
+
+
+def vocab_parameter(name: str, vocab_size: int, width: int, *, group: Group, **kwargs: Any) -> nn.Parameter:
+    """The local part of a [V, D] tensor split by rows; the last ranks' padding rows have no piece."""
+    rows = vocab_rows(vocab_size, group)
+    first = min(group.rank * rows, vocab_size)
+    own = min(rows, vocab_size - first)
+    pieces = [Piece(name, (vocab_size, width), (first, 0), (0, 0), (own, width))] if own else []
+    return make_parameter((rows, width), pieces, **kwargs)
+
+
+def split_rows(blocks: Sequence[tuple[str, int]], width: int | None, group: Group) -> tuple[list[int], list[Piece]]:
+    """Shape and pieces of several [N_i, width] tensors (or [N_i] when width is None) fused and split by rows.
+
+    Every rank holds its N_i/T rows of each, one block after another, so that a fused gate-up or query-key-value
+    product gives whole heads and matching gate and up columns on each rank.
+    """
+    pieces, row = [], 0
+    tail = () if width is None else (width,)
+    for name, total in blocks:
+        own = total // group.size
+        zeros = (0,) * len(tail)
+        pieces.append(Piece(name, (total, *tail), (group.rank * own, *zeros), (row, *zeros), (own, *tail)))
+        row += own
+    return [row, *tail], pieces

@@ -1,0 +1,124 @@
+"""A schedule as a picture: one row per rank, time to the right, idle time left empty. Plain SVG, no library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from mega_trainer.pipeline.schedules import Op, Schedule, Timeline, bubble_formula, peak_activations
+
+Colour = tuple[int, int, int]
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart: blue, orange, green.
+_COLOURS: dict[str, Colour] = {"F": (0, 114, 178), "B": (230, 159, 0), "I": (230, 159, 0), "W": (0, 158, 115)}
+_LEGEND = {"F": "forward", "B": "backward", "I": "backward: input", "W": "backward: weights"}
+_INK, _QUIET, _EMPTY = "#222222", "#666666", "#f0f0f0"
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 132, 58, 44
+_ROW, _GAP = 28, 6
+_CHART = 1000
+
+
+def draw(schedule: Schedule, timeline: Timeline) -> str:
+    """SVG of `schedule` as timed in `timeline`: the number in a box is its microbatch, the shade its chunk.
+
+    The right margin tells, for each rank, the share of idle time and the most activations it holds at once (microbatches,
+    counted for each chunk).
+    """
+    width = _LEFT + _CHART + _RIGHT
+    height = _TOP + schedule.pp * (_ROW + _GAP) + _BOTTOM
+    body = [*_title(schedule, timeline), *_rows(schedule, timeline), *_boxes(schedule, timeline)]
+    body += _legend(schedule, height - _BOTTOM + 14)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{_INK}">\n'
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def _title(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
+    formula = bubble_formula(schedule, timeline.costs)
+    stages = "" if schedule.virtual_stages == 1 else f" of {schedule.virtual_stages} stages"
+    name = f"{schedule.name}: {schedule.pp} ranks{stages}, {schedule.microbatches} microbatches"
+    bubble = f"bubble {timeline.mean_bubble:.1%} measured"
+    bubble += f", {formula:.1%} by formula" if formula is not None else ""
+    yield _text(_LEFT, 22, name, 'font-size="16" font-weight="bold"')
+    yield _text(_LEFT, 42, f"{bubble}; {timeline.makespan:.4g} units of time", f'fill="{_QUIET}"')
+    yield _text(_LEFT + _CHART + 12, _TOP - 8, "idle", f'fill="{_QUIET}"')
+    yield _text(_LEFT + _CHART + 66, _TOP - 8, "holds", f'fill="{_QUIET}"')
+
+
+def _rows(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
+    for rank, (idle, held) in enumerate(zip(timeline.bubble, peak_activations(schedule), strict=True)):
+        top = _row_top(rank)
+        yield _text(_LEFT - 10, top + 19, f"rank {rank}", 'text-anchor="end"')
+        yield f'<rect x="{_LEFT}" y="{top}" width="{_CHART}" height="{_ROW}" fill="{_EMPTY}"/>'
+        yield _text(_LEFT + _CHART + 12, top + 19, f"{idle:.1%}")
+        yield _text(_LEFT + _CHART + 66, top + 19, str(held))
+
+
+def _boxes(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
+    scale = _CHART / timeline.makespan
+    digits = len(str(schedule.microbatches - 1))
+    for rank in range(schedule.pp):
+        chunks = {stage: chunk for chunk, stage in enumerate(schedule.stages(rank))}
+        for op in schedule.compute(rank):
+            start, end = timeline.spans[op]
+            colour = _shade(_COLOURS[op.kind], chunks[op.stage], schedule.virtual_stages)
+            yield _box(op, _LEFT + start * scale, _row_top(rank), (end - start) * scale, colour, digits)
+
+
+def _box(op: Op, x: float, y: float, width: float, colour: Colour, digits: int) -> str:
+    """A rectangle with a tooltip and, where there is room for a legible one of `digits`, the microbatch's number."""
+    size = min(12.0, (width - 2) / (0.6 * digits))
+    number = ""
+    if size >= 7:
+        style = f'text-anchor="middle" font-size="{size:.3g}" fill="{_ink_on(colour)}"'
+        number = _text(x + width / 2, y + _ROW / 2 + size * 0.36, str(op.microbatch), style)
+    edge = min(0.75, width / 8)
+    return (
+        f"<g><title>{escape(str(op))}</title>"
+        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="{_hex(colour)}" stroke="#ffffff" '
+        f'stroke-width="{edge:.2g}"/>{number}</g>'
+    )
+
+
+def _legend(schedule: Schedule, y: float) -> Iterator[str]:
+    used = {op.kind for op in schedule.ranks[0]}
+    x = float(_LEFT)
+    for kind, meaning in _LEGEND.items():
+        if kind not in used:
+            continue
+        for chunk in range(schedule.virtual_stages):
+            colour = _hex(_shade(_COLOURS[kind], chunk, schedule.virtual_stages))
+            yield f'<rect x="{x:.0f}" y="{y}" width="14" height="14" fill="{colour}"/>'
+            x += 16
+        yield _text(x + 4, y + 11, meaning)
+        x += 24 + 6.4 * len(meaning)
+    yield f'<rect x="{x:.0f}" y="{y}" width="14" height="14" fill="{_EMPTY}"/>'
+    yield _text(x + 20, y + 11, "idle")
+    if schedule.virtual_stages > 1:
+        yield _text(x + 62, y + 11, "lighter: a later chunk of the rank", f'fill="{_QUIET}"')
+
+
+def _row_top(rank: int) -> int:
+    return _TOP + rank * (_ROW + _GAP)
+
+
+def _shade(colour: Colour, chunk: int, chunks: int) -> Colour:
+    """`colour`, mixed with up to six tenths of white for later chunks."""
+    white = 0.6 * chunk / max(1, chunks - 1)
+    red, green, blue = (round(part + (255 - part) * white) for part in colour)
+    return red, green, blue
+
+
+def _ink_on(colour: Colour) -> str:
+    red, green, blue = colour
+    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 130 else _INK
+
+
+def _hex(colour: Colour) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
+
+def _text(x: float, y: float, content: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(content)}</text>'

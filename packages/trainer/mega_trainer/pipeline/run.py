@@ -1,0 +1,173 @@
+"""Runs one rank's list of operations. A model on one rank is the case of one stage, by the same code.
+
+Legend: B micro-batch, S sequence, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mega_trainer.batch import MicroBatch
+from mega_trainer.comm import Group, Work
+from mega_trainer.model.context import Context
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.parallel.tensor import sequence_part
+from mega_trainer.pipeline.schedules import Schedule
+from mega_trainer.rng import Dropout
+
+Key = tuple[int, int]  # (stage, microbatch)
+FORWARD_ONLY = frozenset({"F", "SEND_F", "RECV_F"})
+
+
+@dataclass
+class Executor:
+    """Executes the operations of one rank for one step.
+
+    Attributes:
+        schedule: who does what, in order.
+        stages: this rank's parts of the model, by stage number.
+        group: the pipeline ranks.
+        dropout_seed: seed of the dropout masks; None when the model has no dropout.
+        around_backward: what each backward runs in, given the stage's number and whether it is the stage's last of the
+            step; it takes the gradients.
+    """
+
+    schedule: Schedule
+    stages: Mapping[int, Decoder]
+    group: Group
+    dropout_seed: int | None = None
+    around_backward: Callable[[int, bool], AbstractContextManager[None]] = lambda stage, last: nullcontext()
+    _inputs: dict[Key, Tensor] = field(default_factory=dict)
+    _outputs: dict[Key, Tensor] = field(default_factory=dict)
+    _edges: dict[Key, GradientEdge] = field(default_factory=dict)
+    _arriving: dict[tuple[str, Key], tuple[Tensor, Work]] = field(default_factory=dict)
+    _leaving: list[tuple[Tensor, Work]] = field(default_factory=list)
+    _contexts: dict[int, Context] = field(default_factory=dict)
+
+    def run(self, batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        """All operations of a step; gradients end up where the parameters' hooks put them.
+
+        Where gradients are disabled only the forward operations run: any part of the common order of all ranks that
+        leaves out whole messages is as free of deadlock as the whole.
+
+        Args:
+            batches: this rank's micro-batches (every stage has them all: labels, positions, documents).
+            scale: factor on the sum of the token losses before differentiation, usually 1 / tokens of the step.
+
+        Returns:
+            Sum of the weighted token losses of this rank's micro-batches, fp64; zero but on the last stage.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=batches[0].tokens.device)
+        left = dict.fromkeys(self.stages, len(batches))
+        for op in self.schedule.ranks[self.group.rank]:
+            key = (op.stage, op.microbatch)
+            if not torch.is_grad_enabled() and op.kind not in FORWARD_ONLY:
+                continue
+            match op.kind:
+                case "F":
+                    total += self._forward(key, batches[op.microbatch], scale)
+                case "B":
+                    left[op.stage] -= 1
+                    with self.around_backward(op.stage, left[op.stage] == 0):
+                        self._backward(key)
+                case "RECV_F":
+                    self._receive("F", key, op.stage - 1, batches[op.microbatch])
+                case "RECV_B":
+                    self._receive("B", key, op.stage + 1, batches[op.microbatch])
+                case "SEND_F":
+                    self._send(self._outputs.pop(key), op.stage + 1)
+                case "SEND_B":
+                    self._send(self._input_gradient(key), op.stage - 1)
+        for _, work in self._leaving:
+            work.wait()
+        for left_over in (self._leaving, self._contexts, self._inputs):
+            left_over.clear()
+        return total
+
+    @property
+    def last_stage(self) -> int:
+        """Number of the stage with the head."""
+        return len(self.schedule.owners) - 1
+
+    def _forward(self, key: Key, batch: MicroBatch, scale: float) -> Tensor | float:
+        stage, microbatch = key
+        model = self.stages[stage]
+        context = self._context(microbatch, batch)
+        if stage == 0:
+            x = model.embed(batch.tokens, batch.positions, context.dropout)
+        else:
+            if ("F", key) in self._arriving:
+                self._inputs[key] = self._arrived("F", key)
+            x = self._inputs[key].requires_grad_(torch.is_grad_enabled())
+        y = model(x, context)
+        if stage < self.last_stage:
+            self._hand_on(key, y)
+            return 0.0
+        loss, _ = model.loss(y, batch.labels, batch.weights)
+        if loss.requires_grad:
+            self._edges[key] = get_gradient_edge(loss * scale)
+        return loss.detach()
+
+    def _hand_on(self, key: Key, y: Tensor) -> None:
+        """Keep of an output only what its backward needs; the values go to the next stage, here or elsewhere."""
+        stage, microbatch = key
+        if y.requires_grad:
+            self._edges[key] = get_gradient_edge(y)
+        if self.schedule.owner(stage + 1) == self.group.rank:
+            self._inputs[stage + 1, microbatch] = y.detach()
+        else:
+            self._outputs[key] = y.detach()
+
+    def _backward(self, key: Key) -> None:
+        stage, microbatch = key
+        gradients = None
+        if stage < self.last_stage:
+            here = self.schedule.owner(stage + 1) == self.group.rank
+            gradients = [self._input_gradient((stage + 1, microbatch)) if here else self._arrived("B", key)]
+        torch.autograd.backward([self._edges.pop(key)], gradients)
+
+    def _input_gradient(self, key: Key) -> Tensor:
+        gradient = self._inputs.pop(key).grad
+        assert gradient is not None
+        return gradient
+
+    def _receive(self, what: str, key: Key, from_stage: int, batch: MicroBatch) -> None:
+        model = self.stages[key[0]]
+        rows, length = batch.tokens.shape
+        part = sequence_part(length, model.groups.tp, sp=model.sp)
+        shape = (rows, len(range(length)[part]), model.config.hidden_size)
+        tensor = torch.empty(shape, dtype=model.dtype, device=batch.tokens.device)
+        self.group.count("receive", tensor)
+        work = dist.irecv(tensor, self.group.ranks[self.schedule.owner(from_stage)], group=self.group.handle)
+        assert work is not None
+        self._arriving[what, key] = (tensor, work)
+
+    def _arrived(self, what: str, key: Key) -> Tensor:
+        tensor, work = self._arriving.pop((what, key))
+        work.wait()
+        return tensor
+
+    def _send(self, tensor: Tensor, to_stage: int) -> None:
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, self.group.ranks[self.schedule.owner(to_stage)], group=self.group.handle)
+        assert work is not None
+        self._leaving.append((tensor, work))
+
+    def _context(self, microbatch: int, batch: MicroBatch) -> Context:
+        """Positions, masks and dropout of a micro-batch, made once for all stages of this rank."""
+        if microbatch not in self._contexts:
+            model = next(iter(self.stages.values()))
+            dropout = None
+            if self.dropout_seed is not None and model.training:
+                length = batch.tokens.shape[1]
+                part = sequence_part(length, model.groups.tp, sp=model.sp)
+                dropout = Dropout(self.dropout_seed, batch.samples, length, part)
+            self._contexts[microbatch] = model.context(batch.positions, documents=batch.documents, dropout=dropout)
+        return self._contexts[microbatch]

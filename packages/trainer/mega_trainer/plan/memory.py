@@ -1,0 +1,137 @@
+"""How many bytes each rank needs, told before any device is touched.
+
+Activations are counted as in "Reducing activation recomputation in large transformer models" (arXiv:2205.05198),
+product by product, so that the count also holds for gated blocks, grouped heads and experts.
+
+Legend: D model width, F feed-forward width, H heads, Q head size, K key/value heads, S sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mega_common.model_config import ModelConfig
+from mega_trainer.pipeline.schedules import make_schedule, peak_activations
+from mega_trainer.pipeline.stages import stage_layers
+from mega_trainer.plan.flops import RecomputeKind, count_parameters
+
+_ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """How a model is split and fed.
+
+    Attributes:
+        seq_length: tokens of a sample, before context parallelism splits them.
+        micro_batch: samples of a microbatch.
+        microbatches: microbatches of a step, per data-parallel rank.
+        zero: what data-parallel ranks share: 1 optimizer states, 2 also gradients, 3 also weights.
+        fused_attention: the attention kernel keeps no scores.
+    """
+
+    seq_length: int
+    micro_batch: int = 1
+    microbatches: int = 1
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    virtual_stages: int = 1
+    schedule: str = "1f1b"
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    zero: int = 0
+    precision: str = "bf16"
+    recompute: RecomputeKind = "none"
+    fused_attention: bool = True
+
+
+def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
+    """Bytes of each kind on a rank of each pipeline rank, in pipeline order.
+
+    Kinds: `weights`, `gradients`, `optimizer` (two moments of Adam and, under a 16-bit precision, fp32 weights),
+    `activations`. Not counted: what libraries and the allocator need for themselves, buffers of messages, and the
+    uneven parts of vocabulary and experts.
+
+    Raises:
+        ConfigError: when the layers do not fit the stages, or the schedule is unknown.
+    """
+    stages = stage_layers(model.num_layers, run.pp, run.virtual_stages)
+    schedule = make_schedule(run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages)
+    held = peak_activations(schedule)
+    ranks = []
+    for rank in range(run.pp):
+        mine = schedule.stages(rank)
+        layers = sum(len(stages[stage]) for stage in mine)
+        first, last = 0 in mine, len(stages) - 1 in mine
+        in_flight = held[rank] / run.virtual_stages * layers
+        kept = in_flight * activation_bytes(model, run)
+        if run.recompute == "full":
+            # one layer at a time is computed again, and then holds everything
+            kept = in_flight * _residual_bytes(model, run) + activation_bytes(model, run)
+        kept += _head_bytes(model, run) if last else 0.0
+        ranks.append({**_states(model, run, layers, first=first, last=last), "activations": round(kept)})
+    return ranks
+
+
+def activation_bytes(model: ModelConfig, run: RunShape) -> float:
+    """Bytes that one layer keeps of one microbatch from forward to backward, on one rank.
+
+    For a GPT with dropout and without fused attention these are the paper's S B D (34 + 5 H S / D) bytes.
+    """
+    width, query, key_value = (
+        model.hidden_size,
+        model.num_attention_heads * model.head_size,
+        model.kv_heads * model.head_size,
+    )
+    element, keys = _ELEMENT[run.precision], run.seq_length
+    inputs = 4 * width * element + (2 * width if model.residual_dropout else 0)  # of norms and blocks; dropout masks
+    split = element * (2 * query + 2 * key_value)  # q, k, v, and the input of the output projection
+    if run.fused_attention:
+        split += 4 * model.num_attention_heads  # a logarithm per row
+    elif run.recompute != "selective":
+        per_score = element + (1 + element if model.attention_dropout else 0)
+        split += model.num_attention_heads * keys * per_score
+    dense, moe = model.ffn_hidden_size, model.moe
+    if moe:
+        dense = moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
+        inputs += element * moe.top_k * width + 4 * moe.num_experts
+    gated = 4 if run.recompute == "none" else 3  # gate, up, their product; torch keeps the activated gate besides
+    split += element * (gated if model.gated else 2) * dense
+    return _tokens(run) * (inputs / (run.tp if run.sp else 1) + split / run.tp)
+
+
+def _residual_bytes(model: ModelConfig, run: RunShape) -> float:
+    return _tokens(run) * _ELEMENT[run.precision] * model.hidden_size / (run.tp if run.sp else 1)
+
+
+def _head_bytes(model: ModelConfig, run: RunShape) -> float:
+    """The final norm's input and output, and the gradients that the head computes in its forward."""
+    weight = _ELEMENT[run.precision] * model.vocab_size * model.hidden_size / run.tp
+    return 3 * _residual_bytes(model, run) + weight
+
+
+def _tokens(run: RunShape) -> float:
+    return run.micro_batch * run.seq_length / run.cp
+
+
+def _states(model: ModelConfig, run: RunShape, layers: int, *, first: bool, last: bool) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer of a pipeline rank with so many layers and those ends."""
+    count = count_parameters(model)
+    dense = layers * ((count.attention + count.feed_forward) / run.tp + count.norms)
+    dense += count.embedding / run.tp if first else 0
+    if last:
+        tied_elsewhere = 0 if first else model.vocab_size * model.hidden_size
+        dense += count.final_norm + (tied_elsewhere if model.tie_embeddings else count.head) / run.tp
+    experts = layers * count.experts / (run.tp * run.ep)
+    element = _ELEMENT[run.precision]
+    whole = max(4, element)
+    sizes = {"weights": (element, 3), "gradients": (whole, 2), "optimizer": (2 * whole + (4 if element == 2 else 0), 1)}
+    sharers = run.dp * run.cp
+    table = {}
+    for kind, (size, level) in sizes.items():
+        shared = run.zero >= level
+        parts = (sharers, max(1, sharers // run.ep)) if shared else (1, 1)
+        table[kind] = round(size * (dense / parts[0] + experts / parts[1]))
+    return table

@@ -1,0 +1,177 @@
+"""What a run saves and goes on from: weights, optimizer, and a few numbers; all by canonical name, none by rank.
+
+There is no generator state to save: every random draw is a function of (seed, what it is for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mega_ckpt.pieces import Sharded, boxes_of, merge
+from mega_ckpt.store import AsyncSaver, Checkpoint, latest, load, retain, save, sweep
+from mega_common.errors import CheckpointError
+from mega_common.log import logger
+from mega_trainer.config import RunConfig, check_changes
+from mega_trainer.guard import Guard
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.optim.zero import Optimizer
+from mega_trainer.parallel.param import info_of
+from mega_trainer.precision import LossScale
+from mega_trainer.step import StepResult
+
+
+@dataclass
+class TrainState:
+    """Everything that changes while training, on this rank.
+
+    Attributes:
+        step: optimizer steps done, skipped ones included.
+        consumed_samples: samples read, over all ranks: the position in the data.
+        loss_scale: in fp16.
+    """
+
+    config: RunConfig
+    stages: Mapping[int, Decoder]
+    optimizer: Optimizer
+    guard: Guard
+    step: int = 0
+    consumed_samples: int = 0
+    loss_scale: LossScale | None = None
+
+    def advance(self, result: StepResult) -> None:
+        """Count a finished step, and let the guard judge its numbers.
+
+        Raises:
+            TrainingError: when the run's policy says stop.
+        """
+        self.step += 1
+        self.consumed_samples += self.config.batch.global_
+        self.guard.check(self.step, result)
+
+    def tensors(self) -> dict[str, Sharded]:
+        """All tensors of a checkpoint as this rank's boxes, views of what training uses."""
+        self.optimizer.settle()
+        return weights_of(self.stages, prefix="weights/") | self.optimizer.tensors()
+
+    def numbers(self) -> dict[str, Any]:
+        """What a checkpoint says beside the tensors."""
+        return {
+            "consumed_samples": self.consumed_samples,
+            "optimizer_steps": self.optimizer.steps,
+            "loss_average": self.guard.average,
+            "loss_seen": self.guard.seen,
+            "loss_scale": self.loss_scale and [self.loss_scale.value, self.loss_scale.good_steps],
+            "settings": self.config.model_dump(mode="json", by_alias=True),
+        }
+
+    def restore(self, folder: Path, group: dist.ProcessGroup | None) -> list[str]:
+        """Go on from a checkpoint, in whatever layout it was saved; returns the settings that differ.
+
+        Raises:
+            ConfigError: when it is of another model.
+            CheckpointError: when it is not a complete checkpoint.
+        """
+        saved = Checkpoint.open(folder)
+        lines = check_changes(saved.state["settings"], self.config, str(folder))
+        wanted = self.tensors()
+        held = set(saved.keys())
+        if not any(
+            key.startswith("optimizer/main/") for key in held
+        ):  # saved in full precision: weights are the main ones
+            wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/main/")}
+        load(folder, wanted, group=group)
+        if "optimizer/main/" not in "".join(wanted):
+            self.optimizer.reload_main()
+        self.step = saved.step
+        self.consumed_samples = saved.state["consumed_samples"]
+        self.optimizer.steps = saved.state["optimizer_steps"]
+        self.guard.average, self.guard.seen = saved.state["loss_average"], saved.state["loss_seen"]
+        if self.loss_scale is not None and saved.state.get("loss_scale"):
+            self.loss_scale.value, self.loss_scale.good_steps = saved.state["loss_scale"]
+        return lines
+
+
+def weights_of(stages: Mapping[int, Decoder], *, prefix: str = "") -> dict[str, Sharded]:
+    """The weights of these stages by canonical name, as boxes that are views of the parameters."""
+    parts = [
+        boxes_of((parameter.detach(), info_of(parameter).pieces) for parameter in stage.parameters())
+        for stage in stages.values()
+    ]
+    return {prefix + name: held for name, held in merge(parts).items()}
+
+
+class Saver:
+    """Saves a run's checkpoints into `<output>/checkpoints`, in the background when asked, and keeps what is to be kept.
+
+    Leaving the `with` block waits for a save under way; its errors are raised there, or at the next save.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.root, self._config = Path(config.output) / "checkpoints", config
+        self._background = AsyncSaver() if config.checkpoint.async_ else None
+        if self._leads:
+            sweep(self.root)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._background is not None:
+            self._background.__exit__(*error)
+        self._retain()
+
+    def save(self, state: TrainState) -> None:
+        """Save `state`; training may go on as soon as this returns."""
+        write = save if self._background is None else self._background.start
+        assets = Path(self._config.output) / "assets"
+        write(
+            self.root,
+            state.step,
+            state.tensors(),
+            model=self._config.model,
+            state=state.numbers(),
+            assets=assets if assets.exists() else None,
+        )
+        self._retain()
+
+    @property
+    def _leads(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def _retain(self) -> None:
+        if self._leads:
+            settings = self._config.checkpoint
+            retain(self.root, keep=settings.keep, keep_every=settings.keep_every)
+
+
+def starting_point(config: RunConfig) -> Path | None:
+    """The checkpoint to go on from: the one asked for, or the newest of this run's folder, or none.
+
+    Raises:
+        CheckpointError: when one was asked for and is not there, or the run's folder is already further than it.
+    """
+    newest = latest(Path(config.output) / "checkpoints")
+    if config.checkpoint.load is not None:
+        asked = Path(config.checkpoint.load)
+        found = latest(asked) or latest(asked / "checkpoints") if not (asked / "manifest.json").exists() else asked
+        if found is None:
+            raise CheckpointError(
+                f"checkpoint.load = {config.checkpoint.load!r}: no complete checkpoint there",
+                hint="give a folder such as runs/name/checkpoints/step-00000100, or leave checkpoint.load out",
+            )
+        if newest is not None and newest.name > found.name:
+            raise CheckpointError(
+                f"{config.output} holds later checkpoints ({newest.name}) than the one to go on from, {found.name}",
+                hint="set another output folder for the new branch",
+            )
+        return found
+    if not config.checkpoint.resume:
+        return None
+    if newest is not None:
+        logger.info("going on from %s", newest)
+    return newest

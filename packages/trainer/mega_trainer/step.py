@@ -1,0 +1,97 @@
+"""One optimizer step: forward and backward over the micro-batches, the norm, the clip, the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mega_trainer.batch import MicroBatch
+from mega_trainer.comm import Group, all_reduce
+from mega_trainer.optim.clip import clip_factor
+from mega_trainer.optim.zero import Optimizer
+from mega_trainer.pipeline.run import Executor
+from mega_trainer.precision import LossScale
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step tells.
+
+    Attributes:
+        loss: mean per token.
+        grad_norm: before the clip.
+        tokens: how many counted.
+        updated: whether the weights changed; not when a number was not finite.
+        loss_scale: that of this step, in fp16.
+        overflowed: the gradient was too large for fp16 under this loss scale; a smaller one may mend it.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: float
+    updated: bool
+    loss_scale: float | None = None
+    overflowed: bool = False
+
+
+def train_step(
+    executor: Executor,
+    optimizer: Optimizer,
+    batches: Sequence[MicroBatch],
+    *,
+    lr: float,
+    clip: float,
+    data: Group,
+    loss_scale: LossScale | None = None,
+) -> StepResult:
+    """One step over this rank's micro-batches; every rank calls it.
+
+    The loss is the mean over all tokens that count, of all micro-batches and data ranks: their number is known before
+    the first forward, so each token's gradient is divided by it once, at its source. Nothing is updated when the
+    gradient is not finite. With a `loss_scale` the gradient is made larger by it, and the norm and the update are of
+    the gradient as it would be without: unscale, check, clip, step.
+    """
+    factor = 1.0 if loss_scale is None else loss_scale.value
+    tokens = count_tokens(batches, data)
+    for stage in optimizer.stages:
+        stage.begin_step()
+    loss_sum = executor.run(batches, factor / max(tokens, 1.0))
+    for stage in optimizer.stages:
+        stage.finish()
+    loss = mean_loss(loss_sum, tokens, data, executor.group)
+    norm = optimizer.grad_norm().item() / factor
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if finite:
+        optimizer.update(lr, clip_factor(norm, clip) / factor)
+    if loss_scale is None:
+        return StepResult(loss, norm, tokens, finite)
+    overflowed = loss_scale.mends(loss_finite=math.isfinite(loss), norm_finite=math.isfinite(norm))
+    loss_scale.advance(overflowed=overflowed)
+    return StepResult(loss, norm, tokens, finite, factor, overflowed)
+
+
+@torch.no_grad()
+def evaluate_step(executor: Executor, batches: Sequence[MicroBatch], data: Group) -> tuple[float, float]:
+    """Forward only: (sum of the token losses over all ranks, tokens that counted)."""
+    tokens = count_tokens(batches, data)
+    return mean_loss(executor.run(batches, 1.0), 1.0, data, executor.group), tokens
+
+
+def count_tokens(batches: Sequence[MicroBatch], data: Group) -> float:
+    """Tokens of the step whose loss counts, over all data ranks.
+
+    Summed in host memory: on a device the sum would queue up behind the weights that are still being gathered.
+    """
+    tokens = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in batches]).sum().cpu()
+    all_reduce(tokens, data)
+    return tokens.item()
+
+
+def mean_loss(loss_sum: torch.Tensor, tokens: float, data: Group, pipeline: Group) -> float:
+    """The loss per token from each rank's sum; only the last stage has any."""
+    all_reduce(loss_sum, data)
+    all_reduce(loss_sum, pipeline)
+    return loss_sum.item() / max(tokens, 1.0)

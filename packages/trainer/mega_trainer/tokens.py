@@ -1,0 +1,73 @@
+"""What the token files of a run say of themselves: their tokenizer, and whether it fits the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mega_common.errors import DataError
+from mega_common.log import logger
+from mega_data.config import DataConfig
+from mega_data.info import DataInfo, info_path, read_info
+from mega_data.tokenizer import Tokenizer
+
+# What makes a tokenizer, and how a chat is put to it: the files that travel with a model.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+def run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
+    """The run's tokenizer: the one it names, else the one its data sets were made with, where that still exists.
+
+    Raises:
+        DataError: when data sets were made by different tokenizers, by another than the one named, or have tokens
+            that the model's vocabulary of `vocab_size` does not.
+    """
+    made = _makers(data)
+    named = Tokenizer(data.tokenizer) if data.tokenizer is not None else None
+    fingerprint, size = (named.fingerprint, named.vocab_size) if named else (None, 0)
+    for prefix, info in made.items():
+        maker = info.tokenizer
+        assert maker is not None
+        fingerprint = fingerprint or maker.fingerprint
+        if maker.fingerprint != fingerprint:
+            other = "data.tokenizer" if named else str(next(iter(made)))
+            raise DataError(
+                f"{info_path(prefix)}: made with another tokenizer ({maker.path}) than {other}",
+                hint="preprocess all data sets of a run with one tokenizer",
+            )
+        size = max(size, maker.vocab_size)
+    if size > vocab_size:
+        raise DataError(
+            f"the tokenizer has {size} tokens, but model.vocab_size is {vocab_size}",
+            hint=f"set model.vocab_size={size}",
+        )
+    return named or _still_there(made)
+
+
+def _makers(data: DataConfig) -> dict[Path, DataInfo]:
+    """The descriptions of all data sets that tell their tokenizer."""
+    found = {}
+    for source in (*data.train, *(data.valid or []), *(data.test or [])):
+        info = read_info(source.path)
+        if info is not None and info.tokenizer is not None:
+            found[source.path] = info
+    return found
+
+
+def _still_there(made: dict[Path, DataInfo]) -> Tokenizer | None:
+    for info in made.values():
+        assert info.tokenizer is not None
+        path = Path(info.tokenizer.path)
+        if path.exists():
+            tokenizer = Tokenizer(path)
+            if tokenizer.fingerprint == info.tokenizer.fingerprint:
+                return tokenizer
+        logger.warning("the tokenizer %s is not there any more; set data.tokenizer, or none goes with the model", path)
+    return None
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
+    """The files beside `tokenizer.json` that travel with a model."""
+    return [path for name in TOKENIZER_FILES if (path := tokenizer.path.parent / name).is_file()]

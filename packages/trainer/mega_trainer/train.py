@@ -1,0 +1,195 @@
+"""A training run, from configuration to last checkpoint. `run` reads in the order things happen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+import yaml
+from torch.distributed.distributed_c10d import Store
+
+from mega_ckpt.source import copy_assets, load_weights, open_source, put_file
+from mega_common.errors import ConfigError
+from mega_common.files import atomic_file
+from mega_common.log import human, logger
+from mega_data.loader import Loader
+from mega_data.tokenizer import Tokenizer
+from mega_trainer.batch import micro_batches
+from mega_trainer.build import (
+    build_optimizer,
+    build_schedule,
+    build_stages,
+    connect,
+    dtype_of,
+    load_data,
+    loss_scale_of,
+    share_stages,
+)
+from mega_trainer.comm import Group, all_reduce
+from mega_trainer.config import RunConfig
+from mega_trainer.guard import Guard, StopSignal
+from mega_trainer.metrics import Metrics, Speed
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.init import init_weights
+from mega_trainer.parallel.grads import FlatStage
+from mega_trainer.pipeline.run import Executor
+from mega_trainer.plan.flops import count_parameters
+from mega_trainer.ranks import Ranks
+from mega_trainer.state import Saver, TrainState, starting_point, weights_of
+from mega_trainer.step import evaluate_step, train_step
+from mega_trainer.tokens import run_tokenizer, tokenizer_files
+from mega_trainer.watch import Watch
+
+
+def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainState:
+    """Train as `config` says; returns the final state. With the job's `store`, a rank that hangs is named.
+
+    Raises:
+        MegaError: ConfigError, DataError or CheckpointError for what the user can mend, TrainingError when the numbers
+            go wrong.
+    """
+    device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
+    groups = connect(config, ranks)
+    schedule = build_schedule(config, groups)
+    stages = build_stages(
+        config, Builder(config.model, groups, sp=config.parallel.sp, dtype=dtype, device=device), schedule
+    )
+    shared = share_stages(config, stages)
+    optimizer = build_optimizer(config, shared, groups)
+    state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
+    tokenizer = run_tokenizer(config.data, config.model.vocab_size)
+    train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
+    begin(state, groups.world, tokenizer)
+    executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
+    curve = config.lr_curve()
+    speed = Speed.of(config, device, dtype, ranks.world_size)
+    loader = partial(
+        Loader, global_batch=config.batch.global_, seq_length=config.data.seq_length,
+        dp_rank=groups.dp.rank, dp_size=groups.dp.size,
+    )  # fmt: skip
+    with (
+        watching(state, ranks, store),
+        StopSignal() as stop,
+        Saver(config) as saver,
+        Metrics(config, speed, start=state.step, writes=groups.world.rank == 0) as metrics,
+    ):
+        left = max(0, config.train.steps - state.step)
+        for batch in islice(loader(train_data, consumed_samples=state.consumed_samples), left):
+            lr = curve(state.consumed_samples)
+            micro = list(micro_batches(batch, config, device))
+            result = train_step(
+                executor, optimizer, micro,
+                lr=lr, clip=config.optimizer.clip_grad, data=groups.dp_cp, loss_scale=state.loss_scale,
+            )  # fmt: skip
+            state.advance(result)
+            valid = None
+            if valid_data is not None and config.due(state.step, config.train.eval_every):
+                valid = validate(executor, loader(valid_data), config, device, groups.dp_cp)
+            metrics.step(state.step, state.consumed_samples, lr, result, valid_loss=valid, loss_scale=result.loss_scale)
+            stopping = agreed(stop.name is not None, groups.world)
+            if stopping or config.due(state.step, config.checkpoint.every):
+                saver.save(state)
+            if stopping:
+                break
+    logger.info(farewell(state, stop))
+    return state
+
+
+def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
+    """Bring the weights to where this run starts: a checkpoint's, another model's, or fresh ones; make the run folder."""
+    config = state.config
+    checkpoint = starting_point(config)
+    if checkpoint is not None:
+        for line in state.restore(checkpoint, world.handle):
+            logger.info("  changed since it was saved: %s", line)
+    else:
+        for stage in state.stages.values():
+            init_weights(stage, config.train.seed)
+        if config.init_from is not None:
+            load_weights(open_source(config.init_from), weights_of(state.stages))
+            logger.info("starting from the weights of %s", config.init_from)
+        state.optimizer.reload_main()
+    if world.rank == 0:
+        make_run_folder(config, tokenizer)
+    logger.info(
+        "%s parameters, %s on %d rank(s), steps %d to %d of %s tokens",
+        human(count_parameters(config.model).total),
+        config.precision,
+        world.size,
+        state.step + 1,
+        config.train.steps,
+        human(config.batch.global_ * config.data.seq_length),
+    )
+
+
+def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
+    """`<output>/run.yaml` with every setting, and the files that travel with the model (`assets/`: its tokenizer)."""
+    folder = Path(config.output)
+    with atomic_file(folder / "run.yaml", text=True) as stream:
+        yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), stream, sort_keys=False)
+    assets = folder / "assets"
+    if assets.exists():
+        return
+    if config.init_from is not None:
+        copy_assets(open_source(config.init_from), assets)
+    elif tokenizer is not None:
+        for path in tokenizer_files(tokenizer):
+            put_file(assets / path.name, path)
+
+
+def validate(executor: Executor, loader: Loader, config: RunConfig, device: torch.device, data: Group) -> float:
+    """Mean loss per token over the first `eval_steps` global batches of the validation set, the same ones each time."""
+    for stage in executor.stages.values():
+        stage.eval()
+    loss = tokens = 0.0
+    for batch in islice(loader, config.train.eval_steps):
+        part = evaluate_step(executor, list(micro_batches(batch, config, device)), data)
+        loss, tokens = loss + part[0], tokens + part[1]
+    for stage in executor.stages.values():
+        stage.train()
+    return loss / max(tokens, 1.0)
+
+
+def around_backward(shared: Mapping[int, FlatStage], stage: int, last: bool) -> AbstractContextManager[None]:
+    """What takes a stage's gradients while a micro-batch's backward runs, and sums them over the ranks."""
+    return shared[stage].backward(last)
+
+
+def watching(state: TrainState, ranks: Ranks, store: Store | None) -> AbstractContextManager[object]:
+    """The watch over the ranks, where there are several."""
+    if store is None:
+        return nullcontext()
+    return Watch(store, ranks.rank, ranks.world_size, lambda: state.step + 1, state.config.timeout_seconds)
+
+
+def agreed(flag: bool, world: Group) -> bool:
+    """Whether any rank's flag is set; the same answer on all ranks. Voted in host memory, as tokens are counted."""
+    vote = torch.tensor(float(flag))
+    all_reduce(vote, world, "max")
+    return bool(vote.item())
+
+
+def farewell(state: TrainState, stop: StopSignal) -> str:
+    """The last line of a run."""
+    where = Path(state.config.output) / "checkpoints"
+    if stop.name is not None:
+        return f"{stop.name}: saved step {state.step} in {where} and stopped; the same command goes on from there"
+    return f"done: {state.step} steps; the model is in {where}"
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device of this rank: `auto` takes a GPU when there is one.
+
+    Raises:
+        ConfigError: when CUDA was asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError("device = 'cuda': torch sees no CUDA device here", hint="set device=auto or device=cpu")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)

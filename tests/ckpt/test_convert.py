@@ -1,0 +1,338 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import MODELS, content, save_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mega_ckpt import convert as module
+from mega_ckpt.convert import Options, convert
+from mega_ckpt.formats.hf import LAYOUT, HfSource
+from mega_ckpt.names import tensors_of
+from mega_ckpt.pieces import Box, Sharded
+from mega_ckpt.source import MegaSource, Source, copy_assets, load_weights, open_source
+from mega_ckpt.store import Checkpoint, save
+from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig
+
+OTHER_FILES = {
+    "tokenizer.json": b'{"version": "1.0"}',
+    "tokenizer_config.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tools.jinja": b"{{ tools }}",
+    "README.md": "# Ünïcode\n".encode(),
+    ".gitattributes": b"*.safetensors lfs\n",
+}
+
+
+def add_files(folder: Path) -> Path:
+    for name, text in OTHER_FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_files(save_model(tmp_path_factory.mktemp("hf") / "llama", "llama", dtype=torch.bfloat16, shard="8KB"))
+
+
+@pytest.fixture(scope="module")
+def mega(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mega") / "llama"
+    convert(llama, folder, "mega")
+    return folder
+
+
+def weights(source: Source) -> dict[str, Tensor]:
+    return {name: source.read(name).clone() for name in source.keys()}  # noqa: SIM118
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+@pytest.mark.parametrize("shard", ["50GB", "8KB"])
+@pytest.mark.parametrize("case", MODELS)
+def test_hf_to_mega_to_hf_is_the_same_to_the_byte(case: str, shard: str, tmp_path: Path) -> None:
+    """P6: names, sharding, headers, tensors, config.json and all other files."""
+    dtype = torch.bfloat16 if shard == "8KB" else torch.float32
+    folder = add_files(save_model(tmp_path / "hf", case, dtype=dtype, shard=shard))
+    convert(folder, tmp_path / "mega", "mega", verify=True)
+    convert(tmp_path / "mega", tmp_path / "back", "hf", verify=True)
+    assert content(tmp_path / "back") == content(folder)
+    assert same(weights(open_source(tmp_path / "mega")), weights(open_source(folder)))
+    assert MegaSource(Checkpoint.open(tmp_path / "mega")).model == HfSource(folder).model
+
+
+def test_folders_of_older_days_come_back_too(tmp_path: Path) -> None:
+    """No prefix, masks among the weights, old keys, a header in another order and style."""
+    folder = save_model(tmp_path / "hf", "gpt2")
+    tensors = {k.removeprefix("transformer."): v for k, v in load_file(folder / "model.safetensors").items()}
+    mask = torch.ones(1, 1, 32, 32).tril().bool()
+    save_file(tensors | {f"h.{i}.attn.bias": mask.clone() for i in range(3)}, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"n_ctx": 32, "torch_dtype": "float32", "task_specific_params": {"text-generation": {"max_length": 50}}}
+    (folder / "config.json").write_text(json.dumps(raw, separators=(",", ":")))
+    convert(folder, tmp_path / "mega", "mega")
+    convert(tmp_path / "mega", tmp_path / "back", "hf")
+    assert content(tmp_path / "back") == content(folder)
+
+
+def test_tied_embeddings_that_are_stored_twice_come_back_twice(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "hf", "llama-tied-linear")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    convert(folder, tmp_path / "mega", "mega")
+    convert(tmp_path / "mega", tmp_path / "back", "hf")
+    assert content(tmp_path / "back") == content(folder)
+
+
+@pytest.mark.parametrize("to", ["hf", "mega"])
+def test_casting(to: str, llama: Path, tmp_path: Path) -> None:
+    convert(llama, tmp_path / "out", to, options=Options(dtype=torch.float32), verify=True)
+    expected = {name: tensor.float() for name, tensor in weights(open_source(llama)).items()}
+    assert same(weights(open_source(tmp_path / "out")), expected)
+
+
+def test_casting_keeps_the_files_and_tells_config_json(mega: Path, llama: Path, tmp_path: Path) -> None:
+    convert(mega, tmp_path / "out", "hf", options=Options(dtype=torch.float32))
+    old, new = content(llama), content(tmp_path / "out")
+    assert old.keys() == new.keys()
+    assert json.loads(new["config.json"]) == {**json.loads(old["config.json"]), "dtype": "float32"}
+    index_old, index_new = (json.loads(each["model.safetensors.index.json"]) for each in (old, new))
+    assert index_new["weight_map"] == index_old["weight_map"]
+    assert index_new["metadata"]["total_size"] == 2 * index_old["metadata"]["total_size"]
+
+
+def test_another_shard_size(mega: Path, llama: Path, tmp_path: Path) -> None:
+    convert(mega, tmp_path / "one", "hf", options=Options(max_shard=10**9))
+    assert sorted(path.name for path in (tmp_path / "one").glob("*.safetensors*")) == ["model.safetensors"]
+    assert (tmp_path / "one" / "config.json").read_bytes() == (llama / "config.json").read_bytes()
+    convert(tmp_path / "one", tmp_path / "many", "hf", options=Options(max_shard=4000))
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(sum(t.nbytes for t in held.values()) <= 4000 or len(held) == 1 for held in map(load_file, files))
+    assert same(weights(open_source(tmp_path / "many")), weights(open_source(llama)))
+
+
+SMALL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
+GPT = {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "tie_embeddings": True, "qkv_bias": True,
+       "attention_out_bias": True, "mlp_bias": True, "max_position": 32}  # fmt: skip
+
+
+def trained(root: Path, changes: dict[str, Any], assets: Path | None = None, step: int = 7) -> Path:
+    """A checkpoint that the trainer would write: no HuggingFace folder ever stood behind it."""
+    model = ModelConfig.parse(SMALL | changes)
+    generator = torch.Generator().manual_seed(step)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in tensors_of(model).items()}
+    held = {
+        f"{kind}/{name}": Sharded(tuple(tensor.shape), [Box((0,) * tensor.dim(), tensor)])
+        for name, tensor in tensors.items()
+        for kind in ("weights", "optimizer/exp_avg")
+    }
+    return save(root, step, held, model=model, state={"step": step}, assets=assets)
+
+
+@pytest.mark.parametrize(
+    ("changes", "family"),
+    [
+        ({}, "llama"), ({"sliding_window": 8, "num_kv_heads": 2}, "mistral"), ({"qkv_bias": True}, "qwen2"),
+        ({"qk_norm": True, "head_dim": 6}, "qwen3"), (GPT, "gpt2"),
+    ],
+)  # fmt: skip
+def test_a_model_that_mega_trained_is_loaded_by_transformers(
+    changes: dict[str, Any], family: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    checkpoint = trained(tmp_path / "run" / "checkpoints", changes)
+    convert(checkpoint, tmp_path / "out", "hf", verify=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values())
+    assert same(weights(open_source(tmp_path / "out")), weights(open_source(checkpoint)))
+    model.save_pretrained(tmp_path / "theirs")
+    assert same(weights(open_source(tmp_path / "theirs")), weights(open_source(checkpoint)))
+
+
+def test_a_model_that_was_changed_after_it_came_from_hf(llama: Path, tmp_path: Path) -> None:
+    """Its assets still tell of the old folder: tokens and tokenizer are kept, the architecture is not."""
+    copy_assets(open_source(llama), tmp_path / "assets")
+    checkpoint = trained(tmp_path / "run" / "checkpoints", {"qk_norm": True}, assets=tmp_path / "assets")
+    convert(checkpoint, tmp_path / "out", "hf", verify=True)
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (raw["model_type"], raw["eos_token_id"], raw["dtype"]) == ("qwen3", 2, "float32")
+    out = content(tmp_path / "out")
+    assert LAYOUT not in out
+    assert "model.safetensors.index.json" not in out
+    assert {name: out[name] for name in OTHER_FILES} == OTHER_FILES
+
+
+@pytest.mark.parametrize("config", [b'{"model_type": "t5", "eos_token_id": 3}', b"{", b"[]"])
+def test_a_config_that_came_with_a_tokenizer_is_no_obstacle(config: bytes, tmp_path: Path) -> None:
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "config.json").write_bytes(config)
+    convert(trained(tmp_path / "checkpoints", {}, assets=tmp_path / "assets"), tmp_path / "out", "hf")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_model_trained_on_from_hf_keeps_its_folder(llama: Path, tmp_path: Path) -> None:
+    source = open_source(llama)
+    copy_assets(source, tmp_path / "assets")
+    tensors = {name: tensor + 1 for name, tensor in weights(source).items()}
+    held = {f"weights/{k}": Sharded(tuple(t.shape), [Box((0,) * t.dim(), t)]) for k, t in tensors.items()}
+    model = source.model.model_copy(update={"attention_dropout": 0.1})
+    checkpoint = save(tmp_path / "checkpoints", 5, held, model=model, state={}, assets=tmp_path / "assets")
+    convert(checkpoint, tmp_path / "out", "hf")
+    old, new = content(llama), content(tmp_path / "out")
+    changed = {name for name in old if old[name] != new.get(name)}
+    assert old.keys() == new.keys()
+    assert changed == {name for name in old if name.endswith(".safetensors")}
+
+
+def test_no_family_fits(tmp_path: Path) -> None:
+    checkpoint = trained(tmp_path / "checkpoints", {"norm": "layernorm"})
+    with pytest.raises(CheckpointError, match="norm must be 'rmsnorm', not 'layernorm'"):
+        convert(checkpoint, tmp_path / "out", "hf")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match=r"a gpt2 config.json cannot express this model: .*qkv_bias must be True"):
+        convert(checkpoint, tmp_path / "out", "hf", options=Options(family="gpt2"))
+    with pytest.raises(CheckpointError, match="did you mean 'gpt2'"):
+        convert(checkpoint, tmp_path / "out", "hf", options=Options(family="gpt-2"))
+
+
+def test_what_is_there_is_not_touched(mega: Path, llama: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(mega, old, "hf")
+    with pytest.raises(CheckpointError, match="is not replaced"):
+        convert(mega, old, "hf", overwrite=True)
+    assert content(old) == {"notes": b"mine"}
+    copy = Path(shutil.copytree(llama, tmp_path / "copy"))
+    with pytest.raises(CheckpointError, match="is not replaced"):
+        convert(copy, copy, "hf", overwrite=True)
+    convert(mega, tmp_path / "copy", "hf", overwrite=True, options=Options(max_shard=10**9))
+    assert (copy / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "old"]
+
+
+def test_nothing_is_left_of_a_conversion_that_fails(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Iterator[int] = iter(range(10**9))
+    read = HfSource.read_slice
+
+    def failing(self: HfSource, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        if next(calls) > 5:
+            raise KeyboardInterrupt
+        return read(self, name, offset, shape)
+
+    monkeypatch.setattr(HfSource, "read_slice", failing)
+    with pytest.raises(KeyboardInterrupt):
+        convert(llama, tmp_path / "out", "mega")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_notices_what_was_written_wrongly(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = module.write_folder
+
+    def wrong(source: Source, plan: Any, folder: Path, advance: Any) -> None:
+        write(source, plan, folder, advance)
+        path = min(folder.glob("*.safetensors"))
+        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+
+    monkeypatch.setattr(module, "write_folder", wrong)
+    with pytest.raises(CheckpointError, match="what was written is not what was read"):
+        convert(llama, tmp_path / "out", "hf", verify=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_target(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot convert to 'gguf'"):
+        convert(llama, tmp_path / "out", "gguf")
+
+
+def test_a_damaged_layout_is_refused(mega: Path, tmp_path: Path) -> None:
+    """The layout in the assets names files to write: none may lie outside, and it has to fit the model."""
+    assets = Path(shutil.copytree(mega / "assets", tmp_path / "assets"))
+    layout = json.loads((assets / LAYOUT).read_text())
+    first = next(iter(layout["files"]))
+    model, tensors = MegaSource(Checkpoint.open(mega)).model, weights(open_source(mega))
+    held = {f"weights/{k}": Sharded(tuple(t.shape), [Box((0,) * t.dim(), t)]) for k, t in tensors.items()}
+    broken = {
+        "not the plain name": {"files": {"../../x.safetensors": layout["files"][first]}},
+        "is missing": {"files": {first: layout["files"][first]}},
+        "damaged": {"file": 3},
+    }
+    for step, (told, value) in enumerate(broken.items()):
+        (assets / LAYOUT).write_text(json.dumps(value))
+        checkpoint = save(tmp_path / "checkpoints", step, held, model=model, state={}, assets=assets)
+        with pytest.raises(CheckpointError, match=told):
+            convert(checkpoint, tmp_path / "out", "hf")
+
+
+def test_open_source_finds_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="a run folder without a complete checkpoint"):
+        open_source(run)
+    trained(run / "checkpoints", {}, step=2)
+    newest = trained(run / "checkpoints", {}, step=10)
+    for path in (run, run / "checkpoints", newest):
+        source = open_source(path)
+        assert same(weights(source), weights(MegaSource(Checkpoint.open(newest))))
+        assert list(source.keys()) == list(tensors_of(source.model))
+
+
+def test_open_source_of_anything_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("10")
+    for name, told in {
+        "absent": "no such folder", "file": "is a file", "empty": "expected a mega checkpoint",
+        "megatron": "looks like a Megatron checkpoint",
+    }.items():  # fmt: skip
+        with pytest.raises(CheckpointError, match=f"(?s){name}.*{told}"):
+            open_source(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["hf", "mega"])
+def test_load_weights_fills_boxes_and_casts(kind: str, llama: Path, mega: Path) -> None:
+    source = open_source(llama if kind == "hf" else mega)
+    whole = weights(source)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    rows, columns = whole[name].shape
+    top, corner = torch.zeros(5, columns), torch.zeros(3, 4, dtype=torch.float64)
+    boxes = {
+        name: Sharded((rows, columns), [Box((0, 0), top), Box((rows - 3, 2), corner)]),
+        "model.norm.weight": Sharded((columns,), [Box((0,), torch.zeros(columns))]),
+    }
+    load_weights(source, boxes)
+    assert torch.equal(top, whole[name][:5].float())
+    assert torch.equal(corner, whole[name][-3:, 2:6].double())
+    with pytest.raises(CheckpointError, match=r"have no tensor model\.other"):
+        load_weights(source, {"model.other": Sharded((1,), [])})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \[24\].*\[25\] here"):
+        load_weights(source, {"model.norm.weight": Sharded((25,), [])})
+
+
+def test_a_checkpoint_that_is_of_another_model_than_it_says(tmp_path: Path) -> None:
+    model = ModelConfig.parse(SMALL)
+    for told, change in (("has no tensor", {"num_layers": 3}), ("has a tensor", {"num_layers": 1}),
+                         ("has shape", {"vocab_size": 51}), ("but only", {"num_layers": 10**12})):  # fmt: skip
+        held = {f"weights/{k}": Sharded(s, [Box((0,) * len(s), torch.zeros(s))]) for k, s in tensors_of(model).items()}
+        folder = save(tmp_path, 1, held, model=model.model_copy(update=change), state={})
+        with pytest.raises(CheckpointError, match=told):
+            open_source(folder)

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import LLAMA3, MODELS, YARN
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_ckpt.families import FAMILIES, family_for, family_named, family_of, same_model
+from mega_ckpt.families.layouts import TRANSPOSED, OneExpert, Rule, disk_tensors
+from mega_ckpt.names import tensors_of
+from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig, RopeConfig
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 97, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+QWEN = {**LLAMA, "model_type": "qwen2"}
+GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 32}
+
+
+def read(raw: dict[str, Any]) -> ModelConfig:
+    return family_of(raw).read_config(raw)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> None:
+    """transformers' config -> ours -> a config.json of ours -> transformers: says the same where the model depends on it."""
+    transformers = pytest.importorskip("transformers")
+    kind, chosen = MODELS[case]
+    theirs = transformers.AutoConfig.for_model(kind, **chosen)
+    raw = json.loads(theirs.to_json_string(use_diff=False))
+    family = family_of(raw)
+    model = family.read_config(raw)
+    assert family.problems(model) == []
+    written = family.write_config(model)
+    assert same_model(family.read_config(written), model)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    back = transformers.AutoConfig.from_pretrained(tmp_path)
+    loaded = json.loads(back.to_json_string(use_diff=False))
+    assert same_model(family.read_config(loaded), model)
+    # Values that say the same in two ways: when a window starts, and defaults of rope that are written out.
+    spelled = {"max_window_layers", "use_sliding_window", "sliding_window", "rope_parameters"}
+    for key in {key for entry in family.entries for key in entry.keys} & raw.keys() - spelled:
+        assert loaded[key] == raw[key], key
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_tensors_are_those_of_transformers(case: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind, chosen = MODELS[case]
+    config = transformers.AutoConfig.for_model(kind, **chosen)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(value.shape) for name, value in theirs.named_parameters()}  # a tied tensor once
+    family = family_named(kind)
+    model = family.read_config(json.loads(config.to_json_string(use_diff=False)))
+    assert {disk.name: disk.shape for disk in family.table(model).values()} == shapes
+
+
+def test_defaults_of_absent_keys_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    for family in FAMILIES:
+        full = json.loads(transformers.AutoConfig.for_model(family.name).to_json_string(use_diff=False))
+        required = {key for entry in family.entries for key in entry.keys if getattr(entry, "default", None) is ...}
+        sparse = {key: full[key] for key in required} | {"model_type": family.name}
+        assert same_model(family.read_config(sparse), family.read_config(full)), family.name
+
+
+@pytest.mark.parametrize(
+    ("old", "rope"),
+    [
+        ({}, RopeConfig()),
+        ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(theta=5e5)),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, RopeConfig(scaling="linear", factor=4.0)),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"}},
+            RopeConfig(theta=5e5, scaling="llama3", factor=8.0, original_max_position=64),
+        ),
+        (
+            {"rope_parameters": YARN},
+            RopeConfig(theta=1e6, scaling="yarn", factor=4.0, original_max_position=128, beta_fast=16.0, mscale=1.0,
+                       mscale_all_dim=0.5),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            RopeConfig(scaling="yarn", factor=2.0, original_max_position=256),
+        ),
+    ],
+)  # fmt: skip
+def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) -> None:
+    assert read({**LLAMA, **old}).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ({**LLAMA, "attention_multiplier": 0.5}, "attention_multiplier = 0.5"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
+        ({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate = False"),
+        ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor of rope_type 'linear' is missing"),
+        ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "not one set of parameters"),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({**LLAMA, "hidden_act": "relu"}, "hidden_act = 'relu'"),
+        ({**LLAMA, "hidden_act": ["silu"]}, "hidden_act = ['silu']"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
+        ({**LLAMA, "sliding_window": 4096}, "sliding_window = 4096"),
+        ({**LLAMA, "num_attention_heads": "four"}, "num_attention_heads"),
+        ({**LLAMA, "num_key_value_heads": 3}, "must divide num_attention_heads"),
+        ({key: value for key, value in LLAMA.items() if key != "hidden_size"}, "hidden_size is missing"),
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": 1}, "layer_types of several kinds"),
+        ({**QWEN, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({**QWEN, "layer_types": 3}, "layer_types"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = False"),
+        ({**GPT2, "n_ctx": 16}, "n_ctx = 16"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_by_name(raw: dict[str, Any], told: str) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be expressed|problem") as caught:
+        family_of(raw).read_config(raw, "folder/config.json")
+    assert told in str(caught.value)
+    assert "folder/config.json" in str(caught.value)
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read({**LLAMA, "hidden_act": "relu", "logit_scale": 2.0, "partial_rotary_factor": 0.5})
+    assert all(key in str(caught.value) for key in ("hidden_act", "logit_scale", "partial_rotary_factor"))
+
+
+def test_harmless_keys_are_accepted() -> None:
+    harmless = {
+        "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 1,
+        "pretraining_tp": 4, "something_unused": None, "transformers_version": "4.40.0",
+    }  # fmt: skip
+    assert read({**LLAMA, **harmless}) == read(LLAMA)
+
+
+def test_unknown_model_type_names_the_known_ones() -> None:
+    with pytest.raises(CheckpointError, match="did you mean 'llama'") as caught:
+        family_of({"model_type": "lama"})
+    assert all(family.name in str(caught.value) for family in FAMILIES)
+    with pytest.raises(CheckpointError, match="has no model_type"):
+        family_of({"hidden_size": 3})
+
+
+SIZES = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
+BIASES = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "llama"),
+        ({"residual_dropout": 0.1, "scale_residual_init": False}, "llama"),
+        ({"sliding_window": 8}, "mistral"),
+        ({"hidden_size": 18, "head_dim": 4}, "mistral"),
+        ({"qkv_bias": True}, "qwen2"),
+        ({"qk_norm": True, "num_kv_heads": 2}, "qwen3"),
+        ({"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", **BIASES}, "gpt2"),
+    ],
+)
+def test_the_first_family_that_fits(changes: dict[str, Any], name: str) -> None:
+    assert family_for(ModelConfig.parse(SIZES | changes)).name == name
+
+
+def test_no_family_fits_and_each_says_why() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        family_for(ModelConfig.parse(SIZES | {"norm": "layernorm", "rope": {"fraction": 0.5}}))
+    text = str(caught.value)
+    assert "llama: rope.fraction (partial_rotary_factor) must be 1.0" in text or "norm must be 'rmsnorm'" in text
+    assert "gpt2: " in text
+    assert "position must be 'learned'" in text
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    heads=st.integers(1, 6), head=st.integers(1, 5), groups=st.integers(1, 3), theta=st.floats(1.0, 1e7),
+    tied=st.booleans(), window=st.none() | st.integers(1, 99), bias=st.booleans(), norm=st.booleans(),
+)  # fmt: skip
+def test_a_model_that_fits_survives_its_config(
+    heads: int, head: int, groups: int, theta: float, tied: bool, window: int | None, bias: bool, norm: bool
+) -> None:
+    model = ModelConfig.parse(
+        {**SIZES, "num_attention_heads": heads * groups, "num_kv_heads": heads, "head_dim": 2 * head,
+         "hidden_size": 2 * heads * groups, "rope": {"theta": theta}, "tie_embeddings": tied, "sliding_window": window,
+         "qkv_bias": bias, "qk_norm": norm}
+    )  # fmt: skip
+    fitting = [family for family in FAMILIES if not family.problems(model)]
+    for family in fitting:
+        written = json.loads(json.dumps(family.write_config(model)))
+        assert same_model(family.read_config(written), model), family.name
+
+
+def test_every_disk_tensor_of_gpt2_is_views_that_tile_the_canonical_ones() -> None:
+    model = read(GPT2)
+    found = {name: torch.zeros(shape) for name, shape in tensors_of(model).items()}
+    for disk in family_named("gpt2").table(model).values():
+        for slab, view in disk.views(torch.ones(disk.shape)):
+            window = tuple(slice(o, o + n) for o, n in zip(slab.offset, slab.shape, strict=True))
+            found[slab.name][window] += view
+    assert all(bool((tensor == 1).all()) for tensor in found.values())
+
+
+def test_fused_and_transposed_as_gpt2_computes_it() -> None:
+    """x @ W + b, split in three, is x @ q.T and so on."""
+    model = read(GPT2)
+    disk = family_named("gpt2").table(model)["transformer.h.1.attn.c_attn.weight"]
+    weight, x = torch.randn(disk.shape, dtype=torch.float64), torch.randn(5, 24, dtype=torch.float64)
+    parts = {slab.name: view for slab, view in disk.views(weight)}
+    for name, expected in zip("qkv", (x @ weight).split(24, dim=1), strict=True):
+        torch.testing.assert_close(x @ parts[f"model.layers.1.self_attn.{name}_proj.weight"].t(), expected)
+
+
+def test_rules_for_experts() -> None:
+    tensors = {"model.layers.0.mlp.experts.up_proj.weight": (3, 5, 4), "model.norm.weight": (4,)}
+    rule = Rule("layers.{i}.experts.{e}.w3", ("model.layers.{i}.mlp.experts.up_proj.weight",), OneExpert())
+    table = disk_tensors([rule], tensors, 1)
+    assert {disk.name: disk.shape for disk in table.values()} == {
+        "layers.0.experts.0.w3": (5, 4), "layers.0.experts.1.w3": (5, 4), "layers.0.experts.2.w3": (5, 4),
+        "model.norm.weight": (4,),
+    }  # fmt: skip
+    (slab,) = table["layers.0.experts.2.w3"].slabs
+    assert (slab.offset, slab.shape) == ((2, 0, 0), (1, 5, 4))
+
+
+def test_a_rule_does_not_apply_where_the_model_lacks_its_tensors() -> None:
+    rules = [Rule("w.{i}", ("model.layers.{i}.a",), TRANSPOSED), Rule("b.{i}", ("model.layers.{i}.bias",))]
+    assert list(disk_tensors(rules, {"model.layers.0.a": (2, 3)}, 1)) == ["w.0"]

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import MODELS, save_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from mega_ckpt.formats.hf import HfSource
+from mega_ckpt.formats.safetensors import Header, SafetensorsFile, write_file
+from mega_ckpt.names import tensors_of
+from mega_common.errors import CheckpointError
+
+LLAMA, GPT2 = "llama-biases-head-llama3", "gpt2"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hf")
+    sharded = {f"{case}-sharded": save_model(root / f"{case}-sharded", case, shard="8KB") for case in (LLAMA, GPT2)}
+    return {case: save_model(root / case, case) for case in (LLAMA, GPT2, "llama-tied-linear")} | sharded
+
+
+@pytest.fixture
+def folder(folders: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy to damage: Llama in several files."""
+    return Path(shutil.copytree(folders[f"{LLAMA}-sharded"], tmp_path / "model"))
+
+
+def on_disk(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("case", [LLAMA, f"{LLAMA}-sharded"])
+def test_llama_is_read_as_it_is(folders: dict[str, Path], case: str) -> None:
+    source, disk = HfSource(folders[case]), on_disk(folders[case])
+    assert list(source.keys()) == list(tensors_of(source.model))
+    assert set(source.keys()) == disk.keys()
+    for name, tensor in disk.items():
+        assert (source.shape(name), source.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
+        assert torch.equal(source.read(name), tensor)
+
+
+@pytest.mark.parametrize("case", [GPT2, f"{GPT2}-sharded"])
+def test_gpt2_is_split_and_turned(folders: dict[str, Path], case: str) -> None:
+    source, disk = HfSource(folders[case]), on_disk(folders[case])
+    fused, bias = disk["transformer.h.2.attn.c_attn.weight"], disk["transformer.h.2.attn.c_attn.bias"]
+    for index, name in enumerate("qkv"):
+        part = slice(24 * index, 24 * (index + 1))
+        assert torch.equal(source.read(f"model.layers.2.self_attn.{name}_proj.weight"), fused[:, part].T)
+        assert torch.equal(source.read(f"model.layers.2.self_attn.{name}_proj.bias"), bias[part])
+    assert torch.equal(source.read("model.layers.0.mlp.up_proj.weight"), disk["transformer.h.0.mlp.c_fc.weight"].T)
+    assert torch.equal(source.read("model.embed_positions.weight"), disk["transformer.wpe.weight"])
+    assert "lm_head.weight" not in source.keys()  # noqa: SIM118
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_slice_is_a_slice_of_the_whole(folders: dict[str, Path], data: st.DataObject) -> None:
+    source = HfSource(folders[data.draw(st.sampled_from([LLAMA, f"{GPT2}-sharded"]))])
+    name = data.draw(st.sampled_from(list(source.keys())))
+    bounds = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in source.shape(name)]
+    offset, shape = tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
+    expected = source.read(name)[tuple(slice(a, b) for a, b in bounds)]
+    assert torch.equal(source.read_slice(name, offset, shape), expected)
+
+
+def test_reading_never_writes_to_the_file(folders: dict[str, Path]) -> None:
+    source = HfSource(folders[LLAMA])
+    before = source.read("model.norm.weight").clone()
+    source.read("model.norm.weight").zero_()
+    assert torch.equal(source.read("model.norm.weight"), before)
+
+
+def test_a_folder_saved_without_its_head(folders: dict[str, Path], tmp_path: Path) -> None:
+    """GPT-2 as it was first published: no `transformer.`, and the causal mask among the weights."""
+    folder = Path(shutil.copytree(folders[GPT2], tmp_path / "old"))
+    tensors = {name.removeprefix("transformer."): value for name, value in on_disk(folder).items()}
+    mask = torch.ones(1, 1, 32, 32).tril()
+    save_file(tensors | {f"h.{i}.attn.bias": mask.clone() for i in range(3)}, folder / "model.safetensors")
+    source, whole = HfSource(folder), HfSource(folders[GPT2])
+    assert all(torch.equal(source.read(name), whole.read(name)) for name in whole.keys())  # noqa: SIM118
+    assert sorted(source.buffers()) == [f"h.{i}.attn.bias" for i in range(3)]
+    assert torch.equal(source.read_buffer("h.1.attn.bias"), mask)
+
+
+def test_tied_embeddings_may_be_stored_twice_if_they_are_the_same(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["llama-tied-linear"], tmp_path / "twice"))
+    tensors = on_disk(folder)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors")
+    assert "lm_head.weight" not in HfSource(folder).keys()  # noqa: SIM118
+    save_file(tensors | {"lm_head.weight": embedding + 1}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        HfSource(folder)
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    raw = json.loads(path.read_text())
+    change(raw)
+    path.write_text(json.dumps(raw))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change tensors, and put them into one file."""
+    tensors = on_disk(folder)
+    change(tensors)
+    for path in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def index_says(name: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        edit_json(
+            folder / "model.safetensors.index.json", lambda raw: raw["weight_map"].update({"model.norm.weight": name})
+        )
+
+    return change
+
+
+def shard(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
+
+
+def cut_short(folder: Path) -> None:
+    shard(folder).write_bytes(shard(folder).read_bytes()[:-5])
+
+
+def pickled(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def larger_vocabulary(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda raw: raw.update(vocab_size=98))
+
+
+NORM = "model.norm.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json.*put the model's config.json beside"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "expected keys with values, found list"),
+    "unknown model_type": (
+        lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="mamba")),
+        "model_type 'mamba' is not known.*known: llama, mistral, qwen2, qwen3, gpt2",
+    ),
+    "shard missing": (lambda f: shard(f).unlink(), r"model-00001-of-\d+.safetensors is missing, which holds"),
+    "shard truncated": (cut_short, r"model-00001-of-\d+.safetensors: truncated: \d+ bytes instead of \d+"),
+    "shard longer": (lambda f: shard(f).open("ab").write(b"x"), "too long"),
+    "shard empty": (lambda f: shard(f).write_bytes(b""), r"truncated, or not a safetensors file \(0 bytes\)"),
+    "shard is text": (lambda f: shard(f).write_text("version https://git-lfs.github.com/spec/v1\n" * 3), "truncated, or not"),
+    "index outside": (index_says("../other/model.safetensors"), "'../other/model.safetensors' is not the plain name"),
+    "index absolute": (index_says("/etc/x.safetensors"), "is not the plain name of a safetensors file"),
+    "index of a pickle": (index_says("pytorch_model.bin"), "is not the plain name of a safetensors file"),
+    "index of a number": (index_says(3), "3 is not the plain name"),
+    "index without map": (
+        lambda f: edit_json(f / "model.safetensors.index.json", lambda raw: raw.pop("weight_map")), "has no weight_map",
+    ),
+    "index disagrees": (
+        lambda f: edit_json(f / "model.safetensors.index.json", lambda raw: raw["weight_map"].pop(NORM)),
+        "disagrees with .* on whether it holds model.norm.weight",
+    ),
+    "tensor missing": (lambda f: rewrite(f, lambda t: t.pop(NORM)), "the tensor model.norm.weight is missing"),
+    "tensor unknown": (
+        lambda f: rewrite(f, lambda t: t.update({"model.layers.0.lora": torch.ones(2)})),
+        "the tensor model.layers.0.lora is not one of a llama model",
+    ),
+    "wrong shape": (larger_vocabulary, r"has shape \[97, 24\], but config.json makes it \[98, 24\]"),
+    "too many layers": (
+        lambda f: edit_json(f / "config.json", lambda raw: raw.update(num_hidden_layers=10**12)), "but only .* tensors",
+    ),
+    "only pickles": (pickled, r"only pickled weights \(pytorch_model.bin\)"),
+    "no weights": (lambda f: [path.unlink() for path in f.glob("*.safetensors*")], "neither model.safetensors nor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_folder_that_cannot_be_used_is_told_in_a_sentence(folder: Path, damage: str) -> None:
+    change, told = DAMAGE[damage]
+    change(folder)
+    with pytest.raises(CheckpointError, match=f"(?s){told}") as caught:
+        HfSource(folder)
+    assert folder.name in str(caught.value)
+
+
+HEADERS = {
+    "no JSON": b"{",
+    "a list": b"[]",
+    "unknown dtype": b'{"x":{"dtype":"F4","shape":[2],"data_offsets":[0,8]}}',
+    "shape too large": b'{"x":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}',
+    "a hole": b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+    "an overlap": b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"y":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+    "negative": b'{"x":{"dtype":"F32","shape":[-1,-2],"data_offsets":[0,8]}}',
+    "no number": b'{"x":{"dtype":"F32","shape":["2"],"data_offsets":[0,8]}}',
+    "nothing inside": b'{"x":3}',
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_broken_header_is_refused(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(HEADERS[case])) + HEADERS[case] + bytes(8))
+    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
+        SafetensorsFile.open(path)
+
+
+def test_a_header_longer_than_the_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+    with pytest.raises(CheckpointError, match="truncated"):
+        SafetensorsFile.open(path)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damage_is_told_or_harmless(folders: dict[str, Path], tmp_path: Path, data: st.DataObject) -> None:
+    """Cut anywhere, or any bytes of length and header changed: a CheckpointError that names the file, or a sound file."""
+    whole = (folders["llama-tied-linear"] / "model.safetensors").read_bytes()
+    path = tmp_path / "x.safetensors"
+    if data.draw(st.booleans()):
+        damaged = bytearray(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    else:
+        damaged = bytearray(whole)
+        for place, value in data.draw(
+            st.dictionaries(st.integers(0, 400), st.integers(0, 255), min_size=1, max_size=3)
+        ).items():
+            damaged[place] = value
+    path.write_bytes(damaged)
+    try:
+        file = SafetensorsFile.open(path)
+    except CheckpointError as error:
+        assert "x.safetensors" in str(error)  # noqa: PT017 - either outcome is right
+    else:
+        assert len(damaged) == len(whole)
+        assert all(file.read(name).shape == entry.shape for name, entry in file.header.entries.items())
+
+
+def test_elements_that_are_not_aligned_are_read(tmp_path: Path) -> None:
+    text = b'{"x":{"dtype":"F64","shape":[3],"data_offsets":[0,24]}} '
+    path, values = tmp_path / "x.safetensors", torch.randn(3, dtype=torch.float64)
+    path.write_bytes(struct.pack("<Q", len(text) - 1) + text[:-1] + values.numpy().tobytes())
+    assert torch.equal(SafetensorsFile.open(path).read("x"), values)
+
+
+def test_a_file_is_written_as_the_library_writes_it(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.randn(3, 2), "a": torch.randn(5).bfloat16(), "c": torch.arange(4), "z": torch.empty(0, 3),
+        "ä": torch.tensor(2.0, dtype=torch.float64), "f": torch.ones(2).to(torch.float8_e4m3fn), "g": torch.tensor([True]),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    header = Header.make({k: (v.dtype, tuple(v.shape)) for k, v in tensors.items()}, {"format": "pt"})
+    write_file(tmp_path / "ours", header, (tensors[name] for name in header.entries))
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    ours = SafetensorsFile.open(tmp_path / "ours")
+    assert ours.header.entries == header.entries
+    assert all(torch.equal(ours.read(k).float(), v.float()) for k, v in tensors.items())
+
+
+def test_the_cases_cover_every_family() -> None:
+    from mega_ckpt.families import FAMILIES
+
+    assert {kind for kind, _ in MODELS.values()} == {family.name for family in FAMILIES}

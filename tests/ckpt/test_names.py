@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+
+from mega_ckpt.names import num_parameters, some, tensors_of
+from mega_common.model_config import ModelConfig
+from mega_common.presets import preset
+
+SMALL = {
+    "num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 12, "num_attention_heads": 4, "num_kv_heads": 2, "head_dim": 6,
+    "vocab_size": 11, "max_position": 5,
+}  # fmt: skip
+
+
+def model(**changes: object) -> ModelConfig:
+    return ModelConfig.parse(SMALL | changes)
+
+
+def test_a_plain_decoder() -> None:
+    tensors = tensors_of(model())
+    layer = {name: shape for name, shape in tensors.items() if name.startswith("model.layers.1.")}
+    assert layer == {
+        "model.layers.1.input_layernorm.weight": (8,),
+        "model.layers.1.self_attn.q_proj.weight": (24, 8),
+        "model.layers.1.self_attn.k_proj.weight": (12, 8),
+        "model.layers.1.self_attn.v_proj.weight": (12, 8),
+        "model.layers.1.self_attn.o_proj.weight": (8, 24),
+        "model.layers.1.post_attention_layernorm.weight": (8,),
+        "model.layers.1.mlp.gate_proj.weight": (12, 8),
+        "model.layers.1.mlp.up_proj.weight": (12, 8),
+        "model.layers.1.mlp.down_proj.weight": (8, 12),
+    }
+    assert next(iter(tensors)) == "model.embed_tokens.weight"
+    assert list(tensors)[-2:] == ["model.norm.weight", "lm_head.weight"]
+    assert tensors["lm_head.weight"] == (11, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "added"),
+    [
+        ({"qkv_bias": True}, {"self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"}),
+        ({"attention_out_bias": True}, {"self_attn.o_proj.bias"}),
+        ({"mlp_bias": True}, {"mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias"}),
+        ({"qk_norm": True}, {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}),
+        ({"norm": "layernorm"}, {"input_layernorm.bias", "post_attention_layernorm.bias"}),
+    ],
+)
+def test_options_add_tensors_to_each_layer(changes: dict[str, object], added: set[str]) -> None:
+    new = {name for name in tensors_of(model(**changes)) if name not in tensors_of(model())}
+    assert new - {"model.norm.bias"} == {f"model.layers.{i}.{name}" for i in range(2) for name in added}
+
+
+def test_options_outside_the_layers() -> None:
+    assert "lm_head.weight" not in tensors_of(model(tie_embeddings=True))
+    assert tensors_of(model(position="learned"))["model.embed_positions.weight"] == (5, 8)
+    assert "model.layers.0.mlp.gate_proj.weight" not in tensors_of(model(activation="gelu"))
+
+
+def test_experts_are_stacked() -> None:
+    moe = {"num_experts": 3, "top_k": 2, "ffn_hidden_size": 7, "shared_ffn_hidden_size": 5}
+    tensors = tensors_of(model(moe=moe))
+    assert tensors["model.layers.0.mlp.gate.weight"] == (3, 8)
+    assert tensors["model.layers.0.mlp.experts.gate_proj.weight"] == (3, 7, 8)
+    assert tensors["model.layers.0.mlp.experts.down_proj.weight"] == (3, 8, 7)
+    assert tensors["model.layers.0.mlp.shared_expert.up_proj.weight"] == (5, 8)
+    assert "model.layers.0.mlp.up_proj.weight" not in tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        # As published with the weights.
+        ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-405b", 405_853_388_800),
+        ("qwen3-0.6b", 596_049_920), ("qwen3-8b", 8_190_735_360), ("mixtral-8x7b", 46_702_792_704),
+    ],
+)  # fmt: skip
+def test_number_of_parameters_of_published_models(name: str, count: int) -> None:
+    assert num_parameters(ModelConfig.parse(preset(name))) == count
+
+
+def test_some() -> None:
+    assert some({"b", "a", "c"}) == "a (and 2 more)"
+    assert some(["x"]) == "x"

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mega_ckpt.names import tensors_of
+from mega_ckpt.pieces import Box, Sharded
+from mega_ckpt.store import save
+from mega_cli.ckpt import app
+from mega_common.errors import CheckpointError, ConfigError
+from mega_common.model_config import ModelConfig
+
+MODEL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
+
+
+def save_run(folder: Path, step: int = 3, scale: float = 1.0) -> Path:
+    model = ModelConfig.parse(MODEL)
+    held = {
+        f"weights/{name}": Sharded(shape, [Box((0,) * len(shape), torch.full(shape, scale))])
+        for name, shape in tensors_of(model).items()
+    }
+    save(folder / "checkpoints", step, held, model=model, state={"step": step})
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return save_run(tmp_path / "run")
+
+
+def call(*args: object, status: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+    assert result.exit_code == status, result.output
+    return result.stdout
+
+
+def test_convert_to_hf_and_back(run: Path, tmp_path: Path) -> None:
+    hf, mega = tmp_path / "hf", tmp_path / "mega"
+    assert call(
+        "convert", run, hf, "--to", "hf", "--dtype", "bf16", "--max-shard-size", "5KB", "--verify"
+    ).strip() == str(hf)
+    assert json.loads((hf / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (hf / "model.safetensors.index.json").is_file()
+    call("convert", hf, mega, "--to", "mega")
+    with pytest.raises(CheckpointError, match="exists already"):
+        call("convert", hf, mega, "--to", "mega")
+    call("convert", hf, mega, "--to", "mega", "--dtype", "fp32", "--overwrite")
+    assert json.loads(call("inspect", mega, "--json"))["groups"][0]["dtype"] == "F32"
+
+
+def test_convert_names_a_family(run: Path, tmp_path: Path) -> None:
+    call("convert", run, tmp_path / "out", "--to", "hf", "--family", "mistral")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
+
+
+@pytest.mark.parametrize("size", ["5", "GB", "0MB", "-1GB", "5XB", "1.5GB"])
+def test_a_shard_size_that_is_none(run: Path, tmp_path: Path, size: str) -> None:
+    with pytest.raises(ConfigError, match="expected a size such as"):
+        call("convert", run, tmp_path / "out", "--to", "hf", "--max-shard-size", size)
+
+
+def test_inspect(run: Path) -> None:
+    found = json.loads(call("inspect", run, "--json"))
+    assert (found["step"], found["model"]["hidden_size"]) == (3, 16)
+    assert "hidden_size" in call("inspect", run / "checkpoints" / "step-00000003")
+    with pytest.raises(CheckpointError):
+        call("inspect", run / "nothing")
+
+
+def test_verify(run: Path) -> None:
+    assert "every byte is as it was written" in call("verify", run, "--finite")
+    shard = next(run.glob("checkpoints/step-*/*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    found = json.loads(call("verify", run, "--json", status=2))
+    assert shard.name in found["problems"][0]
+
+
+def test_diff(run: Path, tmp_path: Path) -> None:
+    assert "are the same, bit for bit" in call("diff", run, run)
+    other = save_run(tmp_path / "other", scale=2.0)
+    found = json.loads(call("diff", run, other, "--json", status=2))
+    assert {one["max_abs"] for one in found["tensors"]} == {1.0}
+
+
+def test_help_has_examples_and_needs_no_torch() -> None:
+    for command in ("convert", "inspect", "verify", "diff"):
+        assert f"Example: mega ckpt {command}" in " ".join(call(command, "--help").split())
+    code = "import sys, mega_cli.ckpt; sys.exit('torch' in sys.modules or 'mega_ckpt' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mega_common.errors import ConfigError
+from mega_common.model_config import ModelConfig
+
+SMALL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 100}
+
+
+def test_what_follows_from_what_is_given() -> None:
+    config = ModelConfig.parse(SMALL)
+    assert (config.kv_heads, config.head_size, config.gated) == (4, 16, True)
+    config = ModelConfig.parse({**SMALL, "num_kv_heads": 2, "head_dim": 32, "activation": "gelu"})
+    assert (config.kv_heads, config.head_size, config.gated) == (2, 32, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": 66}, "hidden_size = 66: must be a multiple of num_attention_heads = 4 -> or give head_dim"),
+        ({"num_kv_heads": 3}, "num_kv_heads = 3: must divide num_attention_heads = 4 -> one of [1, 2, 4]"),
+        ({"head_dim": 15}, "rope.fraction = 1.0: must rotate an even part of the head size 15"),
+        ({"rope": {"scaling": "yarn", "factor": 4}}, "rope.original_max_position: required by rope scaling 'yarn'"),
+        ({"rope": {"scaling": "linear", "factor": 0.5}}, "rope.factor = 0.5: must be at least 1"),
+        ({"rope": {"theta": 0}}, "rope.theta = 0: input should be greater than 0"),
+        ({"moe": {"num_experts": 2, "top_k": 3, "ffn_hidden_size": 8}}, "moe.top_k = 3: must be at most"),
+        ({"num_layer": 2}, "num_layer: unknown key -> did you mean 'num_layers'?"),
+        ({"activation": "swish"}, "activation = 'swish': input should be 'swiglu'"),
+        ({"vocab_size": 0}, "vocab_size = 0: input should be greater than 0"),
+    ],
+)
+def test_an_impossible_model_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.parse({**SMALL, **change})
+    assert said in str(caught.value)
+
+
+def test_a_configuration_survives_its_own_dump() -> None:
+    config = ModelConfig.parse({**SMALL, "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}})
+    assert ModelConfig.parse(config.model_dump(mode="json")) == config

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_common.errors import ConfigError, DataError
+from mega_data.config import DataConfig
+from mega_data.gpt_dataset import DocumentRules, GPTDataset, Sample, build_datasets
+from mega_data.indexed import IndexedWriter
+from mega_data.loader import Loader, StepBatch
+
+S = 8
+
+
+class Numbered:
+    """Sample k is k, k, k, ...; from `end` on there is none."""
+
+    def __init__(self, end: int = 10**9) -> None:
+        self.end = end
+
+    def __getitem__(self, k: int) -> Sample:
+        if k >= self.end:
+            raise DataError(f"sample {k} of {self.end}")
+        return DocumentRules().sample(np.full(S + 1, k))
+
+
+def taken(loader: Loader, steps: int) -> list[StepBatch]:
+    return list(islice(loader, steps))
+
+
+@given(
+    dp_size=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    prefetch=st.integers(0, 4),
+    before=st.integers(0, 5),
+    dp_size_before=st.sampled_from([1, 2, 4]),
+)
+@settings(max_examples=30, deadline=None)
+def test_order_does_not_depend_on_world_size_prefetch_or_restarts(
+    dp_size: int, prefetch: int, before: int, dp_size_before: int
+) -> None:
+    straight = [batch.sample_ids.tolist() for batch in taken(Loader(Numbered(), global_batch=12, seq_length=S), 8)]
+    first = Loader(Numbered(), global_batch=12, seq_length=S, dp_size=dp_size_before, prefetch=prefetch)
+    taken(first, before)
+    assert first.consumed_samples == 12 * before
+    ranks = [
+        Loader(
+            Numbered(), global_batch=12, seq_length=S, dp_rank=rank, dp_size=dp_size,
+            consumed_samples=first.consumed_samples, prefetch=prefetch,
+        )
+        for rank in range(dp_size)
+    ]  # fmt: skip
+    steps = zip(*(taken(loader, 8 - before) for loader in ranks), strict=True)
+    for expected, parts in zip(straight[before:], steps, strict=True):
+        assert [k for part in parts for k in part.sample_ids.tolist()] == expected
+        for part in parts:
+            assert part.tokens.tolist() == [[k] * S for k in part.sample_ids.tolist()]
+
+
+@pytest.mark.parametrize("order", ["stable", "megatron"])
+def test_order_does_not_depend_on_caches(tmp_path: Path, order: str) -> None:
+    with IndexedWriter(tmp_path / "d", "uint16") as writer:
+        writer.add_documents(np.arange(2000), [20] * 100)
+    source = {"path": tmp_path / "d", "weight": 1.0}
+
+    def read(cache: str) -> list[list[int]]:
+        config = DataConfig.parse(
+            {"train": [source, source], "order": order, "seq_length": S, "cache": tmp_path / cache}
+        )
+        train: GPTDataset = build_datasets(config, seed=1, samples={"train": 300}, eod=None)[0]
+        return [batch.tokens.tolist() for batch in taken(Loader(train, global_batch=30, seq_length=S), 10)]
+
+    (tmp_path / "blocked").write_text("not a folder")
+    assert read("cold") == read("cold") == read("other") == read("blocked")
+
+
+def test_batch_has_shapes_and_types() -> None:
+    rules = DocumentRules(0, reset_attention_mask=True)
+
+    class WithDocuments:
+        def __getitem__(self, k: int) -> Sample:
+            return rules.sample(np.arange(S + 1))
+
+    for dataset, has in ((Numbered(), False), (WithDocuments(), True)):
+        batch = next(iter(Loader(dataset, global_batch=6, seq_length=S, dp_rank=1, dp_size=2)))
+        for name, dtype in (
+            ("tokens", np.int64),
+            ("labels", np.int64),
+            ("position_ids", np.int64),
+            ("loss_mask", bool),
+        ):
+            assert getattr(batch, name).shape == (3, S)
+            assert getattr(batch, name).dtype == dtype
+        assert (batch.document_ids is not None) == has
+        assert batch.document_ids is None or batch.document_ids.dtype == np.int32
+        assert batch.sample_ids.tolist() == [3, 4, 5]
+
+
+def test_errors_come_where_the_batch_would_have_come() -> None:
+    loader = Loader(Numbered(end=12), global_batch=4, seq_length=S, prefetch=3)
+    batches = iter(loader)
+    assert [next(batches).sample_ids[0] for _ in range(3)] == [0, 4, 8]
+    with pytest.raises(DataError, match="sample 12 of 12"):
+        next(batches)
+    assert loader.consumed_samples == 12
+
+
+def test_global_batch_must_divide() -> None:
+    with pytest.raises(ConfigError, match=r"batch\.global = 10"):
+        Loader(Numbered(), global_batch=10, seq_length=S, dp_size=4)
+
+
+def test_a_dropped_loader_ends_its_thread_and_reads_no_more() -> None:
+    go_on, seen = threading.Event(), []
+
+    class Slow(Numbered):
+        def __getitem__(self, k: int) -> Sample:
+            seen.append(k)
+            assert k == 0 or go_on.wait(10)
+            return super().__getitem__(k)
+
+    batches = iter(Loader(Slow(), global_batch=1, seq_length=S, prefetch=4))
+    next(batches)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+    del batches
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert seen in ([0], [0, 1])
+
+
+def test_a_program_that_leaves_in_the_middle_ends() -> None:
+    program = """
+import numpy as np
+from mega_data.gpt_dataset import DocumentRules
+from mega_data.loader import Loader
+class Data:
+    def __getitem__(self, k): return DocumentRules().sample(np.full(9, k))
+batches = iter(Loader(Data(), global_batch=4, seq_length=8))
+print(next(batches).sample_ids[0])
+raise SystemExit(3)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": ":".join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 3

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny, variant
+
+from mega_ckpt.convert import convert
+from mega_ckpt.families import family_named
+from mega_common.errors import CheckpointError, ConfigError
+from mega_data.tokenizer import Tokenizer, train_tokenizer
+from mega_eval.load import device_named, end_tokens, load_model, load_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny(tmp_path / "hf", family_named("llama"), variant("attention-bias"))
+    train_tokenizer(["some text"], 257, tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def logits(path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = load_model(path, dtype=dtype)
+    tokens, positions = torch.arange(9)[None], torch.arange(9)[None]
+    return model.logits(model(model.embed(tokens, positions), model.context(positions)))
+
+
+def test_every_kind_of_folder_is_the_same_model(folder: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    convert(folder, run / "checkpoints" / "step-00000000", "mega")
+    expected, tokenizer = logits(folder), load_tokenizer(folder)
+    for path in (run, run / "checkpoints" / "step-00000000"):
+        assert torch.equal(logits(path), expected)
+        assert load_tokenizer(path).fingerprint == tokenizer.fingerprint
+        assert end_tokens(path, tokenizer) == end_tokens(folder, tokenizer)
+
+
+def test_model_is_for_inference_in_the_dtype_asked_for(folder: Path):
+    model = load_model(folder, dtype=torch.bfloat16)
+    assert not model.training
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
+def test_missing_tensor_is_named(folder: Path, name: str):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=name):
+        load_model(folder)
+
+
+def test_extra_tensor_is_named(folder: Path):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.sinks"] = torch.zeros(4)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.layers.0.self_attn.sinks"):
+        load_model(folder)
+
+
+def test_end_tokens_come_from_all_files(folder: Path):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 11}))
+    assert end_tokens(folder, Tokenizer(folder)) == {0, 7, 9, 11}
+
+
+def test_no_tokenizer(folder: Path):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_no_folder(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="nowhere"):
+        load_model(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["toaster", "cuda:99", "xpu"])
+def test_unknown_device(name: str):
+    with pytest.raises(ConfigError, match=name):
+        device_named(name)

@@ -1,0 +1,78 @@
+"""Tiny random transformers models of every family that mega knows, as HuggingFace folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_ckpt.families import FAMILIES, Family
+from mega_common.model_config import ModelConfig
+
+BASE: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "vocab_size": 61,
+    "max_position": 64, "norm_eps": 1e-5,
+}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "tie_embeddings": True, "qkv_bias": True,
+    "attention_out_bias": True, "mlp_bias": True,
+}  # fmt: skip
+LLAMA3 = {"scaling": "llama3", "factor": 4.0, "original_max_position": 16, "theta": 1000.0}
+YARN = {"scaling": "yarn", "factor": 4.0, "original_max_position": 16, "beta_fast": 4.0}
+
+# What a model may be, beside BASE. Each is tried in every family whose config.json can say it.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"num_kv_heads": 2},
+    "multi-query": {"num_kv_heads": 1, "tie_embeddings": True},
+    "own-head-size": {"head_dim": 10, "num_kv_heads": 2},
+    "odd-heads": {"hidden_size": 42, "num_attention_heads": 7, "ffn_hidden_size": 33},
+    "qkv-bias": {"qkv_bias": True, "num_kv_heads": 2},
+    "attention-bias": {"qkv_bias": True, "attention_out_bias": True},
+    "mlp-bias": {"mlp_bias": True},
+    "qk-norm": {"qk_norm": True, "num_kv_heads": 2, "head_dim": 8},
+    "qk-norm-bias": {"qk_norm": True, "qkv_bias": True, "attention_out_bias": True, "tie_embeddings": True},
+    "theta": {"rope": {"theta": 500_000.0}},
+    "linear": {"rope": {"scaling": "linear", "factor": 3.0}},
+    "dynamic": {"rope": {"scaling": "dynamic", "factor": 2.0}, "max_position": 16},
+    "llama3": {"rope": LLAMA3},
+    "yarn": {"rope": YARN},
+    "yarn-mscale": {"rope": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}},
+    "yarn-factor": {"rope": {**YARN, "attention_factor": 1.2}},
+    "yarn-biased": {"rope": YARN, "qkv_bias": True},
+    "yarn-normed": {"rope": YARN, "qk_norm": True},
+    "window": {"sliding_window": 7, "num_kv_heads": 2},
+    "window-biased": {"sliding_window": 7, "qkv_bias": True},
+    "window-normed": {"sliding_window": 7, "qk_norm": True},
+    "gpt2": GPT2,
+    "gpt2-exact-gelu": {**GPT2, "activation": "gelu"},
+    "gpt2-untied": {**GPT2, "tie_embeddings": False, "ffn_hidden_size": 96},
+}
+
+
+def variant(name: str) -> ModelConfig:
+    """One of `VARIANTS`."""
+    return ModelConfig.parse({**BASE, **VARIANTS[name]})
+
+
+def cases() -> list[tuple[Family, str]]:
+    """Every family with every variant that it can express."""
+    return [(family, name) for family in FAMILIES for name in VARIANTS if not family.problems(variant(name))]
+
+
+def save_tiny(
+    folder: Path, family: Family, model: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Any:
+    """Save a random transformers model of `family`; returns it. No weight has the value it would start from."""
+    import transformers
+
+    raw = {key: value for key, value in family.write_config(model).items() if key != "architectures"}
+    config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
+    torch.manual_seed(seed)
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, dtype=dtype), alpha=0.1)
+    made.save_pretrained(folder)
+    return made

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity.cases import Run
+from parity.worker import Trainer, difference, sweep, verdicts
+from ranks import run_ranks
+
+from mega_ckpt.pieces import Box, copy_overlap
+from mega_ckpt.store import save
+from mega_trainer.mesh import GroupMaker
+from mega_trainer.optim.muon import orthogonalize, update_scale
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (16, 48), (48, 16), (3, 24, 12)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_singular_values_come_near_one_and_directions_stay(shape, dtype) -> None:
+    # singular values from 1/4 to 4, as spread as five rounds are made for
+    u, _, vh = torch.linalg.svd(random(*shape), full_matrices=False)
+    spread = torch.logspace(-2, 2, u.shape[-1], base=2, dtype=torch.float64)
+    result = orthogonalize((u * spread) @ vh, dtype=dtype)
+    assert result.shape == shape
+    assert result.dtype == torch.float64
+    values = torch.linalg.svdvals(result)
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+    core = u.mT @ result @ vh.mT  # diagonal, since the directions are those of the matrix
+    off = core - torch.diag_embed(core.diagonal(dim1=-2, dim2=-1))
+    assert off.abs().max() < (0.1 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_it_is_the_polynomial_of_each_singular_value() -> None:
+    matrix = random(5, 9)
+    u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / values.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    torch.testing.assert_close(orthogonalize(matrix, dtype=torch.float64), (u * values) @ vh, atol=1e-5, rtol=1e-5)
+
+
+def test_a_batch_is_its_matrices() -> None:
+    batch = random(2, 3, 6, 10)
+    apart = torch.stack([torch.stack([orthogonalize(m, dtype=torch.float64) for m in row]) for row in batch])
+    torch.testing.assert_close(orthogonalize(batch, dtype=torch.float64), apart, atol=1e-12, rtol=1e-12)
+
+
+def test_tall_is_wide_transposed() -> None:
+    matrix = random(12, 5)
+    wide = orthogonalize(matrix.mT, dtype=torch.float64)
+    assert torch.equal(orthogonalize(matrix, dtype=torch.float64), wide.mT)
+
+
+def test_size_does_not_matter_and_zeros_stay() -> None:
+    matrix = random(6, 6)
+    torch.testing.assert_close(
+        orthogonalize(1000 * matrix, dtype=torch.float64), orthogonalize(matrix, dtype=torch.float64), atol=1e-5, rtol=0
+    )
+    assert torch.equal(orthogonalize(torch.zeros(4, 6)), torch.zeros(4, 6))
+
+
+def test_the_scale_gives_the_updates_of_adamw() -> None:
+    rows, columns = 24, 96
+    u, _, vh = torch.linalg.svd(random(rows, columns), full_matrices=False)
+    update = update_scale(rows, columns) * (u @ vh)
+    assert update.square().mean().sqrt().item() == pytest.approx(0.2)
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 2,
+            "vocab_size": 37,
+        },
+        "data": {"train": [{"path": "none"}], "seq_length": 12},
+        "batch": {"micro": 1, "global": 4},
+        "optimizer": {"name": "muon", "muon": {"lr_factor": 2.0, "weight_decay": 0.3}, "clip_grad": 0.0},
+        "precision": "fp64",
+        **changes,
+    }  # fmt: skip
+
+
+def whole(trainer: Trainer, prefix: str) -> dict[str, torch.Tensor]:
+    """Tensors by canonical name, of a trainer in one process."""
+    held = (
+        trainer.state.tensors() | {f"gradients/{n}": held for n, held in trainer.optimizer.gradients().items()}
+    ).items()
+    out = {}
+    for name, sharded in held:
+        if name.startswith(prefix):
+            out[name.removeprefix(prefix)] = tensor = torch.zeros(sharded.shape, dtype=torch.float64)
+            for box in sharded.boxes:
+                copy_overlap(Box((0,) * tensor.dim(), tensor), box)
+    return out
+
+
+def test_each_canonical_matrix_of_the_layers_moves_by_its_own_orthogonal_one() -> None:
+    muon = Trainer.make(Run.of(settings()))
+    adamw = Trainer.make(Run.of(settings(optimizer={"clip_grad": 0.0})))
+    weights, momentum, lr = whole(muon, "weights/"), {}, 1e-2
+    for number in range(2):
+        for trainer in (muon, adamw):
+            trainer.step(number)
+        grads, after = whole(muon, "gradients/"), whole(muon, "weights/")
+        hidden = {name for name in weights if name.startswith("model.layers.") and weights[name].dim() == 2}
+        assert len(hidden) == 2 * 7
+        for name in hidden:
+            momentum[name] = 0.95 * momentum.get(name, 0.0) + grads[name]
+            direction = orthogonalize(grads[name] + 0.95 * momentum[name], dtype=torch.float64)
+            step = 2 * lr * (update_scale(*direction.shape) * direction + 0.3 * weights[name])
+            torch.testing.assert_close(after[name], weights[name] - step, rtol=1e-11, atol=1e-13)
+        weights = after
+        if number == 0:  # the rest is AdamW's
+            for name, value in whole(adamw, "weights/").items():
+                assert torch.equal(value, after[name]) == (name not in hidden)
+    saved = whole(muon, "optimizer/muon_momentum/")
+    assert saved.keys() == hidden
+    assert whole(muon, "optimizer/exp_avg/").keys() == weights.keys() - hidden
+    for name in hidden:
+        torch.testing.assert_close(saved[name], momentum[name], rtol=1e-12, atol=0)
+
+
+LAYOUTS = [{"zero": 0}, {"zero": 2}, {"zero": 1, "tp": 2, "sp": True}, {"zero": 2, "tp": 2, "pp": 2}, {"tp": 4}]
+
+
+def test_the_update_does_not_depend_on_the_layout() -> None:
+    cases = [Run.of(settings(parallel=parallel), 4) for parallel in LAYOUTS]
+    results = verdicts(cases, run_ranks(sweep, 4, cases, timeout=120))
+    problems = [result.problem(1e-10) for result in results]
+    assert not any(problems), problems
+
+
+def save_two_steps(folder: Path) -> None:
+    trainer = Trainer.make(Run.of(settings(parallel={"tp": 2}), 2), dist.get_rank(), GroupMaker())
+    trainer.run(2)
+    save(folder, 2, trainer.state.tensors(), model=trainer.config.model, state=trainer.state.numbers())
+
+
+def test_the_momentum_goes_into_checkpoints_by_name(tmp_path: Path) -> None:
+    run_ranks(save_two_steps, 2, tmp_path, timeout=60)
+    straight, resumed = Trainer.make(Run.of(settings())), Trainer.make(Run.of(settings()))
+    straight.run(2)
+    (folder,) = tmp_path.glob("step-*")
+    resumed.state.restore(folder, None)
+    for trainer in (straight, resumed):
+        trainer.step(2)
+    assert difference(resumed.state.tensors(), straight.state.tensors()) < 1e-10

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_common.errors import ConfigError
+from mega_trainer.pipeline.schedules import (
+    COMPUTE,
+    Costs,
+    Op,
+    Schedule,
+    _add_messages,
+    bubble_formula,
+    make_schedule,
+    peak_activations,
+    simulate,
+)
+
+shapes = st.one_of(
+    st.tuples(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 4), st.integers(1, 20)),
+    st.tuples(st.just("zb-h1"), st.integers(1, 6), st.just(1), st.integers(1, 20)),
+    st.tuples(st.just("zbv"), st.integers(1, 6), st.just(2), st.integers(1, 20)),
+)
+
+
+def made(shape: tuple[str, int, int, int]) -> Schedule:
+    name, pp, virtual_stages, microbatches = shape
+    return make_schedule(name, pp=pp, virtual_stages=virtual_stages, microbatches=microbatches)
+
+
+def run_blocking(ranks: Sequence[Sequence[Op]], owners: Sequence[int], pick: random.Random) -> None:
+    """Run the lists with the strictest messages: a send and its receive happen together, and block both ranks."""
+    position = [0] * len(ranks)
+    here: set[tuple[str, int, int]] = set()  # tensors that lie on the rank that needs them: input, output, gradient
+    last = len(owners) - 1
+
+    def head(rank: int) -> Op | None:
+        return ranks[rank][position[rank]] if position[rank] < len(ranks[rank]) else None
+
+    def step(rank: int) -> bool:
+        op = head(rank)
+        if op is None:
+            return False
+        if op.kind in COMPUTE:
+            assert owners[op.stage] == rank
+            compute(op)
+            position[rank] += 1
+            return True
+        if not op.kind.startswith("SEND"):
+            return False
+        forward = op.kind == "SEND_F"
+        towards = op.stage + (1 if forward else -1)
+        peer = owners[towards]
+        if head(peer) != Op("RECV_F" if forward else "RECV_B", towards, op.microbatch):
+            return False
+        assert ("output" if forward else "input gradient", op.stage, op.microbatch) in here
+        here.add(("input" if forward else "output gradient", towards, op.microbatch))
+        position[rank] += 1
+        position[peer] += 1
+        return True
+
+    def compute(op: Op) -> None:
+        stage, microbatch = op.stage, op.microbatch
+
+        def take(tensor: str, neighbour: int, theirs: str) -> None:
+            there = 0 <= neighbour <= last and owners[neighbour] == owners[stage]
+            needed = (theirs, neighbour, microbatch) if there else (tensor, stage, microbatch)
+            assert needed in here, f"{op} runs before it has its {tensor}"
+
+        if op.kind == "F":
+            if stage > 0:
+                take("input", stage - 1, "output")
+            here.add(("output", stage, microbatch))
+        elif op.kind in ("B", "I"):
+            assert ("output", stage, microbatch) in here
+            if stage < last:
+                take("output gradient", stage + 1, "input gradient")
+            here.add(("input gradient", stage, microbatch))
+        else:
+            assert ("input gradient", stage, microbatch) in here
+
+    while any(head(rank) for rank in range(len(ranks))):
+        order = pick.sample(range(len(ranks)), len(ranks))
+        assert any(step(rank) for rank in order), f"stuck at {[str(head(rank)) for rank in order]}"
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes, st.integers(0, 9))
+def test_every_schedule_runs_to_its_end_with_blocking_messages(shape, seed) -> None:
+    schedule = made(shape)
+    run_blocking(schedule.ranks, schedule.owners, random.Random(seed))
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes)
+def test_every_microbatch_passes_every_stage_once_each_way_in_order(shape) -> None:
+    schedule = made(shape)
+    for rank in range(schedule.pp):
+        seen: dict[tuple[str, int], list[int]] = {}
+        for op in schedule.compute(rank):
+            seen.setdefault((op.kind, op.stage), []).append(op.microbatch)
+        kinds = "FIW" if shape[0].startswith("zb") else "FB"
+        assert set(seen) == {(kind, stage) for kind in kinds for stage in schedule.stages(rank)}
+        assert all(numbers == list(range(schedule.microbatches)) for numbers in seen.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes)
+def test_both_ends_list_the_same_messages_in_the_same_order(shape) -> None:
+    schedule = made(shape)
+
+    def between(rank: int, peer: int) -> list[tuple[str, int, int]]:
+        found = []
+        for kind, stage, microbatch in schedule.ranks[rank]:
+            if kind in COMPUTE:
+                continue
+            way, direction = kind.split("_")
+            other = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)
+            if schedule.owner(other) == peer:
+                found.append((direction, stage if way == "SEND" else other, microbatch))
+        return found
+
+    for a in range(schedule.pp):
+        for b in range(a):
+            assert between(a, b) == between(b, a)
+
+
+def test_the_order_of_1f1b_is_the_known_one() -> None:
+    schedule = make_schedule("1f1b", pp=3, microbatches=4)
+    told = ["".join(f"{op.kind}{op.microbatch}" for op in schedule.compute(rank)) for rank in range(3)]
+    assert told == ["F0F1F2B0F3B1B2B3", "F0F1B0F2B1F3B2B3", "F0B0F1B1F2B2F3B3"]
+
+
+def test_the_order_of_interleaved_1f1b_is_the_known_one() -> None:
+    schedule = make_schedule("1f1b", pp=2, virtual_stages=2, microbatches=2)
+    told = [" ".join(f"{op.kind}{op.stage}.{op.microbatch}" for op in schedule.compute(rank)) for rank in range(2)]
+    assert told == ["F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1", "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1"]
+
+
+def test_placement_goes_round_or_like_a_v() -> None:
+    assert made(("1f1b", 3, 2, 3)).owners == (0, 1, 2, 0, 1, 2)
+    assert made(("zbv", 3, 2, 3)).owners == (0, 1, 2, 2, 1, 0)
+    assert made(("zbv", 3, 2, 3)).stages(1) == [1, 4]
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes, st.floats(0.2, 5))
+def test_the_simulated_bubble_is_the_closed_formula(shape, unit: float) -> None:
+    schedule = made(shape)
+    costs = Costs(forward=unit, input_grad=unit, weight_grad=unit)
+    formula = bubble_formula(schedule, costs)
+    if formula is not None:
+        assert simulate(schedule, costs).mean_bubble == pytest.approx(formula, abs=1e-9)
+
+
+def test_zero_bubble_formula_with_cheap_and_with_dear_weight_gradients() -> None:
+    schedule, costs = made(("zb-h1", 4, 1, 8)), Costs(forward=1, input_grad=1, weight_grad=0.5)
+    assert bubble_formula(schedule, Costs(forward=1, input_grad=1, weight_grad=1.5)) is None
+    formula = bubble_formula(schedule, costs)
+    assert formula == pytest.approx(4.5 / (20 + 4.5))
+    assert simulate(schedule, costs).mean_bubble == pytest.approx(formula)
+
+
+def test_no_formula_where_none_holds() -> None:
+    assert bubble_formula(made(("1f1b", 4, 2, 3))) is None
+    assert bubble_formula(made(("zb-h1", 4, 1, 3))) is None
+    assert bubble_formula(made(("zbv", 4, 2, 6))) is None
+    assert bubble_formula(made(("1f1b", 4, 1, 3))) is not None
+
+
+def test_simulate_by_hand() -> None:
+    timeline = simulate(make_schedule("1f1b", pp=2, microbatches=1), Costs(1, 2, 3, message=0.5, stages=(1.0, 2.0)))
+    assert timeline.spans == {
+        Op("F", 0, 0): (0.0, 1.0),
+        Op("F", 1, 0): (1.5, 3.5),
+        Op("B", 1, 0): (3.5, 13.5),
+        Op("B", 0, 0): (14.0, 19.0),
+    }
+    assert timeline.makespan == 19.0
+    assert timeline.bubble == pytest.approx((13 / 19, 7 / 19))
+
+
+def test_peak_activations_by_hand() -> None:
+    assert peak_activations(made(("gpipe", 4, 1, 8))) == [8, 8, 8, 8]
+    assert peak_activations(made(("1f1b", 4, 1, 8))) == [4, 3, 2, 1]
+    assert peak_activations(made(("1f1b", 4, 2, 8))) == [11, 9, 7, 5]
+    assert peak_activations(made(("zb-h1", 4, 1, 8))) == [4, 4, 4, 4]
+    assert peak_activations(made(("zbv", 4, 2, 8))) == [8, 8, 8, 8]
+
+
+def test_receives_are_listed_before_the_operation_that_hides_them() -> None:
+    """In the steady state, at least one other operation stands between a receive and what uses it."""
+    ops = make_schedule("1f1b", pp=4, virtual_stages=2, microbatches=32).ranks[1]
+    users: dict[str, str] = {"RECV_F": "F", "RECV_B": "B"}
+    between: Counter[int] = Counter()
+    for index, op in enumerate(ops):
+        if op.kind in users:
+            use = ops.index(Op(users[op.kind], op.stage, op.microbatch))  # type: ignore[arg-type]
+            between[sum(other.kind in COMPUTE for other in ops[index:use])] += 1
+    assert between[0] < 0.1 * between.total()
+
+
+def test_a_deadlock_is_explained() -> None:
+    first = [Op("F", 0, 0), Op("B", 0, 0), Op("F", 0, 1), Op("B", 0, 1)]
+    second = [Op("F", 1, 0), Op("F", 1, 1), Op("B", 1, 0), Op("B", 1, 1)]
+    with pytest.raises(ConfigError) as error:
+        _add_messages([first, second], (0, 1))
+    assert str(error.value) == (
+        "the pipeline schedule deadlocks: "
+        "rank 0, at B of microbatch 0 in stage 0, waits for B of microbatch 0 in stage 1 from rank 1; "
+        "rank 1, at F of microbatch 1 in stage 1, waits for F of microbatch 1 in stage 0 from rank 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual_stages", "told"),
+    [
+        ("1f1", 1, "did you mean '1f1b'"),
+        ("wave", 1, "known: gpipe, 1f1b, zb-h1, zbv"),
+        ("zbv", 1, "set parallel.virtual_stages=2"),
+        ("zb-h1", 2, "set parallel.virtual_stages=1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_way_out(name, virtual_stages, told) -> None:
+    with pytest.raises(ConfigError, match=told):
+        make_schedule(name, pp=4, microbatches=8, virtual_stages=virtual_stages)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_common.model_config import ModelConfig
+from mega_common.presets import preset
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.plan.flops import (
+    count_parameters,
+    forward_flops,
+    hardware_flops,
+    head_cost,
+    model_flops,
+    palm_flops,
+    peak_flops,
+    visible_keys,
+)
+
+
+def model(name: str, **fields: object) -> ModelConfig:
+    return ModelConfig.parse({**preset(name), **fields})
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama3-8b", "qwen3-0.6b", "qwen3-32b", "gpt3-125m", "gpt3-175b"])
+def test_parameters_are_those_of_the_model_that_is_built(name) -> None:
+    built = Decoder(Builder(model(name), device=torch.device("meta")))
+    assert count_parameters(model(name)).total == sum(p.numel() for p in built.parameters())
+
+
+def test_published_parameter_counts() -> None:
+    assert count_parameters(model("llama3-8b")).total == 8_030_261_248
+    assert count_parameters(model("llama3-70b")).total == 70_553_706_496
+    assert count_parameters(model("mixtral-8x7b")).total == 46_702_792_704
+    assert count_parameters(model("mixtral-8x7b")).active == 12_879_925_248
+
+
+def test_llama3_8b_by_hand() -> None:
+    """At 8192 tokens; multiplications and additions of each product, per token and layer, worked out on paper."""
+    parts = forward_flops(model("llama3-8b"), 8192, causal=False)
+    assert parts["attention projections"] == 32 * 83_886_080  # 2 x 4096 x (4096 + 1024 + 1024 + 4096)
+    assert parts["attention scores"] == 32 * 134_217_728  # 2 x 8192 x 4096, twice
+    assert parts["feed-forward"] == 32 * 352_321_536  # 2 x 3 x 4096 x 14336
+    assert parts["head"] == 1_050_673_152  # 2 x 4096 x 128256
+    assert model_flops(model("llama3-8b"), 8192, causal=False) == 57_912_852_480
+    causal = forward_flops(model("llama3-8b"), 8192)["attention scores"]
+    assert causal == 32 * 4 * 4096 * 4096.5
+
+
+def test_the_rule_is_the_exact_count_and_the_norms() -> None:
+    """6 N counts norm weights, of which llama3-8b has 65 x 4096, as if they were matrices."""
+    llama = model("llama3-8b")
+    assert palm_flops(llama, 8192) - model_flops(llama, 8192, causal=False) == 6 * 65 * 4096
+
+
+def test_the_rule_counts_a_tied_table_once_and_only_the_active_experts() -> None:
+    tied = model("qwen3-0.6b")
+    norms = 28 * (2 * 1024 + 2 * 128) + 1024
+    assert palm_flops(tied, 1024) - model_flops(tied, 1024, causal=False) == 6 * norms
+    mixtral = model("mixtral-8x7b")
+    assert palm_flops(mixtral, 1024) - model_flops(mixtral, 1024, causal=False) == 6 * 65 * 4096
+
+
+@given(st.integers(1, 60), st.one_of(st.none(), st.integers(1, 80)))
+def test_visible_keys_are_counted_one_by_one(seq_length, window) -> None:
+    windowed = model("tiny", sliding_window=window)
+    seen = [sum(0 <= query - key < (window or seq_length) for key in range(seq_length)) for query in range(seq_length)]
+    assert visible_keys(windowed, seq_length) == pytest.approx(sum(seen) / seq_length)
+    assert visible_keys(windowed, seq_length, causal=False) == max(seen)
+
+
+def test_recompute_is_work_of_the_hardware_only() -> None:
+    llama = model("llama3-8b")
+    forward = forward_flops(llama, 8192)
+    base = model_flops(llama, 8192)
+    assert hardware_flops(llama, 8192, recompute="none") == base
+    assert hardware_flops(llama, 8192, recompute="selective") == base + forward["attention scores"]
+    layers = sum(forward.values()) - forward["head"]
+    assert hardware_flops(llama, 8192, recompute="full") == base + layers
+
+
+def test_the_head_in_layers() -> None:
+    llama = model("llama3-8b")
+    layer = 83_886_080 + 352_321_536 + 4 * 4096 * 4096.5
+    assert head_cost(llama, 8192) == pytest.approx(1_050_673_152 / layer)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "tera"),
+    [
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA H100 80GB HBM3", "fp8", 1979),
+        ("NVIDIA H100 PCIe", "fp16", 756),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-SXM4-80GB", "fp8", None),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA A10", "bf16", 125),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA GB200", "bf16", 2500),
+        ("Quadro 600", "bf16", None),
+    ],
+)
+def test_devices_are_known_by_the_words_of_their_names(device, precision, tera) -> None:
+    assert peak_flops(device, precision) == (None if tera is None else tera * 1e12)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+
+from mega_common.model_config import ModelConfig
+from mega_common.presets import preset
+from mega_trainer.plan.flops import RecomputeKind, count_parameters
+from mega_trainer.plan.memory import RunShape, activation_bytes, memory
+
+GPT3 = ModelConfig.parse({**preset("gpt3-175b"), "attention_dropout": 0.1, "residual_dropout": 0.1})
+LLAMA = ModelConfig.parse(preset("llama3-8b"))
+MIXTRAL = ModelConfig.parse(preset("mixtral-8x7b"))
+S, B, D, H = 2048, 1, 12_288, 96
+
+
+@pytest.mark.parametrize(
+    ("tp", "sp", "recompute", "expected"),
+    [
+        # table 2 of arXiv:2205.05198, in bytes per layer
+        (1, False, "none", S * B * D * (34 + 5 * H * S / D)),
+        (8, False, "none", S * B * D * (10 + 24 / 8 + 5 * H * S / (D * 8))),
+        (8, True, "none", S * B * D * (34 / 8 + 5 * H * S / (D * 8))),
+        (8, False, "selective", S * B * D * (10 + 24 / 8)),
+        (8, True, "selective", S * B * D * 34 / 8),
+    ],
+)
+def test_activations_of_a_layer_are_those_of_the_paper(tp: int, sp: bool, recompute: RecomputeKind, expected) -> None:
+    run = RunShape(S, micro_batch=B, tp=tp, sp=sp, recompute=recompute, fused_attention=False)
+    assert activation_bytes(GPT3, run) == pytest.approx(expected)
+
+
+def test_states_of_one_rank_are_eighteen_bytes_a_parameter() -> None:
+    """2 of weight, 4 of gradient, 12 of optimizer under bf16; 16 under fp32, which needs no second copy."""
+    (table,) = memory(LLAMA, RunShape(1024))
+    states = table["weights"] + table["gradients"] + table["optimizer"]
+    assert states == 18 * count_parameters(LLAMA).total
+    (table,) = memory(LLAMA, RunShape(1024, precision="fp32"))
+    assert table["weights"] + table["gradients"] + table["optimizer"] == 16 * count_parameters(LLAMA).total
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT3, MIXTRAL])
+def test_pipeline_ranks_hold_the_model_between_them(model) -> None:
+    tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
+    ranks = memory(model, RunShape(1024, pp=4, virtual_stages=2, microbatches=4))
+    assert sum(rank["weights"] for rank in ranks) == 2 * (count_parameters(model).total + tied)
+
+
+@pytest.mark.parametrize(("zero", "shared"), [(0, ""), (1, "o"), (2, "og"), (3, "ogw")])
+def test_zero_shares_among_data_and_context_ranks(zero, shared) -> None:
+    (alone,) = memory(LLAMA, RunShape(1024))
+    (table,) = memory(LLAMA, RunShape(1024, dp=4, cp=2, zero=zero))
+    for kind in ("weights", "gradients", "optimizer"):
+        assert table[kind] == alone[kind] / (8 if kind[0] in shared else 1)
+
+
+def test_expert_parallelism_splits_the_experts_alone() -> None:
+    count = count_parameters(MIXTRAL)
+    (table,) = memory(MIXTRAL, RunShape(1024, ep=4, dp=8, zero=1))
+    experts = count.layers * count.experts
+    assert table["weights"] == 2 * (count.total - experts + experts // 4)
+    assert table["optimizer"] == 12 * ((count.total - experts) / 8 + experts / 4 / 2)
+
+
+def test_activations_follow_the_microbatches_in_flight() -> None:
+    ranks = memory(GPT3, RunShape(S, pp=4, microbatches=8))
+    layer = activation_bytes(GPT3, RunShape(S))
+    assert [rank["activations"] for rank in ranks[:3]] == [round(n * 24 * layer) for n in (4, 3, 2)]
+    assert ranks[3]["activations"] > 24 * layer
+    (context,) = memory(GPT3, RunShape(S, cp=2))
+    (whole,) = memory(GPT3, RunShape(S))
+    assert context["activations"] < whole["activations"]
+
+
+def test_full_recompute_keeps_the_inputs_of_layers() -> None:
+    first, _ = memory(GPT3, RunShape(S, pp=2, microbatches=4, recompute="full"))
+    assert first["activations"] == 2 * 48 * 2 * S * D + activation_bytes(GPT3, RunShape(S))

@@ -1,0 +1,101 @@
+"""run.yaml: what it may say, and what it is told when it says something else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mega_common.errors import ConfigError
+from mega_trainer.config import RunConfig, check_changes, load_run, resolve
+
+Settings = Callable[..., dict[str, Any]]
+
+# What the design shows a user writing.
+DOCUMENTED = """
+model: {preset: llama3-8b}
+data:
+  train: [{path: data/wiki, weight: 0.7}, {path: data/code, weight: 0.3}]
+  split: [969, 30, 1]
+  seq_length: 8192
+parallel: {tp: 2, sp: true, pp: 2, virtual_stages: 2, schedule: 1f1b, cp: 1, cp_kind: ring, ep: 1, zero: 1}
+batch: {micro: 1, global: 128}
+train: {steps: 1000, eval_every: 100, eval_steps: 10, seed: 1234}
+optimizer: {name: adamw, lr: 3.0e-4, betas: [0.9, 0.95], weight_decay: 0.1, clip_grad: 1.0}
+lr_schedule: {name: cosine, warmup_steps: 100, min_lr: 3.0e-5}
+precision: bf16
+recompute: selective
+checkpoint: {every: 100, keep: 2, async: true}
+output: runs/llama3-8b
+"""
+
+
+def test_the_documented_run_yaml_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(DOCUMENTED)
+    config = load_run(path, ["batch.micro=2", "data.train.0.weight=0.5"])
+    assert config.model.num_layers == 32
+    assert config.batch.micro == 2
+    assert config.data.train[0].weight == 0.5
+    assert config.recompute.kind == "selective"
+    again = yaml.safe_dump(config.model_dump(mode="json", by_alias=True))
+    assert RunConfig.parse(resolve(yaml.safe_load(again))) == config
+
+
+def test_all_problems_at_once(settings: Settings) -> None:
+    raw = settings(optimizer={"lr": -1, "lrr": 3}, batch={"micro": 3}, parallel={"tp": 3})
+    with pytest.raises(ConfigError) as told:
+        RunConfig.parse(raw, source="run.yaml")
+    text = str(told.value)
+    for part in ("run.yaml: ", "optimizer.lr = -1", "optimizer.lrr: unknown key -> did you mean 'lr'?"):
+        assert part in text
+
+
+def test_rules_between_sections_are_told_together(settings: Settings) -> None:
+    raw = settings(
+        batch={"micro": 3}, parallel={"tp": 3, "pp": 5}, lr_schedule={"warmup_steps": 50}, optimizer={"clip_grad": 1.0}
+    )
+    with pytest.raises(ConfigError) as told:
+        RunConfig.parse(raw)
+    text = str(told.value)
+    for part in ("parallel.tp = 3", "parallel.pp = 5", "batch.global = 4", "lr_schedule.warmup_steps = 50"):
+        assert part in text
+
+
+def test_unknown_preset_names_the_nearest(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'llama3-8b'"):
+        resolve(settings(model={"preset": "llama-3-8b"}))
+
+
+@pytest.mark.parametrize("world", [3, 5, 8])
+def test_ranks_that_do_not_fit_get_a_suggestion_that_works(settings: Settings, world: int) -> None:
+    config = RunConfig.parse(settings(parallel={"tp": 2, "pp": 2}, batch={"micro": 1, "global": 120}))
+    if world % 4 == 0:
+        config.check_ranks(world)
+        return
+    with pytest.raises(ConfigError, match=r"tp: (\d+), pp: (\d+)") as told:
+        config.check_ranks(world)
+    words = str(told.value).split("tp: ")[-1].split(",")
+    suggestion = {"tp": int(words[0]), "pp": int(words[1].split(":")[1].split()[0])}
+    RunConfig.parse(settings(parallel=suggestion, batch={"micro": 1, "global": 120})).check_ranks(world)
+
+
+def test_changes_of_the_model_are_grave(settings: Settings) -> None:
+    saved = RunConfig.parse(settings()).model_dump(mode="json", by_alias=True)
+    raw = settings(optimizer={"lr": 2e-2})
+    assert check_changes(saved, RunConfig.parse(raw), "there") == ["optimizer.lr: 0.01 -> 0.02"]
+    raw["model"] = {**raw["model"], "norm_eps": 1e-6}
+    with pytest.raises(ConfigError, match=r"model\.norm_eps: 1e-05 -> 1e-06"):
+        check_changes(saved, RunConfig.parse(raw), "there")
+    raw["checkpoint"] = {"allow_changes": True}
+    assert any("norm_eps" in line for line in check_changes(saved, RunConfig.parse(raw), "there"))
+
+
+def test_checking_a_configuration_needs_no_torch() -> None:
+    code = "import sys, mega_trainer.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

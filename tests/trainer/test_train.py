@@ -1,0 +1,200 @@
+"""Runs from configuration to checkpoint, in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from mega_ckpt.source import open_source
+from mega_ckpt.store import Checkpoint, latest
+from mega_common.errors import CheckpointError, ConfigError, DataError, TrainingError
+from mega_trainer import step as step_module
+from mega_trainer.config import RunConfig
+from mega_trainer.ranks import Ranks
+from mega_trainer.state import TrainState
+from mega_trainer.train import run
+
+Settings = Callable[..., dict[str, Any]]
+
+
+def trained(raw: dict[str, Any]) -> TrainState:
+    return run(RunConfig.parse(raw), Ranks())
+
+
+def bits(state: TrainState) -> dict[str, list[torch.Tensor]]:
+    return {name: [box.tensor.clone() for box in held.boxes] for name, held in state.tensors().items()}
+
+
+def same_bits(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True)
+    )
+
+
+def lines(raw: dict[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(raw["output"]) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_resume_is_bitwise(settings: Settings, tmp_path: Path, precision: str) -> None:
+    straight = settings(precision=precision, train={"steps": 6}, output=str(tmp_path / "straight"))
+    model = {**straight["model"], "residual_dropout": 0.1, "attention_dropout": 0.1}
+    straight["model"] = model
+    whole = bits(trained(straight))
+    halves = {**straight, "output": str(tmp_path / "halves"), "lr_schedule": {"decay_steps": 6}}
+    trained({**halves, "train": {"steps": 3}})
+    resumed = trained({**halves, "train": {"steps": 6}})
+    assert resumed.step == 6
+    assert resumed.consumed_samples == 24
+    assert same_bits(whole, bits(resumed))
+    assert [line["loss"] for line in lines(straight)] == [line["loss"] for line in lines(halves)]
+
+
+def test_loss_falls_and_metrics_have_the_promised_keys(settings: Settings) -> None:
+    raw = settings(train={"steps": 40, "eval_every": 20, "eval_steps": 2})
+    trained(raw)
+    told = lines(raw)
+    assert [line["step"] for line in told] == list(range(1, 41))
+    promised = {"step", "consumed_samples", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
+    assert all(promised <= line.keys() for line in told)
+    assert told[-1]["loss"] < 0.5 * told[0]["loss"]
+    assert [line["step"] for line in told if "valid_loss" in line] == [20, 40]
+
+
+def test_micro_batch_size_changes_nothing_but_rounding(settings: Settings, tmp_path: Path) -> None:
+    one = settings(precision="fp64", batch={"micro": 1}, output=str(tmp_path / "one"))
+    four = settings(precision="fp64", batch={"micro": 4}, output=str(tmp_path / "four"))
+    trained(one)
+    trained(four)
+    for a, b in zip(lines(one), lines(four), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-12)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [{"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}])
+def test_recompute_is_bitwise(settings: Settings, tmp_path: Path, recompute: dict[str, Any]) -> None:
+    plain = settings(output=str(tmp_path / "plain"))
+    again = settings(output=str(tmp_path / "again"), recompute=recompute)
+    for raw in (plain, again):
+        raw["model"] = {**raw["model"], "residual_dropout": 0.2, "attention_dropout": 0.2}
+    assert same_bits(bits(trained(plain)), bits(trained(again)))
+
+
+def test_asynchronous_saves_hold_what_was_there_when_they_began(settings: Settings, tmp_path: Path) -> None:
+    now = settings(output=str(tmp_path / "now"), checkpoint={"async": False, "every": 2})
+    later = settings(output=str(tmp_path / "later"), checkpoint={"async": True, "every": 2})
+    trained(now)
+    trained(later)
+    for step in (2, 4, 6):
+        one, other = (Checkpoint.open(Path(raw["output"]) / f"checkpoints/step-{step:08d}") for raw in (now, later))
+        assert list(one.keys()) == list(other.keys())
+        assert all(torch.equal(one.read(key), other.read(key)) for key in one.keys())  # noqa: SIM118 - not a dict
+
+
+def test_old_checkpoints_go(settings: Settings) -> None:
+    raw = settings(checkpoint={"async": True, "every": 1, "keep": 2, "keep_every": 3})
+    trained(raw)
+    kept = sorted(path.name for path in (Path(raw["output"]) / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000005", "step-00000006"]
+
+
+def test_a_missing_checkpoint_that_was_asked_for_is_an_error(settings: Settings, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no complete checkpoint there"):
+        trained(settings(checkpoint={"load": str(tmp_path / "nowhere")}))
+
+
+def test_resume_refuses_another_model_and_tells_other_changes(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(settings(train={"steps": 2}))
+    for change in ({"rope": {"theta": 5000.0}}, {"norm_eps": 1e-6}, {"activation": "geglu"}, {"num_layers": 3}):
+        raw = settings(train={"steps": 3})
+        raw["model"] = {**raw["model"], **change}
+        with pytest.raises(ConfigError, match="saved by another model") as refused:
+            trained(raw)
+        assert next(iter(change)) in str(refused.value)
+    with caplog.at_level("INFO", "mega"):
+        from mega_common.log import logger
+
+        logger.propagate = True
+        trained(settings(train={"steps": 3}, optimizer={"weight_decay": 0.3}))
+    assert "optimizer.weight_decay: 0.1 -> 0.3" in caplog.text
+
+
+def test_start_from_other_weights(settings: Settings, tmp_path: Path) -> None:
+    first = trained(settings(train={"steps": 2}, output=str(tmp_path / "first")))
+    second = settings(train={"steps": 1}, output=str(tmp_path / "second"), init_from=str(tmp_path / "first"))
+    second["optimizer"] = {"lr": 1e-12, "weight_decay": 0.0}
+    source = open_source(tmp_path / "first")
+    trained(second)
+    moved = open_source(tmp_path / "second")
+    for name in source.keys():  # noqa: SIM118 - not a dict
+        torch.testing.assert_close(moved.read(name), source.read(name), rtol=0, atol=1e-9)
+    assert first.step == 2
+
+
+def test_not_finite_stops_without_touching_the_weights(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = settings(train={"steps": 4}, checkpoint={"every": 1, "async": False})
+    real, calls = step_module.mean_loss, []
+
+    def poisoned(*args: Any) -> float:
+        calls.append(1)
+        return float("nan") if len(calls) == 3 else real(*args)
+
+    monkeypatch.setattr(step_module, "mean_loss", poisoned)
+    with pytest.raises(TrainingError, match=r"step 3: loss nan .* not updated"):
+        trained(raw)
+    assert latest(Path(raw["output"]) / "checkpoints").name == "step-00000002"  # type: ignore[union-attr]
+
+
+def test_not_finite_can_be_skipped(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = step_module.mean_loss, []
+
+    def poisoned(*args: Any) -> float:
+        calls.append(1)
+        return float("inf") if len(calls) == 2 else real(*args)
+
+    monkeypatch.setattr(step_module, "mean_loss", poisoned)
+    state = trained(settings(train={"steps": 4, "on_nan": "skip"}))
+    assert (state.step, state.optimizer.steps) == (4, 3)
+
+
+def test_tokens_outside_the_vocabulary_are_named(settings: Settings) -> None:
+    raw = settings()
+    raw["model"] = {**raw["model"], "vocab_size": 20}
+    with pytest.raises(DataError, match=r"has the token \d+, but model.vocab_size is 20"):
+        trained(raw)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_with_status_0(settings: Settings, tmp_path: Path, number: signal.Signals) -> None:
+    raw = settings(train={"steps": 100_000}, checkpoint={"async": True})
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mega_cli.main", "train", str(path)], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    metrics = Path(raw["output"]) / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        assert time.monotonic() < deadline, "it does not train"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    saved = latest(Path(raw["output"]) / "checkpoints")
+    assert saved is not None
+    assert f"{number.name}: saved step {Checkpoint.open(saved).step}" in told
