@@ -1,0 +1,86 @@
+"""Attention against plain loops: grouped heads, masks, and the path with dropout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from mega_common.model_config import ModelConfig
+from mega_trainer.model.attention import Attention
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Context, attention_mask
+from mega_trainer.model.init import init_weights
+from mega_trainer.rng import Dropout
+
+S, H, K, HEAD = 7, 4, 2, 6
+
+
+def attention(**fields: Any) -> Attention:
+    config = ModelConfig(
+        num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=H, num_kv_heads=K, head_dim=HEAD,
+        vocab_size=8, init_std=0.5, **fields,
+    )  # fmt: skip
+    made = Attention(Builder(config, dtype=torch.float64), 0)
+    init_weights(made, 3)
+    return made
+
+
+def by_loops(made: Attention, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Each query of each head by itself."""
+    q, k, v = made.qkv(x).split([H * HEAD, K * HEAD, K * HEAD], dim=-1)
+    out = torch.zeros(*x.shape[:2], H, HEAD, dtype=x.dtype)
+    for b in range(x.shape[0]):
+        for h in range(H):
+            mine, shared = slice(h * HEAD, (h + 1) * HEAD), slice(h * K // H * HEAD, (h * K // H + 1) * HEAD)
+            for s in range(S):
+                seen = mask[b % mask.shape[0], 0, s]
+                scores = (k[b, seen][:, shared] @ q[b, s, mine]) / math.sqrt(HEAD)
+                out[b, s, h] = scores.softmax(0) @ v[b, seen][:, shared]
+    result: torch.Tensor = made.out(out.flatten(-2))
+    return result
+
+
+def masks() -> dict[str, torch.Tensor | None]:
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0] * 7])
+    device = torch.device("cpu")
+    return {
+        "causal": None,
+        "window": attention_mask(S, window=3, documents=None, device=device),
+        "documents": attention_mask(S, window=None, documents=documents, device=device),
+        "both": attention_mask(S, window=2, documents=documents, device=device),
+    }
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "documents", "both"])
+def test_is_what_loops_compute_with_and_without_the_dropout_path(kind: str) -> None:
+    made, mask = attention(), masks()[kind]
+    x = torch.randn(2, S, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    causal = torch.ones(1, 1, S, S, dtype=torch.bool).tril()
+    expected = by_loops(made, x, causal if mask is None else mask)
+    torch.testing.assert_close(made(x, Context(mask=mask)), expected)
+    made.dropout = 1e-12  # takes the path of plain products, and drops nothing
+    torch.testing.assert_close(made(x, Context(mask=mask, dropout=Dropout(0, [0, 1], S))), expected)
+
+
+def test_dropout_of_a_head_is_its_own_wherever_it_lives() -> None:
+    """The upper half of the heads on another rank draws what it draws among all heads."""
+    dropout, ones = Dropout(1, [4, 9], S), torch.ones(2, H, S, S)
+    whole = dropout.scores(ones, 0.3, 2, 0)
+    assert torch.equal(dropout.scores(ones[:, 2:], 0.3, 2, 2), whole[:, 2:])
+    assert 0.2 < (whole == 0).float().mean() < 0.4
+    assert whole.max().item() == pytest.approx(1 / 0.7)
+    for other in (Dropout(2, [4, 9], S), Dropout(1, [4, 8], S)):
+        assert not torch.equal(other.scores(ones, 0.3, 2, 0)[1], whole[1])
+    assert not torch.equal(dropout.scores(ones, 0.3, 3, 0), whole)
+
+
+def test_query_key_norm_makes_scale_irrelevant() -> None:
+    made = attention(qk_norm=True)
+    x = torch.randn(1, S, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    before = made(x, Context())
+    with torch.no_grad():
+        made.qkv.weights[0][: (H + K) * HEAD] *= 100
+    torch.testing.assert_close(made(x, Context()), before, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,161 @@
+"""A decoder's parts: what every rank holds tiles the canonical tensors; stages in a row are the whole; logits and loss."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from trainer.fake import decoders
+
+from mega_ckpt.names import tensors_of
+from mega_common.model_config import ModelConfig
+from mega_trainer.layout import Layout
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder, Recompute, Stage
+from mega_trainer.model.init import init_weights
+from mega_trainer.parallel.param import info_of
+from mega_trainer.rng import Dropout
+
+BIASES = ("qkv_bias", "attention_out_bias", "mlp_bias")
+
+
+def config(**fields: Any) -> ModelConfig:
+    sizes = {"num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 21}
+    return ModelConfig.model_validate({**sizes, "init_std": 0.2, **fields})
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[ModelConfig, Layout]:
+    heads = draw(st.sampled_from([2, 4, 12]))
+    kv = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    tps = [tp for tp in (1, 2, 3, 4, 6) if heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
+    model = config(
+        num_attention_heads=heads, num_kv_heads=kv, head_dim=4, vocab_size=draw(st.integers(3, 40)),
+        tie_embeddings=draw(st.booleans()), norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
+        activation=draw(st.sampled_from(["swiglu", "gelu"])), position=draw(st.sampled_from(["rope", "learned"])),
+        qk_norm=draw(st.booleans()), max_position=8, **{bias: draw(st.booleans()) for bias in BIASES},
+    )  # fmt: skip
+    return model, Layout(tp=draw(st.sampled_from(tps)), pp=draw(st.integers(1, 4)))
+
+
+@given(models())
+@settings(deadline=None, max_examples=60)
+def test_all_ranks_together_hold_the_canonical_tensors_and_count_each_element_once(drawn) -> None:
+    model, layout = drawn
+    seen: dict[str, torch.Tensor] = {}
+    counted: Counter[str] = Counter()
+    for decoder in decoders(model, layout):
+        for parameter in decoder.parameters():
+            info = info_of(parameter)
+            for piece in info.pieces:
+                whole = seen.setdefault(piece.name, torch.zeros(piece.global_shape, dtype=torch.bool))
+                assert whole.shape == piece.global_shape
+                whole[tuple(slice(o, o + n) for o, n in zip(piece.global_offset, piece.shape, strict=True))] = True
+                if all(group.rank == 0 for group in info.replicas):
+                    counted[piece.name] += math.prod(piece.shape)
+    expected = tensors_of(model)
+    assert {name: tuple(whole.shape) for name, whole in seen.items()} == {n: tuple(s) for n, s in expected.items()}
+    assert all(whole.all() for whole in seen.values())
+    assert counted == {name: math.prod(shape) for name, shape in expected.items()}  # what a norm over the model counts
+
+
+def batch(model: ModelConfig, rows: int = 2, length: int = 6) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return {
+        "tokens": torch.randint(0, model.vocab_size, (rows, length), generator=g),
+        "labels": torch.randint(0, model.vocab_size, (rows, length), generator=g),
+        "positions": torch.arange(length).expand(rows, -1),
+    }
+
+
+def made(model: ModelConfig, stage: Stage | None = None, recompute: Recompute | None = None) -> Decoder:
+    decoder = Decoder(Builder(model, dtype=torch.float64), stage, recompute)
+    init_weights(decoder, 7)
+    return decoder
+
+
+def through(decoder: Decoder, data: dict[str, torch.Tensor], dropout: Dropout | None = None) -> torch.Tensor:
+    context = decoder.context(data["positions"], dropout=dropout)
+    x: torch.Tensor = decoder(decoder.embed(data["tokens"], data["positions"], dropout), context)
+    return x
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_in_a_row_are_the_whole(tied: bool) -> None:
+    model = config(tie_embeddings=tied, position="learned")
+    data = batch(model)
+    whole = made(model)
+    first, middle, last = (made(model, Stage(*s)) for s in [(0, 1, True, False), (1, 4, False, False), (4, 4, False, True)])
+    x = through(first, data)
+    context = first.context(data["positions"])
+    assert torch.equal(last.logits(middle(x, context)), whole.logits(through(whole, data)))
+    assert len(last.layers) == 0
+    assert not hasattr(whole, "head") if tied else hasattr(whole, "head")
+    assert torch.equal(last.head_weight, whole.head_weight)
+
+
+def test_loss_is_the_cross_entropy_of_the_logits() -> None:
+    model, weights = config(), torch.tensor([[1.0, 0, 2, 1, 0, 0.5], [0, 0, 0, 1, 1, 1]])
+    data, decoder = batch(model), made(model)
+    x = through(decoder, data)
+    total, each = decoder.loss(x, data["labels"], weights)
+    expected = F.cross_entropy(decoder.logits(x).flatten(0, 1), data["labels"].flatten(), reduction="none").view(2, 6)
+    torch.testing.assert_close(each, expected)
+    torch.testing.assert_close(total, (expected * weights).sum())
+
+
+def test_later_tokens_and_other_documents_do_not_matter() -> None:
+    model = config()
+    data, decoder = batch(model), made(model)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)
+    other = {**data, "tokens": data["tokens"].clone()}
+    other["tokens"][:, 2] += 1
+    other["tokens"] %= model.vocab_size
+
+    def logits(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        context = decoder.context(given["positions"], documents=documents)
+        return decoder.logits(decoder(decoder.embed(given["tokens"], given["positions"]), context))
+
+    before, after = logits(data), logits(other)
+    changed = (before != after).any(-1)
+    assert changed.tolist() == [[False, False, True, False, False, False]] * 2
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_recomputation_happens_in_training_alone_and_changes_nothing(kind: str) -> None:
+    model = config(attention_dropout=0.2, residual_dropout=0.2)
+    data, dropout = batch(model), Dropout(3, [5, 6], 6)
+    gradients = []
+    for recompute in (None, Recompute(kind), Recompute(kind, layers=2)):
+        decoder = made(model, recompute=recompute)
+        kept: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.numel()) or t, lambda t: t):
+            x = through(decoder, data, dropout)
+        x.square().sum().backward()
+        gradients.append(([p.grad for p in decoder.layers.parameters()], sum(kept)))
+    (plain, most), (all_again, least), (some_again, between) = gradients
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(plain, all_again, some_again, strict=True))
+    assert least <= between < most if kind == "full" else least < most
+
+
+def test_dropout_is_off_without_its_context() -> None:
+    model = config(embedding_dropout=0.5, attention_dropout=0.5, residual_dropout=0.5)
+    data, decoder = batch(model), made(model)
+    assert torch.equal(through(decoder, data), through(decoder, data))
+    assert not torch.equal(through(decoder, data, Dropout(1, [0, 1], 6)), through(decoder, data))
+    assert not torch.equal(through(decoder, data, Dropout(1, [0, 1], 6)), through(decoder, data, Dropout(1, [2, 3], 6)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_parameter_belongs_to_one_unit(tied: bool) -> None:
+    for stage in (Stage(0, 4), Stage(0, 2, True, False), Stage(2, 4, False, True), Stage(4, 4, False, True)):
+        decoder = made(config(tie_embeddings=tied, position="learned"), stage)
+        held = [parameter for unit in decoder.units() for parameter in unit.parameters]
+        assert len(held) == len(set(held))
+        assert set(held) == set(decoder.parameters())

@@ -1,0 +1,121 @@
+"""Head and cross entropy in chunks, over a split vocabulary, against torch's on whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch.nn import functional as F
+
+from mega_trainer.comm import CommLog, Group
+from mega_trainer.model import loss
+from mega_trainer.model.loss import head_loss
+
+
+def inputs(tokens: int, vocab: int, width: int = 5, rows: int | None = None, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Hidden states, a head of `rows` rows whose padding is not zero, labels, and weights that are partly zero."""
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "hidden": torch.randn(tokens, width, generator=g, dtype=torch.float64, requires_grad=True),
+        "head": torch.randn(rows or vocab, width, generator=g, dtype=torch.float64, requires_grad=True),
+        "labels": torch.randint(0, vocab, (tokens,), generator=g),
+        "weights": (torch.rand(tokens, generator=g) * 2 - 0.6).clamp(min=0),
+    }
+
+
+def expected(given: dict[str, torch.Tensor], vocab: int, scale: float) -> list[torch.Tensor]:
+    logits = given["hidden"] @ given["head"][:vocab].t()
+    losses = F.cross_entropy(logits, given["labels"], reduction="none")
+    total = (losses * given["weights"]).sum()
+    return [total, losses, *torch.autograd.grad(total * scale, (given["hidden"], given["head"]))]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 70), st.integers(2, 30), st.integers(0, 9), st.sampled_from([1, 16 * 30, 1 << 22]))
+def test_is_torchs_cross_entropy(tokens: int, vocab: int, padding: int, chunk: int) -> None:
+    data = inputs(tokens, vocab, rows=vocab + padding)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk)
+        total, losses = head_loss(**data, group=Group("tp"), vocab_size=vocab)
+    (total * 0.25).backward()
+    found = [total, losses, data["hidden"].grad, data["head"].grad]
+    for mine, reference in zip(found, expected(data, vocab, 0.25), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_padding_and_masked_tokens_have_no_gradient() -> None:
+    data = inputs(20, 7, rows=12)
+    data["weights"][::2] = 0
+    total, losses = head_loss(**data, group=Group("tp"), vocab_size=7)
+    total.backward()
+    hidden, head = data["hidden"].grad, data["head"].grad
+    assert hidden is not None
+    assert head is not None
+    assert (head[7:] == 0).all()
+    assert (hidden[::2] == 0).all()
+    assert not losses.requires_grad
+
+
+def test_huge_logits_are_no_trouble() -> None:
+    data = inputs(6, 5)
+    with torch.no_grad():
+        data["hidden"] *= 1e4
+    total, _ = head_loss(**data, group=Group("tp"), vocab_size=5)
+    total.backward()
+    assert torch.isfinite(total)
+    assert torch.isfinite(data["hidden"].grad).all()
+
+
+def test_without_gradients_none_are_made() -> None:
+    data = {name: tensor.detach() for name, tensor in inputs(6, 5).items()}
+    total, _ = head_loss(**data, group=Group("tp"), vocab_size=5)
+    assert not total.requires_grad
+
+
+def test_low_precision_sums_in_fp32() -> None:
+    data = inputs(64, 40)
+    exact = expected(data, 40, 1.0)
+    low = {k: v.detach().bfloat16().requires_grad_() if v.dtype == torch.float64 else v for k, v in data.items()}
+    total, losses = head_loss(**low, group=Group("tp"), vocab_size=40)
+    total.backward()
+    assert total.dtype == losses.dtype == torch.float32
+    assert low["head"].grad.dtype == torch.bfloat16
+    torch.testing.assert_close(total.double(), exact[0], rtol=1e-2, atol=0.0)
+    torch.testing.assert_close(low["head"].grad.double(), exact[3], rtol=0.05, atol=0.15)
+
+
+VOCABS = (2, 3, 9, 13, 16)  # of some, ranks hold padding alone
+
+
+def split_head() -> dict[int, Any]:
+    """Each rank's loss, and gradients: of the hidden state a part, of the head its rows."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    out: dict[int, Any] = {}
+    for vocab in VOCABS:
+        log = CommLog()
+        group = Group("tp", tuple(range(ranks)), rank, dist.group.WORLD, log=log)
+        rows = -(-vocab // ranks)
+        data = inputs(40, vocab, rows=rows * ranks)
+        head = data["head"].detach()[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(loss.CHUNK_ELEMENTS, "cpu", 16 * rows)
+            total, _ = head_loss(**{**data, "head": head}, group=group, vocab_size=vocab)
+        total.backward()
+        out[vocab] = (total.item(), data["hidden"].grad, head.grad, log.counts["tp", "all_reduce"][0])
+    return out
+
+
+def test_a_vocabulary_split_over_ranks() -> None:
+    found = run_ranks(split_head, 4)
+    for vocab in VOCABS:
+        data = inputs(40, vocab, rows=-(-vocab // 4) * 4)
+        total, _, hidden, head = expected(data, vocab, 1.0)
+        assert all(rank[vocab][0] == pytest.approx(total.item(), rel=1e-12) for rank in found)
+        torch.testing.assert_close(sum(rank[vocab][1] for rank in found), hidden)
+        torch.testing.assert_close(torch.cat([rank[vocab][2] for rank in found]), head)
+        assert found[0][vocab][3] == 2 * 3  # two sums for each of three chunks

@@ -1,0 +1,44 @@
+"""The feed-forward block, by its formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mega_common.model_config import ModelConfig
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.init import init_weights
+from mega_trainer.model.mlp import Mlp
+
+FORMULAS: dict[str, Any] = {
+    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "gelu": lambda up: F.gelu(up),
+    "gelu_tanh": lambda up: F.gelu(up, approximate="tanh"),
+    "relu2": lambda up: up.clamp(min=0) ** 2,
+}
+
+
+@pytest.mark.parametrize("activation", FORMULAS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_formula(activation: str, recompute: bool) -> None:
+    config = ModelConfig.model_validate({
+        "num_layers": 1, "hidden_size": 6, "ffn_hidden_size": 10, "num_attention_heads": 1, "vocab_size": 8,
+        "activation": activation, "mlp_bias": True, "init_std": 0.5,
+    })  # fmt: skip
+    mlp = Mlp(Builder(config, dtype=torch.float64), 0, recompute=recompute)
+    init_weights(mlp, 1)
+    with torch.no_grad():
+        mlp.up.biases[0].normal_()
+        mlp.down.bias.normal_()
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    parts = (x @ mlp.up.weights[0].t() + mlp.up.biases[0]).split(10, dim=-1)
+    expected = FORMULAS[activation](*parts) @ mlp.down.weight.t() + mlp.down.bias
+    y = mlp(x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(y.square().sum(), x), torch.autograd.grad(expected.square().sum(), x)
+    )

@@ -1,0 +1,173 @@
+"""The executor: whatever the schedule, a step computes what its micro-batches compute one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from mega_common.model_config import ModelConfig
+from mega_trainer.batch import MicroBatch
+from mega_trainer.comm import Group
+from mega_trainer.layout import Layout
+from mega_trainer.mesh import build_groups
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder, Stage
+from mega_trainer.model.init import init_weights
+from mega_trainer.parallel.param import info_of
+from mega_trainer.pipeline.run import Executor
+from mega_trainer.pipeline.schedules import Schedule, make_schedule
+from mega_trainer.pipeline.stages import stage_layers
+from mega_trainer.rng import Dropout
+
+MODEL = ModelConfig(
+    num_layers=4, hidden_size=8, ffn_hidden_size=12, num_attention_heads=2, vocab_size=11, residual_dropout=0.2,
+    init_std=0.3,
+)  # fmt: skip
+SCALE, SEED = 0.125, 9
+
+
+def batches(count: int, rows: int = 2, length: int = 5) -> list[MicroBatch]:
+    g = torch.Generator().manual_seed(3)
+    return [
+        MicroBatch(
+            tokens=torch.randint(0, 11, (rows, length), generator=g),
+            labels=torch.randint(0, 11, (rows, length), generator=g),
+            weights=torch.rand(rows, length, generator=g).round(),
+            positions=torch.arange(length).expand(rows, -1),
+            documents=torch.tensor([0, 0, 1, 1, 1]).expand(rows, -1),
+            samples=range(rows * number, rows * (number + 1)),
+        )
+        for number in range(count)
+    ]
+
+
+def one_after_another(micro: Sequence[MicroBatch], seed: int | None = SEED) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients without an executor."""
+    model = Decoder(Builder(MODEL, dtype=torch.float64))
+    init_weights(model, 1)
+    total = 0.0
+    for batch in micro:
+        dropout = None if seed is None else Dropout(seed, batch.samples, batch.tokens.shape[1])
+        context = model.context(batch.positions, documents=batch.documents, dropout=dropout)
+        x = model(model.embed(batch.tokens, batch.positions, dropout), context)
+        loss, _ = model.loss(x, batch.labels, batch.weights)
+        (loss * SCALE).backward()
+        total += loss.item()
+    return total, gradients([model])
+
+
+def gradients(stages: Sequence[Decoder]) -> dict[str, torch.Tensor]:
+    return {info_of(p).pieces[0].name: p.grad for stage in stages for p in stage.parameters() if p.grad is not None}
+
+
+def executor(schedule: Schedule, group: Group | None = None, seed: int | None = SEED, **options: Any) -> Executor:
+    group = group or Group("pp")
+    layers = stage_layers(MODEL.num_layers, schedule.pp, schedule.virtual_stages)
+    last, groups = len(layers) - 1, build_groups(Layout(), 0, kv_heads=2)
+    stages = {
+        index: Decoder(Builder(MODEL, groups, dtype=torch.float64), Stage(*part, index == 0, index == last))
+        for index in schedule.stages(group.rank)
+        for part in [(layers[index].start, layers[index].stop)]
+    }
+    for stage in stages.values():
+        init_weights(stage, 1)
+    return Executor(schedule, stages, group, seed, **options)
+
+
+def left_over(run: Executor) -> list[Any]:
+    return [run._inputs, run._outputs, run._edges, run._arriving, run._leaving, run._contexts]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_rank_runs_any_number_of_stages(name: str, chunks: int, count: int) -> None:
+    micro = batches(count)
+    run = executor(make_schedule(name, pp=1, microbatches=count, virtual_stages=chunks))
+    loss = run.run(micro, SCALE)
+    expected, reference = one_after_another(micro)
+    assert loss.item() == expected
+    found = gradients(list(run.stages.values()))
+    assert found.keys() == reference.keys()
+    assert all(torch.equal(found[name], reference[name]) for name in reference)
+    assert not any(left_over(run))
+
+
+def test_evaluation_computes_the_loss_without_dropout_and_keeps_nothing() -> None:
+    micro = batches(3)
+    run = executor(make_schedule("1f1b", pp=1, microbatches=3, virtual_stages=2))
+    for stage in run.stages.values():
+        stage.eval()
+    with torch.no_grad():
+        loss = run.run(micro, 1.0)
+    assert loss.item() == one_after_another(micro, seed=None)[0]
+    assert not gradients(list(run.stages.values()))
+    assert not any(left_over(run))
+
+
+def test_each_backward_is_told_its_stage_and_whether_it_is_the_last() -> None:
+    told: list[tuple[int, bool]] = []
+
+    @contextmanager
+    def around(stage: int, last: bool) -> Iterator[None]:
+        told.append((stage, last))
+        yield
+
+    run = executor(make_schedule("1f1b", pp=1, microbatches=3, virtual_stages=2), around_backward=around)
+    for _ in range(2):
+        told.clear()
+        run.run(batches(3), SCALE)
+        for stage in (0, 1):
+            assert [last for which, last in told if which == stage] == [False, False, True]
+
+
+def test_activations_of_a_micro_batch_are_dropped_with_its_backward() -> None:
+    """1F1B on one rank holds one micro-batch, GPipe all."""
+    held: dict[str, int] = {}
+    for name in ("1f1b", "gpipe"):
+        run = executor(make_schedule(name, pp=1, microbatches=4))
+        peak = [0]
+
+        @contextmanager
+        def around(stage: int, last: bool, run: Executor = run, peak: list[int] = peak) -> Iterator[None]:
+            peak[0] = max(peak[0], len(run._edges))
+            yield
+
+        run.around_backward = around
+        run.run(batches(4), SCALE)
+        held[name] = peak[0]
+    assert held == {"1f1b": 1, "gpipe": 4}
+
+
+SHAPES = [("1f1b", 1, 4), ("1f1b", 2, 4), ("1f1b", 2, 3), ("1f1b", 2, 1), ("gpipe", 1, 3), ("gpipe", 2, 2)]
+
+
+def two_ranks() -> list[tuple[float, float, dict[str, torch.Tensor], bool]]:
+    out = []
+    group = Group("pp", (0, 1), dist.get_rank(), dist.group.WORLD)
+    for name, chunks, count in SHAPES:
+        run = executor(make_schedule(name, pp=2, microbatches=count, virtual_stages=chunks), group)
+        loss = run.run(batches(count), SCALE).item()
+        kept = any(left_over(run))
+        with torch.no_grad():
+            evaluated = run.run(batches(count), 1.0).item()
+        out.append((loss, evaluated, gradients(list(run.stages.values())), kept or any(left_over(run))))
+    return out
+
+
+def test_stages_on_two_ranks() -> None:
+    ranks = run_ranks(two_ranks, 2)
+    for (_, _, count), *found in zip(SHAPES, *ranks, strict=True):
+        loss, reference = one_after_another(batches(count))
+        assert [one[0] for one in found] == [0.0, loss]  # only the last stage has any
+        assert [one[1] for one in found] == [0.0, loss]
+        assert not any(one[3] for one in found)
+        together = found[0][2] | found[1][2]
+        assert together.keys() == reference.keys()
+        assert all(torch.equal(together[name], reference[name]) for name in reference)
