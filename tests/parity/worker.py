@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from parity.cases import Case
+from parity.cases import Case, Run
 from torch import Tensor
 
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
@@ -111,7 +111,15 @@ class Trainer:
         return out
 
 
-def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool) -> StepBatch:
+def trainer_of(
+    settings: Mapping[str, Any], ranks: Ranks | None = None, maker: GroupMaker | None = None, log: CommLog | None = None
+) -> Trainer:
+    """The trainer of a run.yaml, on some ranks."""
+    ranks = ranks or Ranks()
+    return Trainer.make(Run.of(settings, ranks.world_size), ranks.rank, maker, log)
+
+
+def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool = True) -> StepBatch:
     """Samples that depend on the step alone: random tokens, documents of uneven length, uneven loss masks."""
     count, length = config.batch.global_, config.data.seq_length
     rng = np.random.default_rng([7, step])

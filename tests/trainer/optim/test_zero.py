@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity.worker import Trainer
+from parity.worker import trainer_of
 from ranks import run_ranks
 
 from mega_ckpt.pieces import Sharded
@@ -37,7 +37,7 @@ def values(tensors: dict[str, Sharded]) -> dict[str, Any]:
 
 
 def trained(raw: dict[str, Any], ranks: Ranks, maker: GroupMaker | None = None) -> tuple[list[float], dict[str, Any]]:
-    it = Trainer.make(raw, ranks, maker)
+    it = trainer_of(raw, ranks, maker)
     losses = [it.step(number).loss for number in range(3)]
     return losses, values(it.state.tensors())
 
@@ -68,7 +68,7 @@ def test_offloaded_state_changes_no_bits_at_any_level() -> None:
 
 def test_offloaded_state_is_apart_from_the_model_and_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     raw = settings("fp32", offload=True)
-    straight, resumed = Trainer.make(raw, Ranks()), Trainer.make(raw, Ranks())
+    straight, resumed = trainer_of(raw, Ranks()), trainer_of(raw, Ranks())
     straight.step(0)
     for slot in straight.optimizer.slots:
         assert slot.main.data_ptr() != slot.shard.weights.data_ptr()
@@ -83,7 +83,7 @@ def test_offloaded_state_is_apart_from_the_model_and_comes_back_from_a_checkpoin
 def test_main_weights_are_saved_where_they_are_more_precise() -> None:
     for precision, kept in (("fp32", False), ("bf16", True)):
         for offload in (False, True):
-            held = Trainer.make(settings(precision, offload=offload), Ranks()).state.tensors()
+            held = trainer_of(settings(precision, offload=offload), Ranks()).state.tensors()
             assert any(name.startswith("optimizer/main/") for name in held) is kept
             weights = {name.removeprefix("weights/") for name in held if name.startswith("weights/")}
             assert {name.removeprefix("optimizer/exp_avg/") for name in held if "/exp_avg/" in name} == weights

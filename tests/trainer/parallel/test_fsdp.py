@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from parity.worker import Trainer, sweep, synthetic
+from parity.cases import Run
+from parity.worker import sweep, synthetic, trainer_of, verdicts
 from ranks import run_ranks
 
 from mega_ckpt.checkpoint import Checkpoint
@@ -45,7 +46,7 @@ def settings(zero: int, *, precision: str, parallel: dict[str, Any] | None = Non
 
 
 CASES = [
-    {"model": model, "ranks": ranks, "parallel": {**parallel, "zero": 3}, **more}
+    (model, ranks, {"parallel": {**parallel, "zero": 3}, **more})
     for model in ("plain", "tied")
     for ranks, parallel, more in [
         (4, {}, {}),  # of the 37 or 9 rows of the vocabulary the last rank has fewer, or none
@@ -65,10 +66,9 @@ def test_it_computes_what_one_process_computes() -> None:
             model={**MODEL, "tie_embeddings": True, "num_kv_heads": 1, "vocab_size": 9},
         ),
     }
-    ranks = run_ranks(sweep, 4, CASES, models, timeout=200)
-    for index, case in enumerate(CASES):
-        found = [errors[index] for errors in ranks if errors[index]]
-        assert max(max(errors.values()) for errors in found) < 1e-10, case
+    cases = [Run.of({**models[model], **changes}, ranks) for model, ranks, changes in CASES]
+    problems = [result.problem(1e-10) for result in verdicts(cases, run_ranks(sweep, 4, cases, timeout=200))]
+    assert not any(problems), problems
 
 
 def saved_by_levels(folder: Path) -> dict[str, Any]:
@@ -78,8 +78,8 @@ def saved_by_levels(folder: Path) -> dict[str, Any]:
     for precision, parallel in (("fp32", {}), ("bf16", {}), ("bf16", {"tp": 2})):
         name = f"{precision} {parallel}"
         for level in (2, 3):
-            it = Trainer.make(settings(level, precision=precision, parallel=parallel), ranks, maker)
-            losses = [it.step(number).loss for number in range(2)]
+            it = trainer_of(settings(level, precision=precision, parallel=parallel), ranks, maker)
+            losses = [it.step().loss for _ in range(2)]
             batch = list(
                 micro_batches(
                     synthetic(it.config, 9, it.groups.dp.rank, it.groups.dp.size), it.config, torch.device("cpu")
@@ -90,7 +90,7 @@ def saved_by_levels(folder: Path) -> dict[str, Any]:
             losses.append(it.step(2).loss)
             out[f"{name} {level}"] = losses
         for level, other in ((2, 3), (3, 2)):
-            it = Trainer.make(settings(level, precision=precision, parallel=parallel), ranks, maker)
+            it = trainer_of(settings(level, precision=precision, parallel=parallel), ranks, maker)
             it.state.restore(next((folder / name / str(other)).glob("step-*")), None)
             out[f"{name} {level} resumed"] = it.step(2).loss
     return out
@@ -113,7 +113,7 @@ def test_levels_2_and_3_save_alike_and_resume_each_other(tmp_path: Path) -> None
 
 def traffic_and_memory() -> tuple[dict[tuple[str, str], int], int, int]:
     log = CommLog()
-    it = Trainer.make(settings(3, precision="bf16"), Ranks(dist.get_rank(), 2), GroupMaker(), log)
+    it = trainer_of(settings(3, precision="bf16"), Ranks(dist.get_rank(), 2), GroupMaker(), log)
     it.step(0)
     held = sum(shard.weights.numel() for buffer in it.optimizer.buffers for shard in buffer.shards)
     whole = sum(parameter.numel() for parameter in it.state.stages[0].parameters())
