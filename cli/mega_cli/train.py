@@ -84,5 +84,5 @@ def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None
     setup_log(rank=ranks.rank, world_size=ranks.world_size)
     from mega_trainer.train import run as train
 
-    with joined(ranks, config.device, config.timeout_seconds):
-        train(config, ranks)
+    with joined(ranks, config.device, config.timeout_seconds) as store:
+        train(config, ranks, store)

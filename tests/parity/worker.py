@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from parity.cases import Case
+from torch import Tensor
 
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
+from mega_common.log import ProgressBar
 from mega_data.loader import StepBatch
+from mega_trainer import build
 from mega_trainer.batch import micro_batches
-from mega_trainer.build import (
-    build_optimizer,
-    build_schedule,
-    build_stages,
-    connect,
-    dtype_of,
-    loss_scale_of,
-    share_stages,
-)
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard
-from mega_trainer.mesh import GroupMaker, Groups
+from mega_trainer.layout import Layout
+from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
 from mega_trainer.optim.zero import Optimizer
@@ -37,22 +35,34 @@ from mega_trainer.step import StepResult, train_step
 from mega_trainer.train import around_backward
 
 STEPS = 3
+FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
+Held = Mapping[str, Sharded]
 
 
 @dataclass
 class Outcome:
-    """What some steps computed: numbers by step, and tensors by canonical name as this rank's boxes."""
+    """What some steps computed: numbers by step, and tensors by canonical name as this rank's boxes.
+
+    `gradients` are those of the first step, as clipped; `tensors` are weights and optimizer state after the last.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    gradients: dict[str, Sharded] = field(default_factory=dict)
-    weights: dict[str, Sharded] = field(default_factory=dict)
+    gradients: Held = field(default_factory=dict)
+    tensors: Held = field(default_factory=dict)
+
+    def kinds(self) -> dict[str, Held]:
+        """The tensors by what they are: gradients, weights, moments."""
+        state = {name: held for name, held in self.tensors.items() if name.startswith("optimizer/")}
+        weights = {name: held for name, held in self.tensors.items() if name not in state}
+        return {"gradients": self.gradients, "weights": weights, "moments": state}
 
 
 @dataclass
 class Trainer:
     """The parts of a run that the trainer itself is made of, on synthetic batches."""
 
+    case: Case
     config: RunConfig
     groups: Groups
     executor: Executor
@@ -60,47 +70,48 @@ class Trainer:
     state: TrainState
 
     @classmethod
-    def make(
-        cls, raw: Mapping[str, Any], ranks: Ranks, maker: GroupMaker | None = None, log: CommLog | None = None
-    ) -> Trainer:
-        config = RunConfig.parse(raw)
-        groups = connect(config, ranks, maker, log)
-        schedule = build_schedule(config, groups)
-        stages = build_stages(
-            config, Builder(config.model, groups, sp=config.parallel.sp, dtype=dtype_of(config)), schedule
-        )
-        shared = share_stages(config, stages)
-        optimizer = build_optimizer(config, shared, groups)
+    def make(cls, case: Case, rank: int = 0, maker: GroupMaker | None = None, log: CommLog | None = None) -> Trainer:
+        """This rank's trainer. A collective call among the ranks of the case."""
+        config = RunConfig.parse(case.raw, source=str(case))
+        groups = build.connect(config, Ranks(rank, case.ranks), maker, log)
+        schedule = build.build_schedule(config, groups)
+        builder = Builder(config.model, groups, sp=config.parallel.sp, dtype=build.dtype_of(config))
+        stages = build.build_stages(config, builder, schedule)
+        with mock.patch.object(build, "Sharing", partial(build.Sharing, bucket_elements=case.bucket)):
+            shared = build.share_stages(config, stages)
+        optimizer = build.build_optimizer(config, shared, groups)
         for stage in stages.values():
             init_weights(stage, config.train.seed)
         optimizer.reload_main()
         executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
-        state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
-        return cls(config, groups, executor, optimizer, state)
+        state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=build.loss_scale_of(config))
+        return cls(case, config, groups, executor, optimizer, state)
 
-    def step(self, number: int) -> StepResult:
-        batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size)
+    def step(self, number: int | None = None) -> StepResult:
+        """Train on the batch of the step at hand, or of another."""
+        number = self.state.step if number is None else number
+        batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(micro_batches(batch, self.config, torch.device("cpu")))
         clip = self.config.optimizer.clip_grad
-        return train_step(
-            self.executor, self.optimizer, micro,
-            lr=1e-2, clip=clip, data=self.groups.dp_cp, loss_scale=self.state.loss_scale,
-        )  # fmt: skip
+        data, scale = self.groups.dp_cp, self.state.loss_scale
+        result = train_step(self.executor, self.optimizer, micro, lr=1e-2, clip=clip, data=data, loss_scale=scale)
+        self.state.advance(result)
+        return result
 
     def run(self, steps: int = STEPS) -> Outcome:
+        """Some steps; what they computed."""
         out = Outcome()
         for number in range(steps):
-            result = self.step(number)
+            result = self.step()
             out.losses.append(result.loss)
             out.norms.append(result.grad_norm)
-            if number == 0:  # as clipped: the clip's norm is under test too
+            if number == 0:
                 out.gradients = clone(self.optimizer.gradients())
-        weights = self.state.tensors()
-        out.weights = clone({name: held for name, held in weights.items() if name.startswith("weights/")})
+        out.tensors = clone(self.state.tensors())
         return out
 
 
-def synthetic(config: RunConfig, step: int, rank: int, ranks: int) -> StepBatch:
+def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool) -> StepBatch:
     """Samples that depend on the step alone: random tokens, documents of uneven length, uneven loss masks."""
     count, length = config.batch.global_, config.data.seq_length
     rng = np.random.default_rng([7, step])
@@ -115,56 +126,191 @@ def synthetic(config: RunConfig, step: int, rank: int, ranks: int) -> StepBatch:
         labels=tokens[own, 1:],
         loss_mask=mask[own],
         position_ids=(np.arange(length) - starts)[own],
-        document_ids=documents[own],
+        document_ids=documents[own] if closed else None,
         sample_ids=np.arange(step * count, (step + 1) * count)[own],
     )
 
 
-def clone(tensors: Mapping[str, Sharded]) -> dict[str, Sharded]:
+def clone(tensors: Held) -> dict[str, Sharded]:
+    """Copies that later steps do not change."""
     return {
         name: Sharded(held.shape, [Box(box.offset, box.tensor.detach().clone()) for box in held.boxes])
         for name, held in tensors.items()
     }
 
 
-def difference(mine: Mapping[str, Sharded], reference: Mapping[str, Sharded]) -> tuple[float, str]:
-    """Largest error of any box against the reference's whole tensors, relative to each tensor's largest element."""
-    worst, where = 0.0, ""
-    for name, held in mine.items():
-        whole = torch.zeros(held.shape, dtype=torch.float64)
-        for box in reference[name].boxes:
-            copy_overlap(Box((0,) * whole.dim(), whole), Box(box.offset, box.tensor.double()))
-        scale = whole.abs().max().item() or 1.0
-        for box in held.boxes:
-            part = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.tensor.shape, strict=True))]
-            error = ((box.tensor.double() - part).abs().max() / scale).item() if part.numel() else 0.0
-            if not error <= worst:
-                worst, where = error, name
-    return worst, where
+def whole(held: Sharded) -> Tensor:
+    """One tensor from boxes that cover it; nan where none is."""
+    first = held.boxes[0].tensor
+    out = first.new_full(held.shape, float("nan"))
+    for box in held.boxes:
+        copy_overlap(Box((0,) * out.dim(), out), box)
+    return out
+
+
+def part_of(tensor: Tensor, box: Box) -> Tensor:
+    """What of a whole tensor the box stands for."""
+    return tensor[tuple(slice(o, o + n) for o, n in zip(box.offset, box.tensor.shape, strict=True))]
+
+
+def difference(mine: Held, reference: Held) -> float:
+    """Largest error of any box against the reference's tensors, relative to each tensor's largest element."""
+    wholes = {name: whole(held).double() for name, held in reference.items()}
+    scales = {name: tensor.abs().max().item() for name, tensor in wholes.items()}
+    largest: dict[str, float] = {}
+    for name, scale in scales.items():
+        largest[_kind(name)] = max(largest.get(_kind(name), 0.0), scale)
+    errors = [
+        (
+            (box.tensor.double() - part_of(wholes[name], box)).abs().max()
+            / max(scales[name], FLOOR * largest[_kind(name)])
+        )
+        for name, held in mine.items()
+        for box in held.boxes
+        if box.tensor.numel()
+    ]
+    return torch.stack(errors).max().item() if errors else 0.0  # torch's max of a nan is nan
+
+
+def _kind(name: str) -> str:
+    return name.rpartition("/")[0]
 
 
 def compare(mine: Outcome, reference: Outcome) -> dict[str, float]:
-    """Relative errors: of the losses, the gradient norms, the gradients of step one, the weights at the end."""
-    return {
+    """Relative errors of losses, gradient norms, and each kind of tensor."""
+    numbers = {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(mine.losses, reference.losses, strict=True)),
         "norm": max(abs(a - b) / abs(b) for a, b in zip(mine.norms, reference.norms, strict=True)),
-        "gradients": difference(mine.gradients, reference.gradients)[0],
-        "weights": difference(mine.weights, reference.weights)[0],
     }
+    kinds = reference.kinds()
+    return numbers | {kind: difference(held, kinds[kind]) for kind, held in mine.kinds().items()}
 
 
-def sweep(cases: list[dict[str, Any]], models: dict[str, dict[str, Any]]) -> list[dict[str, float]]:
-    """On each of the ranks: every case in turn, by the first ranks it needs. Returns the errors of this rank's part."""
-    rank, maker, references, errors = dist.get_rank(), GroupMaker(), {}, []
+Places = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]  # name: (offset, shape) of each box
+
+
+def places(outcome: Outcome) -> Places:
+    """What of each tensor this rank holds."""
+    held = {**outcome.tensors, **{f"gradients/{name}": held for name, held in outcome.gradients.items()}}
+    return {name: [(box.offset, tuple(box.tensor.shape)) for box in it.boxes] for name, it in held.items()}
+
+
+def missing(ranks: Iterable[Places], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Tensors that all ranks together do not hold whole, and those that should not be there."""
+    held = {name: np.zeros(shape, dtype=bool) for name, shape in shapes.items()}
+    strange = []
+    for rank in ranks:
+        for name, boxes in rank.items():
+            if name not in held:
+                strange.append(name)
+                continue
+            for offset, shape in boxes:
+                held[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = True
+    return strange + [name for name, there in held.items() if not there.all()]
+
+
+class _Listing(GroupMaker):
+    """Lists the groups that would be made."""
+
+    def handle(self, ranks: Sequence[int]) -> None:
+        if len(ranks) > 1:
+            self.made[tuple(ranks)] = None  # type: ignore[assignment]
+
+
+def make_groups(cases: Iterable[Case]) -> GroupMaker:
+    """All process groups that the cases need. A collective call of the whole world.
+
+    Torch names a group that its members alone ask for by how many groups each has made before, so that ranks which
+    went through different layouts would wait for each other for ever; here everyone makes all groups in one order.
+    """
+    listing = _Listing()
     for case in cases:
-        raw = {**models[case["model"]], **{k: v for k, v in case.items() if k in ("parallel", "recompute", "batch")}}
-        single = {k: v for k, v in raw.items() if k not in ("parallel", "recompute")}
-        key = (case["model"], str(case.get("batch")))
-        if key not in references:
-            references[key] = Trainer.make(single, Ranks()).run()
-        size = case["ranks"]
-        if rank < size:
-            errors.append(compare(Trainer.make(raw, Ranks(rank, size), maker).run(), references[key]))
+        config = RunConfig.parse(case.raw, source=str(case))
+        p = config.parallel
+        layout = Layout(tp=p.tp, pp=p.pp, cp=p.cp, dp=config.data_parallel(case.ranks))
+        for rank in range(case.ranks):
+            build_groups(layout, rank, kv_heads=config.model.kv_heads, maker=listing)
+    maker = GroupMaker()
+    for ranks in sorted(listing.made):
+        if len(ranks) == dist.get_world_size():
+            maker.made[ranks] = dist.group.WORLD  # type: ignore[assignment]
         else:
-            errors.append({})
-    return errors
+            maker.made[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=60))
+    return maker
+
+
+@dataclass
+class References:
+    """What one process computes, each case once."""
+
+    made: dict[str, Outcome] = field(default_factory=dict)
+
+    def of(self, case: Case, steps: int = STEPS) -> Outcome:
+        """The outcome of `case` in one process."""
+        single = case.single
+        key = f"{single.raw} {single.closed} {steps}"
+        if key not in self.made:
+            self.made[key] = Trainer.make(single).run(steps)
+        return self.made[key]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank found of a case: errors of its part, what it holds of each tensor, what there is to hold."""
+
+    errors: dict[str, float]
+    places: Places
+    shapes: dict[str, tuple[int, ...]]
+
+
+def sweep(cases: Sequence[Case]) -> list[Found | None]:
+    """On each of the ranks: every case in turn, by the first ranks it needs."""
+    rank, maker, references = dist.get_rank(), make_groups(cases), References()
+    out: list[Found | None] = []
+    with ProgressBar("parity", total=len(cases), unit="layouts", every=5 if rank == 0 else float("inf")) as bar:
+        for case in cases:
+            try:
+                out.append(_found(case, rank, maker, references) if rank < case.ranks else None)
+            except Exception as error:
+                raise AssertionError(f"{case} on rank {rank}") from error
+            bar.advance(1)
+    return out
+
+
+def _found(case: Case, rank: int, maker: GroupMaker, references: References) -> Found:
+    mine, reference = Trainer.make(case, rank, maker).run(), references.of(case)
+    held = places(mine)
+    shapes = {name: tuple(it.shape) for name, it in reference.tensors.items()}
+    shapes |= {f"gradients/{name}": tuple(it.shape) for name, it in reference.gradients.items()}
+    return Found(compare(mine, reference), held, shapes)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks found of a case: the worst error of each kind, and tensors that nobody holds."""
+
+    case: Case
+    errors: dict[str, float]
+    missing: list[str]
+
+    def problem(self, tolerance: float) -> str:
+        """What is wrong, or nothing."""
+        wrong = [f"{kind} {error:.1e}" for kind, error in self.errors.items() if not error <= tolerance]
+        wrong += [f"not covered: {name}" for name in self.missing[:3]]
+        return f"{self.case}: {', '.join(wrong)}" if wrong else ""
+
+
+def verdict(case: Case, found: Iterable[Found | None]) -> Verdict:
+    """Join what the ranks found."""
+    parts = [one for one in found if one is not None]
+    errors = {kind: max(_number(one.errors[kind]) for one in parts) for kind in parts[0].errors}
+    return Verdict(case, errors, missing((one.places for one in parts), parts[0].shapes))
+
+
+def _number(error: float) -> float:
+    return error if error == error else float("inf")
+
+
+def verdicts(cases: Sequence[Case], results: Sequence[Any]) -> list[Verdict]:
+    """Of every case, from every rank's results."""
+    return [verdict(case, found) for case, found in zip(cases, zip(*results, strict=True), strict=True)]

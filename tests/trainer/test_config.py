@@ -90,7 +90,7 @@ def test_changes_of_the_model_are_grave(settings: Settings) -> None:
     raw = settings(optimizer={"lr": 2e-2})
     assert check_changes(saved, RunConfig.parse(raw), "there") == ["optimizer.lr: 0.01 -> 0.02"]
     raw["model"] = {**raw["model"], "norm_eps": 1e-6}
-    with pytest.raises(ConfigError, match="model.norm_eps: 1e-05 -> 1e-06"):
+    with pytest.raises(ConfigError, match=r"model\.norm_eps: 1e-05 -> 1e-06"):
         check_changes(saved, RunConfig.parse(raw), "there")
     raw["checkpoint"] = {"allow_changes": True}
     assert any("norm_eps" in line for line in check_changes(saved, RunConfig.parse(raw), "there"))

@@ -45,5 +45,5 @@ def test_another_tokenizer_than_the_named_one_is_refused(folder: Path) -> None:
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match="set model.vocab_size="):
+    with pytest.raises(DataError, match=r"set model\.vocab_size="):
         run_tokenizer(config(folder, "one"), 100)

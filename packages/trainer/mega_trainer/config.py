@@ -8,7 +8,7 @@ from math import frexp
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
 from mega_common.errors import ConfigError
@@ -27,7 +27,7 @@ class ParallelConfig(Config):
     pp: PositiveInt = 1
     virtual_stages: PositiveInt = 1
     schedule: Literal["1f1b", "zb-h1", "zbv"] = "1f1b"
-    pipeline_layout: list[PositiveInt] | None = Field(None, description="layers of each stage, in stage order")
+    pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
     cp: PositiveInt = 1
     cp_kind: Literal["ring", "allgather", "alltoall"] = "ring"
     ep: PositiveInt = 1

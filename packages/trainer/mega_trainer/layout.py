@@ -64,6 +64,9 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
         stage_layers(model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout)
     except ConfigError as error:
         yield Problem("parallel.pp", error.message, parallel.pp, error.hint or "")
+    if parallel.pp == 1 and parallel.virtual_stages > 1:
+        rule = "interleaves pipeline ranks, and there is one: parallel.pp = 1"
+        yield Problem("parallel.virtual_stages", rule, parallel.virtual_stages, "1, or a larger pp")
     try:
         make_schedule(parallel.schedule, pp=parallel.pp, microbatches=1, virtual_stages=parallel.virtual_stages)
     except ConfigError as error:
@@ -97,21 +100,22 @@ def world_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _suggestion(config: RunConfig, world_size: int) -> str:
-    """Degrees near the asked ones that this model and so many ranks allow."""
-    model, parallel = config.model, config.parallel
-    fits = [
+    """Degrees near the asked ones that this model, this batch and so many ranks allow."""
+    parallel = config.parallel
+    near = sorted(
         (abs(tp - parallel.tp) + abs(pp - parallel.pp), tp, pp)
         for tp in range(1, world_size + 1)
         for pp in range(1, world_size // tp + 1)
         if world_size % (tp * pp * parallel.cp) == 0
-        and _splits(model, tp)
-        and pp * parallel.virtual_stages <= model.num_layers
-        and config.batch.global_ % (config.batch.micro * (world_size // (tp * pp * parallel.cp))) == 0
-    ]
-    if not fits:
-        return "no tp and pp fit; change batch.global or the number of ranks"
-    _, tp, pp = min(fits)
-    return f"tp: {tp}, pp: {pp} (dp = {world_size // (tp * pp * parallel.cp)})"
+    )
+    for _, tp, pp in near:
+        degrees = {"tp": tp, "pp": pp, "dp": world_size // (tp * pp * parallel.cp)}
+        if pp == 1 and parallel.virtual_stages > 1:
+            degrees["virtual_stages"] = 1
+        changed = config.model_copy(update={"parallel": parallel.model_copy(update=degrees)})
+        if not [*model_problems(changed), *world_problems(changed, world_size)]:
+            return ", ".join(f"{name}: {degree}" for name, degree in degrees.items())
+    return "no tp and pp fit; change batch.global or the number of ranks"
 
 
 def _splits(model: ModelConfig, tp: int) -> bool:

@@ -18,9 +18,11 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.rendezvous import rendezvous
 
 from mega_ckpt.folders import latest
 from mega_common.errors import ConfigError, TrainingError
@@ -55,8 +57,8 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
 
 
 @contextlib.contextmanager
-def joined(ranks: Ranks, device: str, timeout_seconds: float) -> Iterator[None]:
-    """Be a rank of the job while the block runs; a rank alone needs no group.
+def joined(ranks: Ranks, device: str, timeout_seconds: float) -> Iterator[Store | None]:
+    """Be a rank of the job while the block runs; gives the job's store. A rank alone needs no group and no store.
 
     Args:
         ranks: this process's place.
@@ -64,14 +66,21 @@ def joined(ranks: Ranks, device: str, timeout_seconds: float) -> Iterator[None]:
         timeout_seconds: how long a collective may wait for another rank before the job is ended.
     """
     if ranks.world_size == 1:
-        yield
+        yield None
         return
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(ranks.local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_seconds))
+    store = next(rendezvous("env://"))[0]
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=PrefixStore("groups", store),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timedelta(seconds=2 * timeout_seconds),  # the watch, which knows whom to blame, comes first
+    )
     try:
-        yield
+        yield store.clone()
     finally:
         dist.destroy_process_group()
 
@@ -101,7 +110,8 @@ def start_local_ranks(command: Sequence[str], count: int, output: Path) -> None:
         local_addr="127.0.0.1",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ALL, tee=Std.ALL, local_ranks_filter={0}),
-        log_line_prefix_template="",
+        role="",
+        log_line_prefix_template="${role_name}",  # that is, none: one rank is shown, and its lines are its own
     )
     begun = time.time()
     try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
 import yaml
+from torch.distributed.distributed_c10d import Store
 
 from mega_ckpt.source import copy_assets, load_weights, open_source, put_file
 from mega_common.errors import ConfigError
@@ -41,10 +42,11 @@ from mega_trainer.ranks import Ranks
 from mega_trainer.state import Saver, TrainState, starting_point, weights_of
 from mega_trainer.step import evaluate_step, train_step
 from mega_trainer.tokens import run_tokenizer, tokenizer_files
+from mega_trainer.watch import Watch
 
 
-def run(config: RunConfig, ranks: Ranks) -> TrainState:
-    """Train as `config` says; returns the final state.
+def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainState:
+    """Train as `config` says; returns the final state. With the job's `store`, a rank that hangs is named.
 
     Raises:
         MegaError: ConfigError, DataError or CheckpointError for what the user can mend, TrainingError when the numbers
@@ -70,6 +72,7 @@ def run(config: RunConfig, ranks: Ranks) -> TrainState:
         dp_rank=groups.dp.rank, dp_size=groups.dp.size,
     )  # fmt: skip
     with (
+        watching(state, ranks, store),
         StopSignal() as stop,
         Saver(config) as saver,
         Metrics(config, speed, start=state.step, writes=groups.world.rank == 0) as metrics,
@@ -154,6 +157,13 @@ def validate(executor: Executor, loader: Loader, config: RunConfig, device: torc
 def around_backward(shared: Mapping[int, SharedStage], stage: int, last: bool) -> AbstractContextManager[None]:
     """What takes a stage's gradients while a micro-batch's backward runs, and sums them over the ranks."""
     return shared[stage].backward(last)
+
+
+def watching(state: TrainState, ranks: Ranks, store: Store | None) -> AbstractContextManager[object]:
+    """The watch over the ranks, where there are several."""
+    if store is None:
+        return nullcontext()
+    return Watch(store, ranks.rank, ranks.world_size, lambda: state.step + 1, state.config.timeout_seconds)
 
 
 def agreed(flag: bool, world: Group) -> bool:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from parity.cases import Case
 from parity.worker import Trainer
 from ranks import run_ranks
 from torch import nn
 
 from mega_ckpt.pieces import Piece
-from mega_trainer import build
-from mega_trainer.build import Ranks
 from mega_trainer.comm import CommLog, Group, all_gather_into
 from mega_trainer.mesh import GroupMaker
 from mega_trainer.parallel import grads
-from mega_trainer.parallel.buckets import ALIGNMENT, MicroBucket
+from mega_trainer.parallel.buckets import SLICE_ELEMENTS, MicroBucket
 from mega_trainer.parallel.grads import FlatStage, Sharing, flatten
 from mega_trainer.parallel.param import make_parameter
 
@@ -127,12 +126,11 @@ def calls(log: CommLog) -> int:
 
 def test_buckets_are_reduced_once_a_step_or_once_a_backward_and_before_it_ends() -> None:
     found = run_ranks(traffic, 2, timeout=60)[0]
-    # buckets of at least six elements, last parameter first: [7], [4, 5], [3]; each is padded to two slices
-    bytes_of_all = 4 * 3 * 2 * ALIGNMENT
-    assert found["0"]["calls"] == {("dp", "all_reduce"): [3, bytes_of_all]}
-    assert found["1"]["calls"] == {("dp", "reduce_scatter"): [3, bytes_of_all]}
-    assert found["0, each backward"]["calls"] == {("dp", "all_reduce"): [9, 3 * bytes_of_all]}
-    assert found["2"]["calls"] == {("dp", "reduce_scatter"): [9, 3 * bytes_of_all]}
+    padded = 2 * SLICE_ELEMENTS  # buckets of at least six elements, last parameter first: [7], [4, 5], [3]
+    assert found["0"]["calls"] == {("dp", "all_reduce"): [3, 3 * 4 * padded]}
+    assert found["1"]["calls"] == {("dp", "reduce_scatter"): [3, 3 * 4 * padded]}
+    assert found["0, each backward"]["calls"] == {("dp", "all_reduce"): [9, 9 * 4 * padded]}
+    assert found["2"]["calls"] == {("dp", "reduce_scatter"): [9, 9 * 4 * padded]}
     assert found["0"]["begun"] == found["1"]["begun"] == [0, 0, 2]
     assert found["2"]["begun"] == [2, 5, 8]
 
@@ -140,7 +138,7 @@ def test_buckets_are_reduced_once_a_step_or_once_a_backward_and_before_it_ends()
 def test_only_the_slice_of_a_gradient_is_kept_between_backwards() -> None:
     stages = {level: flatten(Toy(Group("dp", (0, 1))), SHARINGS[level]) for level in ("1", "2")}
     elements = {level: sum(kept(stage)) for level, stage in stages.items()}
-    assert elements == {"1": 3 * (2 + 1) * ALIGNMENT, "2": 3 * ALIGNMENT}
+    assert elements == {"1": 3 * 3 * SLICE_ELEMENTS, "2": 3 * SLICE_ELEMENTS}
     assert all(isinstance(b, MicroBucket) for buffer in stages["2"].buffers for b in buffer.buckets)
 
 
@@ -152,35 +150,23 @@ def kept(stage: FlatStage) -> Iterator[int]:
 
 
 MODEL = {
-    "model": {
-        "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 2,
-        "vocab_size": 37,
-    },
-    "data": {"train": [{"path": "none"}], "seq_length": 12},
-    "batch": {"micro": 1, "global": 4},
-    "debug": {"ordered_reductions": True},
-    "precision": "fp32",
+    "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 37,
 }  # fmt: skip
 
 
-def settings(zero: int, parallel: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    changes = {
-        key: {**MODEL.get(key, {}), **value} if isinstance(value, dict) else value for key, value in changes.items()
-    }
-    return {**MODEL, **changes, "parallel": {**parallel, "zero": zero}}
-
-
-def results(cases: list[dict[str, Any]]) -> list[Any]:
+def results(cases: list[Case]) -> list[Any]:
     """What each case computes on its ranks, as bits."""
     maker, out = GroupMaker(), []
-    for raw in cases:
-        trainer = Trainer.make(raw, Ranks(dist.get_rank(), dist.get_world_size()), maker)
-        done = trainer.run(2)
-        weights = {
-            name: [(b.offset, b.tensor.float().tolist()) for b in held.boxes] for name, held in done.weights.items()
-        }
-        out.append((done.losses, done.norms, weights))
+    for case in cases:
+        done = Trainer.make(case, dist.get_rank(), maker).run(2)
+        out.append((done.losses, done.norms, weights_of(done.tensors)))
     return out
+
+
+def weights_of(tensors: Any) -> dict[str, Any]:
+    """The weights among a checkpoint's tensors, as numbers."""
+    names = [name for name in tensors if name.startswith("weights/")]
+    return {name: [(box.offset, box.tensor.tolist()) for box in tensors[name].boxes] for name in names}
 
 
 LAYOUTS: list[dict[str, Any]] = [{"dp": 4}, {"dp": 2, "tp": 2, "sp": True}, {"dp": 2, "pp": 2}]
@@ -189,31 +175,35 @@ ONE_MICROBATCH: list[Any] = [(0, {}, 1), (1, {}, 1), (2, {}, 1)]
 TWO_MICROBATCHES: list[Any] = [(0, TWIN, 2), (1, TWIN, 2), (2, {}, 2)]
 
 
-def case_of(parallel: dict[str, Any], zero: int, debug: dict[str, Any], microbatches: int) -> dict[str, Any]:
-    return settings(zero, parallel, debug=debug, batch={"global": parallel["dp"] * microbatches})
+def case_of(parallel: dict[str, Any], zero: int, debug: dict[str, Any], microbatches: int) -> Case:
+    ranks = parallel["dp"] * parallel.get("tp", 1) * parallel.get("pp", 1)
+    return Case(
+        "grads", MODEL, ranks, parallel={**parallel, "zero": zero}, micro=1, batch=parallel["dp"] * microbatches,
+        length=12, precision="fp32", debug={"ordered_reductions": True, **debug},
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def bits() -> Callable[[dict[str, Any]], list[Any]]:
+def bits() -> Callable[..., list[Any]]:
     """Cases to what every rank computed, all in one start of the ranks."""
+    keys = [(str(parallel), *map(str, case)) for parallel in LAYOUTS for case in [*ONE_MICROBATCH, *TWO_MICROBATCHES]]
     cases = [case_of(parallel, *case) for parallel in LAYOUTS for case in [*ONE_MICROBATCH, *TWO_MICROBATCHES]]
+    keys.append((str(LAYOUTS[0]), "0", "{}", "2"))
     cases.append(case_of(LAYOUTS[0], 0, {}, 2))
     ranks = run_ranks(results, 4, cases, timeout=200)
-    return lambda case: [rank[cases.index(case)] for rank in ranks]
+    return lambda *key: [rank[keys.index(tuple(map(str, key)))] for rank in ranks]
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 @pytest.mark.parametrize("group", [ONE_MICROBATCH, TWO_MICROBATCHES], ids=["one", "several"])
-def test_levels_agree_in_bits(
-    bits: Callable[[dict[str, Any]], list[Any]], parallel: dict[str, Any], group: list[Any]
-) -> None:
-    plain, *others = [bits(case_of(parallel, *case)) for case in group]
+def test_levels_agree_in_bits(bits: Callable[..., list[Any]], parallel: dict[str, Any], group: list[Any]) -> None:
+    plain, *others = [bits(parallel, *case) for case in group]
     for other in others:
         assert other == plain
 
 
-def test_the_order_of_the_sum_is_what_the_twin_is_for(bits: Callable[[dict[str, Any]], list[Any]]) -> None:
-    assert bits(case_of(LAYOUTS[0], 0, {}, 2)) != bits(case_of(LAYOUTS[0], 0, TWIN, 2))
+def test_the_order_of_the_sum_is_what_the_twin_is_for(bits: Callable[..., list[Any]]) -> None:
+    assert bits(LAYOUTS[0], 0, {}, 2) != bits(LAYOUTS[0], 0, TWIN, 2)
 
 
 class Deferred:
@@ -230,20 +220,18 @@ class Deferred:
 def late_gathers() -> dict[str, Any]:
     """Steps whose gathers arrive only when waited for, beside steps without any; and the order of events."""
     out: dict[str, Any] = {}
-    maker, ranks = GroupMaker(), Ranks(dist.get_rank(), dist.get_world_size())
+    maker, rank = GroupMaker(), dist.get_rank()
     for level in (0, 1):
         events: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grads, "all_gather_into", lambda *given, async_op, events=events: Deferred(events, *given))
-            patch.setattr(build, "Sharing", partial(Sharing, bucket_elements=300))
-            trainer = Trainer.make(case_of({"dp": 2}, level, {}, 2), ranks, maker)
+            trainer = Trainer.make(replace(case_of({"dp": 2}, level, {}, 2), bucket=300), rank, maker)
             for index, layer in enumerate(trainer.state.stages[0].layers):
                 layer.register_forward_hook(lambda *_, index=index, events=events: events.append(f"layer {index}"))
-            losses = [trainer.step(number).loss for number in range(2)]
+            losses = [trainer.step().loss for _ in range(2)]
             events.append("save")
             held = trainer.state.tensors()
-        weights = {name: [box.tensor.tolist() for box in held[name].boxes] for name in held if name[0] == "w"}
-        out[str(level)] = (losses, weights)
+        out[str(level)] = (losses, weights_of(held))
         out[f"{level} events"] = events
     return out
 

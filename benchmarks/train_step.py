@@ -1,0 +1,173 @@
+"""Training step: tokens per second of mega against transformers, and against the floor of its own matrix products.
+
+    python benchmarks/train_step.py [--rounds 7] [--threads 2]
+
+One process, interleaved: each round times a few steps of each contestant in turn, so that a machine that slows down
+slows them all; the ratios are medians over rounds. transformers is its Llama in eager mode with scaled-dot-product
+attention and torch's fused AdamW; in bf16 its weights, gradients and moments are bf16 (the fastest it has), while mega
+keeps fp32 gradients, moments and main weights. The floor is the time of the step's matrix products alone, each at the
+shape and precision it has in the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import record
+import torch
+import transformers
+
+from mega_data.loader import StepBatch
+from mega_trainer.batch import micro_batches
+from mega_trainer.build import build_optimizer, build_schedule, build_stages, connect, dtype_of, share_stages
+from mega_trainer.config import RunConfig
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.init import init_weights
+from mega_trainer.pipeline.run import Executor
+from mega_trainer.plan.flops import count_parameters
+from mega_trainer.ranks import Ranks
+from mega_trainer.step import train_step
+from mega_trainer.train import around_backward
+
+LAYERS, WIDTH, FFN, HEADS, VOCABULARY, BATCH, LENGTH = 4, 256, 688, 4, 16_384, 8, 256
+STEPS = 3  # of each contestant in a round
+
+
+def settings(precision: str) -> RunConfig:
+    return RunConfig.parse(
+        {
+            "model": {
+                "num_layers": LAYERS, "hidden_size": WIDTH, "ffn_hidden_size": FFN, "num_attention_heads": HEADS,
+                "vocab_size": VOCABULARY, "tie_embeddings": True, "max_position": LENGTH,
+            },
+            "data": {"train": "unused", "seq_length": LENGTH},
+            "batch": {"micro": BATCH, "global": BATCH},
+            "precision": precision,
+        }
+    )  # fmt: skip
+
+
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, LENGTH + 1))
+
+
+def ours(precision: str) -> Callable[[], object]:
+    config = settings(precision)
+    groups = connect(config, Ranks())
+    schedule = build_schedule(config, groups)
+    stages = build_stages(config, Builder(config.model, groups, dtype=dtype_of(config)), schedule)
+    init_weights(stages[0], 0)
+    shared = share_stages(config, stages)
+    optimizer = build_optimizer(config, shared, groups)
+    executor = Executor(schedule, stages, groups.pp, 0, partial(around_backward, shared))
+    ids = tokens()
+    batch = StepBatch(
+        ids[:, :-1], ids[:, 1:], np.ones((BATCH, LENGTH), bool), np.tile(np.arange(LENGTH), (BATCH, 1)), None,
+        np.arange(BATCH),
+    )  # fmt: skip
+
+    def step() -> None:
+        micro = list(micro_batches(batch, config, torch.device("cpu")))
+        train_step(executor, optimizer, micro, lr=1e-4, clip=1.0, data=groups.dp_cp)
+
+    return step
+
+
+def theirs(precision: str) -> Callable[[], object]:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=FFN, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, tie_word_embeddings=True, max_position_embeddings=LENGTH, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    ids = torch.from_numpy(tokens()[:, :-1].copy())
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def floor(precision: str) -> Callable[[], object]:
+    """Every matrix product of a step: forward, and the two of the backward."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    n, head = BATCH * LENGTH, WIDTH // HEADS
+    shapes = [(n, WIDTH, 3 * WIDTH), (n, WIDTH, WIDTH), (n, WIDTH, 2 * FFN), (n, FFN, WIDTH)] * LAYERS
+    shapes += [(n, WIDTH, VOCABULARY)]
+    products = []
+    for rows, inner, columns in shapes:
+        x, w, y = (torch.randn(s).to(dtype) for s in ((rows, inner), (columns, inner), (rows, columns)))
+        products += [(x, w.t()), (y, w), (y.t(), x)]
+    q, scores = torch.randn(BATCH * HEADS, LENGTH, head).to(dtype), torch.randn(BATCH * HEADS, LENGTH, LENGTH).to(dtype)
+    attention = [(q, q.transpose(1, 2)), (scores, q)] * 3 * LAYERS
+
+    def step() -> None:
+        for a, b in products:
+            a @ b
+        for a, b in attention[: len(attention) // 2]:  # causal: half of the square
+            torch.bmm(a, b)
+
+    return step
+
+
+def seconds(step: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    return (time.perf_counter() - begin) / STEPS
+
+
+def compare(precision: str, rounds: int) -> dict[str, Any]:
+    contestants = {"mega": ours(precision), "transformers": theirs(precision), "floor": floor(precision)}
+    for step in contestants.values():
+        step()
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, step in contestants.items():
+            times[name].append(seconds(step))
+    against = {
+        name: [other / mine for mine, other in zip(times["mega"], times[name], strict=True)]
+        for name in ("transformers", "floor")
+    }
+    rate = {name: round(BATCH * LENGTH / statistics.median(values)) for name, values in times.items()}
+    return {
+        "tokens_per_second": rate,
+        "speed_over_transformers": spread(against["transformers"]),
+        "share_of_floor": spread(against["floor"]),
+        "transformers_share_of_floor": spread(
+            [f / t for f, t in zip(times["floor"], times["transformers"], strict=True)]
+        ),
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = settings("fp32").model
+    results: dict[str, Any] = {
+        "parameters": count_parameters(model).total, "batch": [BATCH, LENGTH], "threads": options.threads,
+    }  # fmt: skip
+    for precision in ("fp32", "bf16"):
+        results[precision] = compare(precision, options.rounds)
+        print(precision, results[precision])
+    print("written to", record.write("train_step", results, ["torch", "transformers"]))
+
+
+if __name__ == "__main__":
+    main()

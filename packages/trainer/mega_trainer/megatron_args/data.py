@@ -1,0 +1,78 @@
+"""The `data:` section."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from mega_trainer.megatron_args.draft import Draft
+
+OWN = ("train_data_path", "valid_data_path", "test_data_path")
+SPLIT = "969, 30, 1"
+
+
+def data_section(draft: Draft) -> None:
+    """Write the keys of `data:`."""
+    put = draft.put
+    if any(name in draft for name in OWN):
+        for name in OWN:
+            if draft[name] or name == OWN[0]:
+                _sources(draft, f"data.{name.partition('_')[0]}", name)
+    else:
+        _sources(draft, "data.train", "data_path")
+        put("data.split", [float(number) for number in _numbers(draft["split"] or SPLIT)], "split")
+    length = draft["seq_length"] or draft["encoder_seq_length"]
+    put("data.seq_length", length, "seq_length", "encoder_seq_length")
+    put("data.order", "megatron", because="the samples in Megatron's order")
+    _tokenizer(draft)
+    if draft["dataloader_type"] == "single":
+        draft.tell("not needed", "samples are read once, in the order of the data set", "dataloader_type")
+    for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        if draft[name]:
+            put(f"data.{name}", True, name)
+    if draft["data_cache_path"]:
+        put("data.cache", draft["data_cache_path"], "data_cache_path")
+
+
+def blend(words: Sequence[str]) -> list[dict[str, Any]]:
+    """Megatron's list of data sets: weights and paths in turn, or paths alone."""
+    weights = words[::2]
+    if words and len(words) % 2 == 0 and all(_is_number(weight) for weight in weights):
+        return [{"path": path, "weight": float(weight)} for weight, path in zip(weights, words[1::2], strict=True)]
+    return [{"path": path} for path in words]
+
+
+def _sources(draft: Draft, key: str, dest: str) -> None:
+    sources = blend(draft[dest])
+    if len(sources) == 1:
+        sources = [{"path": sources[0]["path"]}]
+    elif sources and "weight" not in sources[0]:
+        sources = [{**source, "weight": 1.0} for source in sources]
+        text = "without weights Megatron takes every data set whole; the weights of run.yaml are to be their sizes"
+        draft.tell("changes meaning", text, dest, key=key)
+    draft.put(key, sources or None, dest)
+
+
+def _numbers(text: str) -> list[str]:
+    return re.findall(r"\d+(?:\.\d*)?|\.\d+", text)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _tokenizer(draft: Draft) -> None:
+    kind, path = draft["tokenizer_type"], draft["tokenizer_model"]
+    if kind == "HuggingFaceTokenizer" and path:
+        draft.put("data.tokenizer", path, "tokenizer_model", "tokenizer_type")
+        draft.tell("translated", "data.tokenizer, which is to be a local folder with tokenizer.json", "tokenizer_model")
+    elif kind == "NullTokenizer":
+        draft.tell("not needed", "without a tokenizer is the default", "tokenizer_type")
+    else:
+        text = "mega reads tokenizer.json alone; where it has to know the end of a document, give one's folder as data.tokenizer"
+        draft.tell("changes meaning", text, "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")

@@ -1,0 +1,175 @@
+"""The `model:` section: what Megatron builds from its flags, defaults written out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mega_trainer.megatron_args.draft import Draft
+
+NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+# The vocabulary of the one tokenizer that fixes it by its type.
+VOCABULARIES = {"GPT2BPETokenizer": 50_257}
+
+
+def model_section(draft: Draft) -> None:
+    """Write the keys of `model:`."""
+    _sizes(draft)
+    _parts(draft)
+    _position(draft)
+    _dropout_and_init(draft)
+    if draft["num_experts"]:
+        _experts(draft)
+
+
+def _sizes(draft: Draft) -> None:
+    put = draft.put
+    put("model.num_layers", draft["num_layers"] or draft["encoder_num_layers"], "num_layers", "encoder_num_layers")
+    put("model.hidden_size", draft["hidden_size"], "hidden_size")
+    put("model.ffn_hidden_size", feed_forward(draft), "ffn_hidden_size", because=_default_width(draft))
+    put("model.num_attention_heads", draft["num_attention_heads"], "num_attention_heads")
+    if draft["group_query_attention"]:
+        put("model.num_kv_heads", draft["num_query_groups"], "num_query_groups", "group_query_attention")
+    else:
+        draft.tell("not needed", "has no effect without --group-query-attention", "num_query_groups")
+    if "kv_channels" in draft:
+        put("model.head_dim", draft["kv_channels"], "kv_channels")
+    size = draft["vocab_size"] or VOCABULARIES.get(draft["tokenizer_type"] or "")
+    ask = "the script does not say how many tokens the tokenizer has"
+    put("model.vocab_size", size, "vocab_size" if draft["vocab_size"] else "tokenizer_type", ask=ask)
+    put("model.max_position", draft["max_position_embeddings"], "max_position_embeddings")
+
+
+def feed_forward(draft: Draft) -> int | None:
+    """Megatron's feed-forward width: by default 4 times the hidden size, for SwiGLU two thirds of that in 64s."""
+    given: int | None = draft["ffn_hidden_size"]
+    hidden: int | None = draft["hidden_size"]
+    if given or not hidden:
+        return given
+    return int((4 * hidden * 2 / 3) / 64) * 64 if draft["swiglu"] else 4 * hidden
+
+
+def _default_width(draft: Draft) -> str:
+    if "ffn_hidden_size" in draft or not draft["hidden_size"]:
+        return ""
+    return (
+        "Megatron's default: 8/3 of hidden_size, in 64s" if draft["swiglu"] else "Megatron's default: 4 x hidden_size"
+    )
+
+
+def _parts(draft: Draft) -> None:
+    put, biased = draft.put, draft["add_bias_linear"]
+    put("model.tie_embeddings", not draft["untie_embeddings_and_output_weights"], "untie_embeddings_and_output_weights")
+    put("model.norm", NORMS[draft["normalization"]], "normalization")
+    put("model.norm_eps", draft["layernorm_epsilon"], "layernorm_epsilon")
+    _activation(draft)
+    put("model.qkv_bias", biased or draft["add_qkv_bias"], *([] if biased else ["add_qkv_bias"]), "add_bias_linear")
+    draft.tell("translated", "model.qkv_bias, which the other biases switch on already", "add_qkv_bias")
+    put("model.attention_out_bias", biased, "add_bias_linear")
+    put("model.mlp_bias", biased, "add_bias_linear")
+    if draft["qk_layernorm"]:
+        put("model.qk_norm", True, "qk_layernorm")
+        if draft["normalization"] == "LayerNorm":
+            text = "mega norms queries and keys by RMSNorm; Megatron would by LayerNorm, like everything else here"
+            draft.tell("changes meaning", text, "qk_layernorm")
+    if "window_size" in draft:
+        _window(draft)
+
+
+def _activation(draft: Draft) -> None:
+    if draft["swiglu"]:
+        return draft.put("model.activation", "swiglu", "swiglu")
+    if draft["squared_relu"]:
+        return draft.put("model.activation", "relu2", "squared_relu")
+    if draft["quick_geglu"]:
+        draft.put("model.activation", "geglu", "quick_geglu")
+        return draft.tell(
+            "no equivalent", "GELU by a sigmoid is missing; model.activation is the exact geglu", "quick_geglu"
+        )
+    if draft["openai_gelu"]:
+        return draft.put("model.activation", "gelu_tanh", "openai_gelu")
+    if draft["bias_gelu_fusion"] and draft["add_bias_linear"]:
+        why = "Megatron's default: its GELU fused with the bias is the tanh form"
+        return draft.put("model.activation", "gelu_tanh", because=why)
+    return draft.put("model.activation", "gelu", "bias_gelu_fusion", "add_bias_linear")
+
+
+def _window(draft: Draft) -> None:
+    sizes = [int(number) for number in re.findall(r"-?\d+", draft["window_size"])]
+    if len(sizes) != 2 or sizes[0] < 0:
+        draft.tell("not needed", "this window is endless", "window_size")
+        return
+    draft.put("model.sliding_window", sizes[0] + 1, "window_size")
+    if sizes[1] != 0:
+        draft.tell("no equivalent", "a window that looks ahead; model.sliding_window looks back only", "window_size")
+
+
+def _position(draft: Draft) -> None:
+    kind = "rope" if draft["use_rotary_position_embeddings"] else draft["position_embedding_type"]
+    flags = ("use_rotary_position_embeddings", "position_embedding_type")
+    ours = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none", "mrope": "rope"}
+    draft.put("model.position", ours.get(kind, "none"), *flags)
+    if kind in ("mrope", "relative"):
+        draft.tell("no equivalent", f"positions of kind {kind} are missing", *flags)
+    if kind in ("rope", "yarn", "mrope"):
+        _rope(draft, yarn=kind == "yarn")
+
+
+def _rope(draft: Draft, *, yarn: bool) -> None:
+    put = draft.put
+    put("model.rope.theta", float(draft["rotary_base"]), "rotary_base")
+    put("model.rope.fraction", draft["rotary_percent"], "rotary_percent")
+    if yarn:
+        put("model.rope.scaling", "yarn", "position_embedding_type")
+        put("model.rope.factor", draft["rotary_scaling_factor"], "rotary_scaling_factor")
+        original = draft["yarn_original_max_position_embeddings"] or 4096
+        put("model.rope.original_max_position", original, "yarn_original_max_position_embeddings")
+        put("model.rope.beta_fast", draft["yarn_beta_fast"] or 32.0, "yarn_beta_fast")
+        put("model.rope.beta_slow", draft["yarn_beta_slow"] or 1.0, "yarn_beta_slow")
+        put("model.rope.mscale", draft["mscale"], "mscale")
+        put("model.rope.mscale_all_dim", draft["mscale_all_dim"], "mscale_all_dim")
+    elif draft["use_rope_scaling"]:
+        put("model.rope.scaling", "llama3", "use_rope_scaling")
+        put("model.rope.factor", draft["rope_scaling_factor"], "rope_scaling_factor")
+        put("model.rope.low_freq_factor", 1.0)
+        put("model.rope.high_freq_factor", 4.0)
+        put("model.rope.original_max_position", 8192)
+    elif draft["rotary_seq_len_interpolation_factor"]:
+        put("model.rope.scaling", "linear", "rotary_seq_len_interpolation_factor")
+        factor = float(draft["rotary_seq_len_interpolation_factor"])
+        put("model.rope.factor", factor, "rotary_seq_len_interpolation_factor")
+
+
+def _dropout_and_init(draft: Draft) -> None:
+    put = draft.put
+    put("model.embedding_dropout", draft["hidden_dropout"], "hidden_dropout")
+    put("model.attention_dropout", draft["attention_dropout"], "attention_dropout")
+    put("model.residual_dropout", draft["hidden_dropout"], "hidden_dropout")
+    put("model.init_std", draft["init_method_std"], "init_method_std")
+    put("model.scale_residual_init", True, because="as Megatron always does")
+
+
+def _experts(draft: Draft) -> None:
+    put = draft.put
+    put("model.moe.num_experts", draft["num_experts"], "num_experts")
+    put("model.moe.top_k", draft["moe_router_topk"], "moe_router_topk")
+    width = draft["moe_ffn_hidden_size"] or feed_forward(draft)
+    why = "" if "moe_ffn_hidden_size" in draft else "Megatron's default: that of the model"
+    put("model.moe.ffn_hidden_size", width, "moe_ffn_hidden_size", because=why)
+    if draft["moe_shared_expert_intermediate_size"]:
+        size = draft["moe_shared_expert_intermediate_size"]
+        put("model.moe.shared_ffn_hidden_size", size, "moe_shared_expert_intermediate_size")
+    _balance(draft)
+    put("model.moe.z_loss", draft["moe_z_loss_coeff"] or 0.0, "moe_z_loss_coeff")
+
+
+def _balance(draft: Draft) -> None:
+    kinds: list[str] = draft["moe_router_load_balancing_type"]
+    losses: list[Any] = draft["moe_aux_loss_coeff"]
+    flags = ("moe_aux_loss_coeff", "moe_router_load_balancing_type")
+    draft.put(
+        "model.moe.aux_loss", losses[kinds.index("aux_loss")] if "aux_loss" in kinds[: len(losses)] else 0.0, *flags
+    )
+    others = [kind for kind in kinds if kind not in ("aux_loss", "none")]
+    if others:
+        draft.tell("no equivalent", f"balancing by {' and '.join(others)} is missing", "moe_router_load_balancing_type")

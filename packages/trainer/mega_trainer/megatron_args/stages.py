@@ -1,0 +1,76 @@
+"""How the layers are spread over pipeline stages."""
+
+from __future__ import annotations
+
+import re
+
+from mega_trainer.megatron_args.draft import Draft
+
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+LAYOUT = "pipeline_model_parallel_layout"
+
+
+def layout_of_flags(draft: Draft) -> None:
+    """Write `parallel.virtual_stages` and `parallel.pipeline_layout`, where the flags say something of them."""
+    layers, pp = draft.run["model"]["num_layers"], draft["pipeline_model_parallel_size"]
+    if not layers or pp == 1:
+        return
+    if draft[LAYOUT]:
+        _explicit(draft, pp, layers)
+        return
+    virtual = draft["num_virtual_stages_per_pipeline_rank"] or 1
+    if per_stage := draft["num_layers_per_virtual_pipeline_stage"]:
+        virtual = (layers + draft[EMBEDDING] + draft[LOSS]) // pp // per_stage
+    if virtual > 1:
+        flags = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+        draft.put("parallel.virtual_stages", virtual, *flags)
+    if any(draft[name] for name in (FIRST, LAST, EMBEDDING, LOSS)):
+        layout = stage_counts(
+            layers, pp, virtual, first=draft[FIRST], last=draft[LAST], embedding=draft[EMBEDDING], loss=draft[LOSS]
+        )
+        _put_layout(draft, layout, layers, FIRST, LAST, EMBEDDING, LOSS)
+
+
+def stage_counts(
+    layers: int, pp: int, virtual: int, *, first: int | None, last: int | None, embedding: bool, loss: bool
+) -> list[int]:
+    """Layers of each of pp x virtual stages; stage s belongs to rank s % pp.
+
+    `first` and `last` are the layers of the first and the last rank, the rest of them even; or else all stages are even,
+    with the embedding and the loss counted as a layer each where asked.
+    """
+    if first is None and last is None:
+        counts = [(layers + embedding + loss) // (pp * virtual)] * (pp * virtual)
+        counts[0] -= embedding
+        counts[-1] -= loss
+        return counts
+    between = pp - (first is not None) - (last is not None)
+    ranks = [(layers - (first or 0) - (last or 0)) // max(1, between)] * pp
+    if first is not None:
+        ranks[0] = first
+    if last is not None:
+        ranks[-1] = last
+    return [count // virtual for _ in range(virtual) for count in ranks]
+
+
+def parse_layout(text: str) -> list[int]:
+    """Decoder layers of each stage in a layout such as `Ett|(tt|)*6t|L`: `t` is one, `|` ends a stage, `*` repeats."""
+    text = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
+    return [stage.count("t") for stage in text.split("|")]
+
+
+def _explicit(draft: Draft, pp: int, layers: int) -> None:
+    layout = parse_layout(draft[LAYOUT])
+    if len(layout) % pp == 0 and len(layout) > pp:
+        draft.put("parallel.virtual_stages", len(layout) // pp, LAYOUT)
+    _put_layout(draft, layout, layers, LAYOUT)
+
+
+def _put_layout(draft: Draft, layout: list[int], layers: int, *flags: str) -> None:
+    if min(layout) < 0 or 0 in layout[1:-1] or sum(layout) != layers:
+        draft.tell("no equivalent", f"stages of {layout} layers; mega spreads the {layers} layers itself", *flags)
+    else:
+        draft.put("parallel.pipeline_layout", layout, *flags)

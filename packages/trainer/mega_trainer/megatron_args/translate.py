@@ -1,0 +1,97 @@
+"""A Megatron-LM launch script as a run.yaml of mega."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mega_trainer.megatron_args.data import data_section
+from mega_trainer.megatron_args.draft import Draft, Note
+from mega_trainer.megatron_args.flags import load_flags, parse_arguments
+from mega_trainer.megatron_args.launch import Launch, find_launch
+from mega_trainer.megatron_args.model import model_section
+from mega_trainer.megatron_args.training import (
+    batch_section,
+    checkpoint_section,
+    log_section,
+    model_ranks,
+    optimizer_section,
+    parallel_section,
+    precision_section,
+    recompute_section,
+    schedule_section,
+    train_section,
+)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What a launch script says of a run.
+
+    Attributes:
+        run: the content of run.yaml. `None` stands where the script does not say what mega has to know.
+        notes: every flag of the command, and what else there is to know.
+        origins: by dotted key of `run`, the flags that it comes from.
+        launch: how the script starts the run, in words; empty if it does not say.
+    """
+
+    run: dict[str, Any]
+    notes: list[Note]
+    origins: dict[str, str]
+    launch: str
+
+
+def translate(script_text: str) -> Translation:
+    """Translate a launch script, or a bare list of arguments, for Megatron-LM's `pretrain_gpt.py`.
+
+    Megatron's defaults are written out, for mega has others. Nothing of the script is executed.
+
+    Raises:
+        ConfigError: for what cannot be understood (no training command, unknown flags, values of a wrong type, numbers
+            that the script does not set), all of it at once, with line numbers.
+    """
+    launch = find_launch(script_text)
+    arguments = parse_arguments(launch.arguments, load_flags())
+    arguments.check()
+    draft = Draft(arguments, launch.ranks)
+    for section in (
+        model_section, data_section, parallel_section, batch_section, train_section, optimizer_section,
+        schedule_section, precision_section, recompute_section, checkpoint_section, log_section,
+    ):  # fmt: skip
+        section(draft)
+    arguments.check()
+    for line, text in sorted([*launch.remarks, *arguments.remarks]):
+        draft.remark(line, text)
+    _differences(draft)
+    draft.finish()
+    return Translation(draft.run, draft.notes, draft.origins, _launch(launch, draft))
+
+
+def _differences(draft: Draft) -> None:
+    """What a run of mega does in another way than the same run of Megatron."""
+
+    def tell(text: str) -> None:
+        draft.tell("changes meaning", text)
+
+    if not draft["calculate_per_token_loss"]:
+        tell(
+            "loss: mega's gradient and log are means over tokens, as with --calculate-per-token-loss; Megatron's gradient is"
+            " a mean of each micro-batch's mean, which differs where masks leave uneven counts"
+        )
+    tell(
+        "data.order: megatron draws the samples that Megatron draws, as long as steps, batch, split and seed stay as they are;"
+        " `stable` would keep them when a run is made longer"
+    )
+    tell("initial weights: mega draws them by name, alike for every layout, so they are not those that Megatron draws")
+    tell("vocabulary: mega pads it in memory only, and what it pads takes no part in the softmax")
+    if draft["hidden_dropout"] or draft["attention_dropout"]:
+        tell("dropout: the same rates, other random numbers")
+
+
+def _launch(launch: Launch, draft: Draft) -> str:
+    ranks, copies = launch.ranks, model_ranks(draft)
+    if not launch.program or ranks is None:
+        return "the script does not say how many ranks there are" if launch.program else ""
+    if ranks % copies:
+        return f"{ranks} ranks, which are not a multiple of tp x pp x cp = {copies}"
+    return f"{launch.nodes} x {launch.per_node} = {ranks} ranks, so dp = {ranks // copies}"

@@ -1,0 +1,158 @@
+"""What ranks do for the tests that compare bits: the same step made in two ways, and runs that stop and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from parity.cases import Case
+from parity.worker import Found, Held, Outcome, References, Trainer, clone, compare, make_groups, part_of, places, whole
+
+from mega_ckpt.pieces import merge
+from mega_ckpt.store import save
+from mega_trainer.mesh import GroupMaker
+
+BEFORE, AFTER = 2, 2  # steps before a save and after it
+
+
+def unlike(mine: Held, reference: Held) -> list[str]:
+    """Names of the tensors in which a bit differs, or of which the reference does not have all that is here."""
+    return [
+        name
+        for name, held in mine.items()
+        for full in [whole(reference[name])]
+        if not all(torch.equal(box.tensor, part_of(full, box)) for box in held.boxes)
+    ]
+
+
+def pairs(cases: Sequence[tuple[Case, Case]], *, norms: bool) -> list[list[str] | None]:
+    """On each rank: what differs in bits between the two cases of each pair.
+
+    The first of a pair has one rank, and then stands for all, or as many as the second and holds at least the same.
+    """
+    rank, maker = dist.get_rank(), make_groups(case for pair in cases for case in pair)
+    out: list[list[str] | None] = []
+    for plain, other in cases:
+        if rank >= other.ranks:
+            out.append(None)
+            continue
+        reference = Trainer.make(plain, 0 if plain.ranks == 1 else rank, maker).run()
+        mine = Trainer.make(other, rank, maker).run()
+        out.append(differing(mine, reference, norms=norms))
+    return out
+
+
+def differing(mine: Outcome, reference: Outcome, *, norms: bool) -> list[str]:
+    """What differs in bits between two outcomes."""
+    found = [] if mine.losses == reference.losses else ["losses"]
+    found += ["norms"] if norms and mine.norms != reference.norms else []
+    found += [f"gradients/{name}" for name in unlike(mine.gradients, reference.gradients)]
+    return found + unlike(mine.tensors, reference.tensors)
+
+
+def resumed(cases: Sequence[Case], folder: Path) -> list[list[str] | None]:
+    """On each rank: what differs in bits between a run, and one that is saved, thrown away and restored half way."""
+    rank, maker = dist.get_rank(), _with_single(make_groups(cases))
+    out: list[list[str] | None] = []
+    for number, case in enumerate(cases):
+        if rank >= case.ranks:
+            out.append(None)
+            continue
+        straight = Trainer.make(case, rank, maker).run(BEFORE + AFTER)
+        first = Trainer.make(case, rank, maker)
+        losses = first.run(BEFORE).losses
+        saved = checkpoint(first, maker, folder / str(number))
+        second = Trainer.make(case, rank, maker)
+        spoil(second)
+        second.state.restore(saved, _group(maker, case))
+        rest = second.run(AFTER)
+        straight.gradients = {}
+        rest.gradients = {}
+        rest.losses = losses + rest.losses
+        out.append(differing(rest, straight, norms=False))
+    return out
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a rank found of a checkpoint of one layout, loaded in another.
+
+    Attributes:
+        unlike: tensors that are not, bit for bit, those that were saved.
+        then: errors of the further steps against one process that never stopped, and what the rank holds.
+    """
+
+    unlike: list[str]
+    then: Found
+
+
+def moved(cases: Sequence[tuple[Case, Case]], folder: Path) -> list[Moved | None]:
+    """On each rank: train in the first layout of a pair, save, load in the second, go on."""
+    rank, references = dist.get_rank(), References()
+    maker = _with_single(make_groups(case for pair in cases for case in pair))
+    out: list[Moved | None] = []
+    for number, (before, after) in enumerate(cases):
+        saved, held = Path(), {}
+        if rank < before.ranks:
+            first = Trainer.make(before, rank, maker)
+            held = first.run(BEFORE).tensors
+            saved = checkpoint(first, maker, folder / str(number))
+        everywhere: list[tuple[Path, Held]] = [(saved, held)] * dist.get_world_size()
+        dist.all_gather_object(everywhere, (saved, held))
+        if rank >= after.ranks:
+            out.append(None)
+            continue
+        second = Trainer.make(after, rank, maker)
+        spoil(second)
+        second.state.restore(everywhere[0][0], _group(maker, after))
+        broken = unlike(clone(second.state.tensors()), merge(held for _, held in everywhere))
+        out.append(Moved(broken, _straight_on(second, references)))
+    return out
+
+
+def _straight_on(second: Trainer, references: References) -> Found:
+    """The steps after a restore against one process that never stopped."""
+    rest, straight = second.run(AFTER), references.of(second.case, BEFORE + AFTER)
+    rest.gradients = {}
+    reference = Outcome(straight.losses[BEFORE:], straight.norms[BEFORE:], {}, straight.tensors)
+    shapes = {name: tuple(held.shape) for name, held in reference.tensors.items()}
+    return Found(compare(rest, reference), places(rest), shapes)
+
+
+def checkpoint(trainer: Trainer, maker: GroupMaker, folder: Path) -> Path:
+    """Save; a collective call of the case's ranks."""
+    state = trainer.state
+    return save(
+        folder, state.step, state.tensors(), model=trainer.config.model, state=state.numbers(),
+        group=_group(maker, trainer.case),
+    )  # fmt: skip
+
+
+def spoil(trainer: Trainer) -> None:
+    """Make sure that whatever a restore leaves out is seen."""
+    with torch.no_grad():
+        for held in trainer.state.tensors().values():
+            for box in held.boxes:
+                box.tensor.fill_(3.0)
+
+
+def _with_single(maker: GroupMaker) -> GroupMaker:
+    """With a group of rank 0 alone: to the store, no group means the whole world."""
+    maker.made[(0,)] = dist.new_group([0])
+    return maker
+
+
+def _group(maker: GroupMaker, case: Case) -> dist.ProcessGroup:
+    return maker.made[tuple(range(case.ranks))]
+
+
+def told(cases: Sequence[object], results: Sequence[Sequence[list[str] | None]]) -> Mapping[str, list[str]]:
+    """What the ranks found, by case, where they found anything."""
+    found = {
+        str(case): sorted({name for names in ranks if names for name in names})
+        for case, ranks in zip(cases, zip(*results, strict=True), strict=True)
+    }
+    return {case: names for case, names in found.items() if names}

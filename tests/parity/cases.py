@@ -1,0 +1,194 @@
+"""What the parity suite compares: models, the layouts they are trained in, and how many of those are worth running."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations, product
+from typing import Any
+
+RANKS = 8
+ZERO_LEVELS = (0, 1, 2)
+LARGE = 1 << 20  # a bucket that holds any of these models whole
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"num_attention_heads": 8, "vocab_size": 64},
+    "tied": {
+        "num_attention_heads": 8, "vocab_size": 59, "tie_embeddings": True, "norm": "layernorm",
+        "activation": "gelu_tanh", "position": "learned", "max_position": 16, "qkv_bias": True,
+        "attention_out_bias": True, "mlp_bias": True, "embedding_dropout": 0.1, "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+    },
+    "gqa": {
+        "num_attention_heads": 8, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 61, "qk_norm": True,
+        "qkv_bias": True, "activation": "geglu", "sliding_window": 11, "rope": {"theta": 100.0, "fraction": 0.5},
+    },
+}  # fmt: skip
+# A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
+COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model trained in one layout.
+
+    Attributes:
+        model: the fields of a `ModelConfig`.
+        ranks: ranks that take part.
+        parallel, recompute, debug: the sections of a run.yaml.
+        micro, batch: samples of one forward pass on one rank, and of a step.
+        bucket: elements of a gradient bucket.
+        closed: attention closed at document ends.
+        length: tokens of a sample.
+        clip: largest gradient norm; 0: no clip.
+    """
+
+    name: str
+    model: Mapping[str, Any]
+    ranks: int = 1
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    recompute: Mapping[str, Any] = field(default_factory=dict)
+    micro: int = 8
+    batch: int = 8
+    bucket: int = LARGE
+    closed: bool = True
+    length: int = 16
+    precision: str = "fp64"
+    clip: float = 0.1  # small enough that every step is clipped
+    debug: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        """The run.yaml. AdamW's epsilon is large: with a usual one it blows a gradient that is zero but for rounding
+        (a key bias without rope, which no softmax sees) up to the size of the others."""
+        return {
+            "model": dict(self.model),
+            "data": {"train": ["none"], "seq_length": self.length},
+            "parallel": dict(self.parallel),
+            "recompute": dict(self.recompute),
+            "batch": {"micro": self.micro, "global": self.batch},
+            "optimizer": {"clip_grad": self.clip, "eps": 1e-4},
+            "train": {"steps": 10},
+            "precision": self.precision,
+            "debug": dict(self.debug),
+        }
+
+    @property
+    def single(self) -> Case:
+        """The same model and batches in one process, in one micro-batch: the mathematics of a step is the same."""
+        return replace(self, ranks=1, parallel={}, recompute={}, micro=self.batch, bucket=LARGE, debug={})
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The layout's degrees, all of them."""
+        degrees = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "zero": 0, **self.parallel}
+        dp = self.ranks // (degrees["tp"] * degrees["pp"])
+        return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none")}
+
+    def __str__(self) -> str:
+        used = {key: value for key, value in self.layout.items() if value is True or value not in (1, False, "none")}
+        used |= {"micro": self.micro, "batch": self.batch} | ({"bucket": self.bucket} if self.bucket != LARGE else {})
+        return f"{self.name}: " + " ".join(f"{key}={value}" for key, value in used.items())
+
+
+def model(name: str, layers: int = 2) -> dict[str, Any]:
+    """The fields of one of the models, with so many layers."""
+    return {**COMMON, **MODELS[name], "num_layers": layers}
+
+
+def case(name: str, ranks: int, *, layers: int = 2, **more: Any) -> Case:
+    """A case of the named model; `more` are `Case`'s fields."""
+    return Case(name, model(name, layers), ranks, **more)
+
+
+def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Every combination of tp (of `tps`), sp, pp, virtual stages and zero on `ranks` ranks; at most eight stages."""
+    for tp, pp, v in product(tps, range(1, ranks + 1), (1, 2, 4)):
+        dp, rest = divmod(ranks, tp * pp)
+        if rest or dp < 1 or pp * v > 8 or (pp == 1 and v > 1):
+            continue
+        for sp, zero in product([False, True] if tp > 1 else [False], ZERO_LEVELS if dp > 1 else [0]):
+            yield {"tp": tp, "sp": sp, "pp": pp, "virtual_stages": v, "zero": zero}
+
+
+def all_layouts() -> list[Case]:
+    """Every layout of up to eight ranks, for each model; what else there is to choose is drawn, the same each time."""
+    return [
+        _with_choices(name, ranks, parallel)
+        for name in MODELS
+        for ranks in range(1, RANKS + 1)
+        for parallel in degrees(ranks, (1, 2, 4, 8))
+    ]
+
+
+def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
+    rng = random.Random(f"{name} {ranks} {parallel}")
+    stages = parallel["pp"] * parallel["virtual_stages"]
+    layers, chosen = max(2, stages), dict(parallel)
+    if stages > 1 and rng.random() < 0.3:
+        layers, chosen["pipeline_layout"] = uneven(stages, rng)
+    batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"]), parallel["pp"], rng)
+    return case(
+        name, ranks, layers=layers, parallel=chosen, recompute=rng.choice(RECOMPUTES),
+        micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]),
+    )  # fmt: skip
+
+
+RECOMPUTES: list[dict[str, Any]] = [{}, {"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}]
+
+
+def uneven(stages: int, rng: random.Random) -> tuple[int, list[int]]:
+    """A number of layers and of each stage's; no more than one stage has two, the ends may have none."""
+    counts = [1] * stages
+    counts[rng.randrange(stages)] = 2
+    if stages > 2 and rng.random() < 0.5:
+        counts[rng.choice([0, -1])] = 0
+    return sum(counts), counts
+
+
+def batch_of(dp: int, pp: int, rng: random.Random) -> tuple[int, int]:
+    """(samples of a step, of a micro-batch): about eight samples; a pipeline gets several micro-batches."""
+    share = -(-8 // dp)
+    sizes = [size for size in range(1, share + 1) if share % size == 0 and (pp == 1 or size < share or share == 1)]
+    return share * dp, rng.choice([size for size in sizes if size >= share / 4] or sizes)
+
+
+def covering(cases: Sequence[Case], count: int) -> list[Case]:
+    """`count` of the cases, chosen so that together they hold as many pairs of settings as possible."""
+    pairs = {case: set(combinations(sorted(_settings(case)), 2)) for case in cases}
+    left = set().union(*pairs.values())
+    chosen: list[Case] = []
+    for _ in range(count):
+        best = max((case for case in cases if case not in chosen), key=lambda case: len(pairs[case] & left))
+        chosen.append(best)
+        left -= pairs[best]
+    return chosen
+
+
+def _settings(case: Case) -> set[str]:
+    values = {**case.layout, "model": case.name, "small buckets": case.bucket != LARGE}
+    return {f"{key}={value is not None if key == 'pipeline_layout' else value}" for key, value in values.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Run(Case):
+    """A run.yaml as it is, on some ranks."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], ranks: int = 1) -> Run:
+        """A case that is nothing but these settings."""
+        return cls("run", settings["model"], ranks, settings=settings)
+
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        """The settings."""
+        return dict(self.settings)
+
+    @property
+    def single(self) -> Run:
+        """The same settings in one process."""
+        return Run.of({name: value for name, value in self.settings.items() if name != "parallel"})

@@ -1,0 +1,81 @@
+"""All layouts against one process, and docs/parity.md: `make parity`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from parity.cases import RANKS, Case, all_layouts
+from parity.worker import Verdict, sweep, verdicts
+from ranks import run_ranks
+
+from mega_common.files import atomic_file
+
+TOLERANCE = 1e-10
+PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+SMALLEST = 1e-11  # errors below it are rounding, which differs from machine to machine
+
+INTRODUCTION = """\
+# Any layout computes what one process computes
+
+Written by `make parity`; do not edit. Three models train three steps in every combination of tensor parallelism (tp),
+sequence parallelism (sp), pipeline parallelism (pp), interleaved stages (vp), data parallelism (dp) and ZeRO on up to
+{ranks} ranks, in fp64 on gloo, with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and
+bucket sizes vary over them. Loss, gradient norm, every gradient after the clip, every weight and every optimizer moment
+are held against one process: the largest difference, relative to the largest element of each tensor, must be below
+{tolerance:g}.
+
+- `dense`: RMSNorm, SwiGLU, rope
+- `tied`: tied embeddings, LayerNorm, GELU, learned positions, biases, three dropouts, a vocabulary of 59
+- `gqa`: fewer key/value heads than tensor ranks, query-key norm, a sliding window, a vocabulary of 61
+
+{count} layouts. The table has a row for each set of dimensions larger than one; errors are rounded up to a power of ten.
+
+| dimensions | layouts | largest error |
+|---|---|---|
+"""
+
+
+def main() -> int:
+    """Run every layout, write the page; 1 when a layout disagrees."""
+    cases = all_layouts()
+    results = verdicts(cases, run_ranks(sweep, RANKS, cases, timeout=1800))
+    problems = [problem for result in results if (problem := result.problem(TOLERANCE))]
+    print("\n".join(problems) or f"{len(cases)} layouts agree with one process to {TOLERANCE:g}")
+    if not problems:
+        with atomic_file(PAGE, text=True) as stream:
+            stream.write(page(results))
+    return 1 if problems else 0
+
+
+def page(results: Sequence[Verdict]) -> str:
+    """docs/parity.md."""
+    rows: dict[str, list[Verdict]] = {}
+    for result in results:
+        rows.setdefault(dimensions(result.case), []).append(result)
+    head = INTRODUCTION.format(ranks=RANKS, tolerance=TOLERANCE, count=len(results))
+    return head + "".join(
+        f"| {name} | {len(held)} | {bound(max(max(one.errors.values()) for one in held))} |\n"
+        for name, held in sorted(rows.items(), key=lambda row: (row[0].count("+"), row[0]))
+    )
+
+
+def dimensions(case: Case) -> str:
+    """The dimensions in which a case is larger than one process: `tp + sp + dp + zero-1`."""
+    layout = case.layout
+    names = {
+        "tp": layout["tp"] > 1, "sp": layout["sp"], "pp": layout["pp"] > 1, "vp": layout["virtual_stages"] > 1,
+        "dp": layout["dp"] > 1, f"zero-{layout['zero']}": layout["zero"] > 0,
+    }  # fmt: skip
+    return " + ".join(name for name, used in names.items() if used) or "one process"
+
+
+def bound(error: float) -> str:
+    """The power of ten above an error, so that the page changes only when results do."""
+    return f"1e{math.ceil(math.log10(max(error, SMALLEST)))}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

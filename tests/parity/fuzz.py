@@ -1,0 +1,94 @@
+"""Random models in random layouts: `make parity-fuzz N=100 SEED=7`. A case is a function of its seed alone."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from parity.cases import LARGE, RANKS, RECOMPUTES, ZERO_LEVELS, Case, batch_of, uneven
+from parity.worker import sweep, verdicts
+from ranks import run_ranks
+
+from mega_common.errors import ConfigError
+from mega_trainer.config import RunConfig
+
+TOLERANCE = 1e-10
+
+
+def random_cases(seed: int, count: int) -> list[Case]:
+    """`count` legal cases, of the seeds from `seed` on: what a configuration refuses is drawn again."""
+    return [next(_legal(number)) for number in range(seed, seed + count)]
+
+
+def _legal(seed: int) -> Iterator[Case]:
+    rng = random.Random(seed)
+    while True:
+        drawn = _case(seed, rng)
+        try:
+            RunConfig.parse(drawn.raw).check_ranks(drawn.ranks)
+        except ConfigError:
+            continue
+        if drawn.ranks <= RANKS:
+            yield drawn
+
+
+def _case(seed: int, rng: random.Random) -> Case:
+    tp, pp, v = rng.choice([1, 1, 2, 3, 4, 6, 8]), rng.choice([1, 1, 2, 3, 4]), rng.choice([1, 1, 2, 3])
+    dp = rng.randint(1, max(1, RANKS // (tp * pp)))
+    parallel: dict[str, Any] = {
+        "tp": tp, "sp": rng.random() < 0.5, "pp": pp, "virtual_stages": v, "zero": rng.choice(ZERO_LEVELS),
+    }  # fmt: skip
+    layers = pp * v + rng.randint(0, 2)
+    if pp * v > 1 and rng.random() < 0.3:
+        layers, parallel["pipeline_layout"] = uneven(pp * v, rng)
+    batch, micro = batch_of(dp, pp, rng)
+    return Case(
+        f"seed {seed}", {**_model(rng), "num_layers": max(1, layers)}, tp * pp * dp,
+        parallel=parallel, recompute=rng.choice(RECOMPUTES), micro=micro, batch=batch,
+        bucket=rng.choice([LARGE, 3000, 500]), closed=rng.random() < 0.7, clip=rng.choice([0.0, 0.1, 1.0]),
+        length=rng.choice([12, 16, 24]),
+    )  # fmt: skip
+
+
+def _model(rng: random.Random) -> dict[str, Any]:
+    heads = rng.choice([1, 2, 4, 6, 8, 12])
+    size = rng.choice([2, 4, 6, 8])
+    kv = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    position = rng.choice(["rope", "rope", "learned", "none"])
+    return {
+        "hidden_size": rng.choice([16, 24, 33]), "ffn_hidden_size": rng.choice([24, 48, 72]),
+        "num_attention_heads": heads, "num_kv_heads": kv, "head_dim": size, "vocab_size": rng.randint(9, 70),
+        "tie_embeddings": rng.random() < 0.5, "norm": rng.choice(["rmsnorm", "layernorm"]), "position": position,
+        "activation": rng.choice(["swiglu", "geglu", "gelu", "gelu_tanh", "relu2"]),
+        "rope": {"theta": rng.choice([100.0, 10_000.0]), "fraction": rng.choice([0.5, 1.0])},
+        "qkv_bias": rng.random() < 0.5, "attention_out_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5,
+        "qk_norm": rng.random() < 0.5, "sliding_window": rng.choice([None, None, 1, 5]), "max_position": 24,
+        **{f"{site}_dropout": rng.choice([0.0, 0.2]) for site in ("embedding", "attention", "residual")},
+        "init_std": rng.choice([0.1, 0.2]), "scale_residual_init": rng.random() < 0.5,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Run so many cases from a seed on; tell each that disagrees."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--seed", type=int, default=None, help="first seed; default: a new one")
+    options = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    print(f"seeds {seed} to {seed + options.count - 1}")
+    problems = disagreements(random_cases(seed, options.count), timeout=60 + 10 * options.count)
+    print("\n".join(problems) or f"{options.count} cases agree with one process to {TOLERANCE:g}")
+    return 1 if problems else 0
+
+
+def disagreements(cases: list[Case], timeout: float) -> list[str]:
+    """What is wrong with each case that does not agree with one process, with all it takes to see it again."""
+    found = verdicts(cases, run_ranks(sweep, RANKS, cases, timeout=timeout))
+    return [f"{problem}\n  {one.case.raw}" for one in found if (problem := one.problem(TOLERANCE))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,369 @@
+"""Bugs that trainers really had, planted one at a time from outside: the comparison must see each of them.
+
+A mutation replaces a function of the product while a trainer is built and runs; the reference of one process is made
+without it. What has no counterpart here yet (experts, context parallelism, label smoothing, several predicted tokens)
+is not in the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from parity.cases import Case, case
+from parity.worker import Found, References, Trainer, compare, make_groups, places
+from torch import Tensor
+
+from mega_trainer import rng, step
+from mega_trainer.comm import all_reduce
+from mega_trainer.model import builder, decoder, loss
+from mega_trainer.model.attention import Attention
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.optim.zero import Optimizer
+from mega_trainer.parallel import buckets, tensor
+from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
+from mega_trainer.parallel.grads import FlatBuffer, FlatStage
+from mega_trainer.parallel.shared import Kind
+from mega_trainer.pipeline.run import Executor
+
+Patch = Callable[[], AbstractContextManager[Any]]
+swap = mock.patch.object
+
+TP = case("gqa", 2, parallel={"tp": 2})
+SP = case("tied", 2, parallel={"tp": 2, "sp": True})
+SHARED = case("gqa", 4, parallel={"tp": 4})  # every key/value head on two ranks
+PP = case("tied", 2, parallel={"pp": 2}, micro=2)
+DP = case("dense", 2, parallel={"zero": 0}, micro=2)
+ZERO = case("dense", 2, parallel={"zero": 1}, micro=4)
+ZERO2 = case("dense", 2, parallel={"zero": 2}, micro=2)
+
+
+@dataclass(frozen=True, eq=False)
+class Mutation:
+    """A bug, and a layout in which it shows."""
+
+    name: str
+    case: Case
+    patch: Patch
+
+
+def _row_without_sum() -> AbstractContextManager[Any]:
+    def forward(ctx: Any, x: Tensor, group: Any, sp: bool) -> Tensor:
+        ctx.group, ctx.sp = group, sp
+        return x.clone()
+
+    return swap(tensor._SumForward, "forward", staticmethod(forward))
+
+
+def _column_without_sum() -> AbstractContextManager[Any]:
+    def only_blocking(x: Tensor, group: Any, *args: Any, async_op: bool = False) -> None:
+        if not async_op:
+            all_reduce(x, group, *args)
+
+    return swap(tensor, "all_reduce", only_blocking)
+
+
+def _row_bias_on_every_rank() -> AbstractContextManager[Any]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return tensor.sum_over(self.kernels.linear(x, self.weight, self.bias), self.group, sp=self.sp)
+
+    return swap(tensor.RowLinear, "forward", forward)
+
+
+def _replicated(partial_grad: bool) -> Patch:
+    """Say of all replicated parameters that their gradients are, or are not, parts to be summed."""
+    real = Builder.replicated
+
+    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        return real(self, name, shape, **{**options, "partial_grad": partial_grad})
+
+    return lambda: swap(Builder, "replicated", replicated)
+
+
+def _without_sync() -> AbstractContextManager[Any]:
+    real = builder.make_parameter
+    return swap(builder, "make_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
+
+
+def _tied_without_sync() -> AbstractContextManager[Any]:
+    real = builder.vocab_parameter
+    return swap(builder, "vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
+
+
+def _norm_counts_copies() -> AbstractContextManager[Any]:
+    return swap(Kind, "counts_here", property(lambda self: True))
+
+
+def _norm_of_this_rank() -> AbstractContextManager[Any]:
+    real = Optimizer.grad_norm
+
+    def grad_norm(self: Optimizer) -> Tensor:
+        with swap(self, "model_groups", []):
+            return real(self)
+
+    return swap(Optimizer, "grad_norm", grad_norm)
+
+
+@contextmanager
+def _mean_of_means() -> Any:
+    real = Decoder.loss
+
+    def count_batches(batches: Sequence[Any], data: Any) -> float:
+        count = torch.tensor(float(len(batches)), dtype=torch.float64)
+        all_reduce(count, data)
+        return count.item()
+
+    def mean(self: Decoder, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return real(self, x, labels, weights / weights.sum())
+
+    with swap(step, "count_tokens", count_batches), swap(Decoder, "loss", mean):
+        yield
+
+
+def _own_tokens() -> AbstractContextManager[Any]:
+    return swap(step, "count_tokens", lambda batches, data: sum(b.weights.sum().item() for b in batches))
+
+
+def _gradients_swapped() -> AbstractContextManager[Any]:
+    real = Executor._backward
+
+    def backward(self: Executor, key: tuple[int, int]) -> None:
+        if key == (0, 0):
+            edges = self._edges
+            edges[0, 0], edges[0, 1] = edges[0, 1], edges[0, 0]
+        real(self, key)
+
+    return swap(Executor, "_backward", backward)
+
+
+def _gradient_lost() -> AbstractContextManager[Any]:
+    real = Executor._backward
+
+    def backward(self: Executor, key: tuple[int, int]) -> None:
+        if key == (0, 1):
+            self._arrived("B", key)
+        else:
+            real(self, key)
+
+    return swap(Executor, "_backward", backward)
+
+
+def _labels_of_another() -> AbstractContextManager[Any]:
+    real = Executor.run
+
+    def run(self: Executor, batches: Sequence[Any], scale: float) -> Tensor:
+        labels = [batch.labels for batch in batches]
+        return real(self, [replace(b, labels=x) for b, x in zip(batches, labels[1:] + labels[:1], strict=True)], scale)
+
+    return swap(Executor, "run", run)
+
+
+def _summed(change: Callable[[Bucket, Tensor], None]) -> Patch:
+    """Do something to a bucket's gradients before they are summed over the data ranks."""
+    real = Bucket._sum
+
+    def changed(self: Bucket, whole: Tensor, out: Tensor) -> Any:
+        change(self, whole)
+        return real(self, whole, out)
+
+    return lambda: swap(Bucket, "_sum", changed)
+
+
+def _double_alone(bucket: Bucket, whole: Tensor) -> None:
+    whole *= 2 if bucket.data.size == 1 else 1
+
+
+def _average(bucket: Bucket, whole: Tensor) -> None:
+    whole /= bucket.data.size
+
+
+def _last_step_stays() -> AbstractContextManager[Any]:
+    return swap(StepBucket, "begin_step", lambda self: None)
+
+
+def _last_microbatch_only() -> AbstractContextManager[Any]:
+    """Each micro-batch's sum replaces the one before."""
+    real = MicroBucket.settle
+
+    def settle(self: MicroBucket) -> None:
+        self._first = True
+        real(self)
+
+    return swap(MicroBucket, "settle", settle)
+
+
+def _slice_off_by_one() -> AbstractContextManager[Any]:
+    def scatter(out: Tensor, full: Tensor, group: Any, *, async_op: bool = False) -> None:
+        all_reduce(full, group)
+        first = group.rank * out.numel()
+        out.copy_(full.roll(-1)[first : first + out.numel()])
+
+    return swap(buckets, "reduce_scatter_into", scatter)
+
+
+def _unpublished() -> AbstractContextManager[Any]:
+    return swap(FlatStage, "publish", lambda self: None)
+
+
+def _reduced_early() -> AbstractContextManager[Any]:
+    """Each bucket is summed in the first backward: what later micro-batches add stays on its rank."""
+    real = FlatStage.backward
+    begun: set[int] = set()
+
+    def backward(self: FlatStage, last: bool) -> Any:
+        first = id(self) not in begun
+        begun.symmetric_difference_update({id(self)} if first or last else ())
+        return real(self, first)
+
+    return swap(FlatStage, "backward", backward)
+
+
+def _dropout_by_rank() -> AbstractContextManager[Any]:
+    real = rng.generator
+    return swap(rng, "generator", lambda device, *key: real(device, *key, dist.get_rank()))
+
+
+def _dropout_of_first_part() -> AbstractContextManager[Any]:
+    real = rng.Dropout.__init__
+
+    def init(self: Any, seed: int, samples: Any, length: int, part: slice = slice(None)) -> None:
+        real(self, seed, samples, length, slice(0, part.stop - part.start) if part.stop else part)
+
+    return swap(rng.Dropout, "__init__", init)
+
+
+def _dropout_of_first_heads() -> AbstractContextManager[Any]:
+    real = Attention.__init__
+
+    def init(self: Attention, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        self.first_head = 0
+
+    return swap(Attention, "__init__", init)
+
+
+def _padding_takes_part() -> AbstractContextManager[Any]:
+    real = loss._chunk
+
+    def chunk(hidden: Tensor, head: Tensor, labels: Tensor, group: Any, vocab_size: int) -> Any:
+        return real(hidden, head, labels, group, head.shape[0] * group.size)
+
+    return swap(loss, "_chunk", chunk)
+
+
+def _loss_of_local_logits() -> AbstractContextManager[Any]:
+    return swap(loss, "all_reduce", lambda *args, **options: None)
+
+
+def _positions_of_first_part() -> AbstractContextManager[Any]:
+    real = decoder.sequence_part
+
+    def part(length: int, group: Any, *, sp: bool) -> slice:
+        own = real(length, group, sp=sp)
+        return slice(0, length // group.size) if sp else own
+
+    return swap(decoder, "sequence_part", part)
+
+
+@contextmanager
+def _layers_counted_from_zero() -> Any:
+    """Every stage names its layers from 0: the layers of the first stage are started, or restored, everywhere."""
+    real, block, first = Decoder.__init__, decoder.Block, [0]
+
+    def init(self: Decoder, build: Builder, stage: Any, recompute: Any = None) -> None:
+        first[0] = stage.first
+        real(self, build, stage, recompute)
+
+    def renamed(build: Builder, index: int, **options: Any) -> Any:
+        return block(build, index - first[0], **options)
+
+    with swap(decoder, "Block", renamed), swap(Decoder, "__init__", init):
+        yield
+
+
+def _no_decay_of_slices() -> AbstractContextManager[Any]:
+    """Weight decay by the local shape: a flat slice is no matrix."""
+    real = FlatBuffer.__init__
+
+    def init(self: FlatBuffer, parameters: Any, kind: Kind, sharing: Any) -> None:
+        real(self, parameters, replace(kind, decay=False), sharing)
+
+    return swap(FlatBuffer, "__init__", init)
+
+
+def _first_kv_head() -> AbstractContextManager[Any]:
+    """Every rank takes the first key/value head."""
+    real = Builder.shared_rows
+    return swap(Builder, "shared_rows", lambda self, blocks, index, **rest: real(self, blocks, index=0, **rest))
+
+
+MUTATIONS = [
+    Mutation("row layer: all-reduce dropped", TP, _row_without_sum),
+    Mutation("column layer: the sum of dX dropped", TP, _column_without_sum),
+    Mutation("row layer: bias added on every rank", replace(SP, parallel={"tp": 2}), _row_bias_on_every_rank),
+    Mutation(
+        "head: gradient of the hidden state not summed", TP, lambda: swap(decoder, "sum_gradient", lambda x, g: x)
+    ),
+    Mutation("norm gradient counted by every tensor rank", TP, _replicated(partial_grad=True)),
+    Mutation("query-key norm gradient not summed", TP, _replicated(partial_grad=False)),
+    Mutation("norm gradient not summed under sequence parallelism", SP, _without_sync),
+    Mutation("key/value gradients not summed over the ranks that share a head", SHARED, _without_sync),
+    Mutation("every rank takes the first key/value head", SHARED, _first_kv_head),
+    Mutation("mean of micro-batch means", DP, _mean_of_means),
+    Mutation("mean of micro-batch means, one rank", replace(DP, ranks=1), _mean_of_means),
+    Mutation("each rank divides by its own tokens", DP, _own_tokens),
+    Mutation("norm counts a replicated tensor on every rank", TP, _norm_counts_copies),
+    Mutation("norm of this rank's part alone, tensor parallel", TP, _norm_of_this_rank),
+    Mutation("norm of this rank's part alone, pipeline", PP, _norm_of_this_rank),
+    Mutation("norm counts the tied embedding on both stages", PP, _norm_counts_copies),
+    Mutation("pipeline: gradients of two micro-batches swapped", PP, _gradients_swapped),
+    Mutation("pipeline: a micro-batch's gradient lost", PP, _gradient_lost),
+    Mutation("pipeline: labels of another micro-batch", PP, _labels_of_another),
+    Mutation("pipeline: tied embedding gradients not summed over the stages", PP, _tied_without_sync),
+    Mutation("pipeline: every stage counts its layers from zero", PP, _layers_counted_from_zero),
+    Mutation("gradient doubled in a data group of one", TP, _summed(_double_alone)),
+    Mutation("gradient averaged over ranks that divided by all tokens", DP, _summed(_average)),
+    Mutation("bucket reduced before the last micro-batch", DP, _reduced_early),
+    Mutation("gradients of the last step stay", DP, _last_step_stays),
+    Mutation("ZeRO-2 keeps the last micro-batch alone", ZERO2, _last_microbatch_only),
+    Mutation("ZeRO slice off by one", ZERO, _slice_off_by_one),
+    Mutation("ZeRO weights not gathered after the update", ZERO, _unpublished),
+    Mutation("ZeRO: no weight decay on flat slices", ZERO, _no_decay_of_slices),
+    Mutation("dropout drawn by rank", SP, _dropout_by_rank),
+    Mutation("dropout of the sequence's first part on every rank", SP, _dropout_of_first_part),
+    Mutation("dropout of the first heads on every rank", SP, _dropout_of_first_heads),
+    Mutation("positions of the sequence's first part on every rank", SP, _positions_of_first_part),
+    Mutation("padded vocabulary takes part in the softmax", TP, _padding_takes_part),
+    Mutation("cross entropy of the local logits", TP, _loss_of_local_logits),
+]
+
+
+def mutated(mutations: Sequence[Mutation] | None = None) -> list[tuple[Found | None, Found | None]]:
+    """On each rank, what it finds of each mutation's case without and with the bug."""
+    mutations = mutations or MUTATIONS
+    rank, references = dist.get_rank(), References()
+    maker = make_groups(one.case for one in mutations)
+    out: list[tuple[Found | None, Found | None]] = []
+    for one in mutations:
+        if rank >= one.case.ranks:
+            out.append((None, None))
+            continue
+        reference, find = references.of(one.case), partial(_find, one.case, rank, maker)
+        healthy = find(reference)
+        with one.patch():
+            out.append((healthy, find(reference)))
+    return out
+
+
+def _find(one: Case, rank: int, maker: Any, reference: Any) -> Found:
+    mine = Trainer.make(one, rank, maker).run()
+    shapes = {name: tuple(held.shape) for name, held in reference.tensors.items()}
+    held = {name: boxes for name, boxes in places(mine).items() if name in shapes}
+    return Found(compare(mine, reference), held, shapes)

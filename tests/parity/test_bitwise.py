@@ -1,0 +1,141 @@
+"""What must be the same to the last bit: schedules, ZeRO levels, recomputation, buckets, a stop and a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from parity.bits import moved, pairs, resumed, told
+from parity.cases import LARGE, ZERO_LEVELS, Case, case
+from parity.worker import verdict
+from ranks import run_ranks
+
+# ZeRO-2 must sum over the ranks after each micro-batch; the others are made to, so that all add in one order.
+ORDERED = {"ordered_reductions": True, "reduce_every_microbatch": True}
+
+
+def serial(other: Case) -> tuple[Case, Case]:
+    """A pipeline and one process with the same micro-batches. The norm, and so a clip, is summed stage by stage."""
+    return replace(other, ranks=1, parallel={}), other
+
+
+def pipelines(precision: str) -> list[Case]:
+    shapes = [
+        {"pp": 2},
+        {"pp": 2, "virtual_stages": 2},
+        {"pp": 4, "pipeline_layout": [0, 2, 1, 1]},
+        {"pp": 2, "virtual_stages": 2, "pipeline_layout": [1, 1, 2, 0]},
+    ]
+    return [
+        case(model, shape["pp"], layers=4, parallel=shape, micro=micro, clip=0.0, precision=precision)
+        for shape in shapes
+        for model, micro in [("gqa", 1), ("dense", 4)]
+    ]
+
+
+def pipeline_bits(cases: list[tuple[Case, Case]]) -> list[list[str] | None]:
+    return pairs(cases, norms=False)
+
+
+def other_bits(cases: list[tuple[Case, Case]]) -> list[list[str] | None]:
+    return pairs(cases, norms=True)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_any_schedule_computes_what_serial_microbatches_compute(precision: str) -> None:
+    cases = [serial(other) for other in pipelines(precision)]
+    assert not told([b for _, b in cases], run_ranks(pipeline_bits, 4, cases))
+
+
+def test_a_tied_embedding_is_summed_over_two_stages_in_another_order() -> None:
+    """In one process the head's and the embedding's gradient are added in each micro-batch, in a pipeline at the end."""
+    cases = [serial(case("tied", 2, parallel={"pp": 2}, micro=2, clip=0.0, precision="fp32"))]
+    differs = {"gradients/model.embed_tokens.weight"}
+    found = told([b for _, b in cases], run_ranks(pipeline_bits, 2, cases))
+    assert {name for names in found.values() for name in names if name.startswith("gradients/")} <= differs
+
+
+def zero_levels() -> list[tuple[Case, Case]]:
+    shapes = [
+        ("dense", 4, {}, LARGE), ("tied", 3, {}, 1000), ("gqa", 4, {"tp": 2, "sp": True}, LARGE), ("gqa", 4, {"tp": 2}, 700),
+        ("tied", 4, {"pp": 2}, 1000), ("dense", 4, {"pp": 2, "virtual_stages": 2}, LARGE),
+    ]  # fmt: skip
+    plain = [
+        case(
+            model, ranks, layers=4, parallel={**shape, "zero": 0}, micro=1, batch=12, bucket=bucket,
+            precision=precision, debug=ORDERED,
+        )
+        for model, ranks, shape, bucket in shapes
+        for precision in ("bf16", "fp64")
+    ]  # fmt: skip
+    return [(one, replace(one, parallel={**one.parallel, "zero": z})) for one in plain for z in ZERO_LEVELS[1:]]
+
+
+def test_zero_levels_compute_the_same() -> None:
+    cases = zero_levels()
+    assert not told([b for _, b in cases], run_ranks(other_bits, 4, cases))
+
+
+def recomputed() -> list[tuple[Case, Case]]:
+    plain = [
+        case("tied", 1, micro=4),
+        case("gqa", 2, parallel={"tp": 2}, micro=4),
+        case("tied", 2, parallel={"tp": 2, "sp": True}, micro=8, precision="bf16"),
+        case("tied", 2, parallel={"pp": 2}, layers=3, micro=2),
+    ]
+    ways = [{"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}]
+    return [(one, replace(one, recompute=way)) for one in plain for way in ways]
+
+
+def test_recomputation_changes_nothing() -> None:
+    cases = recomputed()
+    assert not told([b for _, b in cases], run_ranks(other_bits, 2, cases))
+
+
+def test_buckets_change_nothing() -> None:
+    """But the order in which the norm is summed, and so the clip."""
+    plain = case("dense", 2, parallel={"zero": 0}, micro=2, clip=0.0, precision="fp32", debug=ORDERED)
+    cases = [(plain, replace(plain, bucket=size, parallel={"zero": zero})) for size in (1, 777) for zero in ZERO_LEVELS]
+    assert not told([b for _, b in cases], run_ranks(pipeline_bits, 2, cases))
+
+
+def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
+    shapes = [
+        ("gqa", 1, {}), ("tied", 2, {"tp": 2, "sp": True}), ("gqa", 4, {"tp": 4}), ("dense", 2, {"zero": 1}),
+        ("tied", 4, {"tp": 2, "zero": 1}), ("tied", 4, {"pp": 2, "virtual_stages": 2, "zero": 1}),
+        *(("dense", 4, {"pp": 2, "zero": zero}) for zero in ZERO_LEVELS),
+    ]  # fmt: skip
+    cases = [
+        case(model, ranks, layers=4, parallel=parallel, micro=2, precision=precision, debug=ORDERED)
+        for model, ranks, parallel in shapes
+        for precision in ("bf16", "fp32")
+    ]
+    assert not told(cases, run_ranks(resumed, 4, cases, tmp_path))
+
+
+def moves() -> list[tuple[Case, Case]]:
+    """From each layout to the next, with the models in turn."""
+    shapes = [
+        (1, {}), (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"pp": 4}), (4, {"pp": 2, "virtual_stages": 2, "zero": 1}),
+        (4, {"tp": 2, "pp": 2, "zero": 0}), (3, {"zero": 1}), (8, {"tp": 8}), (3, {"pp": 3, "pipeline_layout": [0, 3, 1]}),
+        (4, {"tp": 2, "zero": 1}), (2, {"pp": 2}), (8, {"tp": 2, "pp": 2, "zero": 1}), (1, {}),
+    ]  # fmt: skip
+    return [
+        tuple(
+            case(("tied", "gqa", "dense")[number % 3], ranks, layers=4, parallel=parallel, micro=4, batch=24)
+            for ranks, parallel in pair
+        )
+        for number, pair in enumerate(pairwise(shapes))
+    ]
+
+
+def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
+    cases = moves()
+    results = run_ranks(moved, 8, cases, tmp_path, timeout=280)
+    for (before, after), found in zip(cases, zip(*results, strict=True), strict=True):
+        where = f"{before} -> {after}"
+        held = [one for one in found if one is not None]
+        assert not [name for one in held for name in one.unlike], where
+        assert not verdict(after, [one.then for one in held]).problem(1e-10), where

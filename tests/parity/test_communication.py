@@ -1,0 +1,170 @@
+"""What a step sends is what theory says, to the byte: nothing is sent twice, nothing that need not be.
+
+Legend: B micro-batch, S sequence, D model width, F feed-forward width, V vocabulary, L layers, M micro-batches of a rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from parity.cases import Case, case
+from parity.worker import Trainer, make_groups
+from ranks import run_ranks
+
+from mega_trainer.comm import CommLog
+from mega_trainer.parallel.buckets import SLICE_ELEMENTS
+
+S, D, F, V, L = 16, 32, 48, 64, 2
+SCALAR = 8
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
+GRADIENT = {"fp64": 8, "fp32": 4, "bf16": 4}
+Traffic = dict[tuple[str, str], list[int]]
+
+
+class Theory(Counter[tuple[tuple[str, str], str]]):
+    """Calls and bytes by group and operation."""
+
+    def expect(self, group: str, operation: str, calls: int, size: int) -> None:
+        """`calls` calls of `size` bytes each."""
+        self[(group, operation), "calls"] += calls
+        self[(group, operation), "bytes"] += calls * size
+
+    def traffic(self) -> Traffic:
+        """As a `CommLog` counts it."""
+        return {
+            key: [self[key, "calls"], self[key, "bytes"]] for key, what in self if what == "calls" and self[key, what]
+        }
+
+
+def padded(elements: int, ranks: int) -> int:
+    """Elements of a bucket whose slices are equal and begin at multiples."""
+    unit = ranks * SLICE_ELEMENTS
+    return -(-elements // unit) * unit
+
+
+def microbatches(one: Case) -> int:
+    return one.batch // one.micro // one.layout["dp"]
+
+
+def tensor_parallel(one: Case) -> Traffic:
+    """Two sums a layer forward and two backward, one for the embedding and one for the head's input.
+
+    With sequence parallelism each sum is a reduce-scatter and its counterpart an all-gather, as many bytes; a column
+    layer gathers its input once more in the backward, rather than keep it.
+    """
+    theory, m = Theory(), microbatches(one)
+    activation = one.micro * S * D * BYTES[one.precision]
+    if one.layout["sp"]:
+        theory.expect("tp", "all_gather", m * (L * (2 + 2 + 2) + 1 + 1), activation)
+        theory.expect("tp", "reduce_scatter", m * (L * (2 + 2) + 1 + 1), activation)
+        theory.expect("tp", "all_reduce", 1, padded((2 * L + 1) * D, 1) * GRADIENT[one.precision])  # norm gradients
+    else:
+        # a recomputed layer stops once it has all that the backward needs: before the sum at its end
+        again = {"none": 0, "selective": 0, "full": 1}[one.layout["recompute"]]
+        theory.expect("tp", "all_reduce", m * (L * (4 + again) + 1 + 1), activation)
+    statistic = one.micro * S * GRADIENT[one.precision]  # of each token: the largest logit; the sum and the label's
+    theory.expect("tp", "all_reduce", m, statistic)
+    theory.expect("tp", "all_reduce", m, 2 * statistic)
+    theory.expect("tp", "all_reduce", 1, SCALAR)  # the norm
+    return theory.traffic()
+
+
+def pipeline(one: Case, rank: int) -> Traffic:
+    """Each boundary between stages of different ranks is crossed once forward and once backward a micro-batch."""
+    theory, m, layout = Theory(), microbatches(one), one.layout
+    stages, pp = layout["pp"] * layout["virtual_stages"], layout["pp"]
+    own = [stage for stage in range(stages) if stage % pp == rank // layout["tp"]]
+    arrivals = m * sum((stage > 0) + (stage < stages - 1) for stage in own)
+    share = layout["tp"] if layout["sp"] else 1
+    theory.expect("pp", "receive", arrivals, one.micro * S // share * D * BYTES[one.precision])
+    theory.expect("pp", "all_reduce", 2, SCALAR)  # the loss and the norm
+    return theory.traffic()
+
+
+def data_parallel(one: Case) -> Traffic:
+    """Level 0 sums all gradients once a step; from level 1 on the sum is scattered and the new weights are gathered.
+
+    Level 2 keeps no whole gradients, so it scatters those of every micro-batch.
+    """
+    theory, ranks, zero = Theory(), one.layout["dp"], one.layout["zero"]
+    matrices, vectors = 2 * V * D + L * (4 * D * D + 3 * D * F), (2 * L + 1) * D  # with decay, without
+    for elements in (matrices, vectors):
+        size = padded(elements, ranks)
+        times = microbatches(one) if zero == 2 else 1
+        theory.expect("dp_cp", "reduce_scatter" if zero else "all_reduce", times, size * GRADIENT[one.precision])
+        if zero:
+            theory.expect("dp_cp", "all_gather", 1, size * BYTES[one.precision])
+            theory.expect("dp_cp", "all_reduce", 1, ranks * SCALAR)  # the norm, slice by slice
+    theory.expect("dp_cp", "all_reduce", 2, SCALAR)  # tokens and loss
+    return theory.traffic()
+
+
+TENSOR = [
+    case("dense", tp, parallel={"tp": tp, "sp": sp}, micro=micro, precision=precision, recompute={"kind": kind})
+    for tp, sp, micro, precision, kind in [
+        (2, False, 4, "fp64", "none"), (4, False, 8, "bf16", "none"), (2, True, 2, "fp32", "none"),
+        (4, True, 8, "bf16", "selective"), (2, False, 4, "fp32", "full"), (2, False, 8, "bf16", "selective"),
+    ]
+]  # fmt: skip
+PIPELINE = [
+    case(
+        "dense",
+        pp * tp,
+        layers=4,
+        parallel={"pp": pp, "virtual_stages": v, "tp": tp, "sp": sp},
+        micro=2,
+        precision="bf16",
+    )
+    for pp, v, tp, sp in [(2, 1, 1, False), (4, 1, 1, False), (2, 2, 1, False), (2, 1, 2, True), (2, 1, 2, False)]
+]
+DATA = [
+    case("dense", dp, parallel={"zero": zero}, micro=1, precision=precision)
+    for dp, zero, precision in [(2, 0, "bf16"), (4, 0, "fp32"), (2, 1, "fp64"), (4, 1, "bf16"), (4, 2, "bf16")]
+]
+
+
+def traffic(cases: Sequence[Case]) -> list[Traffic]:
+    """On each rank: what passed in one step of each case."""
+    rank, maker, out = dist.get_rank(), make_groups(cases), []
+    for one in cases:
+        log = CommLog()
+        if rank < one.ranks:
+            trainer = Trainer.make(one, rank, maker, log)
+            trainer.step()
+            trainer.optimizer.settle()
+        out.append(log.counts)
+    return out
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[Case, list[Traffic]]:
+    """By case, what each of its ranks counted."""
+    cases = [*TENSOR, *PIPELINE, *DATA]
+    results = zip(*run_ranks(traffic, 4, cases, timeout=100), strict=True)
+    return {one: list(ranks[: one.ranks]) for one, ranks in zip(cases, results, strict=True)}
+
+
+def only(counts: Traffic, group: str) -> Traffic:
+    return {key: value for key, value in counts.items() if key[0] == group}
+
+
+@pytest.mark.parametrize("one", TENSOR, ids=str)
+def test_tensor_parallel(counted: Any, one: Case) -> None:
+    for counts in counted[one]:
+        assert counts == tensor_parallel(one)
+
+
+@pytest.mark.parametrize("one", PIPELINE, ids=str)
+def test_pipeline(counted: Any, one: Case) -> None:
+    for rank, counts in enumerate(counted[one]):
+        assert only(counts, "pp") == pipeline(one, rank)
+
+
+@pytest.mark.parametrize("one", DATA, ids=str)
+def test_data_parallel(counted: Any, one: Case) -> None:
+    for counts in counted[one]:
+        assert counts == data_parallel(one)

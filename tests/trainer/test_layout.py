@@ -1,0 +1,139 @@
+"""Where ranks stand; degrees that do not fit are told all at once, with a way out that works."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mega_common.errors import ConfigError
+from mega_trainer.config import RunConfig
+from mega_trainer.layout import Layout, world_problems
+
+degree = st.integers(1, 4)
+
+
+@given(degree, degree, degree, degree)
+def test_coordinates_and_ranks_are_each_others_inverse(tp: int, pp: int, cp: int, dp: int) -> None:
+    layout = Layout(tp=tp, pp=pp, cp=cp, dp=dp)
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert [layout.rank(**at) for at in places] == list(range(tp * pp * cp * dp))
+    assert all(0 <= at[axis] < getattr(layout, axis) for at in places for axis in at)
+
+
+def test_tensor_ranks_are_neighbours_and_pipeline_ranks_far_apart() -> None:
+    layout = Layout(tp=2, pp=2, dp=3)
+    assert [layout.rank(pp=0, dp=0, cp=0, tp=t) for t in range(2)] == [0, 1]
+    assert [layout.rank(pp=0, dp=d, cp=0, tp=0) for d in range(3)] == [0, 2, 4]
+    assert [layout.rank(pp=p, dp=0, cp=0, tp=0) for p in range(2)] == [0, 6]
+
+
+def run(
+    model: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
+    micro: int = 1,
+    batch: int = 8,
+    length: int = 16,
+) -> dict[str, Any]:
+    sizes = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 8, "vocab_size": 64}
+    return {
+        "model": sizes | (model or {}),
+        "data": {"train": ["none"], "seq_length": length},
+        "parallel": parallel or {},
+        "batch": {"micro": micro, "global": batch},
+    }
+
+
+def told(raw: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        RunConfig.parse(raw)
+    return str(error.value)
+
+
+def test_all_that_does_not_fit_the_model_is_told_at_once() -> None:
+    text = told(run(parallel={"tp": 3, "sp": True, "pp": 8}, length=16))
+    assert "3 problems" in text
+    for path in ("parallel.tp = 3", "data.seq_length = 16", "parallel.pp = 8"):
+        assert path in text
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"tp": 16}, "one of [1, 2, 4, 8]"),
+        ({"pp": 2, "virtual_stages": 4}, "virtual_stages=2"),
+        ({"virtual_stages": 2}, "1, or a larger pp"),
+        ({"pp": 2, "pipeline_layout": [1, 2]}, "for example [2, 2]"),
+        ({"pp": 2, "schedule": "zbv"}, "virtual_stages=2"),
+    ],
+)
+def test_degrees_that_do_not_fit_the_model(parallel: dict[str, Any], says: str) -> None:
+    assert says in told(run(parallel=parallel))
+
+
+def test_a_stage_at_the_end_may_have_no_layers() -> None:
+    assert RunConfig.parse(run(parallel={"pp": 2, "pipeline_layout": [4, 0]})).parallel.pipeline_layout == [4, 0]
+    assert "only the first and the last may have none" in told(run(parallel={"pp": 4, "pipeline_layout": [2, 0, 1, 1]}))
+
+
+def test_fewer_key_value_heads_than_tensor_ranks_must_divide_them() -> None:
+    RunConfig.parse(run({"num_kv_heads": 2}, {"tp": 8}))
+    assert "parallel.tp = 4" in told(run({"num_attention_heads": 12, "head_dim": 4, "num_kv_heads": 6}, {"tp": 4}))
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> dict[str, Any]:
+    heads = draw(st.sampled_from([2, 4, 6, 12]))
+    model = {
+        "num_layers": draw(st.integers(1, 8)),
+        "num_attention_heads": heads,
+        "head_dim": 4,
+        "ffn_hidden_size": draw(st.sampled_from([24, 36, 64])),
+        "num_kv_heads": draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0])),
+    }
+    parallel = {
+        "tp": draw(st.integers(1, 6)),
+        "pp": draw(st.integers(1, 4)),
+        "sp": draw(st.booleans()),
+        "virtual_stages": draw(st.sampled_from([1, 1, 2])),
+        "dp": draw(st.sampled_from([None, None, 2])),
+    }
+    return run(model, parallel, micro=draw(st.integers(1, 3)), batch=draw(st.integers(1, 24)), length=24)
+
+
+@given(runs(), st.integers(1, 16))
+@settings(deadline=None, max_examples=150)
+def test_following_the_suggestion_works(raw: dict[str, Any], world: int) -> None:
+    try:
+        config = RunConfig.parse(raw)
+    except ConfigError:
+        assume(False)
+    for problem in world_problems(config, world):
+        if degrees := re.findall(r"(\w+): (\d+)", problem.hint):
+            raw = raw | {"parallel": raw["parallel"] | {name: int(degree) for name, degree in degrees}}
+        elif problem.path == "batch.global":
+            raw = raw | {"batch": raw["batch"] | {"global": int(problem.hint)}}
+        elif problem.path == "parallel.dp":
+            raw = raw | {"parallel": raw["parallel"] | {"dp": None}}
+        else:
+            assert problem.hint == "no tp and pp fit; change batch.global or the number of ranks"
+            assume(False)
+    RunConfig.parse(raw).check_ranks(world)
+
+
+def test_a_suggestion_is_near_what_was_asked() -> None:
+    config = RunConfig.parse(run(parallel={"tp": 4, "pp": 2}))
+    with pytest.raises(ConfigError, match=r"tp 4 x pp 2 x cp 1 = 8 ranks do not divide the 4 .* tp: 4, pp: 1, dp: 1"):
+        config.check_ranks(4)
+
+
+def test_degrees_and_batch_are_told_together() -> None:
+    config = RunConfig.parse(run(parallel={"tp": 2, "dp": 3}, batch=7))
+    with pytest.raises(ConfigError) as error:
+        config.check_ranks(4)
+    assert "2 problems" in str(error.value)
+    assert "parallel.dp = 3: 4 ranks make dp = 2 -> leave it out, or start 6 ranks" in str(error.value)
+    assert "batch.global = 7" in str(error.value)

@@ -1,0 +1,107 @@
+"""Groups of ranks: each axis cuts the world into groups of those that differ on it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from mega_trainer.comm import CommLog, all_reduce
+from mega_trainer.layout import Layout
+from mega_trainer.mesh import GroupMaker, Groups, build_groups
+
+AXES = ("tp", "pp", "cp", "dp")
+layouts = st.builds(Layout, *[st.integers(1, 4)] * 4)
+
+
+@dataclass
+class Asked(GroupMaker):
+    """Makes nothing, and remembers what was asked for."""
+
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+
+    def handle(self, ranks: Sequence[int]) -> None:
+        self.asked.append(tuple(ranks))
+
+
+def groups_of(layout: Layout, kv_heads: int = 64) -> list[Groups]:
+    """What every rank has."""
+    return [build_groups(layout, rank, kv_heads=kv_heads, maker=Asked()) for rank in range(layout.world_size)]
+
+
+@given(layouts)
+def test_an_axis_cuts_the_world_into_groups_that_differ_on_it_alone(layout: Layout) -> None:
+    everyone = groups_of(layout)
+    for axis in AXES:
+        for rank, groups in enumerate(everyone):
+            group = getattr(groups, axis)
+            assert group.size == getattr(layout, axis)
+            assert group.ranks[group.rank] == rank
+            assert group.rank == layout.coordinates(rank)[axis]
+            at = [layout.coordinates(other) for other in group.ranks]
+            assert all(one[other] == at[0][other] for one in at for other in AXES if other != axis)
+
+
+@given(layouts)
+def test_all_members_of_a_group_have_the_same_one(layout: Layout) -> None:
+    everyone = groups_of(layout, kv_heads=2)
+    for name in ("world", "tp", "pp", "cp", "dp", "dp_cp", "embedding", "kv"):
+        for groups in everyone:
+            mine = getattr(groups, name)
+            assert all(getattr(everyone[other], name).ranks == mine.ranks for other in mine.ranks)
+
+
+@given(layouts)
+def test_gradients_are_summed_over_data_and_context_ranks(layout: Layout) -> None:
+    for groups in groups_of(layout):
+        assert groups.dp_cp.size == layout.dp * layout.cp
+        assert set(groups.dp.ranks) | set(groups.cp.ranks) <= set(groups.dp_cp.ranks)
+
+
+@given(layouts)
+def test_the_first_and_last_stage_share_the_embedding(layout: Layout) -> None:
+    for rank, groups in enumerate(groups_of(layout)):
+        ends = layout.coordinates(rank)["pp"] in (0, layout.pp - 1)
+        expected = sorted({groups.pp.ranks[0], groups.pp.ranks[-1]}) if ends else [rank]
+        assert list(groups.embedding.ranks) == expected
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(8, 2), (8, 1), (4, 4), (6, 3), (2, 8)])
+def test_tensor_ranks_with_the_same_key_value_head_form_a_group(tp: int, heads: int) -> None:
+    head = [rank * heads // tp for rank in range(tp)]  # the head a rank's queries look at
+    for rank, groups in enumerate(groups_of(Layout(tp=tp), heads)):
+        shares = [other for other in range(tp) if head[other] == head[rank]] if heads < tp else [rank]
+        assert list(groups.kv.ranks) == shares
+
+
+def test_a_rank_makes_only_groups_that_it_is_in() -> None:
+    maker = Asked()
+    build_groups(Layout(tp=4, pp=16, dp=16), 700, kv_heads=2, maker=maker)
+    assert len(maker.asked) <= 8
+    assert all(700 in ranks for ranks in maker.asked)
+
+
+def real_groups() -> tuple[list[float], int]:
+    log = CommLog()
+    rank = dist.get_rank()
+    maker = GroupMaker()
+    groups = build_groups(Layout(tp=2, pp=2), rank, kv_heads=1, maker=maker, log=log)
+    sums = []
+    for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.embedding, groups.kv):
+        value = torch.tensor(float(10**rank))
+        all_reduce(value, group)
+        sums.append(value.item())
+    return sums, len(maker.made)
+
+
+def test_groups_of_processes() -> None:
+    for rank, (sums, made) in enumerate(run_ranks(real_groups, 4)):
+        tp, pp = (11.0, 1100.0)[rank // 2], (101.0, 1010.0)[rank % 2]
+        assert sums == [1111.0, tp, pp, float(10**rank), pp, tp]
+        assert made == 3  # the same ranks are one group, whatever it is for
