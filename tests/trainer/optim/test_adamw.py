@@ -8,7 +8,7 @@ from mega_trainer.comm import Group
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.slots import Slot
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel.buckets import ALIGNMENT
+from mega_trainer.parallel.buckets import SLICE_ELEMENTS
 from mega_trainer.parallel.grads import Sharing, flatten
 from mega_trainer.parallel.param import make_parameter
 from mega_trainer.parallel.shared import Kind, Shard
@@ -28,9 +28,9 @@ def slots(weights: torch.Tensor, grads: torch.Tensor, length: int, *, decay: boo
 
 
 def test_an_element_does_not_depend_on_where_slices_are_cut() -> None:
-    weights, elements = random(6 * ALIGNMENT), 6 * ALIGNMENT
+    weights, elements = random(6 * SLICE_ELEMENTS), 6 * SLICE_ELEMENTS
     results = []
-    for length in (elements, elements // 2, ALIGNMENT):
+    for length in (elements, elements // 2, SLICE_ELEMENTS):
         held = slots(weights, weights, length)
         rule = AdamW(held, **SETTINGS)
         for step in range(5):
@@ -44,13 +44,13 @@ def test_an_element_does_not_depend_on_where_slices_are_cut() -> None:
 
 @pytest.mark.parametrize("decay", [True, False])
 def test_it_is_the_paper_s(decay: bool) -> None:
-    weights, expected = random(ALIGNMENT), random(ALIGNMENT).double()
-    (slot,) = held = slots(weights, weights, ALIGNMENT, decay=decay)
-    rule, first, second = AdamW(held, **SETTINGS), torch.zeros(ALIGNMENT), torch.zeros(ALIGNMENT)
+    weights, expected = random(SLICE_ELEMENTS), random(SLICE_ELEMENTS).double()
+    (slot,) = held = slots(weights, weights, SLICE_ELEMENTS, decay=decay)
+    rule, first, second = AdamW(held, **SETTINGS), torch.zeros(SLICE_ELEMENTS), torch.zeros(SLICE_ELEMENTS)
     for step in range(1, 4):
-        slot.shard.grads.copy_(random(ALIGNMENT, seed=step))
+        slot.shard.grads.copy_(random(SLICE_ELEMENTS, seed=step))
         rule.step(1e-2)
-        grads = random(ALIGNMENT, seed=step).double()
+        grads = random(SLICE_ELEMENTS, seed=step).double()
         first, second = 0.9 * first + 0.1 * grads, 0.95 * second + 0.05 * grads**2
         update = (first / (1 - 0.9**step)) / ((second / (1 - 0.95**step)).sqrt() + 1e-8)
         expected = expected - 1e-2 * (update + (0.1 * expected if decay else 0.0))

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity.worker import trainer_of
+from parity.cases import Run
+from parity.worker import Trainer
 from ranks import run_ranks
 
 from mega_ckpt.pieces import Sharded
 from mega_ckpt.store import save
-from mega_trainer.build import Ranks
 from mega_trainer.mesh import GroupMaker
 
 
@@ -36,9 +36,9 @@ def values(tensors: dict[str, Sharded]) -> dict[str, Any]:
     return {name: [(b.offset, b.tensor.double().tolist()) for b in held.boxes] for name, held in tensors.items()}
 
 
-def trained(raw: dict[str, Any], ranks: Ranks, maker: GroupMaker | None = None) -> tuple[list[float], dict[str, Any]]:
-    it = trainer_of(raw, ranks, maker)
-    losses = [it.step(number).loss for number in range(3)]
+def trained(case: Run, rank: int = 0, maker: GroupMaker | None = None) -> tuple[list[float], dict[str, Any]]:
+    it = Trainer.make(case, rank, maker)
+    losses = [it.step().loss for _ in range(3)]
     return losses, values(it.state.tensors())
 
 
@@ -46,16 +46,16 @@ def trained(raw: dict[str, Any], ranks: Ranks, maker: GroupMaker | None = None) 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_offloaded_state_changes_no_bits(precision: str, name: str) -> None:
     here, there = (
-        trained(settings(precision, offload=offload, optimizer={"name": name}), Ranks()) for offload in (False, True)
+        trained(Run.of(settings(precision, offload=offload, optimizer={"name": name}))) for offload in (False, True)
     )
     assert here == there
 
 
 def offloaded_on_two_ranks() -> list[bool]:
-    ranks, maker, same = Ranks(dist.get_rank(), 2), GroupMaker(), []
+    maker, same = GroupMaker(), []
     for zero in (1, 2, 3):
         plain, offloaded = (
-            trained(settings("bf16", offload=offload, parallel={"zero": zero}), ranks, maker)
+            trained(Run.of(settings("bf16", offload=offload, parallel={"zero": zero}), 2), dist.get_rank(), maker)
             for offload in (False, True)
         )
         same.append(plain == offloaded)
@@ -67,23 +67,23 @@ def test_offloaded_state_changes_no_bits_at_any_level() -> None:
 
 
 def test_offloaded_state_is_apart_from_the_model_and_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
-    raw = settings("fp32", offload=True)
-    straight, resumed = trainer_of(raw, Ranks()), trainer_of(raw, Ranks())
-    straight.step(0)
+    case = Run.of(settings("fp32", offload=True))
+    straight, resumed = Trainer.make(case), Trainer.make(case)
+    straight.step()
     for slot in straight.optimizer.slots:
         assert slot.main.data_ptr() != slot.shard.weights.data_ptr()
         assert slot.grads.data_ptr() != slot.shard.grads.data_ptr()
     state = straight.state
     folder = save(tmp_path, 1, state.tensors(), model=straight.config.model, state=state.numbers())
     resumed.state.restore(folder, None)
-    assert straight.step(1) == resumed.step(1)
+    assert straight.step() == resumed.step()
     assert values(resumed.state.tensors()) == values(straight.state.tensors())
 
 
 def test_main_weights_are_saved_where_they_are_more_precise() -> None:
     for precision, kept in (("fp32", False), ("bf16", True)):
         for offload in (False, True):
-            held = trainer_of(settings(precision, offload=offload), Ranks()).state.tensors()
+            held = Trainer.make(Run.of(settings(precision, offload=offload))).state.tensors()
             assert any(name.startswith("optimizer/main/") for name in held) is kept
             weights = {name.removeprefix("weights/") for name in held if name.startswith("weights/")}
             assert {name.removeprefix("optimizer/exp_avg/") for name in held if "/exp_avg/" in name} == weights

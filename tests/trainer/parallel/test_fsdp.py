@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from parity.cases import Run
-from parity.worker import sweep, synthetic, trainer_of, verdicts
+from parity.worker import Trainer, sweep, synthetic, verdicts
 from ranks import run_ranks
 
 from mega_ckpt.checkpoint import Checkpoint
@@ -19,7 +19,6 @@ from mega_ckpt.pieces import Piece
 from mega_ckpt.store import save
 from mega_common.errors import ConfigError
 from mega_trainer.batch import micro_batches
-from mega_trainer.build import Ranks
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
 from mega_trainer.mesh import GroupMaker
@@ -45,54 +44,50 @@ def settings(zero: int, *, precision: str, parallel: dict[str, Any] | None = Non
     }
 
 
+TIED = {**MODEL, "tie_embeddings": True, "num_kv_heads": 1, "vocab_size": 9}
 CASES = [
-    (model, ranks, {"parallel": {**parallel, "zero": 3}, **more})
-    for model in ("plain", "tied")
-    for ranks, parallel, more in [
-        (4, {}, {}),  # of the 37 or 9 rows of the vocabulary the last rank has fewer, or none
-        (4, {"tp": 2}, {}),
-        (4, {"tp": 2, "sp": True}, {"recompute": {"kind": "full"}}),
+    Run.of(settings(3, precision="fp64", parallel=parallel, model=model, recompute=recompute), 4)
+    for model in (MODEL, TIED)
+    for parallel, recompute in [
+        ({}, {}),  # of the 37 or 9 rows of the vocabulary the last rank has fewer, or none
+        ({"tp": 2}, {}),
+        ({"tp": 2, "sp": True}, {"kind": "full"}),
     ]
 ]
 
 
 def test_it_computes_what_one_process_computes() -> None:
-    models = {
-        "plain": settings(0, precision="fp64", optimizer={}),
-        "tied": settings(
-            0,
-            precision="fp64",
-            optimizer={},
-            model={**MODEL, "tie_embeddings": True, "num_kv_heads": 1, "vocab_size": 9},
-        ),
-    }
-    cases = [Run.of({**models[model], **changes}, ranks) for model, ranks, changes in CASES]
-    problems = [result.problem(1e-10) for result in verdicts(cases, run_ranks(sweep, 4, cases, timeout=200))]
+    results = verdicts(CASES, run_ranks(sweep, 4, CASES, timeout=200))
+    problems = [result.problem(1e-10) for result in results]
     assert not any(problems), problems
 
 
 def saved_by_levels(folder: Path) -> dict[str, Any]:
     """Checkpoints of levels 2 and 3 after the same steps, with an evaluation between; and the losses after a resume."""
     out: dict[str, Any] = {}
-    maker, ranks = GroupMaker(), Ranks(dist.get_rank(), dist.get_world_size())
+    maker = GroupMaker()
     for precision, parallel in (("fp32", {}), ("bf16", {}), ("bf16", {"tp": 2})):
         name = f"{precision} {parallel}"
+
+        def case(level: int, precision: str = precision, parallel: dict[str, Any] = parallel) -> Run:
+            return Run.of(settings(level, precision=precision, parallel=parallel), 4)
+
         for level in (2, 3):
-            it = trainer_of(settings(level, precision=precision, parallel=parallel), ranks, maker)
+            it = Trainer.make(case(level), dist.get_rank(), maker)
             losses = [it.step().loss for _ in range(2)]
             batch = list(
                 micro_batches(
-                    synthetic(it.config, 9, it.groups.dp.rank, it.groups.dp.size), it.config, torch.device("cpu")
+                    synthetic(it.config, 9, it.groups.dp.rank, it.groups.dp.size, True), it.config, torch.device("cpu")
                 )
             )
             losses.append(evaluate_step(it.executor, batch, it.groups.dp_cp)[0])
             save(folder / name / str(level), 2, it.state.tensors(), model=it.config.model, state=it.state.numbers())
-            losses.append(it.step(2).loss)
+            losses.append(it.step().loss)
             out[f"{name} {level}"] = losses
         for level, other in ((2, 3), (3, 2)):
-            it = trainer_of(settings(level, precision=precision, parallel=parallel), ranks, maker)
+            it = Trainer.make(case(level), dist.get_rank(), maker)
             it.state.restore(next((folder / name / str(other)).glob("step-*")), None)
-            out[f"{name} {level} resumed"] = it.step(2).loss
+            out[f"{name} {level} resumed"] = it.step().loss
     return out
 
 
@@ -113,8 +108,8 @@ def test_levels_2_and_3_save_alike_and_resume_each_other(tmp_path: Path) -> None
 
 def traffic_and_memory() -> tuple[dict[tuple[str, str], int], int, int]:
     log = CommLog()
-    it = trainer_of(settings(3, precision="bf16"), Ranks(dist.get_rank(), 2), GroupMaker(), log)
-    it.step(0)
+    it = Trainer.make(Run.of(settings(3, precision="bf16"), 2), dist.get_rank(), GroupMaker(), log)
+    it.step()
     held = sum(shard.weights.numel() for buffer in it.optimizer.buffers for shard in buffer.shards)
     whole = sum(parameter.numel() for parameter in it.state.stages[0].parameters())
     return {key: calls for key, (calls, _) in log.counts.items()}, held, whole

@@ -19,7 +19,7 @@ from mega_ckpt.pieces import Piece
 from mega_trainer.comm import CommLog, Group, all_gather_into
 from mega_trainer.mesh import GroupMaker
 from mega_trainer.parallel import grads
-from mega_trainer.parallel.buckets import ALIGNMENT, MicroBucket
+from mega_trainer.parallel.buckets import SLICE_ELEMENTS, MicroBucket
 from mega_trainer.parallel.grads import FlatStage, Sharing, flatten
 from mega_trainer.parallel.param import make_parameter
 
@@ -126,7 +126,7 @@ def calls(log: CommLog) -> int:
 
 def test_buckets_are_reduced_once_a_step_or_once_a_backward_and_before_it_ends() -> None:
     found = run_ranks(traffic, 2, timeout=60)[0]
-    padded = 2 * ALIGNMENT  # buckets of at least six elements, last parameter first: [7], [4, 5], [3]
+    padded = 2 * SLICE_ELEMENTS  # buckets of at least six elements, last parameter first: [7], [4, 5], [3]
     assert found["0"]["calls"] == {("dp", "all_reduce"): [3, 3 * 4 * padded]}
     assert found["1"]["calls"] == {("dp", "reduce_scatter"): [3, 3 * 4 * padded]}
     assert found["0, each backward"]["calls"] == {("dp", "all_reduce"): [9, 9 * 4 * padded]}
@@ -138,7 +138,7 @@ def test_buckets_are_reduced_once_a_step_or_once_a_backward_and_before_it_ends()
 def test_only_the_slice_of_a_gradient_is_kept_between_backwards() -> None:
     stages = {level: flatten(Toy(Group("dp", (0, 1))), SHARINGS[level]) for level in ("1", "2")}
     elements = {level: sum(kept(stage)) for level, stage in stages.items()}
-    assert elements == {"1": 3 * 3 * ALIGNMENT, "2": 3 * ALIGNMENT}
+    assert elements == {"1": 3 * 3 * SLICE_ELEMENTS, "2": 3 * SLICE_ELEMENTS}
     assert all(isinstance(b, MicroBucket) for buffer in stages["2"].buffers for b in buffer.buckets)
 
 

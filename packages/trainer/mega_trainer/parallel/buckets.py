@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from mega_trainer.comm import Group, Work, all_reduce, reduce_scatter_into
 
-# Elements. An element's bits must not depend on where slices are cut: torch's fused optimizer rounds the last few of a
-# tensor, which fill no vector register, in another way on a CPU. Also what NCCL likes.
-ALIGNMENT = 64
+# Slices are multiples of this. An update in vectors then has no remainder, which would be rounded in another way, so an
+# element's new value does not depend on where its slice begins.
+SLICE_ELEMENTS = 64
 
 
 class Bucket(ABC):
@@ -27,7 +27,7 @@ class Bucket(ABC):
     Args:
         start: first element, in the buffer.
         places: where each parameter's gradient lies in the bucket.
-        data: the ranks to sum over; the bucket is padded so that their slices are equal, and multiples of `ALIGNMENT`.
+        data: the ranks to sum over; the bucket is padded so that their slices are equal.
         sharded: keep the sum of this rank's slice alone.
         dtype, device: of the gradients.
 
@@ -46,8 +46,9 @@ class Bucket(ABC):
         device: torch.device,
     ) -> None:
         self.start, self.places, self.data, self.sharded = start, dict(places), data, sharded
-        share = -(-max(place.stop for place in places.values()) // (data.size * ALIGNMENT)) * ALIGNMENT
-        self.size = share * data.size
+        unit = data.size * SLICE_ELEMENTS
+        self.size = -(-max(place.stop for place in places.values()) // unit) * unit
+        share = self.size // data.size
         self.stop = start + self.size
         self.grads = torch.zeros(share if sharded else self.size, dtype=dtype, device=device)
         self._owed: set[nn.Parameter] = set()
