@@ -56,6 +56,7 @@ class Case:
     closed: bool = True
     length: int = 16
     precision: str = "fp64"
+    optimizer: str = "adamw"
     clip: float = 0.1  # small enough that every step is clipped
     debug: Mapping[str, Any] = field(default_factory=dict)
 
@@ -69,7 +70,7 @@ class Case:
             "parallel": dict(self.parallel),
             "recompute": dict(self.recompute),
             "batch": {"micro": self.micro, "global": self.batch},
-            "optimizer": {"clip_grad": self.clip, "eps": 1e-4},
+            "optimizer": {"name": self.optimizer, "clip_grad": self.clip, "eps": 1e-4},
             "train": {"steps": 10},
             "precision": self.precision,
             "debug": dict(self.debug),
@@ -85,10 +86,10 @@ class Case:
         """The layout's degrees, all of them."""
         degrees = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "zero": 0, **self.parallel}
         dp = self.ranks // (degrees["tp"] * degrees["pp"])
-        return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none")}
+        return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none"), "optimizer": self.optimizer}
 
     def __str__(self) -> str:
-        used = {key: value for key, value in self.layout.items() if value is True or value not in (1, False, "none")}
+        used = {key: value for key, value in self.layout.items() if value is True or value not in (0, 1, "none", "adamw")}
         used |= {"micro": self.micro, "batch": self.batch} | ({"bucket": self.bucket} if self.bucket != LARGE else {})
         return f"{self.name}: " + " ".join(f"{key}={value}" for key, value in used.items())
 
@@ -132,10 +133,11 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
     batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"]), parallel["pp"], rng)
     return case(
         name, ranks, layers=layers, parallel=chosen, recompute=rng.choice(RECOMPUTES),
-        micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]),
+        micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]), optimizer=rng.choice(OPTIMIZERS),
     )  # fmt: skip
 
 
+OPTIMIZERS = ["adamw", "adamw", "muon"]
 RECOMPUTES: list[dict[str, Any]] = [{}, {"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}]
 
 

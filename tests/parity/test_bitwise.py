@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import pytest
@@ -62,12 +62,13 @@ def zero_levels() -> list[tuple[Case, Case]]:
         ("dense", 4, {}, LARGE), ("tied", 3, {}, 1000), ("gqa", 4, {"tp": 2, "sp": True}, LARGE), ("gqa", 4, {"tp": 2}, 700),
         ("tied", 4, {"pp": 2}, 1000), ("dense", 4, {"pp": 2, "virtual_stages": 2}, LARGE),
     ]  # fmt: skip
+    rules = ["adamw", "muon", "adamw", "muon", "adamw", "adamw"]
     plain = [
         case(
             model, ranks, layers=4, parallel={**shape, "zero": 0}, micro=1, batch=12, bucket=bucket,
-            precision=precision, debug=ORDERED,
+            precision=precision, optimizer=rule, debug=ORDERED,
         )
-        for model, ranks, shape, bucket in shapes
+        for (model, ranks, shape, bucket), rule in zip(shapes, rules, strict=True)
         for precision in ("bf16", "fp64")
     ]  # fmt: skip
     return [(one, replace(one, parallel={**one.parallel, "zero": z})) for one in plain for z in ZERO_LEVELS[1:]]
@@ -108,9 +109,9 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
         *(("dense", 4, {"pp": 2, "zero": zero}) for zero in ZERO_LEVELS),
     ]  # fmt: skip
     cases = [
-        case(model, ranks, layers=4, parallel=parallel, micro=2, precision=precision, debug=ORDERED)
-        for model, ranks, parallel in shapes
-        for precision in ("bf16", "fp32")
+        case(model, ranks, layers=4, parallel=parallel, micro=2, precision=precision, optimizer=rule, debug=ORDERED)
+        for (model, ranks, parallel), other in zip(shapes, cycle(["muon", "adamw"]), strict=False)
+        for precision, rule in (("bf16", "adamw"), ("fp32", other))
     ]
     assert not told(cases, run_ranks(resumed, 4, cases, tmp_path))
 
@@ -124,11 +125,14 @@ def moves() -> list[tuple[Case, Case]]:
     ]  # fmt: skip
     return [
         tuple(
-            case(("tied", "gqa", "dense")[number % 3], ranks, layers=4, parallel=parallel, micro=4, batch=24)
+            case(
+                ("tied", "gqa", "dense")[number % 3], ranks, layers=4, parallel=parallel, micro=4, batch=24,
+                optimizer=("adamw", "muon")[number % 2],
+            )
             for ranks, parallel in pair
         )
         for number, pair in enumerate(pairwise(shapes))
-    ]
+    ]  # fmt: skip
 
 
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
