@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from parity.cases import Case, Run
+from parity.cases import Case
 from torch import Tensor
 
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
@@ -109,14 +109,6 @@ class Trainer:
                 out.gradients = clone(self.optimizer.gradients())
         out.tensors = clone(self.state.tensors())
         return out
-
-
-def trainer_of(
-    settings: Mapping[str, Any], ranks: Ranks | None = None, maker: GroupMaker | None = None, log: CommLog | None = None
-) -> Trainer:
-    """The trainer of a run.yaml, on some ranks."""
-    ranks = ranks or Ranks()
-    return Trainer.make(Run.of(settings, ranks.world_size), ranks.rank, maker, log)
 
 
 def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool = True) -> StepBatch:
