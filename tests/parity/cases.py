@@ -89,7 +89,9 @@ class Case:
         return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none"), "optimizer": self.optimizer}
 
     def __str__(self) -> str:
-        used = {key: value for key, value in self.layout.items() if value is True or value not in (0, 1, "none", "adamw")}
+        used = {
+            key: value for key, value in self.layout.items() if value is True or value not in (0, 1, "none", "adamw")
+        }
         used |= {"micro": self.micro, "batch": self.batch} | ({"bucket": self.bucket} if self.bucket != LARGE else {})
         return f"{self.name}: " + " ".join(f"{key}={value}" for key, value in used.items())
 

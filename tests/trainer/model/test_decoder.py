@@ -91,7 +91,9 @@ def test_stages_in_a_row_are_the_whole(tied: bool) -> None:
     model = config(tie_embeddings=tied, position="learned")
     data = batch(model)
     whole = made(model)
-    first, middle, last = (made(model, Stage(*s)) for s in [(0, 1, True, False), (1, 4, False, False), (4, 4, False, True)])
+    first, middle, last = (
+        made(model, Stage(*s)) for s in [(0, 1, True, False), (1, 4, False, False), (4, 4, False, True)]
+    )
     x = through(first, data)
     context = first.context(data["positions"])
     assert torch.equal(last.logits(middle(x, context)), whole.logits(through(whole, data)))
