@@ -21,6 +21,8 @@ Examples:
 
   mega train --schema > run.schema.json
 
+  mega train --from-megatron-args pretrain.sh > run.yaml
+
   torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 -m mega_cli.main train run.yaml
 """
 
@@ -37,6 +39,10 @@ def train_command(
     check: Annotated[
         bool, typer.Option("--check", help="Check the configuration, print it resolved, and stop.")
     ] = False,
+    from_megatron_args: Annotated[
+        Path | None,
+        typer.Option(help="Translate this launch script of Megatron-LM into a run.yaml, print it, and stop."),
+    ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of run.yaml, for editors.")] = False,
 ) -> None:
     """Train a model as run.yaml says. The same command goes on from the newest checkpoint of its output folder."""
@@ -51,6 +57,9 @@ def train_command(
     if schema:
         print(json.dumps(json_schema(RunConfig), indent=1))
         return
+    if from_megatron_args is not None:
+        print(_translated(from_megatron_args), end="")
+        return
     if run is None:
         raise ConfigError("no run.yaml given", hint="mega train run.yaml; see mega train --help")
     config = load_run(run, set_ or [])
@@ -60,6 +69,17 @@ def train_command(
         print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
         return
     _start(config, run, set_ or [], nproc)
+
+
+def _translated(script: Path) -> str:
+    from mega_common.errors import ConfigError
+    from mega_trainer.megatron_args import to_yaml, translate
+
+    try:
+        text = script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{script}: cannot be read ({error})") from None
+    return to_yaml(translate(text))
 
 
 def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None) -> None:

@@ -174,3 +174,25 @@ def covering(cases: Sequence[Case], count: int) -> list[Case]:
 def _settings(case: Case) -> set[str]:
     values = {**case.layout, "model": case.name, "small buckets": case.bucket != LARGE}
     return {f"{key}={value is not None if key == 'pipeline_layout' else value}" for key, value in values.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Run(Case):
+    """A run.yaml as it is, on some ranks."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], ranks: int = 1) -> Run:
+        """A case that is nothing but these settings."""
+        return cls("run", settings["model"], ranks, settings=settings)
+
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        """The settings."""
+        return dict(self.settings)
+
+    @property
+    def single(self) -> Run:
+        """The same settings in one process."""
+        return Run.of({name: value for name, value in self.settings.items() if name != "parallel"})

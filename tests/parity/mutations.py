@@ -33,6 +33,7 @@ from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel import buckets, tensor
 from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
 from mega_trainer.parallel.grads import FlatBuffer, FlatStage
+from mega_trainer.parallel.shared import Kind
 from mega_trainer.pipeline.run import Executor
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -100,7 +101,7 @@ def _tied_without_sync() -> AbstractContextManager[Any]:
 
 
 def _norm_counts_copies() -> AbstractContextManager[Any]:
-    return swap(FlatBuffer, "counts_here", property(lambda self: True))
+    return swap(Kind, "counts_here", property(lambda self: True))
 
 
 def _norm_of_this_rank() -> AbstractContextManager[Any]:
@@ -294,8 +295,8 @@ def _no_decay_of_slices() -> AbstractContextManager[Any]:
     """Weight decay by the local shape: a flat slice is no matrix."""
     real = FlatBuffer.__init__
 
-    def init(self: FlatBuffer, parameters: Any, *, decay: bool, **options: Any) -> None:
-        real(self, parameters, decay=False, **options)
+    def init(self: FlatBuffer, parameters: Any, kind: Kind, sharing: Any) -> None:
+        real(self, parameters, replace(kind, decay=False), sharing)
 
     return swap(FlatBuffer, "__init__", init)
 

@@ -77,18 +77,20 @@ class Trainer:
         schedule = build.build_schedule(config, groups)
         builder = Builder(config.model, groups, sp=config.parallel.sp, dtype=build.dtype_of(config))
         stages = build.build_stages(config, builder, schedule)
-        for stage in stages.values():
-            init_weights(stage, config.train.seed)
         with mock.patch.object(build, "Sharing", partial(build.Sharing, bucket_elements=case.bucket)):
             shared = build.share_stages(config, stages)
         optimizer = build.build_optimizer(config, shared, groups)
+        for stage in stages.values():
+            init_weights(stage, config.train.seed)
+        optimizer.reload_main()
         executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
         state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=build.loss_scale_of(config))
         return cls(case, config, groups, executor, optimizer, state)
 
-    def step(self) -> StepResult:
-        """Train on the batch of the step at hand."""
-        batch = synthetic(self.config, self.state.step, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
+    def step(self, number: int | None = None) -> StepResult:
+        """Train on the batch of the step at hand, or of another."""
+        number = self.state.step if number is None else number
+        batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(micro_batches(batch, self.config, torch.device("cpu")))
         clip = self.config.optimizer.clip_grad
         data, scale = self.groups.dp_cp, self.state.loss_scale
@@ -109,7 +111,7 @@ class Trainer:
         return out
 
 
-def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool) -> StepBatch:
+def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool = True) -> StepBatch:
     """Samples that depend on the step alone: random tokens, documents of uneven length, uneven loss masks."""
     count, length = config.batch.global_, config.data.seq_length
     rng = np.random.default_rng([7, step])

@@ -193,6 +193,9 @@ def _encoded(
     batches: Iterable[Batch], tokenizer: Tokenizer, dtype: np.dtype[Any], workers: int
 ) -> Generator[tuple[Batch, Arrays], None, None]:
     """Each batch with its tokens, in order; at most `AHEAD` bytes per worker (or one batch) are under way."""
+    if workers == 1:  # a thread of its own would cost more, in memory arenas, than it saves
+        yield from ((batch, _encode(batch, tokenizer, dtype)) for batch in batches)
+        return
     pending: deque[tuple[Batch, Future[Arrays]]] = deque()
     under_way = 0
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from mega_data.gpt_dataset import GPTDataset, build_datasets
 from mega_trainer.comm import CommLog
@@ -17,7 +19,9 @@ from mega_trainer.model.decoder import Decoder, Recompute, Stage
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.muon import Muon, is_hidden_matrix
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel.grads import FlatStage, Sharing, flatten
+from mega_trainer.parallel.fsdp import FullyShardedStage, shard_fully
+from mega_trainer.parallel.grads import Sharing, flatten
+from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.flops import head_cost
@@ -54,20 +58,28 @@ def build_schedule(config: RunConfig, groups: Groups) -> Schedule:
 
 
 def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[int, Decoder]:
-    """This rank's parts of the model, by stage number, not initialised."""
+    """This rank's parts of the model, by stage number, not initialised; their weights sharded when ZeRO-3 asks for it."""
     parallel, last = config.parallel, len(schedule.owners) - 1
     layers = stage_layers(
         config.model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout,
         head_cost=head_cost(config.model, config.data.seq_length),
     )  # fmt: skip
     recompute = Recompute(config.recompute.kind, config.recompute.layers)
-    return {
+    device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
+    if sharded:
+        kept = torch.float64 if build.dtype == torch.float64 else torch.float32
+        build = replace(build, dtype=kept, device=torch.device("meta"))
+    stages = {
         index: Decoder(build, Stage(layers[index].start, layers[index].stop, index == 0, index == last), recompute)
         for index in schedule.stages(build.groups.pp.rank)
     }
+    if sharded:
+        for stage in stages.values():
+            shard_fully(stage, dtype=dtype_of(config), device=device)
+    return stages
 
 
-def build_optimizer(config: RunConfig, shared: Mapping[int, FlatStage], groups: Groups) -> Optimizer:
+def build_optimizer(config: RunConfig, shared: Mapping[int, SharedStage], groups: Groups) -> Optimizer:
     """The configured optimizer over all stages."""
     settings, muon = config.optimizer, config.optimizer.muon
     decay = settings.weight_decay
@@ -82,10 +94,11 @@ def build_optimizer(config: RunConfig, shared: Mapping[int, FlatStage], groups: 
         adamw=adamw,
         apart=apart if settings.name == "muon" else None,
         model_groups=(groups.tp, groups.pp),
+        offload=settings.offload,
     )
 
 
-def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, FlatStage]:
+def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, SharedStage]:
     """Weights and gradients of each stage, shared among the data ranks as the ZeRO level says."""
     level = config.parallel.zero
     sharing = Sharing(
@@ -93,7 +106,10 @@ def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         each_backward=level == 2 or config.debug.reduce_every_microbatch,
         apart=is_hidden_matrix if config.optimizer.name == "muon" else None,
     )
-    return {index: flatten(stage, sharing, stage.units()) for index, stage in stages.items()}
+    return {
+        index: FullyShardedStage(stage) if isinstance(stage, FSDPModule) else flatten(stage, sharing, stage.units())
+        for index, stage in stages.items()
+    }
 
 
 def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDataset | None]:

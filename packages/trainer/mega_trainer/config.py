@@ -76,6 +76,7 @@ class OptimizerConfig(Config):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clip")
+    offload: bool = Field(False, description="keep main weights and moments in host memory, and update them there")
     muon: MuonConfig = MuonConfig()
 
     def problems(self) -> Iterator[Problem]:
@@ -195,8 +196,11 @@ class RunConfig(Config):
                 yield Problem(f"parallel.{axis}", "only 1 is possible yet", getattr(parallel, axis))
         if parallel.schedule != "1f1b":
             yield Problem("parallel.schedule", "zero-bubble schedules cannot be run yet", parallel.schedule, "1f1b")
-        if parallel.zero > 2:
-            yield Problem("parallel.zero", "only 0, 1 and 2 are possible yet", parallel.zero)
+        if parallel.zero == 3 and parallel.pp > 1:
+            rule = "3 gathers weights for every micro-batch, which a pipeline has many of"
+            yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")
+        if parallel.zero == 3 and self.optimizer.name == "muon":
+            yield Problem("parallel.zero", "3 has only AdamW; Muon needs whole matrices", parallel.zero, "at most 2")
         for problem in self.lr_schedule.run_problems(
             lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_
         ):

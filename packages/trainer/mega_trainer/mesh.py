@@ -89,6 +89,8 @@ def build_groups(
         cp=group("cp", along("cp")),
         dp=group("dp", along("dp")),
         dp_cp=group("dp_cp", dp_cp),
-        embedding=group("embedding", [layout.rank(**{**at, "pp": stage}) for stage in ends]),
         kv=group("kv", [layout.rank(**{**at, "tp": first + i}) for i in range(share)]),
+        # last: torch names a group that its members alone make by how many groups each of them has, so those that
+        # not every rank makes come after those that every rank does
+        embedding=group("embedding", [layout.rank(**{**at, "pp": stage}) for stage in ends]),
     )

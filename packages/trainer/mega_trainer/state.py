@@ -20,7 +20,7 @@ from mega_trainer.config import RunConfig, check_changes
 from mega_trainer.guard import Guard
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel.param import info_of
+from mega_trainer.parallel.param import info_of, local_of
 from mega_trainer.precision import LossScale
 from mega_trainer.step import StepResult
 
@@ -56,7 +56,8 @@ class TrainState:
     def tensors(self) -> dict[str, Sharded]:
         """All tensors of a checkpoint as this rank's boxes, views of what training uses."""
         self.optimizer.settle()
-        return weights_of(self.stages, prefix="weights/") | self.optimizer.tensors()
+        weights = weights_of(self.stages, prefix="weights/", computed=True)
+        return weights | self.optimizer.tensors()
 
     def numbers(self) -> dict[str, Any]:
         """What a checkpoint says beside the tensors."""
@@ -96,12 +97,15 @@ class TrainState:
         return lines
 
 
-def weights_of(stages: Mapping[int, Decoder], *, prefix: str = "") -> dict[str, Sharded]:
-    """The weights of these stages by canonical name, as boxes that are views of the parameters."""
-    parts = [
-        boxes_of((parameter.detach(), info_of(parameter).pieces) for parameter in stage.parameters())
-        for stage in stages.values()
-    ]
+def weights_of(stages: Mapping[int, Decoder], *, prefix: str = "", computed: bool = False) -> dict[str, Sharded]:
+    """The weights of these stages by canonical name, as boxes that are views of the parameters.
+
+    With `computed` they are what the model computes with, which under ZeRO-3 is a rounded copy of what it keeps.
+    """
+    parts = []
+    for stage in stages.values():
+        held = [(local_of(parameter), info_of(parameter).pieces) for parameter in stage.parameters()]
+        parts.append(boxes_of((t.to(stage.dtype) if computed else t, pieces) for t, pieces in held))
     return {prefix + name: held for name, held in merge(parts).items()}
 
 

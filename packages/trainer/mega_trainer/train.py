@@ -35,7 +35,7 @@ from mega_trainer.guard import Guard, StopSignal
 from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
-from mega_trainer.parallel.grads import FlatStage
+from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.flops import count_parameters
 from mega_trainer.ranks import Ranks
@@ -154,7 +154,7 @@ def validate(executor: Executor, loader: Loader, config: RunConfig, device: torc
     return loss / max(tokens, 1.0)
 
 
-def around_backward(shared: Mapping[int, FlatStage], stage: int, last: bool) -> AbstractContextManager[None]:
+def around_backward(shared: Mapping[int, SharedStage], stage: int, last: bool) -> AbstractContextManager[None]:
     """What takes a stage's gradients while a micro-batch's backward runs, and sums them over the ranks."""
     return shared[stage].backward(last)
 

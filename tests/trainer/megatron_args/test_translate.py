@@ -295,8 +295,11 @@ COMPLETE = """
 """
 
 
-def test_what_is_given_completely_can_be_run():
-    assert parsed(translate(COMPLETE)).train.steps == 10
+@pytest.mark.parametrize(
+    "arguments", ["", "--optimizer muon", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*3|tL'"]
+)
+def test_what_is_given_completely_can_be_run(arguments: str):
+    assert parsed(translate(COMPLETE + arguments)).train.steps == 10
 
 
 @pytest.mark.parametrize(
@@ -328,7 +331,24 @@ def test_what_is_given_completely_can_be_run():
         ("--lr-warmup-fraction 0.3", {"lr_schedule.warmup_steps": 3}),
         ("--lr-warmup-fraction 0.24", {"lr_schedule.warmup_samples": 19}),
         ("--eval-interval 5 --eval-iters 0", {"train.eval_every": 0}),
-        ("--optimizer dist_muon", {"optimizer.name": "muon"}),
+        (
+            "--optimizer dist_muon --muon-extra-scale-factor 0.2 --weight-decay 0.1",
+            {
+                "optimizer.name": "muon",
+                "optimizer.muon": {
+                    "momentum": 0.9, "nesterov": False, "lr_factor": 1.0, "weight_decay": 0.1, "rounds": 5,
+                },
+            },
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*2|t|t|L'",
+            {"parallel.virtual_stages": 2, "parallel.pipeline_layout": [2, 1, 1, 0]},
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers 6 --account-for-embedding-in-pipeline-split"
+            " --account-for-loss-in-pipeline-split --num-virtual-stages-per-pipeline-rank 2",
+            {"parallel.virtual_stages": 2, "parallel.pipeline_layout": [1, 2, 2, 1]},
+        ),
         ("--load a --save b --finetune", {"init_from": "a", "output": "b"}),
         ("--load a --save b", {"checkpoint.load": "a", "output": "b"}),
         ("--wandb-project p --async-save", {"log.wandb": "p", "checkpoint.async": True}),

@@ -34,9 +34,6 @@ class Note:
     line: int | None = None
     key: str | None = None
 
-    def __str__(self) -> str:
-        return ": ".join(filter(None, [self.flag or self.key, self.text]))
-
 
 class Draft:
     """Collects keys and notes while the arguments are gone through.
@@ -116,8 +113,8 @@ def load_handling() -> list[tuple[str, Kind, str]]:
 def _handled(given: Given, handling: list[tuple[str, Kind, str]]) -> Note:
     kind, why = next((kind, why) for pattern, kind, why in handling if fnmatchcase(given.flag.name, pattern))
     note = Note(kind, why, str(given), given.line)
-    if kind != "not needed" and not given.unset and given.value() == given.flag.default_value():
-        return replace(note, kind="not needed", text="this is Megatron's default, and what mega does")
+    if kind == "no equivalent" and not given.unset and given.value() == given.flag.default_value():
+        return replace(note, kind="not needed", text="this is what Megatron does without it")
     return note
 
 

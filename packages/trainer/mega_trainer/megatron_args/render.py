@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from mega_trainer.megatron_args.draft import Kind
+from mega_trainer.megatron_args.draft import Kind, Note
 from mega_trainer.megatron_args.translate import Translation
 
 HEADINGS: dict[Kind, str] = {
@@ -33,9 +33,7 @@ def _header(translation: Translation) -> Iterator[str]:
     if translation.launch:
         yield f"# Launch: {translation.launch}."
     for kind, heading in HEADINGS.items():
-        notes = [str(note) for note in translation.notes if note.kind == kind]
-        if kind == "not needed":
-            notes = list(_by_reason(translation))
+        notes = list(_by_reason([note for note in translation.notes if note.kind == kind]))
         if notes:
             yield "#"
             yield f"# {heading}"
@@ -46,14 +44,13 @@ def _header(translation: Translation) -> Iterator[str]:
     yield ""
 
 
-def _by_reason(translation: Translation) -> Iterator[str]:
-    """Flags that are not needed, those with the same reason together."""
+def _by_reason(notes: Sequence[Note]) -> Iterator[str]:
+    """The notes, those of flags with the same reason together."""
     reasons: dict[str, list[str]] = {}
-    for note in translation.notes:
-        if note.kind == "not needed":
-            reasons.setdefault(note.text, []).append(note.flag or "")
-    for reason, flags in reasons.items():
-        yield f"{', '.join(flags)}: {reason}"
+    for note in notes:
+        reasons.setdefault(note.text, []).extend(filter(None, [note.flag or note.key]))
+    for reason, names in reasons.items():
+        yield f"{', '.join(names)}: {reason}" if names else reason
 
 
 def _mapping(node: Mapping[str, Any], path: str, origins: Mapping[str, str]) -> Iterator[str]:

@@ -70,7 +70,7 @@ def _explicit(draft: Draft, pp: int, layers: int) -> None:
 
 
 def _put_layout(draft: Draft, layout: list[int], layers: int, *flags: str) -> None:
-    if min(layout) < 1 or sum(layout) != layers:
+    if min(layout) < 0 or 0 in layout[1:-1] or sum(layout) != layers:
         draft.tell("no equivalent", f"stages of {layout} layers; mega spreads the {layers} layers itself", *flags)
     else:
         draft.put("parallel.pipeline_layout", layout, *flags)

@@ -101,6 +101,24 @@ def optimizer_section(draft: Draft) -> None:
     put("optimizer.eps", draft["adam_eps"], "adam_eps")
     put("optimizer.weight_decay", draft["weight_decay"], "weight_decay")
     put("optimizer.clip_grad", draft["clip_grad"], "clip_grad")
+    if ours.get(name) == "muon":
+        _muon(draft)
+
+
+def _muon(draft: Draft) -> None:
+    """Megatron scales an orthogonal [M, N] update by sqrt(max(M, N)), mega by 0.2 of that."""
+    put, factor = draft.put, draft["muon_extra_scale_factor"] / 0.2
+    put("optimizer.muon.momentum", draft["muon_momentum"], "muon_momentum")
+    put("optimizer.muon.nesterov", draft["muon_nesterov"], "muon_nesterov")
+    why = "Megatron's updates are 5 x --muon-extra-scale-factor times mega's"
+    put("optimizer.muon.lr_factor", factor, "muon_extra_scale_factor", because=why)
+    why = "that of the optimizer, / lr_factor, which multiplies it too"
+    put("optimizer.muon.weight_decay", draft["weight_decay"] / factor, because=why)
+    put("optimizer.muon.rounds", draft["muon_num_ns_steps"], "muon_num_ns_steps")
+    if draft["muon_scale_mode"] != "spectral":
+        draft.tell("no equivalent", "updates are scaled as by spectral", "muon_scale_mode")
+    text = "muon: mega orthogonalises gate and up projections apart, Megatron as one matrix"
+    draft.tell("changes meaning", text)
 
 
 def schedule_section(draft: Draft) -> None:

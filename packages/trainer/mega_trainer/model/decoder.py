@@ -148,6 +148,13 @@ class Decoder(nn.Module):
         )  # fmt: skip
         return total, losses.view(labels.shape)
 
+    def whole(
+        self, tokens: Tensor, positions: Tensor, labels: Tensor, weights: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor]:
+        """All of a model on one stage, from tokens to `loss`, as one forward: ZeRO-3 gathers weights around it."""
+        x = self.forward(self.embed(tokens, positions, context.dropout), context)
+        return self.loss(x, labels, weights)
+
     def logits(self, x: Tensor) -> Tensor:
         """Logits [B, S, V] of the residual stream, whole on every tensor rank. Not for training."""
         local = nn.functional.linear(self._final(x), self.head_weight)

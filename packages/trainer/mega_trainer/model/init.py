@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_ckpt.pieces import Box, Piece, copy_overlap
-from mega_trainer.parallel.param import info_of
+from mega_trainer.parallel.param import info_of, local_of
 from mega_trainer.rng import generator
 
 BLOCK_ELEMENTS = 1 << 24  # rows are drawn in blocks of about this many elements, each from a stream of its own
@@ -21,9 +21,9 @@ def init_weights(model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             info = info_of(parameter)
-            parameter.zero_()
+            values = local_of(parameter).zero_()
             for piece in info.pieces:
-                view = piece.view(parameter)
+                view = piece.view(values)
                 if info.std is None:
                     view.fill_(info.fill)
                 else:

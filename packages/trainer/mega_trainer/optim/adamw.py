@@ -23,7 +23,7 @@ class AdamW:
     def __init__(self, slots: Sequence[Slot], *, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         self.slots = list(slots)
         groups = [
-            {"params": [s.main for s in slots if s.buffer.decay == decay], "weight_decay": rate}
+            {"params": [s.main for s in slots if s.kind.decay == decay], "weight_decay": rate}
             for decay, rate in ((True, weight_decay), (False, 0.0))
         ]
         self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=eps, fused=True)
@@ -38,7 +38,7 @@ class AdamW:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         for slot in self.slots:
-            slot.main.grad = slot.shard.grads
+            slot.main.grad = slot.grads
         self._adamw.step()
 
     def state(self) -> dict[str, list[tuple[Slot, Tensor]]]:

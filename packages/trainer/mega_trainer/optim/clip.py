@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mega_trainer.comm import Group, all_reduce
-from mega_trainer.parallel.grads import FlatBuffer
+from mega_trainer.parallel.shared import Buffer
 
 
-def grad_norm(buffers: Sequence[FlatBuffer], model_groups: Sequence[Group]) -> Tensor:
+def grad_norm(buffers: Sequence[Buffer], model_groups: Sequence[Group]) -> Tensor:
     """L2 norm over the whole model, each canonical element counted once; fp64 scalar, the same on all ranks.
 
     Partial sums are made per slice in every ZeRO level and added in one order, so that the levels agree in bits.
@@ -22,24 +22,24 @@ def grad_norm(buffers: Sequence[FlatBuffer], model_groups: Sequence[Group]) -> T
     """
     total = torch.zeros((), dtype=torch.float64, device=buffers[0].shards[0].grads.device)
     for buffer in buffers:
-        if buffer.counts_here:
+        if buffer.kind.counts_here:
             total += _squares(buffer)
     for group in model_groups:
         all_reduce(total, group)
     return total.sqrt()
 
 
-def _squares(buffer: FlatBuffer) -> Tensor:
-    ranks = buffer.data.size
+def _squares(buffer: Buffer) -> Tensor:
+    ranks = buffer.kind.data.size
     slices = torch.zeros(len(buffer.shards), ranks, dtype=torch.float64, device=buffer.shards[0].grads.device)
     for row, shard in zip(slices, buffer.shards, strict=True):
         if buffer.sharded:
-            row[buffer.data.rank] = torch.linalg.vector_norm(shard.grads, dtype=torch.float64).square()
+            row[buffer.kind.data.rank] = torch.linalg.vector_norm(shard.grads, dtype=torch.float64).square()
         else:
             for index, part in enumerate(shard.grads.chunk(ranks)):
                 row[index] = torch.linalg.vector_norm(part, dtype=torch.float64).square()
     if buffer.sharded:
-        all_reduce(slices, buffer.data)  # one non-zero term a slot: exact in any order
+        all_reduce(slices, buffer.kind.data)  # one non-zero term a slot: exact in any order
     return slices.sum()
 
 

@@ -100,10 +100,10 @@ class Muon:
         """See `Rule.step`."""
         lr *= self.lr_factor
         for slot, momentum in zip(self.slots, self.momenta, strict=True):
-            grads = slot.shard.grads
+            grads = slot.grads
             momentum.mul_(self.momentum).add_(grads)
             direction = grads.add(momentum, alpha=self.momentum) if self.nesterov else momentum
-            update = self._orthogonalized(slot, direction)
+            update = self._orthogonalized(slot, direction.to(slot.shard.weights.device)).to(slot.main.device)
             slot.main.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr)
 
     def state(self) -> dict[str, list[tuple[Slot, Tensor]]]:
@@ -112,13 +112,14 @@ class Muon:
 
     def _orthogonalized(self, slot: Slot, direction: Tensor) -> Tensor:
         """The update of a slice, from the slices of all data ranks; each rank works on every n-th matrix."""
-        data, sharded = slot.buffer.data, slot.buffer.sharded
+        data, sharded, bucket = slot.kind.data, slot.sharded, slot.shard.bucket
+        assert bucket is not None
         whole = direction.new_empty(direction.numel() * data.size) if sharded else direction
         if sharded:
             all_gather_into(whole, direction, data)
         result = torch.zeros_like(whole)
-        low = torch.bfloat16 if slot.shard.weights.dtype == torch.float16 else slot.shard.weights.dtype
-        for index, (info, piece, source, target) in enumerate(_matrices(slot.shard.bucket, whole, result)):
+        low = torch.bfloat16 if slot.kind.dtype == torch.float16 else slot.kind.dtype
+        for index, (info, piece, source, target) in enumerate(_matrices(bucket, whole, result)):
             if index % data.size == data.rank:
                 target.copy_(self._update(info, piece, source, low))
         if not sharded:

@@ -16,7 +16,7 @@ from mega_trainer.comm import Group
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.clip import grad_norm
 from mega_trainer.optim.slots import Rule, Slot, boxes_of_slots
-from mega_trainer.parallel.grads import FlatStage
+from mega_trainer.parallel.shared import SharedStage
 
 
 class Optimizer:
@@ -27,23 +27,31 @@ class Optimizer:
         adamw: makes the rule for ordinary slots.
         apart: makes the rule for those of buffers that are kept apart, where there are any.
         model_groups: the groups over which different ranks hold different parameters (tp, pp), for the norm.
+        offload: main weights and the rules' state live in host memory (arXiv:2101.06840).
     """
 
     def __init__(
         self,
-        stages: Sequence[FlatStage],
+        stages: Sequence[SharedStage],
         *,
         adamw: Callable[[list[Slot]], AdamW],
         apart: Callable[[list[Slot]], Rule] | None = None,
         model_groups: Sequence[Group] = (),
+        offload: bool = False,
     ) -> None:
         self.stages, self.model_groups = list(stages), list(model_groups)
         self.buffers = [buffer for stage in stages for buffer in stage.buffers]
-        self.slots = [Slot.of(buffer, shard) for buffer in self.buffers for shard in buffer.shards]
-        self._adamw = adamw([slot for slot in self.slots if apart is None or not slot.buffer.apart])
+        self.slots = [
+            Slot.of(buffer, shard, offload=offload)
+            for buffer in self.buffers
+            for shard in buffer.shards
+            if shard.weights.numel()
+        ]
+        self._copies_from = self.slots[0].shard.weights.device if offload else torch.device("cpu")
+        self._adamw = adamw([slot for slot in self.slots if apart is None or not slot.kind.apart])
         self._rules: list[Rule] = [self._adamw]
         if apart is not None:
-            self._rules.append(apart([slot for slot in self.slots if slot.buffer.apart]))
+            self._rules.append(apart([slot for slot in self.slots if slot.kind.apart]))
 
     def grad_norm(self) -> Tensor:
         """L2 norm of the gradient over the whole model; fp64 scalar."""
@@ -54,11 +62,14 @@ class Optimizer:
         self.settle()
         if scale != 1.0:
             torch._foreach_mul_([slot.shard.grads for slot in self.slots], scale)
+        for slot in self.slots:
+            slot.take_gradient()
+        if self._copies_from.type == "cuda":
+            torch.cuda.current_stream(self._copies_from).synchronize()
         for rule in self._rules:
             rule.step(lr)
         for slot in self.slots:
-            if slot.copied:
-                slot.shard.weights.copy_(slot.main)
+            slot.to_model()
         for stage in self.stages:
             stage.publish()
 
@@ -82,9 +93,9 @@ class Optimizer:
 
     def tensors(self) -> dict[str, Sharded]:
         """State by canonical name: `optimizer/<kind>/<name>` for each kind of the rules' state and, where the main
-        weights are not the model's own, `optimizer/main/<name>`. The boxes are views, to be saved or filled."""
+        weights are more precise than the model's, `optimizer/main/<name>`. The boxes are views, to be saved or filled."""
         kinds = [*(kind for rule in self._rules for kind in rule.state().items())]
-        kinds.append(("main", [(slot, slot.main) for slot in self.slots if slot.copied]))
+        kinds.append(("main", [(slot, slot.main) for slot in self.slots if slot.precise]))
         return {
             f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes_of_slots(pairs).items()
         }
@@ -92,5 +103,4 @@ class Optimizer:
     def reload_main(self) -> None:
         """Take the main weights from the model's, after those were loaded without them."""
         for slot in self.slots:
-            if slot.copied:
-                slot.main.copy_(slot.shard.weights)
+            slot.from_model()

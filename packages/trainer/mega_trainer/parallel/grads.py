@@ -20,9 +20,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mega_trainer.comm import Group, Work, all_gather_into, all_reduce
+from mega_trainer.comm import Work, all_gather_into, all_reduce
 from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
 from mega_trainer.parallel.param import info_of
+from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
 
 BUCKET_ELEMENTS = 40_000_000  # large enough for full bandwidth, small enough that the first starts early
 IN_FLIGHT = 2  # sums under way at once where whole gradients are to be short-lived
@@ -34,26 +35,6 @@ class Span:
 
     parameter: nn.Parameter
     start: int
-
-
-@dataclass(eq=False)
-class Shard:
-    """This rank's slice of a bucket: what it reduces, updates and saves.
-
-    Attributes:
-        start: first element, in the buffer.
-        weights: the slice in model precision, a view.
-        bucket: what it is a slice of.
-    """
-
-    start: int
-    weights: Tensor
-    bucket: Bucket
-
-    @property
-    def grads(self) -> Tensor:
-        """The reduced gradient of the slice, fp32 or fp64."""
-        return self.bucket.grads
 
 
 @dataclass(frozen=True)
@@ -81,23 +62,20 @@ class Unit:
     parameters: list[nn.Parameter]
 
 
-class FlatBuffer:
+class FlatBuffer(Buffer):
     """Parameters that are treated alike, laid out one after another, last first (the order of the backward).
 
     Args:
         parameters: they become views of `weights`.
-        decay: whether weight decay applies to them.
-        apart: whether they are those that the sharing keeps apart.
+        kind: what they have in common.
         sharing: what each rank keeps.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], *, decay: bool, apart: bool, sharing: Sharing) -> None:
-        info, first = info_of(parameters[0]), parameters[0]
-        self.data, self.grad_sync, self.replicas = info.data, info.grad_sync, info.replicas
-        self.decay, self.apart, self.sharded = decay, apart, sharing.slices and self.data.size > 1
+    def __init__(self, parameters: list[nn.Parameter], kind: Kind, sharing: Sharing) -> None:
+        self.kind, self.sharded = kind, sharing.slices and kind.data.size > 1
         self.spans: list[Span] = []
         self.buckets = list(self._lay_out(parameters[::-1], sharing))
-        self.weights = torch.zeros(self.buckets[-1].stop, dtype=first.dtype, device=first.device)
+        self.weights = torch.zeros(self.buckets[-1].stop, dtype=kind.dtype, device=parameters[0].device)
         for span in self.spans:
             self._adopt(span)
         self.shards = [self._shard(bucket) for bucket in self.buckets]
@@ -105,14 +83,14 @@ class FlatBuffer:
     def _lay_out(self, parameters: Sequence[nn.Parameter], sharing: Sharing) -> Iterator[Bucket]:
         """Give each parameter its span; a bucket is closed once it is large enough."""
         kind = MicroBucket if sharing.each_backward else StepBucket
-        dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if self.kind.dtype == torch.float64 else torch.float32
         start, places, length = 0, {}, 0
         for parameter in parameters:
             self.spans.append(Span(parameter, start + length))
             places[parameter] = slice(length, length + parameter.numel())
             length += parameter.numel()
             if length >= sharing.bucket_elements or parameter is parameters[-1]:
-                bucket = kind(start, places, self.data, sharded=self.sharded, dtype=dtype, device=parameter.device)
+                bucket = kind(start, places, self.kind.data, sharded=self.sharded, dtype=dtype, device=parameter.device)
                 yield bucket
                 start, places, length = bucket.stop, {}, 0
 
@@ -123,21 +101,17 @@ class FlatBuffer:
 
     def _shard(self, bucket: Bucket) -> Shard:
         share = bucket.grads.numel()
-        start = bucket.start + (share * self.data.rank if self.sharded else 0)
-        return Shard(start, self.weights[start : start + share], bucket)
+        start = bucket.start + (share * self.kind.data.rank if self.sharded else 0)
+        parts = list(self._parts(start, start + share))
+        return Shard(self.weights[start : start + share], bucket.grads, parts, bucket)
 
-    @property
-    def counts_here(self) -> bool:
-        """Whether this rank is the one, of those that hold copies, whose part counts in a norm over the model."""
-        return all(group.rank == 0 for group in self.replicas)
-
-    def parts(self, shard: Shard) -> Iterator[tuple[nn.Parameter, int, slice]]:
-        """What a shard holds: (parameter, first element of it, place in the shard's tensors)."""
-        stop = shard.start + shard.weights.numel()
+    def _parts(self, start: int, stop: int) -> Iterator[Part]:
+        """What lies at elements [start, stop)."""
         for span in self.spans:
-            low, high = max(span.start, shard.start), min(span.start + span.parameter.numel(), stop)
+            low, high = max(span.start, start), min(span.start + span.parameter.numel(), stop)
             if low < high:
-                yield span.parameter, low - span.start, slice(low - shard.start, high - shard.start)
+                place = slice(low - start, high - start)
+                yield Part(info_of(span.parameter).pieces, tuple(span.parameter.shape), low - span.start, place)
 
 
 class FlatStage:
@@ -156,7 +130,11 @@ class FlatStage:
         self.buffers = list(buffers)
         self._in_flight_limit = IN_FLIGHT if sharing.each_backward else None
         position = {parameter: index for index, parameter in enumerate(model.parameters())}
-        self._homes = {shard.bucket: (buffer, shard) for buffer in buffers for shard in buffer.shards}
+        self._homes = {
+            bucket: (buffer, shard)
+            for buffer in buffers
+            for bucket, shard in zip(buffer.buckets, buffer.shards, strict=True)
+        }
         self._buckets = sorted(self._homes, key=lambda bucket: -min(position[p] for p in bucket.places))
         self._arriving: dict[Bucket, tuple[Work | None, Tensor]] = {}
         self._await_before(units)
@@ -198,7 +176,7 @@ class FlatStage:
         while self._in_flight:
             self._in_flight.popleft().settle()
         for buffer in self.buffers:
-            for group in buffer.grad_sync:
+            for group in buffer.kind.grad_sync:
                 for shard in buffer.shards:
                     all_reduce(shard.grads, group)
 
@@ -208,7 +186,7 @@ class FlatStage:
             buffer, shard = self._homes[bucket]
             if buffer.sharded:
                 mine, whole = shard.weights.clone(), buffer.weights[bucket.start : bucket.stop]
-                self._arriving[bucket] = (all_gather_into(whole, mine, buffer.data, async_op=True), mine)
+                self._arriving[bucket] = (all_gather_into(whole, mine, buffer.kind.data, async_op=True), mine)
 
     def settle(self) -> None:
         """Wait until all weights are there: before anything but a forward reads or writes them."""
@@ -228,18 +206,6 @@ class FlatStage:
             unit.module.register_forward_pre_hook(lambda module, inputs, buckets=buckets: self._await(buckets))
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What parameters of one buffer have in common."""
-
-    data: Group
-    grad_sync: tuple[Group, ...]
-    replicas: tuple[Group, ...]
-    decay: bool
-    apart: bool
-    dtype: torch.dtype
-
-
 def flatten(model: nn.Module, sharing: Sharing, units: Sequence[Unit] = ()) -> FlatStage:
     """Sort the parameters of a model (or of one pipeline stage) into buffers.
 
@@ -251,14 +217,7 @@ def flatten(model: nn.Module, sharing: Sharing, units: Sequence[Unit] = ()) -> F
         sharing: what each data rank keeps.
         units: its parts in the order of a forward; by default the whole model is one.
     """
-    kinds: dict[_Kind, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        info = info_of(parameter)
-        apart = sharing.apart is not None and sharing.apart(parameter)
-        kind = _Kind(info.data, info.grad_sync, info.replicas, parameter.dim() > 1, apart, parameter.dtype)
-        kinds.setdefault(kind, []).append(parameter)
-    buffers = [
-        FlatBuffer(parameters, decay=kind.decay, apart=kind.apart, sharing=sharing)
-        for kind, parameters in kinds.items()
-    ]
+    dtype = next(model.parameters()).dtype
+    kinds = by_kind(model, dtype, sharing.apart)
+    buffers = [FlatBuffer(parameters, kind, sharing) for kind, parameters in kinds.items()]
     return FlatStage(model, buffers, sharing, units or [Unit(model, list(model.parameters()))])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group
@@ -51,6 +52,12 @@ def make_parameter(
     copies = tuple(group for group in replicas if group.size > 1)
     parameter.mega = ParamInfo(tuple(pieces), data, std, fill, sync, copies)  # type: ignore[attr-defined]
     return parameter
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """This rank's elements of a parameter, as a view: all of it, or under ZeRO-3 its rows."""
+    values = parameter.detach()
+    return values.to_local() if isinstance(values, DTensor) else values
 
 
 def info_of(parameter: Tensor) -> ParamInfo:

@@ -100,6 +100,9 @@ class Executor:
         stage, microbatch = key
         model = self.stages[stage]
         context = self._context(microbatch, batch)
+        if self.last_stage == 0:
+            loss, _ = model.whole(batch.tokens, batch.positions, batch.labels, batch.weights, context)
+            return self._differentiable(key, loss, scale)
         if stage == 0:
             x = model.embed(batch.tokens, batch.positions, context.dropout)
         else:
@@ -111,6 +114,10 @@ class Executor:
             self._hand_on(key, y)
             return 0.0
         loss, _ = model.loss(y, batch.labels, batch.weights)
+        return self._differentiable(key, loss, scale)
+
+    def _differentiable(self, key: Key, loss: Tensor, scale: float) -> Tensor:
+        """Keep the way back of a loss, if there is one, and return its value."""
         if loss.requires_grad:
             self._edges[key] = get_gradient_edge(loss * scale)
         return loss.detach()

@@ -1,0 +1,98 @@
+"""`mega plan`: what a run will need and how well its pipeline is filled, told before any device is touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from mega_trainer.config import RunConfig
+
+EXAMPLES = """Examples:
+
+  mega plan run.yaml --ranks 64
+
+  mega plan run.yaml --ranks 16 --set parallel.pp=4 --draw schedule.svg
+"""
+
+
+def plan_command(
+    run: Annotated[Path, typer.Argument(help="The run's configuration, run.yaml.")],
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the whole job. Default: what the layout needs at least.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=value. Repeatable.")
+    ] = None,
+    draw: Annotated[Path | None, typer.Option(help="Draw the pipeline's schedule into this SVG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline's bubble beside the closed formula."""
+    from mega_trainer.config import load_run
+
+    config = load_run(run, set_ or [])
+    parallel = config.parallel
+    ranks = ranks or parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
+    config.check_ranks(ranks)
+    told = _plan(config, ranks, draw)
+    print(json.dumps(told, indent=1) if as_json else _table(told))
+
+
+def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
+    from mega_trainer.pipeline.draw import draw as drawing
+    from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate
+    from mega_trainer.plan.flops import count_parameters, model_flops
+    from mega_trainer.plan.memory import RunShape, memory
+
+    parallel, dp = config.parallel, config.data_parallel(ranks)
+    micro = config.batch.global_ // (config.batch.micro * dp)
+    schedule = make_schedule(
+        parallel.schedule, pp=parallel.pp, microbatches=micro, virtual_stages=parallel.virtual_stages
+    )
+    timeline = simulate(schedule)
+    if draw is not None:
+        draw.write_text(drawing(schedule, timeline), encoding="utf-8")
+    shape = RunShape(
+        seq_length=config.data.seq_length, micro_batch=config.batch.micro, microbatches=micro, tp=parallel.tp,
+        sp=parallel.sp, pp=parallel.pp, virtual_stages=parallel.virtual_stages, schedule=parallel.schedule,
+        cp=parallel.cp, ep=parallel.ep, dp=dp, zero=parallel.zero, precision=config.precision,
+        recompute=config.recompute.kind,
+    )  # fmt: skip
+    tokens = config.batch.global_ * config.data.seq_length
+    return {
+        "parameters": count_parameters(config.model).total,
+        "ranks": {"world": ranks, "tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "dp": dp},
+        "microbatches": micro,
+        "tokens_per_step": tokens,
+        "flops_per_step": tokens * model_flops(config.model, config.data.seq_length),
+        "memory_bytes": memory(config.model, shape),
+        "microbatches_in_flight": peak_activations(schedule),
+        "bubble": timeline.mean_bubble,
+        "bubble_by_formula": bubble_formula(schedule),
+        "drawing": None if draw is None else str(draw),
+    }
+
+
+def _table(told: dict[str, Any]) -> str:
+    from mega_common.log import human
+
+    formula = told["bubble_by_formula"]
+    degrees = ", ".join(f"{name} {size}" for name, size in told["ranks"].items() if name != "world")
+    lines = [
+        f"parameters       {human(told['parameters'])}",
+        f"ranks            {told['ranks']['world']} ({degrees})",
+        f"a step           {human(told['tokens_per_step'])} tokens in {told['microbatches']} micro-batches a rank, "
+        f"{human(told['flops_per_step'])}FLOP",
+        f"pipeline bubble  {100 * told['bubble']:.1f} %"
+        + ("" if formula is None else f" (formula {100 * formula:.1f} %)"),
+        "estimated bytes a rank, by pipeline rank:",
+    ]
+    for rank, (kinds, flight) in enumerate(zip(told["memory_bytes"], told["microbatches_in_flight"], strict=True)):
+        parts = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in kinds.items())
+        lines.append(f"  {rank}: {sum(kinds.values()) / 2**30:.2f} GiB = {parts}; {flight} activations in flight")
+    if told["drawing"]:
+        lines.append(f"drawn into {told['drawing']}")
+    return "\n".join(lines)

@@ -1,0 +1,150 @@
+"""ZeRO-3 (arXiv:1910.02054, arXiv:2304.11277): weights too are sharded over the data ranks, by PyTorch's FSDP2.
+
+Each rank holds some rows of every (tensor-parallel) weight, in fp32 (fp64 in an fp64 run). A layer's weights are gathered
+in the run's precision just before its forward and again before its backward, its gradients are summed in fp32 and
+scattered after each micro-batch. The units are the layers, and the rest of the model together.
+
+The collectives are ours, so that they are counted and can sum in rank order as all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from mega_ckpt.pieces import Piece
+from mega_trainer.comm import Group, Work, all_gather_into, all_reduce, reduce_scatter_into
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.parallel.param import info_of, local_of
+from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
+
+
+def shard_fully(model: Decoder, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Shard a whole model over its data ranks, in place. Its parameters become `DTensor`s that describe their own rows.
+
+    Args:
+        model: its parameters are in the type they are kept in, fp32 or fp64, and may lie on the meta device: no rank
+            ever needs to hold them all. Their values are lost.
+        dtype: to compute in.
+        device: where the shards lie.
+    """
+    group = model.groups.dp_cp
+    assert group.handle is not None
+    mesh = DeviceMesh.from_group(group.handle, device.type)
+    infos = {name: info_of(parameter) for name, parameter in model.named_parameters()}
+    kept = next(model.parameters()).dtype
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == kept else dtype, reduce_dtype=kept, cast_forward_inputs=False
+    )
+    units: list[nn.Module] = [*model.layers, model]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model)
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all ranks already
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_custom_all_gather(_AllGather(group))  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(_ReduceScatter(group))  # type: ignore[arg-type]
+    register_fsdp_forward_method(model, "whole")
+    model.to_empty(device=device)
+    model.dtype = dtype
+    for name, parameter in model.named_parameters():
+        rows = -(-parameter.shape[0] // group.size)
+        pieces = tuple(cut_rows(infos[name].pieces, rows * group.rank, rows * (group.rank + 1)))
+        parameter.mega = replace(infos[name], pieces=pieces)  # type: ignore[attr-defined]
+
+
+def cut_rows(pieces: Sequence[Piece], first: int, stop: int) -> Iterator[Piece]:
+    """The pieces of rows [first, stop) of a local tensor that has these."""
+    for piece in pieces:
+        low, high = max(first, piece.local_start[0]), min(stop, piece.local_start[0] + piece.shape[0])
+        if low < high:
+            offset = piece.global_offset[0] + low - piece.local_start[0]
+            yield replace(
+                piece,
+                global_offset=(offset, *piece.global_offset[1:]),
+                local_start=(low - first, *piece.local_start[1:]),
+                shape=(high - low, *piece.shape[1:]),
+            )
+
+
+class RowBuffer(Buffer):
+    """Parameters that are treated alike, each of whose rows here are a shard."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], kind: Kind) -> None:
+        self.kind, self.sharded = kind, True
+        self.shards = [_shard(parameter) for parameter in parameters]
+
+
+def _shard(parameter: nn.Parameter) -> Shard:
+    weights, parameter.grad = local_of(parameter), torch.zeros_like(parameter)  # FSDP adds to it
+    part = Part(info_of(parameter).pieces, tuple(weights.shape), 0, slice(0, weights.numel()))
+    return Shard(weights.view(-1), local_of(parameter.grad).view(-1), [part])
+
+
+class FullyShardedStage:
+    """A model after `shard_fully`, as `FlatStage` is one with flat buffers."""
+
+    def __init__(self, model: Decoder) -> None:
+        kinds = by_kind(model, model.dtype)
+        self.buffers = [RowBuffer(parameters, kind) for kind, parameters in kinds.items()]
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before."""
+        for buffer in self.buffers:
+            torch._foreach_zero_([shard.grads for shard in buffer.shards])
+
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """FSDP's own hooks do what there is to do in a backward."""
+        yield
+
+    def finish(self) -> None:
+        """Sum over the further groups that share gradients."""
+        for buffer in self.buffers:
+            for group in buffer.kind.grad_sync:
+                for shard in buffer.shards:
+                    all_reduce(shard.grads, group)
+
+    def publish(self) -> None:
+        """Nothing: weights are gathered when they are needed."""
+
+    def settle(self) -> None:
+        """Drop gathered weights that an evaluation has left, so that the parameters are the shards again."""
+        for unit in self._units:
+            unit.reshard()
+
+
+class _Comm:
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Comm):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Work | None:
+        return all_gather_into(output_tensor, input_tensor, self.group, async_op=async_op)
+
+
+class _ReduceScatter(_Comm):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Work | None:
+        return reduce_scatter_into(output_tensor, input_tensor, self.group, async_op=async_op)

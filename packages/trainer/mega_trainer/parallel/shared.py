@@ -1,0 +1,123 @@
+"""What data-parallel ranks share of a stage, whichever way: what the optimizer and the training step see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mega_ckpt.pieces import Piece
+from mega_trainer.comm import Group
+from mega_trainer.parallel.buckets import Bucket
+from mega_trainer.parallel.param import info_of
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What parameters that are treated alike have in common.
+
+    Attributes:
+        data, grad_sync, replicas: as in `ParamInfo`.
+        decay: whether weight decay applies: to matrices, not to biases and norms.
+        apart: whether an optimizer beside AdamW is for them.
+        dtype: that they are computed with.
+    """
+
+    data: Group
+    grad_sync: tuple[Group, ...]
+    replicas: tuple[Group, ...]
+    decay: bool
+    apart: bool
+    dtype: torch.dtype
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether this rank is the one, of those that hold copies, whose part counts in a norm over the model."""
+        return all(group.rank == 0 for group in self.replicas)
+
+
+def by_kind(
+    model: nn.Module, dtype: torch.dtype, apart: Callable[[nn.Parameter], bool] | None = None
+) -> dict[Kind, list[nn.Parameter]]:
+    """The parameters of a model (or of one pipeline stage), which computes with `dtype`, sorted."""
+    kinds: dict[Kind, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        info = info_of(parameter)
+        special = apart is not None and apart(parameter)
+        kind = Kind(info.data, info.grad_sync, info.replicas, parameter.dim() > 1, special, dtype)
+        kinds.setdefault(kind, []).append(parameter)
+    return kinds
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of a parameter that lie in a shard.
+
+    Attributes:
+        pieces, shape: of the local tensor they are from.
+        start: the first of them, in that tensor flattened.
+        place: where they lie in the shard's tensors.
+    """
+
+    pieces: Sequence[Piece]
+    shape: tuple[int, ...]
+    start: int
+    place: slice
+
+
+@dataclass(eq=False)
+class Shard:
+    """What this rank updates and saves of some parameters.
+
+    Attributes:
+        weights: flat, a view of what the model computes with, or gathers it from.
+        grads: the sum of their gradients over the data ranks, as long, fp32 or fp64.
+        parts: what they are.
+        bucket: what they are a slice of, in a flat buffer.
+    """
+
+    weights: Tensor
+    grads: Tensor
+    parts: list[Part]
+    bucket: Bucket | None = None
+
+
+class Buffer:
+    """Parameters that are treated alike.
+
+    Attributes:
+        kind: how.
+        sharded: each data rank has other shards, not the same.
+        shards: as many on every data rank.
+    """
+
+    kind: Kind
+    sharded: bool
+    shards: list[Shard]
+
+
+class SharedStage(Protocol):
+    """A stage's weights and gradients, as its data ranks share them."""
+
+    @property
+    def buffers(self) -> Sequence[Buffer]:
+        """Every parameter is in one."""
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before."""
+
+    def backward(self, last: bool) -> AbstractContextManager[None]:
+        """Around one micro-batch's backward through the stage; `last` of the step or not."""
+
+    def finish(self) -> None:
+        """End of the step's backwards: wait for the sums, and sum over the further groups that share gradients."""
+
+    def publish(self) -> None:
+        """After an update of the shards' weights: start to give every rank what it needs of them."""
+
+    def settle(self) -> None:
+        """Bring weights to rest: before anything but a forward reads or writes them."""
