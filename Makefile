@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PACKAGES = packages/common packages/data packages/ckpt packages/trainer packages/eval cli
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test parity parity-fuzz lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,6 +22,12 @@ demo: $(VENV)/.done  ## text -> tokens -> trained model -> HuggingFace folder ->
 
 test: $(VENV)/.done  ## every test that this machine can run
 	$(BIN)/python -m pytest
+
+parity: $(VENV)/.done  ## every layout of up to 8 ranks against one process; writes docs/parity.md
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/parity/full.py
+
+parity-fuzz: $(VENV)/.done  ## random models in random layouts against one process: N=20, SEED=1 to see a case again
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/parity/fuzz.py $(or $(N),20) $(if $(SEED),--seed $(SEED))
 
 lint: $(VENV)/.done  ## style, types, and who may import whom
 	$(BIN)/ruff check .

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,14 +36,15 @@ def pairs(cases: Sequence[tuple[Case, Case]], *, norms: bool) -> list[list[str] 
     The first of a pair has one rank, and then stands for all, or as many as the second and holds at least the same.
     """
     rank, maker = dist.get_rank(), make_groups(case for pair in cases for case in pair)
+    made: dict[Case, Outcome] = {}
     out: list[list[str] | None] = []
     for plain, other in cases:
         if rank >= other.ranks:
             out.append(None)
             continue
-        reference = Trainer.make(plain, 0 if plain.ranks == 1 else rank, maker).run()
-        mine = Trainer.make(other, rank, maker).run()
-        out.append(differing(mine, reference, norms=norms))
+        if plain not in made:
+            made[plain] = Trainer.make(plain, 0 if plain.ranks == 1 else rank, maker).run()
+        out.append(differing(Trainer.make(other, rank, maker).run(), made[plain], norms=norms))
     return out
 
 
@@ -89,8 +92,15 @@ class Moved:
     then: Found
 
 
-def moved(cases: Sequence[tuple[Case, Case]], folder: Path) -> list[Moved | None]:
-    """On each rank: train in the first layout of a pair, save, load in the second, go on."""
+def moved(
+    cases: Sequence[tuple[Case, Case]],
+    folder: Path,
+    restoring: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
+) -> list[Moved | None]:
+    """On each rank: train in the first layout of a pair, save, load in the second, go on.
+
+    `restoring` is what the second trainer is made and restored in, for each pair.
+    """
     rank, references = dist.get_rank(), References()
     maker = _with_single(make_groups(case for pair in cases for case in pair))
     out: list[Moved | None] = []
@@ -105,9 +115,10 @@ def moved(cases: Sequence[tuple[Case, Case]], folder: Path) -> list[Moved | None
         if rank >= after.ranks:
             out.append(None)
             continue
-        second = Trainer.make(after, rank, maker)
-        spoil(second)
-        second.state.restore(everywhere[0][0], _group(maker, after))
+        with restoring[number]() if restoring else nullcontext():
+            second = Trainer.make(after, rank, maker)
+            spoil(second)
+            second.state.restore(everywhere[0][0], _group(maker, after))
         broken = unlike(clone(second.state.tensors()), merge(held for _, held in everywhere))
         out.append(Moved(broken, _straight_on(second, references)))
     return out

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from parity.bits import Moved, moved
 from parity.cases import Case, case
 from parity.worker import Found, References, Trainer, compare, make_groups, places
 from torch import Tensor
@@ -26,6 +28,7 @@ from mega_trainer.model import builder, decoder, loss
 from mega_trainer.model.attention import Attention
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.optim.muon import Muon
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel import buckets, tensor
 from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
@@ -343,6 +346,36 @@ MUTATIONS = [
     Mutation("padded vocabulary takes part in the softmax", TP, _padding_takes_part),
     Mutation("cross entropy of the local logits", TP, _loss_of_local_logits),
 ]
+
+WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)
+MUON = case("gqa", 2, parallel={"tp": 2}, optimizer="muon")
+
+
+def _state_left_out() -> AbstractContextManager[Any]:
+    return swap(Optimizer, "tensors", lambda self: {})
+
+
+def _momentum_left_out() -> AbstractContextManager[Any]:
+    return swap(Muon, "state", lambda self: {})
+
+
+def _steps_left_out() -> AbstractContextManager[Any]:
+    return swap(Optimizer, "steps", property(Optimizer.steps.fget, lambda self, value: None))
+
+
+# Bugs of a restore: from the first layout to the second.
+RESTORES: list[tuple[str, tuple[Case, Case], Patch]] = [
+    ("wrong layers restored after a change of pp", (WHOLE, STAGES), _layers_counted_from_zero),
+    ("optimizer moments left out", (STAGES, WHOLE), _state_left_out),
+    ("Muon's momentum left out", (replace(MUON, ranks=1, parallel={}), MUON), _momentum_left_out),
+    ("updates made so far left out", (STAGES, WHOLE), _steps_left_out),
+    ("every rank restores the first key/value head", (TP, SHARED), _first_kv_head),
+]
+
+
+def restored(folder: Path) -> list[Moved | None]:
+    """On each rank, what it finds after each restore."""
+    return moved([cases for _, cases, _ in RESTORES], folder, [patch for *_, patch in RESTORES])
 
 
 def mutated(mutations: Sequence[Mutation] | None = None) -> list[tuple[Found | None, Found | None]]:

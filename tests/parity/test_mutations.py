@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from parity.mutations import MUTATIONS, mutated
+from parity.mutations import MUTATIONS, RESTORES, mutated, restored
 from parity.worker import verdict
 from ranks import run_ranks
 
@@ -21,3 +23,11 @@ def test_is_seen(found: list[list], number: int) -> None:
     healthy, ill = (verdict(one.case, ranks) for ranks in zip(*found[number], strict=True))
     assert not healthy.problem(1e-10)
     assert ill.missing or max(ill.errors.values()) > SEEN, f"{one.name}: {ill.errors}"
+
+
+def test_bugs_of_a_restore_are_seen(tmp_path: Path) -> None:
+    for (name, (_, after), _), *ranks in zip(RESTORES, *run_ranks(restored, 4, tmp_path), strict=True):
+        found = [one for one in ranks if one is not None]
+        judged = verdict(after, [one.then for one in found])
+        unlike = [tensor for one in found for tensor in one.unlike]
+        assert unlike or judged.missing or max(judged.errors.values()) > SEEN, name

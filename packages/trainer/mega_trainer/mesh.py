@@ -13,7 +13,11 @@ from mega_trainer.layout import Layout
 
 @dataclass
 class GroupMaker:
-    """Makes process groups, each once, however many layouts ask for the same ranks."""
+    """Makes process groups, each once, however many layouts ask for the same ranks.
+
+    Torch names a group that its members alone ask for by its ranks and by how many groups this process has: all members
+    must have made as many before. So a group of some stages only, as `embedding`, comes after all that span stages.
+    """
 
     made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
