@@ -160,6 +160,18 @@ def moves() -> list[tuple[Case, Case]]:
     ]
 
 
+def test_main_weights_and_moments_of_a_bf16_run_move_bit_for_bit(tmp_path: Path) -> None:
+    shapes = [(1, {}), (4, {"tp": 2, "zero": 1}), (4, {"pp": 2, "zero": 0}), (3, {"zero": 3}), (2, {"tp": 2, "sp": True})]
+    cases = [
+        tuple(case("tied", ranks, parallel=p, micro=2, batch=24, precision="bf16") for ranks, p in pair)
+        for pair in pairwise(shapes)
+    ]
+    for pair, *found in zip(cases, *run_ranks(moved, 4, cases, tmp_path), strict=True):
+        held = [one for one in found if one is not None]
+        assert held[0].then.shapes.keys() >= {"optimizer/main/model.norm.weight"}
+        assert not [name for one in held for name in one.unlike], pair
+
+
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
     cases = moves()
     results = run_ranks(moved, 8, cases, tmp_path, timeout=280)
