@@ -161,7 +161,13 @@ def moves() -> list[tuple[Case, Case]]:
 
 
 def test_main_weights_and_moments_of_a_bf16_run_move_bit_for_bit(tmp_path: Path) -> None:
-    shapes = [(1, {}), (4, {"tp": 2, "zero": 1}), (4, {"pp": 2, "zero": 0}), (3, {"zero": 3}), (2, {"tp": 2, "sp": True})]
+    shapes = [
+        (1, {}),
+        (4, {"tp": 2, "zero": 1}),
+        (4, {"pp": 2, "zero": 0}),
+        (3, {"zero": 3}),
+        (2, {"tp": 2, "sp": True}),
+    ]
     cases = [
         tuple(case("tied", ranks, parallel=p, micro=2, batch=24, precision="bf16") for ranks, p in pair)
         for pair in pairwise(shapes)
