@@ -303,7 +303,7 @@ class TestOutput:
             pipe.flush()
             wait_for(lambda: any(name.startswith(".d.bin") for name in files(tmp_path)))
             process.send_signal(number)
-            _, told = process.communicate(timeout=20)
+            _, told = process.communicate(timeout=90)
         assert process.returncode != 0
         assert not any(name.startswith("d.") for name in files(tmp_path))
         if number == signal.SIGINT:

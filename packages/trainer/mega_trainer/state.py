@@ -80,13 +80,12 @@ class TrainState:
         saved = Checkpoint.open(folder)
         lines = check_changes(saved.state["settings"], self.config, str(folder))
         wanted = self.tensors()
-        held = set(saved.keys())
-        if not any(
-            key.startswith("optimizer/main/") for key in held
-        ):  # saved in full precision: weights are the main ones
+        if not saved.keys("optimizer/main/"):  # saved in full precision: weights are the main ones
             wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/main/")}
         load(folder, wanted, group=group)
-        if "optimizer/main/" not in "".join(wanted):
+        if any(key.startswith("optimizer/main/") for key in wanted):
+            self.optimizer.use_main()
+        else:
             self.optimizer.reload_main()
         self.step = saved.step
         self.consumed_samples = saved.state["consumed_samples"]

@@ -104,3 +104,8 @@ class Optimizer:
         """Take the main weights from the model's, after those were loaded without them."""
         for slot in self.slots:
             slot.from_model()
+
+    def use_main(self) -> None:
+        """Bring the main weights to the model's, after they were loaded: under ZeRO-3 the model has no others."""
+        for slot in self.slots:
+            slot.to_model()

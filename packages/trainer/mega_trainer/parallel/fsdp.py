@@ -111,8 +111,10 @@ class FullyShardedStage:
         """Sum over the further groups that share gradients."""
         for buffer in self.buffers:
             for group in buffer.kind.grad_sync:
-                for shard in buffer.shards:
-                    all_reduce(shard.grads, group)
+                grads = [shard.grads for shard in buffer.shards]
+                joined = torch.cat(grads)
+                all_reduce(joined, group)
+                torch._foreach_copy_(grads, torch.split(joined, [len(part) for part in grads]))
 
     def publish(self) -> None:
         """Nothing: weights are gathered when they are needed."""

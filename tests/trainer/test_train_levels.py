@@ -1,0 +1,49 @@
+"""Whole runs on two ranks: what a level, a precision or an optimizer needs from validation, saving and going on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from ranks import run_ranks
+
+from mega_trainer.config import RunConfig
+from mega_trainer.ranks import Ranks
+from mega_trainer.train import run
+
+
+def runs(stages: list[dict[str, Any]]) -> list[int]:
+    """One run after another on these ranks; the steps each has done."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    return [run(RunConfig.parse(raw), ranks).step for raw in stages]
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "zero 3, async": {"parallel": {"zero": 3}, "checkpoint": {"async": True}},
+    "zero 3, bf16, offload": {"parallel": {"zero": 3}, "precision": "bf16", "optimizer": {"offload": True}},
+    "zero 2, muon": {"parallel": {"zero": 2}, "optimizer": {"name": "muon"}},
+    "zero 2, fp16": {"parallel": {"zero": 2}, "precision": "fp16"},
+}
+
+
+def test_a_run_goes_on_bit_for_bit(settings: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    stages = []
+    for name, change in CHANGES.items():
+        whole, halves = (
+            settings(**change, train={"steps": 4, "eval_every": 2, "eval_steps": 1}, output=str(tmp_path / name / part))
+            for part in ("whole", "halves")
+        )
+        stages += [whole, {**halves, "train": {**halves["train"], "steps": 2}, "lr_schedule": {"decay_steps": 4}}]
+        stages += [{**halves, "lr_schedule": {"decay_steps": 4}}]
+    assert run_ranks(runs, 2, stages, timeout=120) == [[4, 2, 4] * len(CHANGES)] * 2
+    for name in CHANGES:
+        whole = losses(tmp_path / name / "whole")
+        assert len(whole) == 4, name
+        assert losses(tmp_path / name / "halves") == whole, name
