@@ -44,6 +44,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "yarn-normed": {"rope": YARN, "qk_norm": True},
     "window": {"sliding_window": 7, "num_kv_heads": 2},
     "window-biased": {"sliding_window": 7, "qkv_bias": True},
+    "partial": {"hidden_size": 32, "rope": {"fraction": 0.5, "theta": 1000.0}},
+    "partial-grouped-window": {"head_dim": 12, "num_kv_heads": 2, "rope": {"fraction": 0.67}, "sliding_window": 7},
     "window-normed": {"sliding_window": 7, "qk_norm": True},
     "gpt2": GPT2,
     "gpt2-exact-gelu": {**GPT2, "activation": "gelu"},
@@ -68,6 +70,7 @@ def save_tiny(
     import transformers
 
     raw = {key: value for key, value in family.write_config(model).items() if key != "architectures"}
+    raw["pad_token_id"] = None  # some families' default lies outside a tiny vocabulary
     config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
     torch.manual_seed(seed)
     made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()

@@ -59,6 +59,11 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-tied-bias-yarn": (
         "qwen3", {**_SIZES, "head_dim": 12, "tie_word_embeddings": True, "attention_bias": True, "rope_parameters": YARN},
     ),
+    "phi3": ("phi3", {**_SIZES, "pad_token_id": None}),
+    "phi3-partial-window": (
+        "phi3", {**_SIZES, "hidden_size": 32, "pad_token_id": None, "partial_rotary_factor": 0.5, "sliding_window": 8,
+                 "tie_word_embeddings": True, "resid_pdrop": 0.1},
+    ),
     "gpt2": ("gpt2", _GPT2),
     "gpt2-untied-inner": (
         "gpt2", {**_GPT2, "tie_word_embeddings": False, "n_inner": 50, "activation_function": "gelu", "attn_pdrop": 0.3},
