@@ -58,7 +58,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "neox": NEOX,
     "neox-one-after-another": {**NEOX, "parallel_residual": False, "tie_embeddings": True, "activation": "gelu_tanh"},
     "neox-no-bias-linear": {
-        **NEOX, "qkv_bias": False, "attention_out_bias": False,
+        **NEOX,
+        "qkv_bias": False,
+        "attention_out_bias": False,
         "rope": {"fraction": 0.5, "theta": 500.0, "scaling": "linear", "factor": 2.0},
     },
     "gpt2": GPT2,

@@ -14,7 +14,8 @@ _QKV = tuple(f"{_LAYER}.self_attn.{name}_proj" for name in "qkv")
 
 def _both(disk: str, *names: str, by_head: bool = False) -> tuple[Rule, ...]:
     return tuple(
-        Rule(f"{disk}.{kind}", tuple(f"{name}.{kind}" for name in names), by_head=by_head) for kind in ("weight", "bias")
+        Rule(f"{disk}.{kind}", tuple(f"{name}.{kind}" for name in names), by_head=by_head)
+        for kind in ("weight", "bias")
     )
 
 

@@ -119,9 +119,7 @@ def disk_tensors(
     return {disk.name: disk for disks in found.values() for disk in disks}
 
 
-def _expand(
-    rule: Rule, index: int, parts: Sequence[str], tensors: Mapping[str, Shape], heads: int
-) -> list[DiskTensor]:
+def _expand(rule: Rule, index: int, parts: Sequence[str], tensors: Mapping[str, Shape], heads: int) -> list[DiskTensor]:
     name = rule.disk.replace("{i}", str(index))
     if rule.by_head:
         slabs = [_head(part, tensors[part], head, heads) for head in range(heads) for part in parts]

@@ -15,6 +15,8 @@ OLMO2 = Family(
         Heads(explicit_dim=False),
         Rope(),
         Key("attention_bias", "qkv_bias attention_out_bias", False),
-        Fixed({"norm_position": "post", "qk_norm": True, "qk_norm_span": "all", "mlp_bias": False, "sliding_window": None}),
+        Fixed(
+            {"norm_position": "post", "qk_norm": True, "qk_norm_span": "all", "mlp_bias": False, "sliding_window": None}
+        ),
     ),
 )

@@ -35,7 +35,9 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor, context: Context) -> Tensor:
         y: Tensor = (
-            self.attention_norm(self.attention(x, context)) if self.post else self.attention(self.attention_norm(x), context)
+            self.attention_norm(self.attention(x, context))
+            if self.post
+            else self.attention(self.attention_norm(x), context)
         )
         return y
 
