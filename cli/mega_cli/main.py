@@ -115,10 +115,10 @@ def _in_words(error: Exception) -> tuple[str, int]:
 
 def _missing_package(name: str) -> MissingPackageError:
     """Which folder of the repository brings the module, if it is one of ours."""
-    if stack := STACKS.get(name):
-        folders = " ".join(package.replace("mega_", "packages/") for package in stack)
+    if name in STACKS:
         what = f"this command needs {name.replace('_', '-')}, which is not installed"
-        return MissingPackageError(what, hint=f"in the root of the repository: pip install {folders}")
+        folder = name.replace("mega_", "packages/")
+        return MissingPackageError(what, hint=f"in the root of the repository: pip install {folder}")
     return MissingPackageError(f"this command needs the Python package {name!r}, which is not installed")
 
 

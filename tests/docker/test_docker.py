@@ -61,9 +61,7 @@ class TestDockerfile:
             name = todo.pop()
             project = tomllib.loads((ROOT / f"packages/{name}/pyproject.toml").read_text())["project"]
             needed.add(name)
-            todo += [
-                other.removeprefix("mega-") for other in project["dependencies"] if re.fullmatch(r"mega-\w+", other)
-            ]
+            todo += [found[1] for other in project["dependencies"] if (found := re.match(r"mega-(\w+) @", other))]
         assert set(re.findall(r"^COPY packages/(\w+)", text, re.MULTILINE)) == needed
         assert set(re.findall(r"\./packages/(\w+)", text)) == needed
 

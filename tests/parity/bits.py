@@ -11,7 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parity.cases import Case
-from parity.worker import Found, Held, Outcome, References, Trainer, clone, compare, make_groups, part_of, places, whole
+from parity.worker import (
+    STEPS,
+    Found,
+    Held,
+    Outcome,
+    References,
+    Trainer,
+    clone,
+    compare,
+    make_groups,
+    part_of,
+    places,
+    whole,
+)
 
 from mega_ckpt.pieces import merge
 from mega_ckpt.store import save
@@ -30,10 +43,11 @@ def unlike(mine: Held, reference: Held) -> list[str]:
     ]
 
 
-def pairs(cases: Sequence[tuple[Case, Case]], *, norms: bool) -> list[list[str] | None]:
+def pairs(cases: Sequence[tuple[Case, Case]], *, norms: bool, steps: int = STEPS) -> list[list[str] | None]:
     """On each rank: what differs in bits between the two cases of each pair.
 
     The first of a pair has one rank, and then stands for all, or as many as the second and holds at least the same.
+    After one step only what was computed before the update is compared.
     """
     rank, maker = dist.get_rank(), make_groups(case for pair in cases for case in pair)
     made: dict[Case, Outcome] = {}
@@ -43,8 +57,11 @@ def pairs(cases: Sequence[tuple[Case, Case]], *, norms: bool) -> list[list[str] 
             out.append(None)
             continue
         if plain not in made:
-            made[plain] = Trainer.make(plain, 0 if plain.ranks == 1 else rank, maker).run()
-        out.append(differing(Trainer.make(other, rank, maker).run(), made[plain], norms=norms))
+            made[plain] = Trainer.make(plain, 0 if plain.ranks == 1 else rank, maker).run(steps)
+        mine = Trainer.make(other, rank, maker).run(steps)
+        if steps == 1:
+            mine.tensors = {}
+        out.append(differing(mine, made[plain], norms=norms))
     return out
 
 

@@ -10,7 +10,7 @@ from itertools import combinations, product
 from typing import Any
 
 RANKS = 8
-ZERO_LEVELS = (0, 1, 2)
+ZERO_LEVELS = (0, 1, 2, 3)
 LARGE = 1 << 20  # a bucket that holds any of these models whole
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ class Case:
     @property
     def layout(self) -> dict[str, Any]:
         """The layout's degrees, all of them."""
-        degrees = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "zero": 0, **self.parallel}
+        degrees = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "zero": 1, **self.parallel}
         dp = self.ranks // (degrees["tp"] * degrees["pp"])
         return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none"), "optimizer": self.optimizer}
 
@@ -92,6 +92,7 @@ class Case:
         used = {
             key: value for key, value in self.layout.items() if value is True or value not in (0, 1, "none", "adamw")
         }
+        used |= {"zero": self.layout["zero"]} if self.layout["dp"] > 1 else {}
         used |= {"micro": self.micro, "batch": self.batch} | ({"bucket": self.bucket} if self.bucket != LARGE else {})
         return f"{self.name}: " + " ".join(f"{key}={value}" for key, value in used.items())
 
@@ -112,7 +113,8 @@ def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
         dp, rest = divmod(ranks, tp * pp)
         if rest or dp < 1 or pp * v > 8 or (pp == 1 and v > 1):
             continue
-        for sp, zero in product([False, True] if tp > 1 else [False], ZERO_LEVELS if dp > 1 else [0]):
+        levels = [zero for zero in ZERO_LEVELS if zero < 3 or pp == 1] if dp > 1 else [0]
+        for sp, zero in product([False, True] if tp > 1 else [False], levels):
             yield {"tp": tp, "sp": sp, "pp": pp, "virtual_stages": v, "zero": zero}
 
 
@@ -135,7 +137,8 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
     batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"]), parallel["pp"], rng)
     return case(
         name, ranks, layers=layers, parallel=chosen, recompute=rng.choice(RECOMPUTES),
-        micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]), optimizer=rng.choice(OPTIMIZERS),
+        micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]),
+        optimizer=rng.choice(OPTIMIZERS) if parallel["zero"] < 3 else "adamw",
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def dimensions(case: Case) -> str:
     layout = case.layout
     names = {
         "tp": layout["tp"] > 1, "sp": layout["sp"], "pp": layout["pp"] > 1, "vp": layout["virtual_stages"] > 1,
-        "dp": layout["dp"] > 1, f"zero-{layout['zero']}": layout["zero"] > 0,
+        "dp": layout["dp"] > 1, f"zero-{layout['zero']}": layout["zero"] > 0 and layout["dp"] > 1,
     }  # fmt: skip
     return " + ".join(name for name, used in names.items() if used) or "one process"
 

@@ -378,13 +378,12 @@ def restored(folder: Path) -> list[Moved | None]:
     return moved([cases for _, cases, _ in RESTORES], folder, [patch for *_, patch in RESTORES])
 
 
-def mutated(mutations: Sequence[Mutation] | None = None) -> list[tuple[Found | None, Found | None]]:
+def mutated() -> list[tuple[Found | None, Found | None]]:
     """On each rank, what it finds of each mutation's case without and with the bug."""
-    mutations = mutations or MUTATIONS
     rank, references = dist.get_rank(), References()
-    maker = make_groups(one.case for one in mutations)
+    maker = make_groups(one.case for one in MUTATIONS)
     out: list[tuple[Found | None, Found | None]] = []
-    for one in mutations:
+    for one in MUTATIONS:
         if rank >= one.case.ranks:
             out.append((None, None))
             continue

@@ -16,6 +16,9 @@ from ranks import run_ranks
 ORDERED = {"ordered_reductions": True, "reduce_every_microbatch": True}
 
 
+FLAT = [zero for zero in ZERO_LEVELS if zero < 3]
+
+
 def serial(other: Case) -> tuple[Case, Case]:
     """A pipeline and one process with the same micro-batches. The norm, and so a clip, is summed stage by stage."""
     return replace(other, ranks=1, parallel={}), other
@@ -73,12 +76,31 @@ def zero_levels() -> list[tuple[Case, Case]]:
         )
         for model, ranks, shape, bucket, rule, precision in shapes
     ]  # fmt: skip
-    return [(one, replace(one, parallel={**one.parallel, "zero": z})) for one in plain for z in ZERO_LEVELS[1:]]
+    return [(one, replace(one, parallel={**one.parallel, "zero": z})) for one in plain for z in FLAT[1:]]
 
 
 def test_zero_levels_compute_the_same() -> None:
     cases = zero_levels()
     assert not told([b for _, b in cases], run_ranks(other_bits, 4, cases))
+
+
+def gradient_bits(cases: list[tuple[Case, Case]]) -> list[list[str] | None]:
+    return pairs(cases, norms=False, steps=1)
+
+
+def test_zero_3_has_the_same_gradients() -> None:
+    """It keeps rows of each weight: the norm is summed in another order, and an update in vectors has remainders."""
+    plain = [
+        case(model, 4, parallel={**shape, "zero": 2}, micro=1, clip=0.0, precision=precision, debug=ORDERED)
+        for model, shape, precision in [
+            ("dense", {}, "fp32"), ("tied", {"tp": 2, "sp": True}, "fp64"), ("gqa", {"tp": 2}, "fp64"), ("tied", {}, "fp32"),
+        ]
+    ]  # fmt: skip
+    cases = [
+        (replace(one, parallel={**one.parallel, "zero": 0}), replace(one, parallel={**one.parallel, "zero": 3}))
+        for one in plain
+    ]
+    assert not told([b for _, b in cases], run_ranks(gradient_bits, 4, cases))
 
 
 def recomputed() -> list[tuple[Case, Case]]:
@@ -100,20 +122,23 @@ def test_recomputation_changes_nothing() -> None:
 def test_buckets_change_nothing() -> None:
     """But the order in which the norm is summed, and so the clip."""
     plain = case("dense", 2, parallel={"zero": 0}, micro=2, clip=0.0, precision="fp32", debug=ORDERED)
-    cases = [(plain, replace(plain, bucket=size, parallel={"zero": zero})) for size in (1, 777) for zero in ZERO_LEVELS]
+    cases = [(plain, replace(plain, bucket=size, parallel={"zero": zero})) for size in (1, 777) for zero in FLAT]
     assert not told([b for _, b in cases], run_ranks(pipeline_bits, 2, cases))
 
 
 def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
     shapes = [
-        ("gqa", 1, {}), ("tied", 2, {"tp": 2, "sp": True}), ("gqa", 4, {"tp": 4}), ("dense", 2, {"zero": 1}),
-        ("tied", 4, {"tp": 2, "zero": 1}), ("tied", 4, {"pp": 2, "virtual_stages": 2, "zero": 1}),
-        *(("dense", 4, {"pp": 2, "zero": zero}) for zero in ZERO_LEVELS),
-    ]  # fmt: skip
-    kinds = cycle([("bf16", "adamw"), ("fp32", "muon"), ("bf16", "muon"), ("fp32", "adamw")])
+        ("gqa", 1, {}, "bf16", "adamw"),
+        ("tied", 2, {"tp": 2, "sp": True}, "fp32", "muon"),
+        ("gqa", 4, {"tp": 4}, "bf16", "muon"),
+        ("dense", 2, {"zero": 1}, "fp32", "adamw"),
+        ("tied", 4, {"tp": 2, "zero": 1}, "bf16", "muon"),
+        ("tied", 4, {"pp": 2, "virtual_stages": 2, "zero": 1}, "fp32", "adamw"),
+        *(("dense", 4, {"zero": zero}, "bf16", "adamw") for zero in ZERO_LEVELS),
+    ]
     cases = [
         case(model, ranks, layers=4, parallel=parallel, micro=2, precision=precision, optimizer=rule, debug=ORDERED)
-        for (model, ranks, parallel), (precision, rule) in zip(shapes, kinds, strict=False)
+        for model, ranks, parallel, precision, rule in shapes
     ]
     assert not told(cases, run_ranks(resumed, 4, cases, tmp_path))
 
@@ -123,18 +148,34 @@ def moves() -> list[tuple[Case, Case]]:
     shapes = [
         (1, {}), (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"pp": 4}), (4, {"pp": 2, "virtual_stages": 2, "zero": 1}),
         (4, {"tp": 2, "pp": 2, "zero": 0}), (3, {"zero": 1}), (8, {"tp": 8}), (3, {"pp": 3, "pipeline_layout": [0, 3, 1]}),
-        (4, {"tp": 2, "zero": 1}), (2, {"pp": 2}), (8, {"tp": 2, "pp": 2, "zero": 1}), (1, {}),
+        (4, {"tp": 2, "zero": 3}), (2, {"pp": 2}), (8, {"tp": 2, "pp": 2, "zero": 1}), (1, {}),
     ]  # fmt: skip
+    rules = cycle([("tied", "adamw"), ("gqa", "muon"), ("dense", "adamw")])
     return [
         tuple(
-            case(
-                ("tied", "gqa", "dense")[number % 3], ranks, layers=4, parallel=parallel, micro=4, batch=24,
-                optimizer=("adamw", "muon")[number % 2],
-            )
+            case(model, ranks, layers=4, parallel=parallel, micro=4, batch=24, optimizer=rule)
             for ranks, parallel in pair
         )
-        for number, pair in enumerate(pairwise(shapes))
-    ]  # fmt: skip
+        for pair, (model, rule) in zip(pairwise(shapes), rules, strict=False)
+    ]
+
+
+def test_main_weights_and_moments_of_a_bf16_run_move_bit_for_bit(tmp_path: Path) -> None:
+    shapes = [
+        (1, {}),
+        (4, {"tp": 2, "zero": 1}),
+        (4, {"pp": 2, "zero": 0}),
+        (3, {"zero": 3}),
+        (2, {"tp": 2, "sp": True}),
+    ]
+    cases = [
+        tuple(case("tied", ranks, parallel=p, micro=2, batch=24, precision="bf16") for ranks, p in pair)
+        for pair in pairwise(shapes)
+    ]
+    for pair, *found in zip(cases, *run_ranks(moved, 4, cases, tmp_path), strict=True):
+        held = [one for one in found if one is not None]
+        assert held[0].then.shapes.keys() >= {"optimizer/main/model.norm.weight"}
+        assert not [name for one in held for name in one.unlike], pair
 
 
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:

@@ -111,12 +111,20 @@ def all_gather_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: bool
 
 def reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Sum over the group and keep this rank's part along `dim`: [.., n * size, ..] -> [.., n, ..]."""
+    part, work = start_reduce_scatter(tensor, group, dim)
+    if work is not None:
+        work.wait()
+    return part
+
+
+def start_reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> tuple[Tensor, Work | None]:
+    """Like `reduce_scatter`, but returns at once: the part is there when the work is done."""
     if group.size == 1:
-        return tensor
+        return tensor, None
     moved = tensor.movedim(dim, 0).contiguous()
     out = moved.new_empty((moved.shape[0] // group.size, *moved.shape[1:]))
-    reduce_scatter_into(out, moved, group)
-    return out.movedim(0, dim)
+    work = reduce_scatter_into(out, moved, group, async_op=True)
+    return out.movedim(0, dim), work
 
 
 def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: bool = False) -> Work | None:

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mega_ckpt.pieces import Piece
-from mega_trainer.comm import Group, all_gather, all_reduce, reduce_scatter
+from mega_trainer.comm import Group, all_gather, all_reduce, reduce_scatter, start_reduce_scatter
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.parallel.param import make_parameter
 
@@ -63,8 +63,7 @@ class _ColumnLinear(Function):
         full = all_gather(x, group, SEQUENCE) if ctx.sp else x
         dx = dy.matmul(weight)
         if ctx.sp:
-            dx = reduce_scatter(dx, group, SEQUENCE)
-            work = None
+            dx, work = start_reduce_scatter(dx, group, SEQUENCE)
         else:
             work = all_reduce(dx, group, async_op=True)
         dweight = dy.flatten(0, -2).t().mm(full.flatten(0, -2)) if ctx.needs_input_grad[1] else None

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mega_cli.main import main
+
+RUN = {
+    "model": {"preset": "llama3-8b"},
+    "data": {"train": "data/wiki", "seq_length": 8192},
+    "parallel": {"tp": 2, "pp": 4},
+    "batch": {"micro": 1, "global": 64},
+}
+
+
+def told(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    with pytest.raises(SystemExit) as end:
+        main(["plan", str(tmp_path / "run.yaml"), *options])
+    out = capsys.readouterr()
+    return int(end.value.code or 0), out.out, out.err
+
+
+def test_the_bubble_stands_beside_its_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = told(tmp_path, capsys, "--ranks", "16", "--json")
+    plan = json.loads(out)
+    assert status == 0
+    assert plan["ranks"] == {"world": 16, "tp": 2, "pp": 4, "cp": 1, "dp": 2}
+    assert plan["bubble"] == pytest.approx(3 / (32 + 3))
+    assert plan["bubble_by_formula"] == pytest.approx(plan["bubble"])
+    assert plan["parameters"] == 8_030_261_248
+    assert len(plan["memory_bytes"]) == 4
+
+
+def test_the_schedule_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawing = tmp_path / "schedule.svg"
+    status, out, _ = told(tmp_path, capsys, "--draw", str(drawing))
+    assert status == 0
+    assert "pipeline bubble" in out
+    assert ElementTree.parse(drawing).getroot().tag.endswith("svg")
+
+
+def test_ranks_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = told(tmp_path, capsys, "--ranks", "12")
+    assert status == 2
+    assert "do not divide" in error

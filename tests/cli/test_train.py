@@ -1,0 +1,54 @@
+"""The command's own part; runs are tested in tests/trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mega_cli.main import main
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["train", *arguments])
+    out = capsys.readouterr()
+    return int(end.value.code or 0), out.out, out.err
+
+
+def test_a_checked_configuration_is_printed_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"model": {"preset": "tiny"}, "data": {"train": "tokens"}}))
+    status, out, _ = call(capsys, str(path), "--check", "--set", "batch.global=16")
+    resolved = yaml.safe_load(out)
+    assert status == 0
+    assert resolved["batch"] == {"micro": 1, "global": 16}
+    assert resolved["model"]["num_layers"] == 2
+
+
+def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(capsys, "--schema")
+    assert status == 0
+    assert "parallel" in json.loads(out)["properties"]
+
+
+def test_a_launch_script_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "pretrain.sh"
+    script.write_text(
+        "TP=2\ntorchrun --nproc-per-node 4 pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 "
+        "--seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 "
+        "--lr 1e-3 --vocab-size 1000 --data-path wiki --tensor-model-parallel-size $TP\n"
+    )
+    status, out, _ = call(capsys, "--from-megatron-args", str(script))
+    run = yaml.safe_load(out)
+    assert status == 0
+    assert (run["model"]["num_layers"], run["parallel"]["tp"], run["data"]["seq_length"]) == (4, 2, 128)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [((), "no run.yaml given"), (("nowhere.yaml",), "cannot be read")])
+def test_what_is_missing_is_told(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str) -> None:
+    status, _, error = call(capsys, *arguments)
+    assert status == 2
+    assert words in error
