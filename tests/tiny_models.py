@@ -18,6 +18,11 @@ GPT2: dict[str, Any] = {
     "norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "tie_embeddings": True, "qkv_bias": True,
     "attention_out_bias": True, "mlp_bias": True,
 }  # fmt: skip
+OLMO2: dict[str, Any] = {"norm_position": "post", "qk_norm": True, "qk_norm_span": "all"}
+NEOX: dict[str, Any] = {
+    "hidden_size": 32, "norm": "layernorm", "activation": "gelu", "qkv_bias": True, "attention_out_bias": True,
+    "mlp_bias": True, "parallel_residual": True, "rope": {"fraction": 0.25},
+}  # fmt: skip
 LLAMA3 = {"scaling": "llama3", "factor": 4.0, "original_max_position": 16, "theta": 1000.0}
 YARN = {"scaling": "yarn", "factor": 4.0, "original_max_position": 16, "beta_fast": 4.0}
 
@@ -44,7 +49,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "yarn-normed": {"rope": YARN, "qk_norm": True},
     "window": {"sliding_window": 7, "num_kv_heads": 2},
     "window-biased": {"sliding_window": 7, "qkv_bias": True},
+    "partial": {"hidden_size": 32, "rope": {"fraction": 0.5, "theta": 1000.0}},
+    "partial-grouped-window": {"head_dim": 12, "num_kv_heads": 2, "rope": {"fraction": 0.67}, "sliding_window": 7},
     "window-normed": {"sliding_window": 7, "qk_norm": True},
+    "olmo2": OLMO2,
+    "olmo2-grouped-head": {**OLMO2, "num_kv_heads": 2, "head_dim": 10, "tie_embeddings": True},
+    "olmo2-bias-yarn": {**OLMO2, "qkv_bias": True, "attention_out_bias": True, "num_kv_heads": 1, "rope": YARN},
+    "neox": NEOX,
+    "neox-one-after-another": {**NEOX, "parallel_residual": False, "tie_embeddings": True, "activation": "gelu_tanh"},
+    "neox-no-bias-linear": {
+        **NEOX,
+        "qkv_bias": False,
+        "attention_out_bias": False,
+        "rope": {"fraction": 0.5, "theta": 500.0, "scaling": "linear", "factor": 2.0},
+    },
     "gpt2": GPT2,
     "gpt2-exact-gelu": {**GPT2, "activation": "gelu"},
     "gpt2-untied": {**GPT2, "tie_embeddings": False, "ffn_hidden_size": 96},
@@ -68,6 +86,7 @@ def save_tiny(
     import transformers
 
     raw = {key: value for key, value in family.write_config(model).items() if key != "architectures"}
+    raw["pad_token_id"] = None  # some families' default lies outside a tiny vocabulary
     config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
     torch.manual_seed(seed)
     made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()

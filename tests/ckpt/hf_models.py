@@ -35,6 +35,7 @@ _GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_NEOX = {key: value for key, value in {**_SIZES, "hidden_size": 32}.items() if key != "num_key_value_heads"}
 
 # {case: (model_type, settings)}; between them every option that each family has.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -58,6 +59,20 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("qwen3", {**_SIZES, "head_dim": 8}),
     "qwen3-tied-bias-yarn": (
         "qwen3", {**_SIZES, "head_dim": 12, "tie_word_embeddings": True, "attention_bias": True, "rope_parameters": YARN},
+    ),
+    "phi3": ("phi3", {**_SIZES, "pad_token_id": None}),
+    "phi3-partial-window": (
+        "phi3", {**_SIZES, "hidden_size": 32, "pad_token_id": None, "partial_rotary_factor": 0.5, "sliding_window": 8,
+                 "tie_word_embeddings": True, "resid_pdrop": 0.1},
+    ),
+    "olmo2": ("olmo2", _SIZES),
+    "olmo2-tied-bias-linear": (
+        "olmo2", {**_SIZES, "tie_word_embeddings": True, "attention_bias": True, "rope_parameters": LINEAR},
+    ),
+    "gpt_neox": ("gpt_neox", _NEOX),
+    "gpt_neox-no-bias": (
+        "gpt_neox", {**_NEOX, "attention_bias": False, "rotary_pct": 0.5, "rotary_emb_base": 500,
+                     "use_parallel_residual": False, "hidden_act": "gelu_new", "hidden_dropout": 0.1},
     ),
     "gpt2": ("gpt2", _GPT2),
     "gpt2-untied-inner": (

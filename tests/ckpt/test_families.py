@@ -21,6 +21,11 @@ LLAMA = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 QWEN = {**LLAMA, "model_type": "qwen2"}
+PHI3 = {**LLAMA, "model_type": "phi3"}
+NEOX = {
+    **{key: value for key, value in LLAMA.items() if key not in ("rms_norm_eps", "num_key_value_heads")},
+    "model_type": "gpt_neox", "rotary_pct": 1.0,
+}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 32}
 
 
@@ -57,10 +62,11 @@ def test_tensors_are_those_of_transformers(case: str) -> None:
     config = transformers.AutoConfig.for_model(kind, **chosen)
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)
-    shapes = {name: tuple(value.shape) for name, value in theirs.named_parameters()}  # a tied tensor once
     family = family_named(kind)
+    disk = {"lm_head.weight": family.head}  # one family calls it differently on disk
+    shapes = {disk.get(name, name): tuple(value.shape) for name, value in theirs.named_parameters()}  # a tied one once
     model = family.read_config(json.loads(config.to_json_string(use_diff=False)))
-    assert {disk.name: disk.shape for disk in family.table(model).values()} == shapes
+    assert {name: tensor.shape for name, tensor in family.table(model).items()} == shapes
 
 
 def test_defaults_of_absent_keys_are_those_of_transformers() -> None:
@@ -119,6 +125,9 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = False"),
         ({**GPT2, "n_ctx": 16}, "n_ctx = 16"),
+        ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_type = 'longrope'"),
+        ({**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type = 'yarn' is not supported (known: default)"),
+        ({**NEOX, "rope_theta": 500.0}, "rope_theta = 500.0"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name(raw: dict[str, Any], told: str) -> None:
@@ -164,6 +173,9 @@ BIASES = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
         ({"qkv_bias": True}, "qwen2"),
         ({"qk_norm": True, "num_kv_heads": 2}, "qwen3"),
         ({"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", **BIASES}, "gpt2"),
+        ({"rope": {"fraction": 0.5}}, "phi3"),
+        ({"norm_position": "post", "qk_norm": True, "qk_norm_span": "all"}, "olmo2"),
+        ({"norm": "layernorm", "activation": "gelu", "parallel_residual": True, **BIASES}, "gpt_neox"),
     ],
 )
 def test_the_first_family_that_fits(changes: dict[str, Any], name: str) -> None:
@@ -198,10 +210,11 @@ def test_a_model_that_fits_survives_its_config(
         assert same_model(family.read_config(written), model), family.name
 
 
-def test_every_disk_tensor_of_gpt2_is_views_that_tile_the_canonical_ones() -> None:
-    model = read(GPT2)
+@pytest.mark.parametrize("raw", [GPT2, PHI3, NEOX], ids=lambda raw: raw["model_type"])
+def test_every_disk_tensor_is_views_that_tile_the_canonical_ones(raw: dict[str, Any]) -> None:
+    model = read(raw)
     found = {name: torch.zeros(shape) for name, shape in tensors_of(model).items()}
-    for disk in family_named("gpt2").table(model).values():
+    for disk in family_of(raw).table(model).values():
         for slab, view in disk.views(torch.ones(disk.shape)):
             window = tuple(slice(o, o + n) for o, n in zip(slab.offset, slab.shape, strict=True))
             found[slab.name][window] += view
@@ -216,6 +229,15 @@ def test_fused_and_transposed_as_gpt2_computes_it() -> None:
     parts = {slab.name: view for slab, view in disk.views(weight)}
     for name, expected in zip("qkv", (x @ weight).split(24, dim=1), strict=True):
         torch.testing.assert_close(x @ parts[f"model.layers.1.self_attn.{name}_proj.weight"].t(), expected)
+
+
+def test_heads_that_follow_each_other() -> None:
+    names = [f"model.layers.0.{name}" for name in "qk"]
+    rule = Rule("{i}.fused", tuple(name.replace("0", "{i}") for name in names), by_head=True)
+    (disk,) = disk_tensors([rule], dict.fromkeys(names, (6, 3)), 1, heads=2).values()
+    assert (disk.name, disk.shape) == ("0.fused", (12, 3))
+    assert [(slab.name, slab.offset) for slab in disk.slabs] == [(name, (at, 0)) for at in (0, 3) for name in names]
+    assert {slab.shape for slab in disk.slabs} == {(3, 3)}
 
 
 def test_rules_for_experts() -> None:

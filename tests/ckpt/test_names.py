@@ -42,12 +42,21 @@ def test_a_plain_decoder() -> None:
         ({"attention_out_bias": True}, {"self_attn.o_proj.bias"}),
         ({"mlp_bias": True}, {"mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias"}),
         ({"qk_norm": True}, {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}),
+        ({"norm_position": "post"}, {"post_feedforward_layernorm.weight"}),
         ({"norm": "layernorm"}, {"input_layernorm.bias", "post_attention_layernorm.bias"}),
     ],
 )
 def test_options_add_tensors_to_each_layer(changes: dict[str, object], added: set[str]) -> None:
     new = {name for name in tensors_of(model(**changes)) if name not in tensors_of(model())}
     assert new - {"model.norm.bias"} == {f"model.layers.{i}.{name}" for i in range(2) for name in added}
+
+
+def test_norms_after_the_blocks_and_over_all_heads() -> None:
+    tensors = tensors_of(model(norm_position="post", qk_norm=True, qk_norm_span="all", head_dim=6))
+    assert "model.layers.0.input_layernorm.weight" not in tensors
+    for name in "qk":
+        norm, projection = (f"model.layers.0.self_attn.{name}_{kind}.weight" for kind in ("norm", "proj"))
+        assert tensors[norm] == tensors[projection][:1]
 
 
 def test_options_outside_the_layers() -> None:

@@ -68,6 +68,8 @@ def _model(rng: random.Random) -> dict[str, Any]:
         "qk_norm": rng.random() < 0.5, "sliding_window": rng.choice([None, None, 2, 5]), "max_position": 24,
         **{f"{site}_dropout": rng.choice([0.0, 0.2]) for site in ("embedding", "attention", "residual")},
         "init_std": rng.choice([0.1, 0.2]), "scale_residual_init": rng.random() < 0.5,
+        "qk_norm_span": rng.choice(["head", "all"]), "norm_position": rng.choice(["pre", "post"]),
+        "parallel_residual": rng.random() < 0.5,
     }  # fmt: skip
 
 

@@ -44,11 +44,13 @@ def some(names: Iterable[str]) -> str:
 
 
 def _layer(config: ModelConfig) -> Tensors:
+    post = config.norm_position == "post"
     return {
-        **_norm(config, "input_layernorm"),
+        **({} if post else _norm(config, "input_layernorm")),
         **_attention(config),
         **_norm(config, "post_attention_layernorm"),
         **(_experts(config) if config.moe else _mlp(config, config.ffn_hidden_size)),
+        **(_norm(config, "post_feedforward_layernorm") if post else {}),
     }
 
 
@@ -64,7 +66,8 @@ def _linear(name: str, out: int, into: int, bias: bool) -> Tensors:
 def _attention(config: ModelConfig) -> Tensors:
     width, head = config.hidden_size, config.head_size
     queries, keys = config.num_attention_heads * head, config.kv_heads * head
-    norms: Tensors = {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    spans = (head, head) if config.qk_norm_span == "head" else (queries, keys)
+    norms: Tensors = {f"self_attn.{name}_norm.weight": (span,) for name, span in zip("qk", spans, strict=True)}
     return {
         **_linear("self_attn.q_proj", queries, width, config.qkv_bias),
         **_linear("self_attn.k_proj", keys, width, config.qkv_bias),

@@ -70,6 +70,9 @@ class ModelConfig(Config):
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = Field(False, description="RMSNorm over each head's query and key, as in Qwen3")
+    qk_norm_span: Literal["head", "all"] = Field("head", description="`all`: over all heads at once, as in OLMo-2")
+    norm_position: Literal["pre", "post"] = Field("pre", description="`post`: after attention and MLP, as in OLMo-2")
+    parallel_residual: bool = Field(False, description="attention and MLP see the same input, as in GPT-NeoX")
     sliding_window: PositiveInt | None = Field(None, description="keys a query sees, itself included, in tokens")
     embedding_dropout: float = Field(0.0, ge=0, lt=1)
     attention_dropout: float = Field(0.0, ge=0, lt=1)

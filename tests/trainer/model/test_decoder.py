@@ -39,7 +39,8 @@ def models(draw: st.DrawFn) -> tuple[ModelConfig, Layout]:
         num_attention_heads=heads, num_kv_heads=kv, head_dim=4, vocab_size=draw(st.integers(3, 40)),
         tie_embeddings=draw(st.booleans()), norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
         activation=draw(st.sampled_from(["swiglu", "gelu"])), position=draw(st.sampled_from(["rope", "learned"])),
-        qk_norm=draw(st.booleans()), max_position=8, **{bias: draw(st.booleans()) for bias in BIASES},
+        qk_norm=draw(st.booleans()), qk_norm_span=draw(st.sampled_from(["head", "all"])),
+        norm_position=draw(st.sampled_from(["pre", "post"])), max_position=8, **{bias: draw(st.booleans()) for bias in BIASES},
     )  # fmt: skip
     return model, Layout(tp=draw(st.sampled_from(tps)), pp=draw(st.integers(1, 4)))
 

@@ -31,6 +31,12 @@ def test_parameters_are_those_of_the_model_that_is_built(name) -> None:
     assert count_parameters(model(name)).total == sum(p.numel() for p in built.parameters())
 
 
+def test_parameters_of_norms_after_the_blocks_and_over_all_heads() -> None:
+    olmo = model("qwen3-0.6b", norm_position="post", qk_norm_span="all")
+    built = Decoder(Builder(olmo, device=torch.device("meta")))
+    assert count_parameters(olmo).total == sum(p.numel() for p in built.parameters())
+
+
 def test_published_parameter_counts() -> None:
     assert count_parameters(model("llama3-8b")).total == 8_030_261_248
     assert count_parameters(model("llama3-70b")).total == 70_553_706_496

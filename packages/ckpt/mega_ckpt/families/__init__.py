@@ -6,9 +6,12 @@ import difflib
 
 from mega_ckpt.families.base import TRAINING_FIELDS, Family
 from mega_ckpt.families.gpt2 import GPT2
+from mega_ckpt.families.gpt_neox import GPT_NEOX
 from mega_ckpt.families.keys import Raw
 from mega_ckpt.families.llama import LLAMA
 from mega_ckpt.families.mistral import MISTRAL
+from mega_ckpt.families.olmo2 import OLMO2
+from mega_ckpt.families.phi3 import PHI3
 from mega_ckpt.families.qwen2 import QWEN2
 from mega_ckpt.families.qwen3 import QWEN3
 from mega_common.errors import CheckpointError
@@ -17,7 +20,7 @@ from mega_common.model_config import ModelConfig
 __all__ = ["FAMILIES", "Family", "family_for", "family_named", "family_of", "same_model"]
 
 # In order of preference: a model that several can express becomes the first.
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, OLMO2, GPT_NEOX)
 
 
 def family_named(name: object, source: str = "family") -> Family:

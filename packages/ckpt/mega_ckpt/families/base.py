@@ -133,7 +133,7 @@ class Family:
         embeddings twice.
         """
         names = set(names) if names is not None else None
-        table = disk_tensors(self.rules, tensors_of(model), model.num_layers)
+        table = disk_tensors(self.rules, tensors_of(model), model.num_layers, model.num_attention_heads)
         if names is not None and not any(name.startswith(self.prefix) for name in names):
             table = {disk.name: disk for disk in (_without(self.prefix, disk) for disk in table.values())}
         if names is not None and model.tie_embeddings and self.head in names:

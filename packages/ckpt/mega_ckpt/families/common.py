@@ -8,21 +8,51 @@ from typing import Any
 from mega_ckpt.families.keys import Entry, Fixed, Key, MismatchError, Raw
 from mega_common.model_config import ModelConfig
 
-# The keys that Llama and everything shaped like it have in common.
-DECODER: tuple[Entry, ...] = (
+# The keys that nearly every decoder has.
+SIZES: tuple[Entry, ...] = (
     Key("vocab_size", "vocab_size"),
     Key("hidden_size", "hidden_size"),
     Key("intermediate_size", "ffn_hidden_size"),
     Key("num_hidden_layers", "num_layers"),
     Key("num_attention_heads", "num_attention_heads"),
     Key("max_position_embeddings", "max_position"),
-    Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
-    Key("rms_norm_eps", "norm_eps", 1e-6),
     Key("tie_word_embeddings", "tie_embeddings", False),
     Key("initializer_range", "init_std", 0.02),
     Key("attention_dropout", "attention_dropout", 0.0),
-    Fixed({"norm": "rmsnorm", "position": "rope", "moe": None}),
 )
+
+
+def decoder(norm_eps: float = 1e-6) -> tuple[Entry, ...]:
+    """The keys of Llama and everything shaped like it; `norm_eps` is what transformers takes for an absent one."""
+    return (
+        *SIZES,
+        Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
+        Key("rms_norm_eps", "norm_eps", norm_eps),
+        Fixed({"norm": "rmsnorm", "position": "rope", "moe": None}),
+    )
+
+
+DECODER = decoder()
+
+
+@dataclass(frozen=True)
+class OwnHeads:
+    """Every head has its own key and value, and together they are as wide as the model: no key speaks of them."""
+
+    keys: frozenset[str] = frozenset()
+    fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """Nothing: these are the defaults."""
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Nothing, when the model agrees."""
+        if model.kv_heads != model.num_attention_heads:
+            raise MismatchError(f"num_kv_heads must be num_attention_heads, not {model.kv_heads}")
+        if model.head_size * model.num_attention_heads != model.hidden_size:
+            raise MismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.head_size}")
+        return {}
 
 
 @dataclass(frozen=True)

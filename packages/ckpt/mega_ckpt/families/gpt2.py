@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_ckpt.families.base import Family
+from mega_ckpt.families.common import OwnHeads
 from mega_ckpt.families.keys import Fixed, Key, MismatchError, Only, Raw
 from mega_ckpt.families.layouts import TRANSPOSED, Rule
 from mega_common.model_config import ModelConfig
@@ -25,10 +26,10 @@ def _linear(disk: str, *names: str) -> tuple[Rule, Rule]:
 
 @dataclass(frozen=True)
 class Gpt2Sizes:
-    """Sizes that follow from others: four times the width for the MLP unless given, every head its own key and value."""
+    """The width of the MLP, four times the model's unless given, and a second name for the longest sequence."""
 
     keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
-    fields: frozenset[str] = frozenset({"ffn_hidden_size", "num_kv_heads", "head_dim"})
+    fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """`n_ctx` is an older name of `n_positions`, so they must agree."""
@@ -38,10 +39,6 @@ class Gpt2Sizes:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Only `n_inner`, null for the usual size."""
-        if model.kv_heads != model.num_attention_heads:
-            raise MismatchError(f"num_kv_heads must be num_attention_heads, not {model.kv_heads}")
-        if model.head_size * model.num_attention_heads != model.hidden_size:
-            raise MismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.head_size}")
         return {"n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size}
 
 
@@ -65,6 +62,7 @@ GPT2 = Family(
         Key("resid_pdrop", "residual_dropout", 0.1),
         Key("initializer_range", "init_std", 0.02),
         Gpt2Sizes(),
+        OwnHeads(),
         Only({"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
               "reorder_and_upcast_attn": (False, True)}),
         Fixed({"norm": "layernorm", "position": "learned", "qkv_bias": True, "attention_out_bias": True,

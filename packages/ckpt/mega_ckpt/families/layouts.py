@@ -65,12 +65,14 @@ TRANSPOSED = Joined(transposed=True)
 class Rule:
     """Where canonical tensors are on disk. `{i}` in the names runs over layers, `{e}` in `disk` over experts.
 
-    A rule whose canonical tensors a model does not have (a bias, say) does not apply to it.
+    A rule whose canonical tensors a model does not have (a bias, say) does not apply to it. With `by_head` the rows of
+    each head follow those of the one before: all parts of the first head, then all of the second.
     """
 
     disk: str
     parts: tuple[str, ...]
     layout: Layout = PLAIN
+    by_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ class DiskTensor:
         return list(zip(self.slabs, self.layout.views(disk, [slab.shape for slab in self.slabs]), strict=True))
 
 
-def disk_tensors(rules: Sequence[Rule], tensors: Mapping[str, Shape], layers: int) -> dict[str, DiskTensor]:
+def disk_tensors(
+    rules: Sequence[Rule], tensors: Mapping[str, Shape], layers: int, heads: int = 1
+) -> dict[str, DiskTensor]:
     """Expand `rules` for a model with these canonical `tensors`; what no rule covers is stored under its own name.
 
     The result is in the order of `tensors`, which is the order of the forward pass.
@@ -108,15 +112,18 @@ def disk_tensors(rules: Sequence[Rule], tensors: Mapping[str, Shape], layers: in
             parts = [part.replace("{i}", str(index)) for part in rule.parts]
             if all(part in tensors for part in parts):
                 covered.update(parts)
-                found[parts[0]] += _expand(rule, index, parts, tensors)
+                found[parts[0]] += _expand(rule, index, parts, tensors, heads)
     for name, shape in tensors.items():
         if name not in covered:
             found[name].append(DiskTensor(name, shape, (_whole(name, shape),), PLAIN))
     return {disk.name: disk for disks in found.values() for disk in disks}
 
 
-def _expand(rule: Rule, index: int, parts: Sequence[str], tensors: Mapping[str, Shape]) -> list[DiskTensor]:
+def _expand(rule: Rule, index: int, parts: Sequence[str], tensors: Mapping[str, Shape], heads: int) -> list[DiskTensor]:
     name = rule.disk.replace("{i}", str(index))
+    if rule.by_head:
+        slabs = [_head(part, tensors[part], head, heads) for head in range(heads) for part in parts]
+        return [_disk(rule.layout, name, slabs)]
     if "{e}" not in name:
         return [_disk(rule.layout, name, [_whole(part, tensors[part]) for part in parts])]
     return [
@@ -131,6 +138,11 @@ def _disk(layout: Layout, name: str, slabs: Sequence[Slab]) -> DiskTensor:
 
 def _whole(name: str, shape: Shape) -> Slab:
     return Slab(name, (0,) * len(shape), shape)
+
+
+def _head(name: str, shape: Shape, head: int, heads: int) -> Slab:
+    rows = shape[0] // heads
+    return Slab(name, (head * rows, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
 
 
 def _expert(name: str, shape: Shape, expert: int) -> Slab:

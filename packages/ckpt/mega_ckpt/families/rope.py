@@ -28,14 +28,24 @@ class Rope:
     """All keys about rotary positions.
 
     Attributes:
-        theta: what transformers takes for an absent `rope_theta`.
+        theta, fraction: what transformers takes where the keys are absent.
         partial: whether the family's model code can rotate only a part of each head.
+        theta_key, fraction_key: what older folders of the family call them.
+        scalings: the kinds that the family's configuration accepts.
     """
 
     theta: float = 10_000.0
+    fraction: float = 1.0
     partial: bool = False
-    keys: frozenset[str] = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"})
+    theta_key: str = "rope_theta"
+    fraction_key: str = "partial_rotary_factor"
+    scalings: frozenset[str] = frozenset(_PARAMETERS)
     fields: frozenset[str] = frozenset({"rope"})
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of either form."""
+        return frozenset({"rope_parameters", "rope_scaling", self.theta_key, self.fraction_key})
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """`rope` from either form; where a folder carries both, from the older one, as transformers does."""
@@ -44,12 +54,12 @@ class Rope:
             raise MismatchError(f"rope_parameters = {given!r} is not one set of parameters for all layers")
         kind = given.get("rope_type", given.get("type", "default"))
         scaling = "none" if kind == "default" else kind
-        if scaling not in _PARAMETERS:
-            known = ", ".join(name for name in _PARAMETERS if name != "none")
-            raise MismatchError(f"rope_type = {kind!r} is not supported (known: default, {known})")
+        if scaling not in self.scalings:
+            known = ", ".join(["default", *(name for name in _PARAMETERS if name in self.scalings - {"none"})])
+            raise MismatchError(f"rope_type = {kind!r} is not supported (known: {known})")
         out = {
-            "theta": given.get("rope_theta") or raw.get("rope_theta") or self.theta,
-            "fraction": given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0,
+            "theta": given.get("rope_theta") or raw.get(self.theta_key) or self.theta,
+            "fraction": given.get("partial_rotary_factor") or raw.get(self.fraction_key) or self.fraction,
             "scaling": scaling,
             **_read_parameters(scaling, given, raw),
         }
@@ -60,12 +70,14 @@ class Rope:
         """Both forms, so that software of either age reads the model: each ignores or confirms the other."""
         rope = model.rope
         self._check(rope.fraction)
+        if rope.scaling not in self.scalings:
+            raise MismatchError(f"rope.scaling must be {' or '.join(sorted(self.scalings))}, not {rope.scaling!r}")
         kind = "default" if rope.scaling == "none" else rope.scaling
         parameters = {"rope_type": kind, **_write_parameters(rope)}
         partial = {"partial_rotary_factor": rope.fraction} if self.partial else {}
         return {
-            "rope_theta": rope.theta,
-            **partial,
+            self.theta_key: rope.theta,
+            **({self.fraction_key: rope.fraction} if self.partial else {}),
             "rope_scaling": None if kind == "default" else dict(parameters),
             "rope_parameters": {**parameters, "rope_theta": rope.theta, **partial},
         }

@@ -30,8 +30,8 @@ class Attention(nn.Module):
         self.size, self.dropout, self.first_head = config.head_size, config.attention_dropout, tp.rank * self.heads
         self.qkv = self._projection(build, name)
         self.out = build.row(f"{name}.o_proj", config.num_attention_heads * self.size, bias=config.attention_out_bias)
-        self.q_norm = build.head_norm(f"{name}.q_norm") if config.qk_norm else None
-        self.k_norm = build.head_norm(f"{name}.k_norm") if config.qk_norm else None
+        self.q_norm = build.qk_norm(f"{name}.q_norm", config.num_attention_heads) if config.qk_norm else None
+        self.k_norm = build.qk_norm(f"{name}.k_norm", config.kv_heads) if config.qk_norm else None
 
     def _projection(self, build: Builder, name: str) -> ColumnLinear:
         config, groups = build.config, build.groups

@@ -17,7 +17,15 @@ from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.parallel.param import make_parameter
-from mega_trainer.parallel.tensor import ColumnLinear, RowLinear, VocabEmbedding, split_rows, vocab_parameter
+from mega_trainer.parallel.tensor import (
+    ColumnLinear,
+    RowLinear,
+    VocabEmbedding,
+    split_rows,
+    sum_gradient,
+    sum_over,
+    vocab_parameter,
+)
 
 
 class Norm(nn.Module):
@@ -33,6 +41,25 @@ class Norm(nn.Module):
         if self.bias is None:
             return self.kernels.rms_norm(x, self.weight, self.eps)
         return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class HeadsNorm(nn.Module):
+    """RMSNorm over all heads of a token together, which the ranks of `group` share equally.
+
+    A rank's mean of squares goes into the mean over the ranks, and the gradient of that comes from all of them. Heads
+    that several ranks hold count as often on each, which leaves the mean as it is.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, group: Group) -> None:
+        super().__init__()
+        self.weight, self.eps, self.group = weight, eps, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, H/T, d] -> the same shape; statistics in at least fp32."""
+        wide = x.flatten(-2).to(torch.promote_types(x.dtype, torch.float32))
+        mean = wide.square().mean(-1, keepdim=True) / self.group.size
+        mean = sum_gradient(sum_over(mean, self.group, sp=False), self.group)
+        return (wide * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype).view_as(x)
 
 
 @dataclass(frozen=True)
@@ -123,10 +150,21 @@ class Builder:
         bias = self.replicated(f"{name}.bias", shape) if config.norm == "layernorm" else None
         return Norm(self.kernels, self.replicated(f"{name}.weight", shape, fill=1.0), bias, config.norm_eps)
 
-    def head_norm(self, name: str) -> Norm:
-        """RMSNorm over each head; a rank sees only its own heads, so the gradient is partial."""
-        weight = self.replicated(f"{name}.weight", (self.config.head_size,), fill=1.0, partial_grad=True)
-        return Norm(self.kernels, weight, None, self.config.norm_eps)
+    def qk_norm(self, name: str, heads: int) -> Norm | HeadsNorm:
+        """The norm of queries or keys that the configuration asks for: over each head, or over all of them."""
+        size, eps = self.config.head_size, self.config.norm_eps
+        if self.config.qk_norm_span == "all":
+            return HeadsNorm(self._heads_weight(f"{name}.weight", heads), eps, self.groups.tp)
+        # a rank sees only its own heads, so the gradient is partial
+        return Norm(self.kernels, self.replicated(f"{name}.weight", (size,), fill=1.0, partial_grad=True), None, eps)
+
+    def _heads_weight(self, name: str, heads: int) -> nn.Parameter:
+        """This rank's part of a weight over all heads; fewer heads than ranks are shared in the kv group."""
+        size, tp = self.config.head_size, self.groups.tp
+        own = (max(1, heads // tp.size) * size,)
+        shared = (self.groups.kv,) if heads < tp.size else ()
+        piece = Piece(name, (heads * size,), (tp.rank * heads // tp.size * size,), (0,), own)
+        return self._parameter(own, [piece], fill=1.0, grad_sync=shared, replicas=shared)
 
     def vocabulary(self, name: str, *, shared: Sequence[Group] = ()) -> nn.Parameter:
         """A [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""

@@ -60,6 +60,7 @@ class Parameters:
 def count_parameters(model: ModelConfig) -> Parameters:
     """Count the parameters of `model`."""
     width, query, key_value = _widths(model)
+    qk_norm = query + key_value if model.qk_norm_span == "all" else 2 * model.head_size
     norm = width * (2 if model.norm == "layernorm" else 1)
     attention = width * (2 * query + 2 * key_value)
     attention += (query + 2 * key_value) * model.qkv_bias + width * model.attention_out_bias
@@ -78,7 +79,7 @@ def count_parameters(model: ModelConfig) -> Parameters:
         attention=attention,
         feed_forward=feed_forward,
         experts=experts,
-        norms=2 * norm + (2 * model.head_size if model.qk_norm else 0),
+        norms=2 * norm + (qk_norm if model.qk_norm else 0),
         final_norm=norm,
         layers=model.num_layers,
         top_k=moe.top_k if moe else 0,
