@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,8 +126,10 @@ def start_local_ranks(command: Sequence[str], count: int, output: Path) -> None:
 
 
 def _first_failure(error: ChildFailedError, logs: Path) -> TrainingError:
-    """The rank that died first, and what it last said."""
-    rank, failure = error.get_first_failure()
+    """The rank that died first, and what it last said. One that was killed comes before those that missed it."""
+    rank, failure = min(
+        error.failures.items(), key=lambda item: (item[1].exitcode != -signal.SIGKILL, item[1].timestamp)
+    )
     found = sorted(logs.glob(f"*/attempt_0/{failure.local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
     said = found[-1].read_text(errors="replace").strip().splitlines()[-12:] if found else []
     how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit status {failure.exitcode}"
