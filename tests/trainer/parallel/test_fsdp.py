@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,20 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from parity.bits import spoil, unlike
 from parity.cases import Run
-from parity.worker import Trainer, sweep, synthetic, verdicts
+from parity.worker import Held, Outcome, Trainer, compare, sweep, synthetic, verdicts
 from ranks import run_ranks
 
 from mega_ckpt.checkpoint import Checkpoint
-from mega_ckpt.pieces import Piece
+from mega_ckpt.pieces import Piece, merge
 from mega_ckpt.store import save
 from mega_common.errors import ConfigError
 from mega_trainer.batch import micro_batches
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
-from mega_trainer.mesh import GroupMaker
+from mega_trainer.layout import Layout
+from mega_trainer.mesh import GroupMaker, build_groups
 from mega_trainer.parallel.fsdp import cut_rows
 from mega_trainer.step import evaluate_step
 
@@ -129,6 +132,108 @@ def test_each_unit_is_scattered_once_a_micro_batch_and_each_rank_holds_its_share
         assert calls["dp_cp", "all_gather"] == (2 * units - 1) * microbatches  # what is no layer stays for the backward
         assert held <= whole // 2 + MODEL["vocab_size"] * MODEL["hidden_size"]
         assert held < 0.55 * whole
+
+
+HALVES = {"zero3_shard": 2}
+
+
+def copies(settings: dict[str, Any]) -> tuple[dict[tuple[str, str], int], dict[str, Any]]:
+    """What was called in a step of copies of the weights, and what this rank then holds."""
+    log = CommLog()
+    it = Trainer.make(Run.of(settings, 4), dist.get_rank(), GroupMaker(), log)
+    it.step()
+    tensors = it.state.tensors().items()
+    held = {name: [(box.offset, box.tensor.tolist()) for box in sharded.boxes] for name, sharded in tensors}
+    return {key: calls for key, (calls, _) in log.counts.items()}, held
+
+
+def test_weights_are_gathered_inside_a_copy_and_copies_are_summed_once_a_step_and_stay_alike() -> None:
+    several = settings(3, precision="bf16", parallel=HALVES, batch={"micro": 1, "global": 8}, debug={})
+    results = run_ranks(copies, 4, several, timeout=60)
+    units, microbatches, kinds = MODEL["num_layers"] + 1, 2, 2
+    for calls, _ in results:
+        assert calls["shard", "reduce_scatter"] == units * microbatches
+        assert calls["shard", "all_gather"] == (2 * units - 1) * microbatches
+        assert calls["replicate", "all_reduce"] == kinds
+        assert ("dp_cp", "reduce_scatter") not in calls
+    zero, one, two, three = (held for _, held in results)
+    assert zero == two
+    assert one == three
+    assert zero != one
+
+
+def gone_on(cases: Sequence[tuple[Run, Run]], folder: Path) -> list[tuple[list[str], dict[str, float]]]:
+    """Of each pair: what is not, bit for bit, what the first saved; errors of going on, against the first going on."""
+    out, maker = [], GroupMaker()
+    for number, (before, after) in enumerate(cases):
+        first, second = (Trainer.make(case, dist.get_rank(), maker) for case in (before, after))
+        saved = everywhere(first.run(2).tensors)
+        state = first.state
+        path = save(folder / str(number), 2, state.tensors(), model=first.config.model, state=state.numbers())
+        spoil(second)
+        second.state.restore(path, None)
+        broken = unlike(second.state.tensors(), saved)
+        straight, mine = first.run(2), second.run(2)
+        reference = Outcome(straight.losses, straight.norms, {}, everywhere(straight.tensors))
+        mine.gradients = {}
+        out.append((broken, compare(mine, reference)))
+    return out
+
+
+def everywhere(mine: Held) -> Held:
+    """What all ranks hold."""
+    parts = [mine] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return merge(parts)
+
+
+def test_copies_go_on_from_level_1_and_level_1_from_copies(tmp_path: Path) -> None:
+    several, flat = (
+        Run.of(settings(level, precision="fp64", parallel=parallel, optimizer={"clip_grad": 0.1}), 4)
+        for level, parallel in ((3, HALVES), (1, {}))
+    )
+    for found in run_ranks(gone_on, 4, [(several, flat), (flat, several)], tmp_path, timeout=60):
+        for broken, errors in found:
+            assert not broken
+            assert max(errors.values()) < 1e-10, errors
+
+
+class Nobody(GroupMaker):
+    """Makes nothing."""
+
+    def handle(self, ranks: Sequence[int]) -> None:
+        """No group."""
+
+
+def test_neighbours_of_one_tensor_rank_share_a_copy() -> None:
+    everyone = [build_groups(Layout(tp=2, dp=4), rank, kv_heads=4, shard=2, maker=Nobody()) for rank in range(8)]
+    for rank, groups in enumerate(everyone):
+        assert groups.shard.ranks == ((0, 2), (1, 3), (4, 6), (5, 7))[rank // 4 * 2 + rank % 2]
+        assert groups.replicate.ranks == (rank % 4, rank % 4 + 4)
+        assert groups.shard.ranks[groups.shard.rank] == groups.replicate.ranks[groups.replicate.rank] == rank
+
+
+def test_without_a_size_all_data_ranks_share_one_copy() -> None:
+    groups = build_groups(Layout(tp=2, dp=4), 3, kv_heads=4, maker=Nobody())
+    assert groups.shard is groups.dp_cp
+    assert groups.replicate.size == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "way_out"), [(3, 4, "one of [2, 4]"), (8, 4, "one of [2, 4]"), (2, 1, "out")]
+)
+def test_a_size_that_does_not_divide_the_data_ranks_is_refused(size: int, ranks: int, way_out: str) -> None:
+    config = RunConfig.parse(settings(3, precision="bf16", parallel={"zero3_shard": size}))
+    with pytest.raises(ConfigError) as error:
+        config.check_ranks(ranks)
+    assert f"parallel.zero3_shard = {size}: must divide the {ranks} data ranks" in str(error.value)
+    assert way_out in str(error.value)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_size_means_nothing_where_weights_are_whole(zero: int) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.zero3_shard = 2: .* parallel\.zero=3"):
+        RunConfig.parse(settings(zero, precision="bf16", parallel=HALVES))
 
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=1, max_size=3))
