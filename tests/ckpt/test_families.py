@@ -126,7 +126,10 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = False"),
         ({**GPT2, "n_ctx": 16}, "n_ctx = 16"),
         ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_type = 'longrope'"),
-        ({**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type = 'yarn' is not supported (known: default)"),
+        (
+            {**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "rope_type = 'yarn' is not supported (known: default)",
+        ),
         ({**NEOX, "rope_theta": 500.0}, "rope_theta = 500.0"),
     ],
 )
