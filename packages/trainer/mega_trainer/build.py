@@ -42,6 +42,7 @@ def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, lo
         layout,
         ranks.rank,
         kv_heads=config.model.kv_heads,
+        shard=parallel.zero3_shard,
         maker=maker,
         ordered=config.debug.ordered_reductions,
         log=log,

@@ -35,6 +35,9 @@ class ParallelConfig(Config):
     zero: Literal[0, 1, 2, 3] = Field(
         1, description="what data ranks share: 1 optimizer state, 2 also gradients, 3 also weights"
     )
+    zero3_shard: int | None = Field(
+        None, ge=2, description="under zero 3, neighbouring data ranks that share one copy; default: all of them"
+    )
 
 
 class BatchConfig(Config):
@@ -201,6 +204,9 @@ class RunConfig(Config):
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")
         if parallel.zero == 3 and self.optimizer.name == "muon":
             yield Problem("parallel.zero", "3 has only AdamW; Muon needs whole matrices", parallel.zero, "at most 2")
+        if parallel.zero3_shard is not None and parallel.zero != 3:
+            rule = f"shards weights, which parallel.zero = {parallel.zero} does not"
+            yield Problem("parallel.zero3_shard", rule, parallel.zero3_shard, "leave it out, or parallel.zero=3")
         for problem in self.lr_schedule.run_problems(
             lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_
         ):

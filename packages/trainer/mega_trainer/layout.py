@@ -88,6 +88,11 @@ def world_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if parallel.dp not in (None, dp):
         hint = f"leave it out, or start {model_ranks * (parallel.dp or 1)} ranks"
         yield Problem("parallel.dp", f"{world_size} ranks make dp = {dp}", parallel.dp, hint)
+    ranks, shard = dp * parallel.cp, parallel.zero3_shard
+    if shard is not None and ranks % shard:
+        fitting = [size for size in range(2, ranks + 1) if ranks % size == 0]
+        hint = f"one of {fitting}" if fitting else "leave it out"
+        yield Problem("parallel.zero3_shard", f"must divide the {ranks} data ranks", shard, hint)
     if batch.global_ % (batch.micro * dp):
         step = batch.micro * dp
         fits = max(step, round(batch.global_ / step) * step)

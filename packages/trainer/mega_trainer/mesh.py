@@ -41,6 +41,8 @@ class Groups:
     """The groups one rank belongs to, by axis.
 
     `dp_cp` is where gradients of ordinary weights are summed (context ranks see other tokens of the same sequences);
+    `shard` are neighbours among them that share one copy of the weights under ZeRO-3, `replicate` those that hold the
+    same part of different copies;
     `kv` are the tensor ranks that hold the same key/value head, when there are fewer of those than tensor ranks;
     `embedding` joins the first and the last pipeline stage, which share a tied embedding.
     """
@@ -52,6 +54,8 @@ class Groups:
     cp: Group = field(default_factory=lambda: Group("cp"))
     dp: Group = field(default_factory=lambda: Group("dp"))
     dp_cp: Group = field(default_factory=lambda: Group("dp_cp"))
+    shard: Group = field(default_factory=lambda: Group("shard"))
+    replicate: Group = field(default_factory=lambda: Group("replicate"))
     embedding: Group = field(default_factory=lambda: Group("embedding"))
     kv: Group = field(default_factory=lambda: Group("kv"))
 
@@ -61,16 +65,26 @@ def build_groups(
     rank: int,
     *,
     kv_heads: int,
+    shard: int | None = None,
     maker: GroupMaker | None = None,
     ordered: bool = False,
     log: CommLog | None = None,
 ) -> Groups:
-    """Make this rank's groups. A collective call among the ranks of the layout."""
+    """Make this rank's groups. A collective call among the ranks of the layout.
+
+    Args:
+        layout: degrees of parallelism.
+        rank: this one.
+        kv_heads: key/value heads of the model.
+        shard: data ranks that share one copy of the weights under ZeRO-3, a divisor of their number; None for all.
+        maker: makes the process groups.
+        ordered, log: as in `Group`.
+    """
     maker = maker or GroupMaker()
     at = layout.coordinates(rank)
 
     def group(name: str, ranks: list[int]) -> Group:
-        if rank not in ranks:  # such as the embedding group, on a middle stage
+        if len(ranks) == 1 or rank not in ranks:  # such as the embedding group, on a middle stage
             return Group(name, (rank,))
         return Group(name, tuple(ranks), ranks.index(rank), maker.handle(ranks), ordered, log)
 
@@ -78,6 +92,8 @@ def build_groups(
         return [layout.rank(**{**at, name: index}) for index in range(getattr(layout, name))]
 
     dp_cp = [layout.rank(**{**at, "dp": d, "cp": c}) for d in range(layout.dp) for c in range(layout.cp)]
+    data, size = group("dp_cp", dp_cp), shard or len(dp_cp)
+    begin, place = data.rank // size * size, data.rank % size
     share = max(1, layout.tp // kv_heads)  # tensor ranks with the same key/value head
     first = at["tp"] // share * share
     ends = sorted({0, layout.pp - 1})
@@ -88,7 +104,9 @@ def build_groups(
         pp=group("pp", along("pp")),
         cp=group("cp", along("cp")),
         dp=group("dp", along("dp")),
-        dp_cp=group("dp_cp", dp_cp),
+        dp_cp=data,
+        shard=data if size == len(dp_cp) else group("shard", dp_cp[begin : begin + size]),
+        replicate=group("replicate", dp_cp[place::size]),
         kv=group("kv", [layout.rank(**{**at, "tp": first + i}) for i in range(share)]),
         # last: torch names a group that its members alone make by how many groups each of them has, so those that
         # not every rank makes come after those that every rank does

@@ -50,15 +50,24 @@ def known_peak(device: torch.device, precision: str) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype, size: int = 1024, repeat: int = 3) -> float:
-    """FLOP/s of a square matrix product here, the best of a few: the yardstick where no data sheet is known."""
-    a = torch.randn(size, size, device=device).to(dtype)
-    best = float("inf")
-    for _ in range(repeat):
-        begin = time.perf_counter()
-        (a @ a)[0, 0].item()
-        best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best
+def measured_peak(device: torch.device, dtype: torch.dtype, enough: float = 0.02, repeat: int = 3) -> float:
+    """FLOP/s of a square matrix product here, the best of a few: the yardstick where no data sheet is known.
+
+    Larger products come nearer to the peak, but fp16 on a CPU can take seconds for one: they grow until one takes
+    `enough` seconds.
+    """
+    peak = 0.0
+    for size in (128, 256, 512, 1024, 2048, 4096, 8192):
+        a = torch.randn(size, size, device=device).to(dtype)
+        best = float("inf")
+        for _ in range(repeat):
+            begin = time.perf_counter()
+            (a @ a)[0, 0].item()
+            best = min(best, time.perf_counter() - begin)
+        peak = max(peak, 2 * size**3 / best)
+        if best > enough:
+            break
+    return peak
 
 
 class Metrics:

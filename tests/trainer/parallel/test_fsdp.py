@@ -56,8 +56,15 @@ CASES = [
 ]
 
 
-def test_it_computes_what_one_process_computes() -> None:
-    results = verdicts(CASES, run_ranks(sweep, 4, CASES, timeout=200))
+HYBRID = [
+    Run.of(settings(3, precision="fp64", parallel=parallel, model=model, optimizer={"clip_grad": 0.1}), 4)
+    for model, parallel in [(MODEL, {"zero3_shard": 2}), (TIED, {"zero3_shard": 2}), (MODEL, {"zero3_shard": 4})]
+]
+
+
+@pytest.mark.parametrize("cases", [CASES, HYBRID], ids=["one copy", "several copies"])
+def test_it_computes_what_one_process_computes(cases: list[Run]) -> None:
+    results = verdicts(cases, run_ranks(sweep, 4, cases, timeout=200))
     problems = [result.problem(1e-10) for result in results]
     assert not any(problems), problems
 

@@ -4,7 +4,12 @@ Each rank holds some rows of every (tensor-parallel) weight, in fp32 (fp64 in an
 in the run's precision just before its forward and again before its backward, its gradients are summed in fp32 and
 scattered after each micro-batch. The units are the layers, and the rest of the model together.
 
-The collectives are ours, so that they are counted and can sum in rank order as all others.
+When the data ranks are cut into several `shard` groups (hybrid sharding), each of these holds a copy of the weights:
+gathers and scatters stay inside it, and once a step the sums are added up over the `replicate` groups, whose ranks then
+make the same update.
+
+The collectives are ours, so that they are counted and can sum in rank order as all others. FSDP's own hybrid mesh would
+not allow that: its sum over copies cannot be replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
 
 
 def shard_fully(model: Decoder, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Shard a whole model over its data ranks, in place. Its parameters become `DTensor`s that describe their own rows.
+    """Shard a whole model over its `shard` group, in place. Its parameters become `DTensor`s that describe their own rows.
 
     Args:
         model: its parameters are in the type they are kept in, fp32 or fp64, and may lie on the meta device: no rank
@@ -36,7 +41,7 @@ def shard_fully(model: Decoder, *, dtype: torch.dtype, device: torch.device) -> 
         dtype: to compute in.
         device: where the shards lie.
     """
-    group = model.groups.dp_cp
+    group, copies = model.groups.shard, model.groups.replicate
     assert group.handle is not None
     mesh = DeviceMesh.from_group(group.handle, device.type)
     infos = {name: info_of(parameter) for name, parameter in model.named_parameters()}
@@ -57,8 +62,10 @@ def shard_fully(model: Decoder, *, dtype: torch.dtype, device: torch.device) -> 
     model.dtype = dtype
     for name, parameter in model.named_parameters():
         rows = -(-parameter.shape[0] // group.size)
-        pieces = tuple(cut_rows(infos[name].pieces, rows * group.rank, rows * (group.rank + 1)))
-        parameter.mega = replace(infos[name], pieces=pieces)  # type: ignore[attr-defined]
+        info = infos[name]
+        pieces = tuple(cut_rows(info.pieces, rows * group.rank, rows * (group.rank + 1)))
+        sync = (*info.grad_sync, copies) if copies.size > 1 else info.grad_sync
+        parameter.mega = replace(info, pieces=pieces, data=group, grad_sync=sync)  # type: ignore[attr-defined]
 
 
 def cut_rows(pieces: Sequence[Piece], first: int, stop: int) -> Iterator[Piece]:
