@@ -148,6 +148,9 @@ def trained(root: Path, changes: dict[str, Any], assets: Path | None = None, ste
     [
         ({}, "llama"), ({"sliding_window": 8, "num_kv_heads": 2}, "mistral"), ({"qkv_bias": True}, "qwen2"),
         ({"qk_norm": True, "head_dim": 6}, "qwen3"), (GPT, "gpt2"),
+        ({"rope": {"fraction": 0.5}, "hidden_size": 16}, "phi3"),
+        ({"norm_position": "post", "qk_norm": True, "qk_norm_span": "all"}, "olmo2"),
+        ({**GPT, "position": "rope", "parallel_residual": True}, "gpt_neox"),
     ],
 )  # fmt: skip
 def test_a_model_that_mega_trained_is_loaded_by_transformers(

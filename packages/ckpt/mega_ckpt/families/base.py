@@ -60,6 +60,8 @@ class Family:
         rules: where tensors are on disk; what no rule covers has its canonical name there.
         buffers: pattern of disk tensors that are no weights (masks, frequencies): carried, not translated.
         carried: keys of config.json that change nothing, beside those of every family.
+        tokens: special tokens whose default in transformers lies outside a small vocabulary, so that a model which
+            never had any says null.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Family:
     rules: tuple[Rule, ...] = ()
     buffers: str = r"(.*\.)?rotary_emb\.inv_freq"
     carried: frozenset[str] = frozenset()
+    tokens: tuple[str, ...] = ()
 
     def read_config(self, raw: Raw, source: str = "config.json") -> ModelConfig:
         """The model that a config.json describes.

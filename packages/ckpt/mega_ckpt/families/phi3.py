@@ -28,4 +28,5 @@ PHI3 = Family(
         Rule(f"{_MLP}.gate_up_proj.weight", (f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight")),
     ),
     carried=frozenset({"original_max_position_embeddings"}),
+    tokens=("eos_token_id", "pad_token_id"),
 )

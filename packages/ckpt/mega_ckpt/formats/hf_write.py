@@ -211,7 +211,8 @@ def _index(files: Mapping[str, Header]) -> bytes | None:
 def _new_config(raw: Mapping[str, Any], family: Family, model: ModelConfig) -> dict[str, Any]:
     """The family's config.json, with what the origin's says beside the architecture, such as special tokens."""
     carried = {key: value for key, value in raw.items() if key in CARRIED - _OWN_KEYS}
-    return carried | family.write_config(model)
+    unsaid = dict.fromkeys(family.tokens if raw.get("model_type") != family.name else ())
+    return unsaid | carried | family.write_config(model)
 
 
 def _with_dtype(raw: Mapping[str, Any], tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> dict[str, Any]:
