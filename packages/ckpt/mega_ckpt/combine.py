@@ -1,7 +1,7 @@
 """Make one checkpoint of weights out of others: `prune` leaves out the optimizer, `average` takes a weighted mean.
 
-Both stream a slab of a tensor at a time into a hidden folder beside the destination, which one rename turns into it: the
-new checkpoint is complete or not there.
+Both stream a slab of a tensor at a time into a hidden folder beside the destination, which one rename turns into it:
+the new checkpoint is complete or not there.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def prune(source: Path, destination: Path) -> None:
 def average(sources: Sequence[Path], destination: Path, *, weights: Sequence[float] | None = None) -> None:
     """Write the weighted mean of the weights of several checkpoints of one model to `destination`, a mega checkpoint.
 
-    Each tensor is summed in fp32, or in fp64 where a source has it in fp64, and written in the dtype of the first source
-    (https://arxiv.org/abs/2203.05482 averages so). The assets and buffers are the first one's. The result is no state of
-    any run: its step is 0. The provenance has the sources and their shares as `average`.
+    Each tensor is summed in fp32, or in fp64 where a source has it in fp64, and written in the dtype of the first
+    source (arXiv:2203.05482). The assets and buffers are the first one's. The result is no state of any run: its step
+    is 0. The provenance has the sources and their shares as `average`.
 
     Args:
         sources: two or more mega checkpoints, run folders (their newest checkpoint) or HuggingFace folders.

@@ -76,7 +76,7 @@ def pull(repo_id: str, folder: Path, *, revision: str | None = None) -> None:
         revision: branch, tag or commit; default: the newest commit of main.
 
     Raises:
-        CheckpointError: when `folder` exists, the repository has no safetensors, or the hub refuses or cannot be reached.
+        CheckpointError: when `folder` exists, the repository has no safetensors, or the hub refuses or is out of reach.
         MissingPackageError: when the hub's client is not installed.
     """
     hub = _client()
