@@ -1,4 +1,4 @@
-"""`mega ckpt`: convert, inspect, verify and compare checkpoints."""
+"""`mega ckpt`: convert, inspect, verify, compare and combine checkpoints; send and fetch them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import typer
 
 from mega_common.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Convert, inspect, verify and compare checkpoints.")
+app = typer.Typer(
+    no_args_is_help=True, help="Convert, inspect, verify, compare, prune, average, push and pull checkpoints."
+)
 
 
 class Target(StrEnum):
@@ -105,6 +107,69 @@ def diff(
         raise typer.Exit(2)
 
 
+@app.command(epilog="Example: mega ckpt prune runs/llama3-8b/checkpoints/step-00001000 out/weights")
+def prune(
+    source: Checkpoint,
+    destination: Annotated[Path, typer.Argument(help="The folder to make.")],
+) -> None:
+    """Copy a mega checkpoint without the optimizer and the trainer's state: a fraction of its size, to load from."""
+    from mega_ckpt.combine import prune
+
+    prune(source, destination)
+    print(destination)
+
+
+@app.command(
+    epilog="Example: mega ckpt average runs/a runs/b models/Llama-3.2-1B --output out/mean --weights 0.5,0.3,0.2"
+)
+def average(
+    sources: Annotated[
+        list[Path], typer.Argument(help="Two or more of: mega checkpoint, run folder (its newest), HuggingFace folder.")
+    ],
+    output: Annotated[Path, typer.Option(help="The mega checkpoint to make, in the dtype of the first source.")],
+    weights: Annotated[
+        str | None, typer.Option(help="Their shares, divided by their sum: 0.5,0.3,0.2; default: all alike.")
+    ] = None,
+) -> None:
+    """Take the weighted mean of the weights of several checkpoints of one model."""
+    from mega_ckpt.combine import average
+
+    average(sources, output, weights=_numbers(weights) if weights is not None else None)
+    print(output)
+
+
+RepoId = Annotated[str, typer.Argument(help="The repository on the hub: user/name.")]
+
+
+@app.command(
+    epilog="Example: mega ckpt push out/hf ada/llama3-8b --private --message 'After 1,000 steps'. Log in: hf auth login"
+)
+def push(
+    folder: Annotated[Path, typer.Argument(help="A HuggingFace folder, such as `mega ckpt convert --to hf` makes.")],
+    repo_id: RepoId,
+    private: Annotated[bool, typer.Option("--private", help="Let nobody else see the repository.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to; default: main.")] = None,
+    message: Annotated[str | None, typer.Option(help="What the commit says.")] = None,
+) -> None:
+    """Upload a HuggingFace folder to the HuggingFace hub. Weights go as safetensors; pickles are never sent."""
+    from mega_ckpt.hub import push
+
+    print(push(folder, repo_id, private=private, revision=revision, message=message))
+
+
+@app.command(epilog="Example: mega ckpt pull meta-llama/Llama-3.2-1B models/Llama-3.2-1B --revision main")
+def pull(
+    repo_id: RepoId,
+    folder: Annotated[Path, typer.Argument(help="The folder to make.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; default: main.")] = None,
+) -> None:
+    """Download a model from the HuggingFace hub. Pickled weights are never fetched; the same command resumes."""
+    from mega_ckpt.hub import pull
+
+    pull(repo_id, folder, revision=revision)
+    print(folder)
+
+
 def _tell(result: Any, as_json: bool) -> None:
     print(json.dumps(dataclasses.asdict(result), default=str, indent=1) if as_json else result)
 
@@ -120,3 +185,15 @@ def _bytes(text: str) -> int:
     if unit not in units or not number.isdigit() or int(number) == 0:
         raise ConfigError(f"--max-shard-size {text}: expected a size such as 500MB or 5GB")
     return int(number) * units[unit]
+
+
+def _numbers(text: str) -> list[float]:
+    """'0.5,0.3,0.2'.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--weights {text}: expected numbers with commas between, such as 0.5,0.3,0.2") from None

@@ -90,8 +90,38 @@ def test_diff(run: Path, tmp_path: Path) -> None:
     assert {one["max_abs"] for one in found["tensors"]} == {1.0}
 
 
+def test_prune(run: Path, tmp_path: Path) -> None:
+    assert call("prune", run, tmp_path / "out").strip() == str(tmp_path / "out")
+    assert json.loads(call("inspect", tmp_path / "out", "--json"))["step"] == 3
+    with pytest.raises(CheckpointError, match="exists already"):
+        call("prune", run, tmp_path / "out")
+
+
+def test_average(run: Path, tmp_path: Path) -> None:
+    other, mean = save_run(tmp_path / "other", scale=5.0), tmp_path / "mean"
+    assert call("average", run, other, "--output", mean, "--weights", "3,1").strip() == str(mean)
+    found = json.loads(call("diff", run, mean, "--json", status=2))
+    assert {one["max_abs"] for one in found["tensors"]} == {1.0}
+    for weights in ("", "0.5,", "half,half"):
+        with pytest.raises(ConfigError, match="expected numbers with commas"):
+            call("average", run, other, "--output", tmp_path / "out", "--weights", weights)
+
+
+def test_push_and_pull(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("mega_ckpt.hub.push", lambda *args, **options: asked.append((args, options)) or "address")
+    monkeypatch.setattr("mega_ckpt.hub.pull", lambda *args, **options: asked.append((args, options)))
+    pushed = call("push", run, "ada/llama", "--private", "--revision", "v2", "--message", "second")
+    pulled = call("pull", "ada/llama", tmp_path / "out", "--revision", "v2")
+    assert (pushed, pulled) == ("address\n", f"{tmp_path / 'out'}\n")
+    assert asked == [
+        ((run, "ada/llama"), {"private": True, "revision": "v2", "message": "second"}),
+        (("ada/llama", tmp_path / "out"), {"revision": "v2"}),
+    ]
+
+
 def test_help_has_examples_and_needs_no_torch() -> None:
-    for command in ("convert", "inspect", "verify", "diff"):
+    for command in ("convert", "inspect", "verify", "diff", "prune", "average", "push", "pull"):
         assert f"Example: mega ckpt {command}" in " ".join(call(command, "--help").split())
     code = "import sys, mega_cli.ckpt; sys.exit('torch' in sys.modules or 'mega_ckpt' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

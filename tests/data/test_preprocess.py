@@ -296,14 +296,21 @@ class TestOutput:
             "module.find_sources = lambda _: [sources.Source(path, 'jsonl')]\n"  # a pipe, to stop half-way
             f"module.preprocess([path], Path({str(tmp_path / 'tok')!r}), Path({str(tmp_path / 'd')!r}), workers=2)\n"
         )
-        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment())
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            # a test run in the background has SIGINT ignored, and its children with it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         with open(tmp_path / "a.jsonl", "w") as pipe:
             for _ in range(5000):
                 pipe.write(json.dumps({"text": FINE * 20}) + "\n")
             pipe.flush()
             wait_for(lambda: any(name.startswith(".d.bin") for name in files(tmp_path)))
             process.send_signal(number)
-            _, told = process.communicate(timeout=90)
+            _, told = process.communicate(timeout=60)
         assert process.returncode != 0
         assert not any(name.startswith("d.") for name in files(tmp_path))
         if number == signal.SIGINT:

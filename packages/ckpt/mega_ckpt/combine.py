@@ -1,0 +1,169 @@
+"""Make one checkpoint of weights out of others: `prune` leaves out the optimizer, `average` takes a weighted mean.
+
+Both stream a slab of a tensor at a time into a hidden folder beside the destination, which one rename turns into it:
+the new checkpoint is complete or not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.checkpoint import Checkpoint
+from mega_ckpt.families import same_model
+from mega_ckpt.folders import make_durable_folder
+from mega_ckpt.shards import Slab
+from mega_ckpt.source import BUFFERS, WEIGHTS, MegaSource, Source, checkpoint_folder, open_source
+from mega_ckpt.stream import slabs_of, write_checkpoint
+from mega_common.errors import CheckpointError, ConfigError
+from mega_common.files import fsync_folder
+from mega_common.log import ProgressBar
+from mega_common.model_config import ModelConfig
+
+
+def prune(source: Path, destination: Path) -> None:
+    """Write a copy of a mega checkpoint to `destination` without what only the training that wrote it needs.
+
+    Weights and assets are the same to the byte, and the step stays; the optimizer's tensors and the trainer's state are
+    left out. The provenance gains `pruned`, which tells from where.
+
+    Args:
+        source: a mega checkpoint, or a run folder for its newest one.
+        destination: the folder to make.
+
+    Raises:
+        CheckpointError: when the source is no complete mega checkpoint or is damaged, or `destination` exists. Nothing
+            is left behind then.
+    """
+    with _new_folder(destination) as folder:
+        checkpoint = Checkpoint.open(checkpoint_folder(source))
+        held = MegaSource(checkpoint)
+        note = {"source": str(checkpoint.folder), "without": sorted(_others(checkpoint))}
+        provenance = {**checkpoint.manifest.provenance, "pruned": note}
+        _write(held, held.read_slice, folder, "pruning", step=checkpoint.step, provenance=provenance)
+
+
+def average(sources: Sequence[Path], destination: Path, *, weights: Sequence[float] | None = None) -> None:
+    """Write the weighted mean of the weights of several checkpoints of one model to `destination`, a mega checkpoint.
+
+    Each tensor is summed in fp32, or in fp64 where a source has it in fp64, and written in the dtype of the first
+    source (arXiv:2203.05482). The assets and buffers are the first one's. The result is no state of any run: its step
+    is 0. The provenance has the sources and their shares as `average`.
+
+    Args:
+        sources: two or more mega checkpoints, run folders (their newest checkpoint) or HuggingFace folders.
+        destination: the folder to make.
+        weights: one positive number a source, which are divided by their sum; default: all alike.
+
+    Raises:
+        ConfigError: when there are fewer than two sources, or the weights do not fit.
+        CheckpointError: when a source cannot be used or is of another model, or `destination` exists. Nothing is left
+            behind then.
+    """
+    shares = _shares(len(sources), weights)
+    with _new_folder(destination) as folder:
+        opened = [open_source(path) for path in sources]
+        for path, source in zip(sources[1:], opened[1:], strict=True):
+            _check_same(opened[0].model, source.model, sources[0], path)
+
+        def mean(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+            wide = torch.float64 if any(one.dtype(name) == torch.float64 for one in opened) else torch.float32
+            total = torch.zeros(shape, dtype=wide)
+            for one, share in zip(opened, shares, strict=True):
+                total.add_(one.read_slice(name, offset, shape).to(wide), alpha=share)
+            return total.to(opened[0].dtype(name))
+
+        note = [
+            {"source": str(checkpoint_folder(path)), "weight": share}
+            for path, share in zip(sources, shares, strict=True)
+        ]
+        _write(opened[0], mean, folder, "averaging", step=0, provenance={"average": note})
+
+
+def _write(
+    source: Source,
+    read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor],
+    folder: Path,
+    title: str,
+    *,
+    step: int,
+    provenance: dict[str, Any],
+) -> None:
+    """Write a checkpoint like `source`, whose weights `read` gives: (name, offset, shape) to elements."""
+    buffers = {BUFFERS + name: source.read_buffer(name) for name in source.buffers()}
+    tensors = [(WEIGHTS + name, source.dtype(name), source.shape(name)) for name in source.keys()]  # noqa: SIM118
+    tensors += [(key, buffer.dtype, tuple(buffer.shape)) for key, buffer in buffers.items()]
+    slabs = [slab for tensor in tensors for slab in slabs_of(*tensor)]
+    with ProgressBar(title, total=sum(slab.nbytes for slab in slabs), unit="bytes") as bar:
+
+        def resolve(slab: Slab) -> Tensor:
+            bar.advance(slab.nbytes)
+            if slab.key in buffers:
+                window = tuple(slice(start, start + n) for start, n in zip(slab.offset, slab.shape, strict=True))
+                return buffers[slab.key][window]
+            return read(slab.key.removeprefix(WEIGHTS), slab.offset, slab.shape)
+
+        write_checkpoint(
+            folder, slabs, resolve, model=source.model, step=step, assets=source.assets(), provenance=provenance
+        )
+
+
+def _others(checkpoint: Checkpoint) -> set[str]:
+    """The groups of tensors that are no part of the model: "optimizer/exp_avg" and the like."""
+    kept = (WEIGHTS, BUFFERS)
+    return {key.rpartition("/")[0] or key for key in checkpoint.keys() if not key.startswith(kept)}  # noqa: SIM118
+
+
+def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
+    """Each source's part of the mean; they sum to 1."""
+    if count < 2:
+        raise ConfigError("an average needs two or more checkpoints")
+    weights = [1.0] * count if weights is None else weights
+    if len(weights) != count:
+        raise ConfigError(f"{len(weights)} weights for {count} checkpoints", hint="give one number a checkpoint")
+    for weight in weights:
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(f"a weight of {weight}: expected a positive number")
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+def _check_same(one: ModelConfig, other: ModelConfig, first: Path, path: Path) -> None:
+    """Refuse what is of another model, by the settings that make it so."""
+    if same_model(one, other):
+        return
+    apart = [
+        f"{name} is {getattr(other, name)} instead of {getattr(one, name)}"
+        for name in ModelConfig.model_fields
+        if not same_model(one, one.model_copy(update={name: getattr(other, name)}))
+    ]
+    raise CheckpointError(
+        f"{path}: not the same model as {first}: {', '.join(apart)}", hint="only weights of one model have a mean"
+    )
+
+
+@contextlib.contextmanager
+def _new_folder(destination: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `destination` on leaving without an error and is removed otherwise."""
+    final = Path(os.path.abspath(destination))
+    if final.exists():
+        raise CheckpointError(f"{destination}: exists already", hint="choose another folder")
+    make_durable_folder(final.parent)
+    temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for above, _, _ in os.walk(temporary):
+            fsync_folder(Path(above))
+        os.rename(temporary, final)
+        fsync_folder(final.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
