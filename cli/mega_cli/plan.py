@@ -48,7 +48,7 @@ def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
     from mega_trainer.plan.memory import RunShape, memory
 
     parallel, dp = config.parallel, config.data_parallel(ranks)
-    micro = config.batch.global_ // (config.batch.micro * dp)
+    micro = config.microbatches(dp)
     schedule = make_schedule(
         parallel.schedule, pp=parallel.pp, microbatches=micro, virtual_stages=parallel.virtual_stages
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mega_common import files
-from mega_common.files import atomic_file, sha256_file, write_json
+from mega_common.files import atomic_file, atomic_folder, sha256_file, write_json
 
 
 def test_a_file_appears_whole(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_kill_leaves_the_old_file(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from pathlib import Path
-from mega_common.files import atomic_file
+from mega_common.files import atomic_folder, atomic_file
 with atomic_file(Path({str(path)!r}), text=True) as stream:
     stream.write("half")
     stream.flush()
@@ -97,3 +97,22 @@ def test_sha256_of_a_file_and_its_progress(tmp_path: Path, size: int) -> None:
     assert sha256_file(path, chunk=16, advance=told.append) == hashlib.sha256(path.read_bytes()).hexdigest()
     assert sum(told) == size
     assert max(told, default=0) <= 16
+
+
+def test_a_folder_is_whole_or_what_it_was(tmp_path: Path) -> None:
+    def fill(content: str, *, stop: bool = False) -> None:
+        with atomic_folder(tmp_path / "out") as folder:
+            (folder / "file").write_text(content)
+            if stop:
+                raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError):
+        fill("first", stop=True)
+    assert list(tmp_path.iterdir()) == []
+    fill("first")
+    with pytest.raises(RuntimeError):
+        fill("second", stop=True)
+    assert (tmp_path / "out/file").read_text() == "first"
+    fill("second")
+    assert (tmp_path / "out/file").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

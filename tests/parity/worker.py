@@ -229,7 +229,7 @@ def make_groups(cases: Iterable[Case]) -> GroupMaker:
         p = config.parallel
         layout = Layout(tp=p.tp, pp=p.pp, cp=p.cp, dp=config.data_parallel(case.ranks))
         for rank in range(case.ranks):
-            build_groups(layout, rank, kv_heads=config.model.kv_heads, maker=listing)
+            build_groups(layout, rank, kv_heads=config.model.kv_heads, shard=p.zero3_shard, maker=listing)
     maker = GroupMaker()
     for ranks in sorted(listing.made):
         if len(ranks) == dist.get_world_size():

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from mega_ckpt.shards import Slab
 from mega_ckpt.source import BUFFERS, WEIGHTS, MegaSource, Source, checkpoint_folder, open_source
 from mega_ckpt.stream import slabs_of, write_checkpoint
 from mega_common.errors import CheckpointError, ConfigError
-from mega_common.files import fsync_folder
+from mega_common.files import atomic_folder
 from mega_common.log import ProgressBar
 from mega_common.model_config import ModelConfig
 
@@ -157,13 +155,5 @@ def _new_folder(destination: Path) -> Iterator[Path]:
     if final.exists():
         raise CheckpointError(f"{destination}: exists already", hint="choose another folder")
     make_durable_folder(final.parent)
-    temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
-    try:
-        yield temporary
-        for above, _, _ in os.walk(temporary):
-            fsync_folder(Path(above))
-        os.rename(temporary, final)
-        fsync_folder(final.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with atomic_folder(final) as folder:
+        yield folder

@@ -6,8 +6,6 @@ The output is written beside its place under a hidden name, made durable, and re
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from mega_ckpt.shards import Slab
 from mega_ckpt.source import BUFFERS, WEIGHTS, Source, open_source
 from mega_ckpt.stream import blocks, slabs_of, write_checkpoint
 from mega_common.errors import CheckpointError
-from mega_common.files import fsync_folder
+from mega_common.files import atomic_folder
 from mega_common.log import ProgressBar
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,17 +71,10 @@ def convert(
     given = open_source(source)
     if final.exists() and not _replaceable(final, Path(source)):
         raise CheckpointError(f"{destination}: is not a folder of a model, or holds the source; it is not replaced")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
-    try:
+    with atomic_folder(final) as temporary:
         _WRITERS[to](given, temporary, options)
         if verify:
             _compare(given, open_source(temporary), options.dtype)
-        _fsync_tree(temporary)
-        _move(temporary, final)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_hf(source: Source, folder: Path, options: Options) -> None:
@@ -145,18 +136,3 @@ def _replaceable(final: Path, source: Path) -> bool:
     """Whether `final` is a folder that holds a model, and neither is nor holds the source."""
     holds_model = any((final / name).is_file() for name in ("config.json", "manifest.json"))
     return holds_model and final.resolve() not in (source.resolve(), *source.resolve().parents)
-
-
-def _fsync_tree(folder: Path) -> None:
-    for above, _, _ in os.walk(folder):
-        fsync_folder(Path(above))
-
-
-def _move(temporary: Path, final: Path) -> None:
-    """Give the complete output its name; what had the name goes aside first, and is deleted last."""
-    aside = temporary.with_suffix(".old")
-    if final.exists():
-        os.rename(final, aside)
-    os.rename(temporary, final)
-    fsync_folder(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)

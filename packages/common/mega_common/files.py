@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -40,6 +41,31 @@ def atomic_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Make a temporary neighbour of `path` to fill; on leaving without an error it becomes `path`.
+
+    A folder that is `path` already goes aside first and is deleted last. After an error, or a kill while the temporary
+    one is filled, `path` is what it was before. What is in the temporary folder must be durable itself; its names, and
+    the new one, are made so here.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    aside = temporary.with_suffix(".old")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for above, _, _ in os.walk(temporary):
+            fsync_folder(Path(above))
+        if path.exists():
+            os.rename(path, aside)
+        os.rename(temporary, path)
+        fsync_folder(path.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_json(path: Path, value: object) -> None:

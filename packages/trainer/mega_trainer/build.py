@@ -52,7 +52,7 @@ def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, lo
 def build_schedule(config: RunConfig, groups: Groups) -> Schedule:
     """The pipeline's operations for one step of this configuration."""
     parallel = config.parallel
-    microbatches = config.batch.global_ // (config.batch.micro * groups.dp.size)
+    microbatches = config.microbatches(groups.dp.size)
     return make_schedule(
         parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages
     )

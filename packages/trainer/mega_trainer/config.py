@@ -178,6 +178,10 @@ class RunConfig(Config):
         parallel = self.parallel
         return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
+    def microbatches(self, dp: int) -> int:
+        """Micro-batches of a step on each of `dp` data-parallel ranks."""
+        return self.batch.global_ // (self.batch.micro * dp)
+
     def lr_curve(self) -> LRCurve:
         """The learning rate as a function of consumed samples."""
         return self.lr_schedule.curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_)

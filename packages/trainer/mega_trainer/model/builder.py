@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -92,9 +91,8 @@ class Builder:
             [(f"{n}.weight", rows) for n, rows in blocks], self.config.hidden_size, self.groups.tp
         )
         offset, bpieces = split_rows([(f"{n}.bias", rows) for n, rows in blocks], None, self.groups.tp)
-        make = partial(make_parameter, data=self.groups.dp_cp, dtype=self.dtype, device=self.device)
-        biases = [make(offset, bpieces)] if bias else []
-        weights = [make(weight, wpieces, std=self.config.init_std)]
+        biases = [self._parameter(offset, bpieces)] if bias else []
+        weights = [self._parameter(weight, wpieces, std=self.config.init_std)]
         return ColumnLinear(self.kernels, weights, biases, self.groups.tp, sp=self.sp)
 
     def shared_rows(
