@@ -60,7 +60,7 @@ def test_a_kill_leaves_the_old_file(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from pathlib import Path
-from mega_common.files import atomic_folder, atomic_file
+from mega_common.files import atomic_file
 with atomic_file(Path({str(path)!r}), text=True) as stream:
     stream.write("half")
     stream.flush()
