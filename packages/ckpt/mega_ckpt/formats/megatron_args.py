@@ -1,0 +1,383 @@
+"""Megatron's `args`, which lie in its checkpoints, and `ModelConfig`: one declaration for both directions.
+
+Names and defaults are those of Megatron-LM's arguments. An argument that is not here changes nothing of what the weights
+compute; one that is here with a value that `ModelConfig` has not is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mega_ckpt.families.base import TRAINING_FIELDS
+from mega_ckpt.families.keys import Entry, Fixed, Key, MismatchError, Only, Raw
+from mega_common.errors import CheckpointError, ConfigError
+from mega_common.model_config import ModelConfig
+
+NORMS: Mapping[str, str] = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+DIVISOR = 128  # the vocabulary is padded to a multiple of this times tp
+
+
+@dataclass(frozen=True)
+class _Several:
+    """What entries of several keys and fields have in common."""
+
+    keys: frozenset[str]
+    fields: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Sizes(_Several):
+    """Sizes that Megatron fills in when it starts: width of the MLP, heads, vocabulary."""
+
+    keys: frozenset[str] = frozenset(
+        "ffn_hidden_size group_query_attention num_query_groups kv_channels vocab_size padded_vocab_size".split()
+    )
+    fields: frozenset[str] = frozenset({"ffn_hidden_size", "num_kv_heads", "head_dim", "vocab_size"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """The sizes; a vocabulary that only says its padded size is that."""
+        vocab = raw.get("vocab_size") or raw.get("padded_vocab_size")
+        grouped = raw.get("num_query_groups") if raw.get("group_query_attention") else None
+        found = {"ffn_hidden_size": feed_forward(raw), "head_dim": raw.get("kv_channels"), "vocab_size": vocab}
+        return {"num_kv_heads": grouped} | {field: value for field, value in found.items() if value is not None}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """All of them, filled in."""
+        return {
+            "ffn_hidden_size": model.ffn_hidden_size,
+            "group_query_attention": model.kv_heads != model.num_attention_heads,
+            "num_query_groups": model.kv_heads,
+            "kv_channels": model.head_size,
+            "vocab_size": model.vocab_size,
+        }
+
+
+def feed_forward(raw: Raw) -> int | None:
+    """Megatron's feed-forward width: by default 4 times the hidden size, for SwiGLU two thirds of that in 64s."""
+    given, hidden = raw.get("ffn_hidden_size"), raw.get("hidden_size")
+    if given or not hidden:
+        return given
+    return int((4 * hidden * 2 / 3) / 64) * 64 if raw.get("swiglu") else 4 * int(hidden)
+
+
+@dataclass(frozen=True)
+class Activation(_Several):
+    """Several switches that make one function."""
+
+    keys: frozenset[str] = frozenset("swiglu squared_relu quick_geglu openai_gelu bias_gelu_fusion".split())
+    fields: frozenset[str] = frozenset({"activation"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """GELU is the tanh form where it is fused with a bias."""
+        if raw.get("quick_geglu"):
+            raise MismatchError("quick_geglu is not supported: a GELU by a sigmoid")
+        fused = raw.get("bias_gelu_fusion") and raw.get("add_bias_linear", True)
+        kinds = {"swiglu": raw.get("swiglu"), "relu2": raw.get("squared_relu"), "gelu_tanh": raw.get("openai_gelu") or fused}
+        return {"activation": next((kind for kind, chosen in kinds.items() if chosen), "gelu")}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The switches."""
+        if model.activation == "geglu":
+            raise MismatchError("activation must not be 'geglu': Megatron has only a quick form of it")
+        return {
+            "swiglu": model.activation == "swiglu",
+            "squared_relu": model.activation == "relu2",
+            "openai_gelu": model.activation == "gelu_tanh",
+            "quick_geglu": False,
+            "bias_gelu_fusion": False,
+        }
+
+
+@dataclass(frozen=True)
+class Biases(_Several):
+    """One switch for the biases of all projections, one for those of queries, keys and values alone."""
+
+    keys: frozenset[str] = frozenset({"add_bias_linear", "add_qkv_bias"})
+    fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """Megatron's default is biases everywhere."""
+        every = bool(raw.get("add_bias_linear", True))
+        return {"qkv_bias": every or bool(raw.get("add_qkv_bias")), "attention_out_bias": every, "mlp_bias": every}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Both switches."""
+        if model.attention_out_bias != model.mlp_bias or (model.mlp_bias and not model.qkv_bias):
+            raise MismatchError("biases must be everywhere, at queries, keys and values alone, or nowhere")
+        return {"add_bias_linear": model.mlp_bias, "add_qkv_bias": model.qkv_bias}
+
+
+@dataclass(frozen=True)
+class Window(_Several):
+    """How far back a query sees: (tokens before it, tokens after it)."""
+
+    keys: frozenset[str] = frozenset({"window_size"})
+    fields: frozenset[str] = frozenset({"sliding_window"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """None where the window is endless."""
+        given = raw.get("window_size")
+        sizes = [int(number) for number in re.findall(r"-?\d+", str(given or ""))]
+        if len(sizes) != 2 or sizes[0] < 0:
+            return {"sliding_window": None}
+        if sizes[1] != 0:
+            raise MismatchError(f"window_size = {given!r} is not supported: it looks ahead")
+        return {"sliding_window": sizes[0] + 1}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The pair."""
+        return {"window_size": (model.sliding_window - 1, 0) if model.sliding_window else None}
+
+
+POSITIONS: Mapping[str, str] = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none"}
+
+
+@dataclass(frozen=True)
+class Positions(_Several):
+    """The kind of positions, and the rotary settings."""
+
+    keys: frozenset[str] = frozenset(
+        """position_embedding_type use_rotary_position_embeddings rotary_base rotary_percent use_rope_scaling
+        rope_scaling_factor rotary_scaling_factor rotary_seq_len_interpolation_factor mscale mscale_all_dim
+        yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow rotary_interleaved""".split()
+    )
+    fields: frozenset[str] = frozenset({"position", "rope"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """`position`, and `rope` where it is rotary."""
+        rotary = raw.get("use_rotary_position_embeddings")
+        kind = "rope" if rotary else raw.get("position_embedding_type", "learned_absolute")
+        if kind not in POSITIONS or raw.get("rotary_interleaved"):
+            raise MismatchError(f"positions of kind {kind!r} are not supported (rotary_interleaved neither)")
+        position = POSITIONS[kind]
+        return {"position": position} | ({"rope": _rope(raw, yarn=kind == "yarn")} if position == "rope" else {})
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Both."""
+        names = {ours: theirs for theirs, ours in reversed(POSITIONS.items())} | {"rope": "rope"}
+        out: dict[str, Any] = {"position_embedding_type": names[model.position]}
+        return out | _write_rope(model) if model.position == "rope" else out
+
+
+def _rope(raw: Raw, *, yarn: bool) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "theta": float(raw.get("rotary_base", 10_000)), "fraction": float(raw.get("rotary_percent", 1.0)),
+    }  # fmt: skip
+    stretch = raw.get("rotary_seq_len_interpolation_factor")
+    if yarn:
+        out |= {"scaling": "yarn", "factor": raw.get("rotary_scaling_factor", 1.0)}
+        out["original_max_position"] = raw.get("yarn_original_max_position_embeddings") or 4096
+        out |= {"beta_fast": raw.get("yarn_beta_fast") or 32.0, "beta_slow": raw.get("yarn_beta_slow") or 1.0}
+        out |= {key: raw[key] for key in ("mscale", "mscale_all_dim") if raw.get(key) is not None}
+    elif raw.get("use_rope_scaling"):
+        out |= LLAMA3 | {"scaling": "llama3", "factor": raw.get("rope_scaling_factor", 8.0)}
+    elif stretch:
+        out |= {"scaling": "linear", "factor": float(stretch)}
+    return out
+
+
+# What Megatron's rope scaling has built in; only the factor can be given.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
+
+
+def _write_rope(model: ModelConfig) -> dict[str, Any]:
+    rope = model.rope
+    out: dict[str, Any] = {
+        "rotary_base": int(rope.theta), "rotary_percent": rope.fraction, "use_rope_scaling": rope.scaling == "llama3",
+        "rope_scaling_factor": rope.factor if rope.scaling == "llama3" else 8.0,
+        "rotary_seq_len_interpolation_factor": int(rope.factor) if rope.scaling == "linear" else None,
+        "rotary_interleaved": False,
+    }  # fmt: skip
+    if rope.scaling == "yarn":
+        out |= {
+            "position_embedding_type": "yarn", "rotary_scaling_factor": rope.factor, "mscale": rope.mscale,
+            "mscale_all_dim": rope.mscale_all_dim, "yarn_beta_fast": rope.beta_fast, "yarn_beta_slow": rope.beta_slow,
+            "yarn_original_max_position_embeddings": rope.original_max_position,
+        }  # fmt: skip
+    if _rope(out, yarn=rope.scaling == "yarn") != _said(rope.model_dump(), out, rope.scaling):
+        raise MismatchError(f"rope {rope.model_dump(exclude_defaults=True)} has no counterpart")
+    return out
+
+
+def _said(rope: Mapping[str, Any], written: Raw, scaling: str) -> dict[str, Any]:
+    """What of `rope` its kind of scaling looks at."""
+    names = {"theta", "fraction", *_rope(written, yarn=scaling == "yarn")} | ({"scaling"} if scaling != "none" else set())
+    extra = {"attention_factor": rope["attention_factor"]} if rope["attention_factor"] is not None else {}
+    return {name: rope[name] for name in names} | extra
+
+
+@dataclass(frozen=True)
+class Experts(_Several):
+    """The mixture of experts."""
+
+    keys: frozenset[str] = frozenset(
+        """num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_aux_loss_coeff
+        moe_z_loss_coeff moe_router_load_balancing_type""".split()
+    )
+    fields: frozenset[str] = frozenset({"moe"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """`moe`, or nothing."""
+        if not raw.get("num_experts"):
+            return {"moe": None}
+        return {
+            "moe": {
+                "num_experts": raw["num_experts"],
+                "top_k": raw.get("moe_router_topk", 2),
+                "ffn_hidden_size": raw.get("moe_ffn_hidden_size") or feed_forward(raw),
+                "shared_ffn_hidden_size": raw.get("moe_shared_expert_intermediate_size") or 0,
+                "aux_loss": aux_loss(raw),
+                "z_loss": raw.get("moe_z_loss_coeff") or 0.0,
+            }
+        }
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The settings; `num_experts` None where there are none."""
+        if model.moe is None:
+            return {"num_experts": None}
+        return {
+            "num_experts": model.moe.num_experts,
+            "moe_router_topk": model.moe.top_k,
+            "moe_ffn_hidden_size": model.moe.ffn_hidden_size,
+            "moe_shared_expert_intermediate_size": model.moe.shared_ffn_hidden_size or None,
+            "moe_router_load_balancing_type": "aux_loss" if model.moe.aux_loss else "none",
+            "moe_aux_loss_coeff": model.moe.aux_loss,
+            "moe_z_loss_coeff": model.moe.z_loss or None,
+        }
+
+
+def aux_loss(raw: Raw) -> float:
+    """The coefficient of the auxiliary loss, which is one number or one for each kind of balancing."""
+    kinds, losses = raw.get("moe_router_load_balancing_type", "aux_loss"), raw.get("moe_aux_loss_coeff", 0.0)
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    losses = losses if isinstance(losses, list) else [losses]
+    return float(losses[kinds.index("aux_loss")]) if "aux_loss" in kinds[: len(losses)] else 0.0
+
+
+@dataclass(frozen=True)
+class Not:
+    """A switch that is off where the field is on."""
+
+    key: str
+    field: str
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The one key."""
+        return frozenset({self.key})
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The one field."""
+        return frozenset({self.field})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """The opposite."""
+        return {self.field: not raw.get(self.key, False)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The opposite."""
+        return {self.key: not getattr(model, self.field)}
+
+
+SETTINGS: tuple[Entry, ...] = (
+    Key("num_layers", "num_layers"),
+    Key("hidden_size", "hidden_size"),
+    Key("num_attention_heads", "num_attention_heads"),
+    Sizes(),
+    Key("max_position_embeddings", "max_position"),
+    Not("untie_embeddings_and_output_weights", "tie_embeddings"),
+    Key("normalization", "norm", "LayerNorm", NORMS),
+    Key("norm_epsilon", "norm_eps", 1e-5),
+    Activation(),
+    Biases(),
+    Key("qk_layernorm", "qk_norm", False),
+    Window(),
+    Positions(),
+    Experts(),
+    Key("hidden_dropout", "residual_dropout", 0.1),
+    Key("attention_dropout", "attention_dropout", 0.1),
+    Key("init_method_std", "init_std", 0.02),
+    Fixed({"norm_position": "pre", "parallel_residual": False, "qk_norm_span": "head"}),
+    Only(
+        {
+            "apply_layernorm_1p": (False, None),
+            "apply_residual_connection_post_layernorm": (False, None),
+            "qk_l2_norm": (False, None),
+            "multi_latent_attention": (False, None),
+            "mtp_num_layers": (None, 0),
+            "moe_router_pre_softmax": (False, None),
+            "softmax_type": ("vanilla", None),
+        }
+    ),
+)
+
+
+def read_args(args: Raw, source: object, extra: Raw | None = None) -> ModelConfig:
+    """The model that `args` describe, with the settings in `extra` (fields of `ModelConfig`) in place of theirs.
+
+    Raises:
+        CheckpointError: naming what is missing, and what `ModelConfig` cannot express.
+    """
+    raw = dict(args)
+    raw.setdefault("norm_epsilon", raw.get("layernorm_epsilon", 1e-5))
+    fields: dict[str, Any] = {}
+    found = []
+    for entry in SETTINGS if args else ():
+        try:
+            fields |= entry.read(raw)
+        except MismatchError as error:
+            if not entry.fields or not entry.fields <= (extra or {}).keys():
+                found.append(str(error))
+        except (TypeError, ValueError):
+            found.append(f"{', '.join(sorted(entry.keys & raw.keys()))}: a value of the wrong kind")
+    if args:
+        fields["embedding_dropout"] = fields.get("residual_dropout", 0.0)
+    if found:
+        raise CheckpointError(
+            f"{source}: its settings (args) do not give a model: {'; '.join(found)}",
+            hint="give what is missing in a file of model settings: --config model.yaml",
+        )
+    try:
+        return ModelConfig.parse(fields | dict(extra or {}), source=f"{source}: its settings (args)")
+    except ConfigError as error:
+        raise CheckpointError(error.message, hint="settings can be given, or replaced, with --config model.yaml") from None
+
+
+def write_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
+    """The `args` of `model`, as a run with these sizes would have them.
+
+    Raises:
+        CheckpointError: naming every setting that Megatron has not.
+    """
+    out: dict[str, Any] = {}
+    found = []
+    for entry in SETTINGS:
+        try:
+            out |= entry.write(model)
+        except MismatchError as error:
+            found.append(str(error))
+    answered = TRAINING_FIELDS.union(*(entry.fields for entry in SETTINGS))
+    for name, field in ModelConfig.model_fields.items():
+        if name not in answered and getattr(model, name) != field.get_default(call_default_factory=True):
+            found.append(f"{name} = {getattr(model, name)!r} has no counterpart")
+    if model.qk_norm and model.norm == "layernorm":
+        found.append("qk_norm with norm = 'layernorm' must be a layernorm too")
+    if found:
+        raise CheckpointError(f"Megatron cannot express this model: {'; '.join(found)}")
+    return out | {
+        "padded_vocab_size": padded_vocab(model.vocab_size, tp),
+        "make_vocab_size_divisible_by": DIVISOR,
+        "seq_length": model.max_position,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "layernorm_epsilon": model.norm_eps,
+    }
+
+
+def padded_vocab(size: int, tp: int) -> int:
+    """Rows of the embedding that Megatron makes for a vocabulary."""
+    return -(-size // (DIVISOR * tp)) * DIVISOR * tp
