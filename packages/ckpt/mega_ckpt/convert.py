@@ -9,11 +9,16 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
+from mega_ckpt.formats.megatron import TRACKER
+from mega_ckpt.formats.megatron_dist_write import write_dist
+from mega_ckpt.formats.megatron_legacy import write_legacy
+from mega_ckpt.formats.megatron_write import Writing, write_release
 from mega_ckpt.shards import Slab
 from mega_ckpt.source import BUFFERS, WEIGHTS, Source, open_source
 from mega_ckpt.stream import blocks, slabs_of, write_checkpoint
@@ -33,11 +38,18 @@ class Options:
         dtype: to cast floating-point weights to; None leaves each as it is.
         family: HuggingFace `model_type` to write; None chooses.
         max_shard: most bytes of tensors in a HuggingFace file; None keeps the files of the source, or takes 5 GB.
+        megatron_format: `torch_dist`, or `torch` for a file a rank.
+        tp, pp: ranks that the files of `torch` are for; `torch_dist` only pads the vocabulary to them.
+        settings: fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says.
     """
 
     dtype: torch.dtype | None = None
     family: str | None = None
     max_shard: int | None = None
+    megatron_format: str = "torch_dist"
+    tp: int = 1
+    pp: int = 1
+    settings: Mapping[str, Any] | None = None
 
 
 def convert(
@@ -52,9 +64,9 @@ def convert(
     """Write the model at `source` to the folder `destination` in the format `to`.
 
     Args:
-        source: a mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.
-        destination: the folder to make: a HuggingFace folder, or a mega checkpoint.
-        to: the format: "hf" or "mega".
+        source: a mega checkpoint, a run folder (its newest checkpoint), a folder of HuggingFace or one of Megatron.
+        destination: the folder to make.
+        to: the format: "hf", "mega" or "megatron".
         options: what to change on the way.
         verify: read the output back and compare every element before it gets its name.
         overwrite: replace `destination`, once the new one is complete.
@@ -68,13 +80,13 @@ def convert(
     final = Path(os.path.abspath(destination))
     if final.exists() and not overwrite:
         raise CheckpointError(f"{destination}: exists already", hint="choose another folder, or overwrite it")
-    given = open_source(source)
+    given = open_source(source, settings=options.settings)
     if final.exists() and not _replaceable(final, Path(source)):
         raise CheckpointError(f"{destination}: is not a folder of a model, or holds the source; it is not replaced")
     with atomic_folder(final) as temporary:
         _WRITERS[to](given, temporary, options)
         if verify:
-            _compare(given, open_source(temporary), options.dtype)
+            _compare(given, open_source(temporary, settings=options.settings), options.dtype)
 
 
 def _write_hf(source: Source, folder: Path, options: Options) -> None:
@@ -102,7 +114,16 @@ def _write_mega(source: Source, folder: Path, options: Options) -> None:
         write_checkpoint(folder, slabs, resolve, model=source.model, assets=source.assets())
 
 
-_WRITERS: Mapping[str, Callable[[Source, Path, Options], None]] = {"hf": _write_hf, "mega": _write_mega}
+def _write_megatron(source: Source, folder: Path, options: Options) -> None:
+    writing = Writing(source, options.tp, options.pp, options.dtype)
+    with ProgressBar("writing Megatron", total=writing.size, unit="bytes") as bar:
+        write_release(writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance)
+
+
+MEGATRON_FORMATS = {"torch_dist": write_dist, "torch": write_legacy}
+_WRITERS: Mapping[str, Callable[[Source, Path, Options], None]] = {
+    "hf": _write_hf, "mega": _write_mega, "megatron": _write_megatron,
+}  # fmt: skip
 
 
 def _block(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -134,5 +155,5 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _replaceable(final: Path, source: Path) -> bool:
     """Whether `final` is a folder that holds a model, and neither is nor holds the source."""
-    holds_model = any((final / name).is_file() for name in ("config.json", "manifest.json"))
+    holds_model = any((final / name).is_file() for name in ("config.json", "manifest.json", TRACKER))
     return holds_model and final.resolve() not in (source.resolve(), *source.resolve().parents)

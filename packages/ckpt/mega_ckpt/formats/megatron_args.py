@@ -13,6 +13,7 @@ from typing import Any
 
 from mega_ckpt.families.base import TRAINING_FIELDS
 from mega_ckpt.families.keys import Entry, Fixed, Key, MismatchError, Only, Raw
+from mega_ckpt.formats.pickles import words
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
 
@@ -32,8 +33,8 @@ class _Several:
 class Sizes(_Several):
     """Sizes that Megatron fills in when it starts: width of the MLP, heads, vocabulary."""
 
-    keys: frozenset[str] = frozenset(
-        "ffn_hidden_size group_query_attention num_query_groups kv_channels vocab_size padded_vocab_size".split()
+    keys: frozenset[str] = words(
+        "ffn_hidden_size group_query_attention num_query_groups kv_channels vocab_size padded_vocab_size"
     )
     fields: frozenset[str] = frozenset({"ffn_hidden_size", "num_kv_heads", "head_dim", "vocab_size"})
 
@@ -67,7 +68,7 @@ def feed_forward(raw: Raw) -> int | None:
 class Activation(_Several):
     """Several switches that make one function."""
 
-    keys: frozenset[str] = frozenset("swiglu squared_relu quick_geglu openai_gelu bias_gelu_fusion".split())
+    keys: frozenset[str] = words("swiglu squared_relu quick_geglu openai_gelu bias_gelu_fusion")
     fields: frozenset[str] = frozenset({"activation"})
 
     def read(self, raw: Raw) -> dict[str, Any]:
@@ -75,7 +76,11 @@ class Activation(_Several):
         if raw.get("quick_geglu"):
             raise MismatchError("quick_geglu is not supported: a GELU by a sigmoid")
         fused = raw.get("bias_gelu_fusion") and raw.get("add_bias_linear", True)
-        kinds = {"swiglu": raw.get("swiglu"), "relu2": raw.get("squared_relu"), "gelu_tanh": raw.get("openai_gelu") or fused}
+        kinds = {
+            "swiglu": raw.get("swiglu"),
+            "relu2": raw.get("squared_relu"),
+            "gelu_tanh": raw.get("openai_gelu") or fused,
+        }
         return {"activation": next((kind for kind, chosen in kinds.items() if chosen), "gelu")}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -139,10 +144,10 @@ POSITIONS: Mapping[str, str] = {"learned_absolute": "learned", "rope": "rope", "
 class Positions(_Several):
     """The kind of positions, and the rotary settings."""
 
-    keys: frozenset[str] = frozenset(
+    keys: frozenset[str] = words(
         """position_embedding_type use_rotary_position_embeddings rotary_base rotary_percent use_rope_scaling
         rope_scaling_factor rotary_scaling_factor rotary_seq_len_interpolation_factor mscale mscale_all_dim
-        yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow rotary_interleaved""".split()
+        yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow rotary_interleaved"""
     )
     fields: frozenset[str] = frozenset({"position", "rope"})
 
@@ -204,7 +209,9 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 
 def _said(rope: Mapping[str, Any], written: Raw, scaling: str) -> dict[str, Any]:
     """What of `rope` its kind of scaling looks at."""
-    names = {"theta", "fraction", *_rope(written, yarn=scaling == "yarn")} | ({"scaling"} if scaling != "none" else set())
+    names = {"theta", "fraction", *_rope(written, yarn=scaling == "yarn")} | (
+        {"scaling"} if scaling != "none" else set()
+    )
     extra = {"attention_factor": rope["attention_factor"]} if rope["attention_factor"] is not None else {}
     return {name: rope[name] for name in names} | extra
 
@@ -213,9 +220,9 @@ def _said(rope: Mapping[str, Any], written: Raw, scaling: str) -> dict[str, Any]
 class Experts(_Several):
     """The mixture of experts."""
 
-    keys: frozenset[str] = frozenset(
+    keys: frozenset[str] = words(
         """num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_aux_loss_coeff
-        moe_z_loss_coeff moe_router_load_balancing_type""".split()
+        moe_z_loss_coeff moe_router_load_balancing_type"""
     )
     fields: frozenset[str] = frozenset({"moe"})
 
@@ -344,7 +351,9 @@ def read_args(args: Raw, source: object, extra: Raw | None = None) -> ModelConfi
     try:
         return ModelConfig.parse(fields | dict(extra or {}), source=f"{source}: its settings (args)")
     except ConfigError as error:
-        raise CheckpointError(error.message, hint="settings can be given, or replaced, with --config model.yaml") from None
+        raise CheckpointError(
+            error.message, hint="settings can be given, or replaced, with --config model.yaml"
+        ) from None
 
 
 def write_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:

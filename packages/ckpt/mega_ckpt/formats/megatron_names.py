@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Piece, Shape
@@ -36,6 +36,7 @@ class Part:
         pieces: the canonical tensors in it.
         axis: the axis that tensor parallelism splits; None where every rank has it whole.
         halves: how many tensors lie one after another on that axis, each of which is split by itself.
+        own_norm: whether it is the norm before experts, which some keep apart.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Part:
     pieces: tuple[Piece, ...]
     axis: int | None = None
     halves: int = 1
+    own_norm: bool = False
 
     @property
     def padded(self) -> bool:
@@ -114,7 +116,8 @@ def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape]) -> Itera
             yield _by_group(f"{theirs}self_attention.linear_qkv.{kind}", names, shapes, model.kv_heads)
     for name, (source, split) in _PLAIN.items():
         if ours + source in shapes:
-            yield _plain(theirs + name, ours + source, shapes, split)
+            part = _plain(theirs + name, ours + source, shapes, split)
+            yield replace(part, own_norm=source.startswith("post_attention") and model.has_experts(index))
     for kind in ("weight", "bias"):
         yield from joined(f"mlp.linear_fc1.{kind}", [f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"])
     experts = [f"mlp.experts.{one}_proj.weight" for one in ("gate", "up")]
@@ -162,6 +165,17 @@ def usual_name(name: str) -> str:
     for pattern, replacement in _SAME:
         tail = re.sub(rf"^{pattern}", replacement, tail)
     return head + tail
+
+
+def other_names(part: Part) -> list[str]:
+    """What a tensor is also called inside its layer, by those who keep a norm apart from the projection after it."""
+    _, tail = split_layer(part.name)
+    return [tail.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")] if part.own_norm else []
+
+
+def has_state(name: str) -> bool:
+    """Whether a tensor is the weight of a module of which Transformer Engine keeps a state."""
+    return re.fullmatch(r"decoder\..*(linear_\w+|norm)\.weight", name) is not None
 
 
 def split_layer(name: str) -> tuple[str, str]:

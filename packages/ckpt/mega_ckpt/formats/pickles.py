@@ -37,6 +37,11 @@ class Inert:
         raise AttributeError(f"{self.name} has no {name}")
 
 
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
 # Containers, which can do no harm.
 _BUILTINS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": OrderedDict,
@@ -49,22 +54,22 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
 }
 
 # Stood in for. Megatron's settings and states hold enums and the like of these, whose values do not matter here.
-_STOOD_IN = frozenset(
+_STOOD_IN = words(
     """argparse.Namespace types.SimpleNamespace collections.Counter collections.defaultdict collections.deque
     pathlib.PosixPath pathlib.PurePosixPath _io.BytesIO io.BytesIO signal.Signals datetime.timedelta datetime.datetime
     numpy.ndarray numpy.dtype numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar
     numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer
     torch.device torch.Tensor torch.nn.parameter.Parameter torch._utils._rebuild_parameter
     torch._utils._rebuild_tensor_v2 torch._tensor._rebuild_from_type_v2 torch._utils._rebuild_tensor_v3
-    torch.serialization._get_layout torch.storage.UntypedStorage torch.storage._load_from_bytes""".split()
+    torch.serialization._get_layout torch.storage.UntypedStorage torch.storage._load_from_bytes"""
 )
 _STOOD_IN_MODULES = (
     "megatron.", "apex.", "transformer_engine", "torch.distributed.checkpoint.", "torch.distributed._shard.",
 )  # fmt: skip
-_TORCH_TYPES = frozenset(
+_TORCH_TYPES = words(
     """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool
     strided contiguous_format DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage
-    CharStorage ByteStorage BoolStorage""".split()
+    CharStorage ByteStorage BoolStorage"""
 )
 
 
@@ -135,4 +140,6 @@ def load_pickle(
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle fails in any way
-        raise CheckpointError(f"{source}: damaged, or not a pickle of this kind ({error or type(error).__name__})") from None
+        raise CheckpointError(
+            f"{source}: damaged, or not a pickle of this kind ({error or type(error).__name__})"
+        ) from None

@@ -118,7 +118,8 @@ def _load(path: Path, file: IO[bytes], begin: int, end: int) -> Any:
             pickled = archive.read(info)
     except (zipfile.BadZipFile, KeyError, struct.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path}: damaged, or not written by torch.save ({error})", hint="is it of torch older than 1.6? save it again"
+            f"{path}: damaged, or not written by torch.save ({error})",
+            hint="is it of torch older than 1.6? save it again",
         ) from None
     rebuild = _Rebuild(path, file, begin, end, entries)
     return load_pickle(pickled, str(path), replace=rebuild.functions(), stored=rebuild.storage)

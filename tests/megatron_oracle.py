@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import sys
 import tempfile
 import warnings
@@ -43,9 +44,11 @@ def _prepare() -> None:
 
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"
+    torch.Tensor.cuda = lambda tensor, *_: tensor
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoTracker(), True
     moe_utils.te_general_gemm = None
     filesystem_async._process_memory = lambda: 0  # asks for psutil
+    filesystem_async._results_queue = queue.Queue()  # else of a process of its own
 
 
 def _config(args: Namespace) -> Any:
