@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_ckpt.families.base import TRAINING_FIELDS
-from mega_ckpt.families.keys import Entry, Fixed, Key, MismatchError, Only, Raw
+from mega_ckpt.families.keys import Entry, Key, MismatchError, Only, Raw
 from mega_ckpt.formats.pickles import words
 from mega_common.errors import CheckpointError, ConfigError
-from mega_common.model_config import ModelConfig
+from mega_common.model_config import ModelConfig, RopeConfig
 
 NORMS: Mapping[str, str] = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 DIVISOR = 128  # the vocabulary is padded to a multiple of this times tp
@@ -85,8 +85,6 @@ class Activation(_Several):
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The switches."""
-        if model.activation == "geglu":
-            raise MismatchError("activation must not be 'geglu': Megatron has only a quick form of it")
         return {
             "swiglu": model.activation == "swiglu",
             "squared_relu": model.activation == "relu2",
@@ -110,8 +108,6 @@ class Biases(_Several):
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Both switches."""
-        if model.attention_out_bias != model.mlp_bias or (model.mlp_bias and not model.qkv_bias):
-            raise MismatchError("biases must be everywhere, at queries, keys and values alone, or nowhere")
         return {"add_bias_linear": model.mlp_bias, "add_qkv_bias": model.qkv_bias}
 
 
@@ -162,9 +158,9 @@ class Positions(_Several):
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Both."""
-        names = {ours: theirs for theirs, ours in reversed(POSITIONS.items())} | {"rope": "rope"}
-        out: dict[str, Any] = {"position_embedding_type": names[model.position]}
-        return out | _write_rope(model) if model.position == "rope" else out
+        names = {ours: theirs for theirs, ours in POSITIONS.items() if theirs != "yarn"}
+        yarn = model.rope.scaling == "yarn" and model.position == "rope"
+        return _write_rope(model.rope) | {"position_embedding_type": "yarn" if yarn else names[model.position]}
 
 
 def _rope(raw: Raw, *, yarn: bool) -> dict[str, Any]:
@@ -188,8 +184,7 @@ def _rope(raw: Raw, *, yarn: bool) -> dict[str, Any]:
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
 
 
-def _write_rope(model: ModelConfig) -> dict[str, Any]:
-    rope = model.rope
+def _write_rope(rope: RopeConfig) -> dict[str, Any]:
     out: dict[str, Any] = {
         "rotary_base": int(rope.theta), "rotary_percent": rope.fraction, "use_rope_scaling": rope.scaling == "llama3",
         "rope_scaling_factor": rope.factor if rope.scaling == "llama3" else 8.0,
@@ -198,70 +193,98 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
     if rope.scaling == "yarn":
         out |= {
-            "position_embedding_type": "yarn", "rotary_scaling_factor": rope.factor, "mscale": rope.mscale,
-            "mscale_all_dim": rope.mscale_all_dim, "yarn_beta_fast": rope.beta_fast, "yarn_beta_slow": rope.beta_slow,
+            "rotary_scaling_factor": rope.factor, "mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim,
+            "yarn_beta_fast": rope.beta_fast, "yarn_beta_slow": rope.beta_slow,
             "yarn_original_max_position_embeddings": rope.original_max_position,
         }  # fmt: skip
-    if _rope(out, yarn=rope.scaling == "yarn") != _said(rope.model_dump(), out, rope.scaling):
-        raise MismatchError(f"rope {rope.model_dump(exclude_defaults=True)} has no counterpart")
     return out
-
-
-def _said(rope: Mapping[str, Any], written: Raw, scaling: str) -> dict[str, Any]:
-    """What of `rope` its kind of scaling looks at."""
-    names = {"theta", "fraction", *_rope(written, yarn=scaling == "yarn")} | (
-        {"scaling"} if scaling != "none" else set()
-    )
-    extra = {"attention_factor": rope["attention_factor"]} if rope["attention_factor"] is not None else {}
-    return {name: rope[name] for name in names} | extra
 
 
 @dataclass(frozen=True)
 class Experts(_Several):
-    """The mixture of experts."""
+    """The mixture of experts. Scores are a softmax over the chosen ones, unless `moe_router_pre_softmax` is set."""
 
     keys: frozenset[str] = words(
-        """num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_aux_loss_coeff
-        moe_z_loss_coeff moe_router_load_balancing_type"""
+        """num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+        moe_layer_freq moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
+        moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_router_bias_update_rate
+        moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type moe_expert_capacity_factor"""
     )
     fields: frozenset[str] = frozenset({"moe"})
 
     def read(self, raw: Raw) -> dict[str, Any]:
-        """`moe`, or nothing."""
+        """`moe`, or None."""
         if not raw.get("num_experts"):
             return {"moe": None}
+        top, groups = raw.get("moe_router_topk", 2), raw.get("moe_router_num_groups") or 1
+        top_groups = raw.get("moe_router_group_topk") or 1
+        score = raw.get("moe_router_score_function", "softmax")
+        scope, loss = balance(raw)
+        bias = bool(raw.get("moe_router_enable_expert_bias"))
         return {
             "moe": {
                 "num_experts": raw["num_experts"],
-                "top_k": raw.get("moe_router_topk", 2),
+                "top_k": top,
                 "ffn_hidden_size": raw.get("moe_ffn_hidden_size") or feed_forward(raw),
+                "layers": _expert_layers(raw.get("moe_layer_freq", 1), raw.get("num_layers", 0)),
                 "shared_ffn_hidden_size": raw.get("moe_shared_expert_intermediate_size") or 0,
-                "aux_loss": aux_loss(raw),
+                "shared_gate": bool(raw.get("moe_shared_expert_gate")),
+                "score": score,
+                "normalize": top > 1 if score == "sigmoid" else not raw.get("moe_router_pre_softmax"),
+                "scaling": raw.get("moe_router_topk_scaling_factor") or 1.0,
+                "router_bias": bool(raw.get("add_bias_linear", True)),
+                "groups": groups,
+                "top_groups": top_groups,
+                "group_score": "top2" if groups > 1 and top // top_groups == 2 else "max",
+                "selection_bias": bias,
+                "bias_rate": raw.get("moe_router_bias_update_rate", 1e-3) if bias else 0.0,
+                "aux_loss": loss,
+                "aux_loss_scope": scope,
                 "z_loss": raw.get("moe_z_loss_coeff") or 0.0,
+                "capacity_factor": raw.get("moe_expert_capacity_factor"),
             }
         }
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The settings; `num_experts` None where there are none."""
-        if model.moe is None:
+        moe = model.moe
+        if moe is None:
             return {"num_experts": None}
         return {
-            "num_experts": model.moe.num_experts,
-            "moe_router_topk": model.moe.top_k,
-            "moe_ffn_hidden_size": model.moe.ffn_hidden_size,
-            "moe_shared_expert_intermediate_size": model.moe.shared_ffn_hidden_size or None,
-            "moe_router_load_balancing_type": "aux_loss" if model.moe.aux_loss else "none",
-            "moe_aux_loss_coeff": model.moe.aux_loss,
-            "moe_z_loss_coeff": model.moe.z_loss or None,
+            "num_experts": moe.num_experts,
+            "moe_router_topk": moe.top_k,
+            "moe_ffn_hidden_size": moe.ffn_hidden_size,
+            "moe_layer_freq": 1 if moe.layers is None else [int(i in moe.layers) for i in range(model.num_layers)],
+            "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+            "moe_shared_expert_gate": moe.shared_gate,
+            "moe_router_score_function": moe.score,
+            "moe_router_pre_softmax": moe.score == "softmax" and not moe.normalize,
+            "moe_router_topk_scaling_factor": None if moe.scaling == 1.0 else moe.scaling,
+            "moe_router_num_groups": None if moe.groups == 1 else moe.groups,
+            "moe_router_group_topk": None if moe.groups == 1 else moe.top_groups,
+            "moe_router_enable_expert_bias": moe.selection_bias,
+            "moe_router_bias_update_rate": moe.bias_rate if moe.selection_bias else 1e-3,
+            "moe_router_load_balancing_type": {"batch": "aux_loss", "sequence": "seq_aux_loss"}[moe.aux_loss_scope],
+            "moe_aux_loss_coeff": moe.aux_loss,
+            "moe_z_loss_coeff": moe.z_loss or None,
+            "moe_expert_capacity_factor": moe.capacity_factor,
         }
 
 
-def aux_loss(raw: Raw) -> float:
-    """The coefficient of the auxiliary loss, which is one number or one for each kind of balancing."""
+def _expert_layers(given: int | list[int], layers: int) -> list[int] | None:
+    """Layers with experts, from every n-th or a list of zeros and ones; None for all."""
+    pattern = given if isinstance(given, list) else [int(i % given == 0) for i in range(layers)]
+    return None if all(pattern) else [i for i, has in enumerate(pattern) if has]
+
+
+def balance(raw: Raw) -> tuple[str, float]:
+    """What the auxiliary loss counts over, and its weight; Megatron has one kind, or several with a weight each."""
     kinds, losses = raw.get("moe_router_load_balancing_type", "aux_loss"), raw.get("moe_aux_loss_coeff", 0.0)
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    losses = losses if isinstance(losses, list) else [losses]
-    return float(losses[kinds.index("aux_loss")]) if "aux_loss" in kinds[: len(losses)] else 0.0
+    kinds, losses = (value if isinstance(value, list) else [value] for value in (kinds, losses))
+    for kind, scope in (("aux_loss", "batch"), ("seq_aux_loss", "sequence")):
+        if kind in kinds[: len(losses)]:
+            return scope, float(losses[kinds.index(kind)])
+    return "sequence", 0.0
 
 
 @dataclass(frozen=True)
@@ -308,7 +331,6 @@ SETTINGS: tuple[Entry, ...] = (
     Key("hidden_dropout", "residual_dropout", 0.1),
     Key("attention_dropout", "attention_dropout", 0.1),
     Key("init_method_std", "init_std", 0.02),
-    Fixed({"norm_position": "pre", "parallel_residual": False, "qk_norm_span": "head"}),
     Only(
         {
             "apply_layernorm_1p": (False, None),
@@ -316,7 +338,6 @@ SETTINGS: tuple[Entry, ...] = (
             "qk_l2_norm": (False, None),
             "multi_latent_attention": (False, None),
             "mtp_num_layers": (None, 0),
-            "moe_router_pre_softmax": (False, None),
             "softmax_type": ("vanilla", None),
         }
     ),
@@ -363,20 +384,16 @@ def write_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
         CheckpointError: naming every setting that Megatron has not.
     """
     out: dict[str, Any] = {}
-    found = []
     for entry in SETTINGS:
         try:
             out |= entry.write(model)
         except MismatchError as error:
-            found.append(str(error))
-    answered = TRAINING_FIELDS.union(*(entry.fields for entry in SETTINGS))
-    for name, field in ModelConfig.model_fields.items():
-        if name not in answered and getattr(model, name) != field.get_default(call_default_factory=True):
-            found.append(f"{name} = {getattr(model, name)!r} has no counterpart")
+            raise CheckpointError(f"Megatron cannot express this model: {error}") from None
+    lost = _different(_resolved(model), _resolved(read_args(out, "what would be written")))
     if model.qk_norm and model.norm == "layernorm":
-        found.append("qk_norm with norm = 'layernorm' must be a layernorm too")
-    if found:
-        raise CheckpointError(f"Megatron cannot express this model: {'; '.join(found)}")
+        lost.append("qk_norm = True (in Megatron it would be a layernorm)")
+    if lost:
+        raise CheckpointError(f"Megatron cannot express this model: it has no {', no '.join(lost)}")
     return out | {
         "padded_vocab_size": padded_vocab(model.vocab_size, tp),
         "make_vocab_size_divisible_by": DIVISOR,
@@ -385,6 +402,23 @@ def write_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
         "pipeline_model_parallel_size": pp,
         "layernorm_epsilon": model.norm_eps,
     }
+
+
+def _resolved(model: ModelConfig) -> dict[str, Any]:
+    """What counts when a model computes from its weights."""
+    fields = model.model_dump(exclude=set(TRAINING_FIELDS)) | {"num_kv_heads": model.kv_heads}
+    return fields | {"head_dim": model.head_size, "rope": fields["rope"] if model.position == "rope" else None}
+
+
+def _different(one: Raw, other: Raw) -> list[str]:
+    """'name = value' of what is in `one` and not the same in `other`."""
+    out = []
+    for name, value in one.items():
+        if isinstance(value, dict) and isinstance(other[name], dict):
+            out += [f"{name}.{text}" for text in _different(value, other[name])]
+        elif value != other[name]:
+            out.append(f"{name} = {value!r}")
+    return out
 
 
 def padded_vocab(size: int, tp: int) -> int:

@@ -89,8 +89,10 @@ _PLAIN: Mapping[str, tuple[str, int | None]] = {
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
     "mlp.linear_fc2.bias": ("mlp.down_proj.bias", None),
     "mlp.router.weight": ("mlp.gate.weight", None),
+    "mlp.router.bias": ("mlp.gate.bias", None),
     "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias", None),
     EXPERTS + "linear_fc2.weight": ("mlp.experts.down_proj.weight", 2),
+    EXPERTS + "linear_fc2.bias": ("mlp.experts.down_proj.bias", None),
     "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_expert.down_proj.weight", 1),
     "mlp.shared_experts.gate_weight": ("mlp.shared_expert_gate.weight", None),
 }
@@ -120,8 +122,8 @@ def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape]) -> Itera
             yield replace(part, own_norm=source.startswith("post_attention") and model.has_experts(index))
     for kind in ("weight", "bias"):
         yield from joined(f"mlp.linear_fc1.{kind}", [f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"])
-    experts = [f"mlp.experts.{one}_proj.weight" for one in ("gate", "up")]
-    yield from joined(EXPERTS + "linear_fc1.weight", experts, axis=1)
+        experts = [f"mlp.experts.{one}_proj.{kind}" for one in ("gate", "up")]
+        yield from joined(f"{EXPERTS}linear_fc1.{kind}", experts, axis=1)
     shared = [f"mlp.shared_expert.{one}_proj.weight" for one in ("gate", "up")]
     yield from joined("mlp.shared_experts.linear_fc1.weight", shared)
 
