@@ -109,7 +109,9 @@ def _models(args: Namespace) -> list[Any]:
 def _save(job: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing, parallel_state
 
-    args = Namespace(**job["args"], tp=job["tp"], pp=job["pp"], ep=job.get("ep", 1), vp=job.get("vp", 1))
+    tp, pp, ep, vp = (job.get(name, 1) for name in ("tp", "pp", "ep", "vp"))
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
+    args = Namespace(**job["args"], **sizes, tp=tp, pp=pp, ep=ep, vp=vp)
     models = _models(args)
     generator = torch.Generator().manual_seed(dist.get_rank() % (args.tp * args.pp * args.ep))
     with torch.no_grad():
@@ -121,9 +123,15 @@ def _save(job: dict[str, Any]) -> None:
             for module in model.modules():
                 if getattr(module, "expert_bias", None) is not None:
                     module.expert_bias.normal_(generator=torch.Generator().manual_seed(3))
-            if args.pp > 1 and not args.untie_embeddings_and_output_weights and (model.pre_process or model.post_process):
+            if (
+                args.pp > 1
+                and not args.untie_embeddings_and_output_weights
+                and (model.pre_process or model.post_process)
+            ):
                 weight = model.shared_embedding_or_output_weight()
-                weight.normal_(std=0.3, generator=torch.Generator().manual_seed(parallel_state.get_tensor_model_parallel_rank()))
+                weight.normal_(
+                    std=0.3, generator=torch.Generator().manual_seed(parallel_state.get_tensor_model_parallel_rank())
+                )
     names = [f"model{i}" for i in range(len(models))] if len(models) > 1 else ["model"]
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
     folder = Path(job["folder"])
@@ -134,7 +142,9 @@ def _save(job: dict[str, Any]) -> None:
     sharded = {name: model.sharded_state_dict() for name, model in zip(names, models, strict=True)}
     dist_checkpointing.save({**common, **sharded}, str(folder))
     if job.get("legacy"):
-        _save_legacy(job, args, {**common, **{name: model.state_dict() for name, model in zip(names, models)}})
+        _save_legacy(
+            job, args, {**common, **{name: model.state_dict() for name, model in zip(names, models, strict=True)}}
+        )
 
 
 def _save_legacy(job: dict[str, Any], args: Namespace, state: dict[str, Any]) -> None:

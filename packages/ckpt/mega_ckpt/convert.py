@@ -17,7 +17,7 @@ from torch import Tensor
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
 from mega_ckpt.formats.megatron import TRACKER
 from mega_ckpt.formats.megatron_dist_write import write_dist
-from mega_ckpt.formats.megatron_legacy import write_legacy
+from mega_ckpt.formats.megatron_legacy_write import write_legacy
 from mega_ckpt.formats.megatron_write import Writing, write_release
 from mega_ckpt.shards import Slab
 from mega_ckpt.source import BUFFERS, WEIGHTS, Source, open_source
@@ -40,6 +40,7 @@ class Options:
         max_shard: most bytes of tensors in a HuggingFace file; None keeps the files of the source, or takes 5 GB.
         megatron_format: `torch_dist`, or `torch` for a file a rank.
         tp, pp: ranks that the files of `torch` are for; `torch_dist` only pads the vocabulary to them.
+        implementation: the `--transformer-impl` that the files of `torch` are for: `transformer_engine` or `local`.
         settings: fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says.
     """
 
@@ -49,6 +50,7 @@ class Options:
     megatron_format: str = "torch_dist"
     tp: int = 1
     pp: int = 1
+    implementation: str = "transformer_engine"
     settings: Mapping[str, Any] | None = None
 
 
@@ -115,7 +117,7 @@ def _write_mega(source: Source, folder: Path, options: Options) -> None:
 
 
 def _write_megatron(source: Source, folder: Path, options: Options) -> None:
-    writing = Writing(source, options.tp, options.pp, options.dtype)
+    writing = Writing(source, options.tp, options.pp, options.dtype, options.implementation)
     with ProgressBar("writing Megatron", total=writing.size, unit="bytes") as bar:
         write_release(writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance)
 

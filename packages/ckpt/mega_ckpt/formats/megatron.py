@@ -93,10 +93,11 @@ class MegatronSource:
         self.folder = folder
         self.contents = read_contents(folder)
         self.model: ModelConfig = read_args(self.contents.args, folder, settings)
-        if self.model.num_layers > len(self.contents.tensors):
-            raise CheckpointError(f"{folder}: {self.model.num_layers} layers, but {len(self.contents.tensors)} tensors")
+        if self.model.num_layers > self.contents.count:
+            raise CheckpointError(f"{folder}: {self.model.num_layers} layers, but only {self.contents.count} tensors")
         self._shapes = tensors_of(self.model)
-        self._places = _places(parts_of(self.model), self.contents.tensors, folder)
+        parts = parts_of(self.model)
+        self._places = _places(parts, self.contents.tensors(parts), folder)
 
     def keys(self) -> Sequence[str]:
         """Canonical names, in the order of the forward pass."""

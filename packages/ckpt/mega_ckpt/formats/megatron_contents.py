@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mega_ckpt.formats.megatron_names import Part
 from mega_ckpt.pieces import Shape
 
 
@@ -38,13 +39,15 @@ class Contents:
         kind: `torch_dist` or `torch`.
         args: Megatron's settings; empty where it has none.
         iteration: steps done, if it says so.
-        tensors: by the names of `megatron_names.parts_of`.
+        count: number of tensors there.
+        tensors: gives them by the names of a model's parts, and those that are none of them by their own.
     """
 
     kind: str
     args: Mapping[str, Any]
     iteration: int | None
-    tensors: Mapping[str, Held]
+    count: int
+    tensors: Callable[[Sequence[Part]], Mapping[str, Held]]
 
 
 def overlap(offset: Shape, shape: Shape, other: Shape, extent: Shape) -> tuple[Shape, Shape] | None:

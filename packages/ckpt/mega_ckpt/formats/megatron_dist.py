@@ -89,9 +89,8 @@ def read(folder: Path) -> Contents:
         raise CheckpointError(f"{path}: not the metadata of a torch_dist checkpoint ({error!r})") from None
     common = _common(folder, entries)
     iteration = common.get("iteration")
-    return Contents(
-        "torch_dist", namespace(common.get("args")), iteration if isinstance(iteration, int) else None, held
-    )
+    iteration = iteration if isinstance(iteration, int) else None
+    return Contents("torch_dist", namespace(common.get("args")), iteration, len(held), lambda _: held)
 
 
 def _common(folder: Path, entries: Mapping[tuple[str, Shape | None], _Entry]) -> Mapping[str, Any]:

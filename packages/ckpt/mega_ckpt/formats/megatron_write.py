@@ -29,16 +29,19 @@ class Writing:
     """What both formats need of a source: Megatron's tensors, cast, any rectangle of them.
 
     Attributes:
+        model: what the weights are of.
+        tp, pp: sizes of the run that it is written for.
+        implementation: Megatron's `--transformer-impl`, `transformer_engine` or `local`.
         args: Megatron's settings.
         parts: its tensors, as one rank would have them.
-        size: bytes of all of them.
     """
 
-    def __init__(self, source: Source, tp: int, pp: int, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, source: Source, tp: int, pp: int, dtype: torch.dtype | None, implementation: str = "transformer_engine"
+    ) -> None:
         self._source, self._dtype = source, dtype
-        self.model = source.model
-        self.tp, self.pp = tp, pp
-        self.args = write_args(source.model, tp, pp)
+        self.model, self.tp, self.pp, self.implementation = source.model, tp, pp, implementation
+        self.args = write_args(source.model, tp, pp) | {"transformer_impl": implementation}
         self.parts = parts_of(source.model, self.args["padded_vocab_size"])
 
     @property
