@@ -22,6 +22,21 @@ class Target(StrEnum):
 
     HF = "hf"
     MEGA = "mega"
+    MEGATRON = "megatron"
+
+
+class MegatronFormat(StrEnum):
+    """Formats of Megatron-Core."""
+
+    TORCH_DIST = "torch_dist"
+    TORCH = "torch"
+
+
+class MegatronLayers(StrEnum):
+    """Kinds of layers of Megatron-Core."""
+
+    TRANSFORMER_ENGINE = "transformer_engine"
+    LOCAL = "local"
 
 
 class Dtype(StrEnum):
@@ -40,10 +55,11 @@ Checkpoint = Annotated[Path, typer.Argument(help="A mega checkpoint, or a run fo
 @app.command(epilog="Example: mega ckpt convert runs/llama3-8b out/hf --to hf --dtype bf16 --verify")
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.")
+        Path,
+        typer.Argument(help="A mega checkpoint, a run folder (its newest checkpoint), a HuggingFace or Megatron folder."),
     ],
     destination: Annotated[Path, typer.Argument(help="The folder to make.")],
-    to: Annotated[Target, typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from.")],
+    to: Annotated[Target, typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from. megatron: a release.")],
     dtype: Annotated[Dtype | None, typer.Option(help="Cast the weights; default: as they are.")] = None,
     family: Annotated[
         str | None, typer.Option(help="model_type to write (llama, qwen3, ...); default: the first that fits.")
@@ -51,16 +67,33 @@ def convert(
     max_shard_size: Annotated[
         str | None, typer.Option(help="Most bytes in one safetensors file: 500MB, 5GB, ...; default: as the source.")
     ] = None,
+    megatron_format: Annotated[
+        MegatronFormat, typer.Option("--format", help="Of Megatron: torch_dist, or torch for a file a rank.")
+    ] = MegatronFormat.TORCH_DIST,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks that Megatron's files are for.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages that Megatron's files are for.")] = 1,
+    transformer_impl: Annotated[
+        MegatronLayers, typer.Option(help="Megatron's flag of that name; --format torch depends on it.")
+    ] = MegatronLayers.TRANSFORMER_ENGINE,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML with settings of the model that a Megatron checkpoint lacks or has wrong.")
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read the result back and compare every element.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the destination once all is done.")] = False,
 ) -> None:
     """Convert a model's weights and the files that belong to it. The result appears when it is complete."""
     from mega_ckpt import convert as converting
+    from mega_common.config import load_yaml
 
     options = converting.Options(
         dtype=converting.DTYPES[dtype.value] if dtype else None,
         family=family,
         max_shard=_bytes(max_shard_size) if max_shard_size else None,
+        megatron_format=megatron_format.value,
+        tp=tp,
+        pp=pp,
+        implementation=transformer_impl.value,
+        settings=load_yaml(config) if config else None,
     )
     converting.convert(source, destination, to.value, options=options, verify=verify, overwrite=overwrite)
     print(destination)

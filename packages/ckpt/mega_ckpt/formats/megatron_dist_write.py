@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mega_ckpt.formats.megatron_dist import COMMON, FORMAT, METADATA
-from mega_ckpt.formats.megatron_names import EXPERTS, LAYER, Part, has_state, other_names, split_layer
+from mega_ckpt.formats.megatron_names import EXPERTS, LAYER, Part, is_projection, other_names, split_layer
 from mega_ckpt.formats.megatron_write import Writing, durable
 from mega_ckpt.pieces import Shape
 from mega_ckpt.source import put_file
@@ -89,7 +89,7 @@ class _Stack:
 
     def states(self, key: str, part: Part) -> Iterator[str]:
         """Where Transformer Engine's state of the module would be, of each expert by itself."""
-        if not has_state(key):
+        if not is_projection(key) and not key.endswith("norm.weight"):
             return
         experts = part.shape[0] if EXPERTS in key else 0
         for expert in range(experts) if experts else (None,):

@@ -121,8 +121,7 @@ def _gather(ranks: Sequence[_Rank], sizes: Sequence[int], parts: Sequence[Part])
         for name, stored in chunk.items():
             if name == HEAD and name not in known:  # the last stage's copy of a tied embedding
                 continue
-            full = re.sub(rf"^{re.escape(LAYER)}(\d+)", lambda found, n=before: f"{LAYER}{int(found[1]) + n}", name)
-            full, local = _as_part(full, stored, known, sizes[2])
+            full, local = _as_part(_moved(name, before), stored, known, sizes[2])
             part = known.get(full)
             if part is None:
                 held[full] = Held(stored.dtype, stored.shape)
@@ -141,6 +140,11 @@ def _numbered(ranks: Sequence[_Rank]) -> Iterator[tuple[_Rank, Chunk, int]]:
                 yield rank, chunk, before
                 layers = {int(found[1]) for name in chunk if (found := re.match(rf"{re.escape(LAYER)}(\d+)", name))}
                 before += 1 + max(layers, default=-1)
+
+
+def _moved(name: str, layers: int) -> str:
+    """The name with that many layers more before it."""
+    return re.sub(rf"^{re.escape(LAYER)}(\d+)", lambda found: f"{LAYER}{int(found[1]) + layers}", name)
 
 
 def _as_part(name: str, stored: StoredTensor, known: Mapping[str, Part], ep: int) -> tuple[str, _Local]:

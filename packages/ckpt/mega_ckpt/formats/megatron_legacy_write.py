@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mega_ckpt.formats.megatron_legacy import FILE
-from mega_ckpt.formats.megatron_names import EMBEDDING, EXPERTS, HEAD, LAYER, Part, has_state, split_layer
+from mega_ckpt.formats.megatron_names import EMBEDDING, EXPERTS, HEAD, LAYER, Part, is_projection, split_layer
 from mega_ckpt.formats.megatron_write import Writing, durable
 from mega_ckpt.formats.torch_archive import load_archive
 from mega_ckpt.pieces import Shape
@@ -66,7 +66,7 @@ def _write_rank(
     model: dict[str, Any] = {}
     for one in tensors:
         model[one.name] = torch.empty(one.shape, dtype=writing.dtype(one.part))
-        if has_state(one.name):
+        if is_projection(one.name):
             model[one.name.removesuffix("weight") + "_extra_state"] = None
     if last:
         model["output_layer._extra_state"] = None

@@ -175,9 +175,9 @@ def other_names(part: Part) -> list[str]:
     return [tail.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")] if part.own_norm else []
 
 
-def has_state(name: str) -> bool:
-    """Whether a tensor is the weight of a module of which Transformer Engine keeps a state."""
-    return re.fullmatch(r"decoder\..*(linear_\w+|norm)\.weight", name) is not None
+def is_projection(name: str) -> bool:
+    """Whether a tensor is the weight of a projection, of which Transformer Engine keeps a state."""
+    return re.fullmatch(r"decoder\..*linear_\w+\.weight", name) is not None
 
 
 def split_layer(name: str) -> tuple[str, str]:

@@ -160,10 +160,10 @@ class _Rebuild:
         named = others[2] if len(others) > 2 and getattr(others[2], "name", "").startswith("torch.") else None
         dtype = getattr(torch, named.name.removeprefix("torch.")) if named else storage.dtype
         shape, stride = tuple(shape), tuple(stride)
-        numbers = all(isinstance(n, int) and n >= 0 for n in (start, *shape, *stride))
+        whole = all(isinstance(n, int) and n >= 0 for n in (start, *shape, *stride))
         last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
-        room = (storage.end - storage.begin) // dtype.itemsize
-        if not numbers or (math.prod(shape) and (last > room or math.prod(shape) > room)):
+        count, room = math.prod(shape), (storage.end - storage.begin) // dtype.itemsize
+        if not whole or (count and max(last, count) > room):
             raise ValueError(f"a tensor of shape {list(shape)} does not fit its storage")
         return StoredTensor(self._path, dtype, shape, stride, start, storage.begin, storage.end)
 
