@@ -75,7 +75,7 @@ def _column_without_sum() -> AbstractContextManager[Any]:
 
 def _row_bias_on_every_rank() -> AbstractContextManager[Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return tensor.sum_over(self.kernels.linear(x, self.weight, self.bias), self.group, sp=self.sp)
+        return tensor.sum_over(self.linear(x, self.weight, self.bias), self.group, sp=self.sp)
 
     return swap(tensor.RowLinear, "forward", forward)
 
