@@ -12,6 +12,7 @@ Legend: N tokens in any number of axes, D input width, M output width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,25 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mega_trainer.kernels.base import Kernels
 
-Product = tuple[Tensor, Callable[[], Tensor]]  # a weight, and what computes its gradient
+
+@dataclass(frozen=True)
+class Product:
+    """A weight gradient to be computed.
+
+    Attributes:
+        weight: a parameter, or made from some.
+        edge: where its gradient goes. The weight itself may be a copy that recomputation made, which does not keep the
+            way to the parameter alive.
+        gradient: computes it.
+    """
+
+    weight: Tensor
+    edge: GradientEdge
+    gradient: Callable[[], Tensor]
 
 
 class Deferred:
@@ -34,7 +49,7 @@ class Deferred:
 
     def put(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
         """Leave the gradient of `weight`, a parameter or made from some, for later; to be called in a backward."""
-        self._products.append((weight, gradient))
+        self._products.append(Product(weight, get_gradient_edge(weight), gradient))
 
     def take(self) -> list[Product]:
         """All that was put here; from then on it is the caller's."""
@@ -50,12 +65,15 @@ def deliver(products: list[Product], known: Sequence[tuple[Tensor, Tensor]]) -> 
         known: parameters and their gradients, or parts of them, that were computed before.
     """
     # autograd runs first what was made last
-    made = [_Product.apply(*products.pop()) for _ in range(len(products))]  # type: ignore[no-untyped-call]
+    made = []
+    while products:
+        product = products.pop()
+        made.append(_Computed.apply(product.weight, product.gradient))  # type: ignore[no-untyped-call]
     edges = [get_gradient_edge(parameter) for parameter, _ in known]
     torch.autograd.backward([*made, *edges], [None] * len(made) + [gradient for _, gradient in known])
 
 
-class _Product(Function):
+class _Computed(Function):
     """Nothing, as far as its value goes; its backward is the product."""
 
     @staticmethod
