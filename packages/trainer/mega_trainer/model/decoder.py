@@ -15,7 +15,7 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.comm import all_gather
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Cache, Context, attention_mask
+from mega_trainer.model.context import Cache, Context, Sequences, Sight
 from mega_trainer.model.loss import head_loss
 from mega_trainer.model.rope import rotation
 from mega_trainer.parallel.grads import Unit
@@ -108,22 +108,22 @@ class Decoder(nn.Module):
         positions: Tensor,
         *,
         documents: Tensor | None = None,
-        mask: Tensor | None = None,
+        sight: Sight | None = None,
         cache: Cache | None = None,
         dropout: Dropout | None = None,
     ) -> Context:
         """What the layers share for tokens at `positions` int64 [B or 1, S].
 
-        `documents` int [B, S] closes attention at document ends; an explicit `mask` [B, 1, S, T] replaces what would
-        be derived, and is required with a cache that already holds tokens.
+        `documents` int [B, S] closes attention at document ends; an explicit `sight` replaces what would be derived,
+        and is required with a cache that already holds tokens.
         """
-        turn = rotation(self.config, positions, self.dtype) if self.config.position == "rope" else None
-        if mask is None:
-            length = positions.shape[-1]
-            mask = attention_mask(
-                length, window=self.config.sliding_window, documents=documents, device=positions.device
-            )
-        return Context(turn, mask, cache, dropout)
+        turn = local = None
+        if self.config.position == "rope":
+            turn = rotation(self.config, self.config.rope, positions, self.dtype)
+            local_rope = self.config.local_rope
+            local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype)
+        sight = sight or Sequences(positions.shape[-1], documents, positions.device)
+        return Context(sight, turn, local, cache, dropout)
 
     def embed(self, tokens: Tensor, positions: Tensor, dropout: Dropout | None = None) -> Tensor:
         """Tokens and positions, int64 [B, S], to the residual stream [B, S or S/T, D]."""
