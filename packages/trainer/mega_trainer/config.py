@@ -205,9 +205,6 @@ class RunConfig(Config):
         for axis in ("cp", "ep"):
             if getattr(parallel, axis) > 1:
                 yield Problem(f"parallel.{axis}", "only 1 is possible yet", getattr(parallel, axis))
-        if parallel.zero == 3 and parallel.schedule != "1f1b":
-            rule = "puts weight gradients off, of weights that parallel.zero = 3 has dropped by then"
-            yield Problem("parallel.schedule", rule, parallel.schedule, "1f1b, or parallel.zero at most 2")
         if parallel.zero == 3 and parallel.pp > 1:
             rule = "3 gathers weights for every micro-batch, which a pipeline has many of"
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")

@@ -17,13 +17,14 @@ from mega_trainer.comm import Group
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import build_groups
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.decoder import Decoder, Stage
+from mega_trainer.model.decoder import Decoder, Recompute, Stage
 from mega_trainer.model.init import init_weights
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.param import info_of
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
+from mega_trainer.plan.flops import RecomputeKind
 from mega_trainer.rng import Dropout
 
 MODEL = ModelConfig(
@@ -70,7 +71,12 @@ def gradients(stages: Sequence[Decoder]) -> dict[str, torch.Tensor]:
 
 
 def executor(
-    schedule: Schedule, group: Group | None = None, seed: int | None = SEED, model: ModelConfig = MODEL, **options: Any
+    schedule: Schedule,
+    group: Group | None = None,
+    seed: int | None = SEED,
+    model: ModelConfig = MODEL,
+    recompute: Recompute | None = None,
+    **options: Any,
 ) -> Executor:
     group = group or Group("pp")
     layers = stage_layers(model.num_layers, schedule.pp, schedule.virtual_stages)
@@ -79,7 +85,7 @@ def executor(
         ends_meet = schedule.owner(0) == schedule.owner(last)
         part = Stage(layers[index].start, layers[index].stop, index == 0, index == last, ends_meet)
         deferred = Deferred() if schedule.splits_backward else None
-        stages[index] = Decoder(Builder(model, groups, dtype=torch.float64, deferred=deferred), part)
+        stages[index] = Decoder(Builder(model, groups, dtype=torch.float64, deferred=deferred), part, recompute)
     for stage in stages.values():
         init_weights(stage, 1)
     return Executor(schedule, stages, group, seed, **options)
@@ -97,9 +103,13 @@ ONE_RANK = [(name, chunks) for name in ("1f1b", "gpipe") for chunks in (1, 2, 4)
 @pytest.mark.parametrize(("name", "chunks"), ONE_RANK)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
-def test_one_rank_runs_any_number_of_stages(name: str, chunks: int, count: int, tied: bool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_one_rank_runs_any_number_of_stages(
+    name: str, chunks: int, count: int, tied: bool, recompute: RecomputeKind
+) -> None:
     micro, model = batches(count), MODEL.model_copy(update={"tie_embeddings": tied})
-    run = executor(make_schedule(name, pp=1, microbatches=count, virtual_stages=chunks), model=model)
+    schedule = make_schedule(name, pp=1, microbatches=count, virtual_stages=chunks)
+    run = executor(schedule, model=model, recompute=Recompute(recompute))
     loss = run.run(micro, SCALE)
     expected, reference = one_after_another(micro, config=model)
     assert loss.item() == expected
