@@ -108,14 +108,15 @@ def case(name: str, ranks: int, *, layers: int = 2, **more: Any) -> Case:
 
 
 def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Every combination of tp (of `tps`), sp, pp, virtual stages and zero on `ranks` ranks; at most eight stages."""
+    """Every combination of tp (of `tps`), sp, pp, virtual stages and zero (copies of the weights, too) on `ranks` ranks; at most eight stages."""
     for tp, pp, v in product(tps, range(1, ranks + 1), (1, 2, 4)):
         dp, rest = divmod(ranks, tp * pp)
         if rest or dp < 1 or pp * v > 8 or (pp == 1 and v > 1):
             continue
-        levels = [zero for zero in ZERO_LEVELS if zero < 3 or pp == 1] if dp > 1 else [0]
-        for sp, zero in product([False, True] if tp > 1 else [False], levels):
-            yield {"tp": tp, "sp": sp, "pp": pp, "virtual_stages": v, "zero": zero}
+        levels = [{"zero": zero} for zero in ZERO_LEVELS if zero < 3 or pp == 1] if dp > 1 else [{"zero": 0}]
+        levels += [{"zero": 3, "zero3_shard": size} for size in range(2, dp) if dp % size == 0 and pp == 1]
+        for sp, level in product([False, True] if tp > 1 else [False], levels):
+            yield {"tp": tp, "sp": sp, "pp": pp, "virtual_stages": v, **level}
 
 
 def all_layouts() -> list[Case]:
