@@ -94,16 +94,17 @@ def test_zero_levels_compute_the_same() -> None:
 def fully_sharded() -> list[tuple[Case, Case]]:
     """Shards end anywhere: those of norms and biases, and on three ranks those of matrices, in the middle of a vector."""
     shapes = [
-        ("dense", 4, {}), ("tied", 3, {}), ("gqa", 4, {"tp": 2}), ("tied", 4, {"tp": 2, "sp": True}), ("gqa", 3, {}),
+        ("dense", 4, {}, 0.1), ("tied", 3, {}, 0.1), ("gqa", 3, {}, 0.0), ("gqa", 4, {"tp": 2}, 0.0),
+        ("tied", 4, {"tp": 2, "sp": True}, 0.1),
     ]  # fmt: skip
     plain = [
         case(
-            model, ranks, parallel={**shape, "zero": 0}, micro=1, batch=12, clip=clip, precision=precision, debug=ORDERED
+            model, ranks, parallel={**shape, "zero": 0}, micro=1, batch=12, clip=clip, precision=precision,
+            debug=ORDERED,
         )
         for precision in ("fp64", "fp32", "bf16")
-        for model, ranks, shape in shapes
-        for clip in (0.0, 0.1)
-    ]
+        for model, ranks, shape, clip in shapes
+    ]  # fmt: skip
     return [(one, replace(one, parallel={**one.parallel, "zero": 3})) for one in plain]
 
 

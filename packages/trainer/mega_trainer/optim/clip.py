@@ -7,7 +7,7 @@ alone, and with it how the gradient is cut into stages, slices, rows and buckets
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -47,9 +47,9 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     lanes = min(LANES[device.type], max(1, *(tensor.numel() for tensor in tensors)))
     high, low = torch.zeros(2, lanes, dtype=torch.float64, device=device)
-    for part in (part for tensor in tensors for part in tensor.split(lanes)):
+    for part in (part for tensor in tensors for part in torch.split(tensor, lanes)):
         place = slice(part.numel())
-        total, lost = _two_sum(high[place], part.double().square_())
+        total, lost = _two_sum(high[place], part.double().square())
         high[place] = total
         low[place] += lost
     return _folded(torch.stack([high, low], 1))
