@@ -59,12 +59,13 @@ class Executor:
 
         Args:
             batches: this rank's micro-batches (every stage has them all: labels, positions, documents).
-            scale: factor on the sum of the token losses before differentiation, usually 1 / tokens of the step.
+            scale: factor on the sum of the losses before differentiation, usually 1 / tokens of the step.
 
         Returns:
-            Sum of the weighted token losses of this rank's micro-batches, fp64; zero but on the last stage.
+            Sums of the weighted losses of this rank's micro-batches, fp64 [2], as `Decoder.objective` tells them; zero
+            but on the last stage.
         """
-        total = torch.zeros((), dtype=torch.float64, device=batches[0].tokens.device)
+        total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
         left = dict.fromkeys(self.stages, len(batches))
         for op in self.schedule.ranks[self.group.rank]:
             key = (op.stage, op.microbatch)
@@ -101,8 +102,7 @@ class Executor:
         model = self.stages[stage]
         context = self._context(microbatch, batch)
         if self.last_stage == 0:
-            loss, _ = model.whole(batch.tokens, batch.positions, batch.labels, batch.weights, context)
-            return self._differentiable(key, loss, scale)
+            return self._differentiable(key, *model.whole(batch, context), scale)
         if stage == 0:
             x = model.embed(batch.tokens, batch.positions, context.dropout)
         else:
@@ -113,14 +113,13 @@ class Executor:
         if stage < self.last_stage:
             self._hand_on(key, y)
             return 0.0
-        loss, _ = model.loss(y, batch.labels, batch.weights)
-        return self._differentiable(key, loss, scale)
+        return self._differentiable(key, *model.objective(y, batch, context), scale)
 
-    def _differentiable(self, key: Key, loss: Tensor, scale: float) -> Tensor:
-        """Keep the way back of a loss, if there is one, and return its value."""
+    def _differentiable(self, key: Key, loss: Tensor, sums: Tensor, scale: float) -> Tensor:
+        """Keep the way back of a loss, if there is one, and return what it is made of."""
         if loss.requires_grad:
             self._edges[key] = get_gradient_edge(loss * scale)
-        return loss.detach()
+        return sums
 
     def _hand_on(self, key: Key, y: Tensor) -> None:
         """Keep of an output only what its backward needs; the values go to the next stage, here or elsewhere."""
