@@ -60,7 +60,8 @@ class LatentAttention(nn.Module):
         rotation = context.rotation if self.core.window is None else context.local_rotation
         assert rotation is not None
         q, latent, k_rot = self._projected(x)
-        q, q_rot = q.unflatten(-1, (-1, self.size)).split([self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim], -1)
+        parts = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
+        q, q_rot = torch.split(torch.unflatten(q, -1, (-1, self.size)), parts, -1)
         q_rot, k_rot = rotation.apply(q_rot), rotation.apply(k_rot.unsqueeze(-2))
         if context.cache is None:
             y = self._attend(q, q_rot, latent, k_rot, context)
@@ -73,10 +74,10 @@ class LatentAttention(nn.Module):
         """Queries [B, S, H (n + r)], latent [B, S, c] and the shared part of the key [B, S, r], of the whole sequence."""
         widths = [self.mla.kv_lora_rank, self.mla.qk_rope_head_dim]
         if self.mla.q_lora_rank is None:
-            latent, k_rot = self._whole(self.latent(x)).split(widths, -1)
+            latent, k_rot = torch.split(self._whole(self.latent(x)), widths, -1)
             return self.query(x), latent, k_rot
         joined = self._whole(torch.cat([self.query_latent(x), self.latent(x)], -1))
-        q, latent, k_rot = joined.split([self.mla.q_lora_rank, *widths], -1)
+        q, latent, k_rot = torch.split(joined, [self.mla.q_lora_rank, *widths], -1)
         return self.kernels.linear(q, self.query_heads, None), latent, k_rot
 
     def _whole(self, x: Tensor) -> Tensor:
@@ -86,7 +87,8 @@ class LatentAttention(nn.Module):
     def _attend(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, context: Context) -> Tensor:
         """[B, S, H, e], with keys and values of every head."""
         heads, widths = q.shape[-2], [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
-        k, v = self.kernels.linear(latent, self.key_value_heads, None).unflatten(-1, (heads, -1)).split(widths, -1)
+        key_value = self.kernels.linear(latent, self.key_value_heads, None)
+        k, v = torch.split(torch.unflatten(key_value, -1, (heads, -1)), widths, -1)
         k = torch.cat([k, k_rot.expand(-1, -1, heads, -1)], -1)
         y: Tensor = self.core(torch.cat([q, q_rot], -1), k, v, context)
         return y
@@ -96,7 +98,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """[B, S, H, e], in the latent space, with all of the cache."""
         widths = [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
-        to_key, to_value = self.key_value_heads.unflatten(0, (-1, sum(widths))).split(widths, 1)  # [H, n or e, c]
+        to_key, to_value = torch.split(torch.unflatten(self.key_value_heads, 0, (-1, sum(widths))), widths, 1)
         (keys,) = cache.update(self.layer, torch.cat([latent, k_rot], -1))
         q = torch.cat([torch.einsum("bshn,hnc->bshc", q, to_key), q_rot], -1)
         y: Tensor = self.core(q, keys, keys[..., : self.mla.kv_lora_rank], context)
