@@ -30,12 +30,20 @@ def pipelines(precision: str) -> list[Case]:
         {"pp": 2, "virtual_stages": 2},
         {"pp": 4, "pipeline_layout": [0, 2, 1, 1]},
         {"pp": 2, "virtual_stages": 2, "pipeline_layout": [1, 1, 2, 0]},
+        {"pp": 2, "schedule": "zb-h1"},
+        {"pp": 4, "schedule": "zb-h1", "pipeline_layout": [0, 2, 1, 1]},
+        {"pp": 2, "schedule": "zbv", "virtual_stages": 2},
+        {"pp": 4, "schedule": "zbv", "virtual_stages": 2, "pipeline_layout": [0, 1, 1, 1, 1, 1, 1, 0]},
     ]
     return [
-        case(model, shape["pp"], layers=4, parallel=shape, micro=micro, precision=precision)
+        case(
+            model, shape["pp"], layers=sum(shape.get("pipeline_layout", [4])), parallel=shape, micro=micro,
+            precision=precision,
+        )
         for shape in shapes
-        for model, micro in [("gqa", 1), ("dense", 4)]
-    ]
+        for model, micro in [("gqa", 1), ("dense", 4), ("tied", 2)]
+        if model != "tied" or shape.get("schedule") == "zbv"  # which has both uses of a tied embedding on one rank
+    ]  # fmt: skip
 
 
 def bits(cases: list[tuple[Case, Case]]) -> list[list[str] | None]:
@@ -64,10 +72,13 @@ def zero_levels() -> list[tuple[Case, Case]]:
         ("gqa", 4, {"tp": 2}, 700, "muon", "bf16"),
         ("tied", 4, {"pp": 2}, 1000, "adamw", "fp32"),
         ("tied", 3, {}, 1000, "adamw", "bf16"),
+        ("gqa", 4, {"pp": 2, "schedule": "zb-h1"}, LARGE, "adamw", "bf16"),
+        ("tied", 4, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 1000, "muon", "fp64"),
     ]
     plain = [
         case(
-            model, ranks, parallel={**shape, "zero": 0}, micro=1, batch=12, bucket=bucket, precision=precision,
+            model, ranks, layers=4 if "virtual_stages" in shape else 2, parallel={**shape, "zero": 0}, micro=1, batch=12,
+            bucket=bucket, precision=precision,
             optimizer=rule, debug=ORDERED,
         )
         for model, ranks, shape, bucket, rule, precision in shapes
@@ -108,6 +119,8 @@ def recomputed() -> list[tuple[Case, Case]]:
         case("gqa", 2, parallel={"tp": 2}, micro=4),
         case("tied", 2, parallel={"tp": 2, "sp": True}, micro=8, precision="bf16"),
         case("tied", 2, parallel={"pp": 2}, layers=3, micro=2),
+        case("tied", 2, parallel={"pp": 2, "schedule": "zb-h1"}, layers=3, micro=2, precision="bf16"),
+        case("tied", 2, parallel={"pp": 2, "schedule": "zbv", "virtual_stages": 2}, layers=4, micro=1),
     ]
     ways = [{"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}]
     return [(one, replace(one, recompute=way)) for one in plain for way in ways]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ranks import run_ranks
 
 from mega_trainer.comm import CommLog
 from mega_trainer.parallel.buckets import SLICE_ELEMENTS
+from mega_trainer.pipeline.schedules import placement
 
 S, D, F, V, L = 16, 32, 48, 64, 2
 SCALAR = 8
@@ -78,9 +80,10 @@ def tensor_parallel(one: Case) -> Traffic:
 def pipeline(one: Case, rank: int) -> Traffic:
     """Each boundary between stages of different ranks is crossed once forward and once backward a micro-batch."""
     theory, m, layout = Theory(), microbatches(one), one.layout
-    stages, pp = layout["pp"] * layout["virtual_stages"], layout["pp"]
-    own = [stage for stage in range(stages) if stage % pp == rank // layout["tp"]]
-    arrivals = m * sum((stage > 0) + (stage < stages - 1) for stage in own)
+    pp = layout["pp"]
+    owners = placement(layout["schedule"], pp, layout["virtual_stages"])
+    crossed = [ends for ends in pairwise(owners) if ends[0] != ends[1]]  # in the bend of a V nothing is sent
+    arrivals = m * sum(ends.count(rank // layout["tp"]) for ends in crossed)
     share = layout["tp"] if layout["sp"] else 1
     theory.expect("pp", "receive", arrivals, one.micro * S // share * D * BYTES[one.precision])
     theory.expect("pp", "all_reduce", 1, SCALAR)  # the loss
@@ -142,15 +145,15 @@ TENSOR = [
 ]  # fmt: skip
 PIPELINE = [
     case(
-        "dense",
-        pp * tp,
-        layers=4,
-        parallel={"pp": pp, "virtual_stages": v, "tp": tp, "sp": sp},
-        micro=2,
-        precision="bf16",
+        "dense", pp * tp, layers=4, micro=2, precision="bf16",
+        parallel={"pp": pp, "virtual_stages": v, "tp": tp, "sp": sp, "schedule": schedule},
     )
-    for pp, v, tp, sp in [(2, 1, 1, False), (4, 1, 1, False), (2, 2, 1, False), (2, 1, 2, True), (2, 1, 2, False)]
-]
+    for schedule, pp, v, tp, sp in [
+        ("1f1b", 2, 1, 1, False), ("1f1b", 4, 1, 1, False), ("1f1b", 2, 2, 1, False), ("1f1b", 2, 1, 2, True),
+        ("1f1b", 2, 1, 2, False), ("zb-h1", 4, 1, 1, False), ("zb-h1", 2, 1, 2, True), ("zb-h1", 2, 1, 2, False),
+        ("zbv", 2, 2, 1, False), ("zbv", 2, 2, 2, True),
+    ]
+]  # fmt: skip
 DATA = [
     case("dense", dp, parallel={"zero": zero}, micro=1, precision=precision)
     for dp, zero, precision in [(2, 0, "bf16"), (4, 0, "fp32"), (2, 1, "fp64"), (4, 1, "bf16"), (4, 2, "bf16")]
@@ -199,6 +202,17 @@ def test_tensor_parallel(counted: Any, one: Case) -> None:
 def test_pipeline(counted: Any, one: Case) -> None:
     for rank, counts in enumerate(counted[one]):
         assert only(counts, "pp") == pipeline(one, rank)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_backward_in_two_halves_sends_what_a_whole_one_does(counted: Any, sp: bool) -> None:
+    whole, halves = (
+        [only(counts, "tp") for counts in counted[one]]
+        for schedule in ("1f1b", "zb-h1")
+        for one in PIPELINE
+        if (one.layout["tp"], one.layout["sp"], one.layout["schedule"]) == (2, sp, schedule)
+    )
+    assert halves == whole
 
 
 @pytest.mark.parametrize("one", DATA, ids=str)
