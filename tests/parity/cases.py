@@ -108,8 +108,7 @@ def case(name: str, ranks: int, *, layers: int = 2, **more: Any) -> Case:
 
 
 def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Every combination of tp (of `tps`), sp, pp, schedule and zero (and `zero3_shard`) on `ranks` ranks; at most eight
-    stages."""
+    """Every combination of tp (of `tps`), sp, pp, schedule and zero on `ranks` ranks; at most eight stages."""
     for tp, pp, (schedule, v) in product(tps, range(1, ranks + 1), SCHEDULES):
         dp, rest = divmod(ranks, tp * pp)
         if rest or dp < 1 or pp * v > 8 or (pp == 1 and (schedule, v) != ("1f1b", 1)):
