@@ -113,9 +113,10 @@ def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
         dp, rest = divmod(ranks, tp * pp)
         if rest or dp < 1 or pp * v > 8 or (pp == 1 and (schedule, v) != ("1f1b", 1)):
             continue
-        levels = [zero for zero in ZERO_LEVELS if zero < 3 or pp == 1] if dp > 1 else [0]
-        for sp, zero in product([False, True] if tp > 1 else [False], levels):
-            shape = {"tp": tp, "sp": sp, "pp": pp, "virtual_stages": v, "zero": zero}
+        levels = [{"zero": zero} for zero in ZERO_LEVELS if zero < 3 or pp == 1] if dp > 1 else [{"zero": 0}]
+        levels += [{"zero": 3, "zero3_shard": size} for size in range(2, dp) if dp % size == 0 and pp == 1]
+        for sp, level in product([False, True] if tp > 1 else [False], levels):
+            shape = {"tp": tp, "sp": sp, "pp": pp, "virtual_stages": v, **level}
             yield shape if schedule == "1f1b" else {**shape, "schedule": schedule}
 
 
