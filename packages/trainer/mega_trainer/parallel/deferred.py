@@ -71,8 +71,8 @@ def deliver(products: list[Product], known: Sequence[tuple[Tensor, Tensor]]) -> 
     """
     # autograd runs first what was made last
     made = [products.pop().root() for _ in range(len(products))]
-    gradients = [gradient for _, gradient in known]
-    torch.autograd.backward([*made, *(parameter for parameter, _ in known)], [None] * len(made) + gradients)
+    roots = [*made, *(parameter for parameter, _ in known)]
+    torch.autograd.backward(roots, [*(None for _ in made), *(gradient for _, gradient in known)])
 
 
 class _Computed(Function):
