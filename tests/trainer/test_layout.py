@@ -119,7 +119,7 @@ def test_following_the_suggestion_works(raw: dict[str, Any], world: int) -> None
         elif problem.path == "parallel.dp":
             raw = raw | {"parallel": raw["parallel"] | {"dp": None}}
         else:
-            assert problem.hint == "no tp and pp fit; change batch.global or the number of ranks"
+            assert problem.hint == "no degrees fit; change batch.global or the number of ranks"
             assume(False)
     RunConfig.parse(raw).check_ranks(world)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,18 +11,23 @@ from torch import Tensor
 
 from mega_common.errors import DataError
 from mega_data.loader import StepBatch
+from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
+from mega_trainer.parallel.context import place_of_tokens
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples of one forward pass on one rank.
+    """The samples of one forward pass on one rank: all of their S tokens, or those of one context rank.
 
     Attributes:
         tokens, labels, positions: int64 [B, S].
         weights: fp32 [B, S], the weight of each label in the loss (0 where it does not count).
-        documents: int32 [B, S], which document each token belongs to, when attention is closed at document ends.
+        documents: int32, which document each token of the whole samples belongs to, when attention is closed at
+            document ends.
         samples: the global number of each sample.
+        places: int64 [S], where the tokens stand in the whole samples; None when they are those.
+        longest: one more than the largest position of the whole samples, where that is known.
     """
 
     tokens: Tensor
@@ -31,10 +36,21 @@ class MicroBatch:
     positions: Tensor
     documents: Tensor | None
     samples: Sequence[int]
+    places: Tensor | None = None
+    longest: int | None = None
+
+    def part(self, places: Tensor) -> MicroBatch:
+        """The tokens at some places of whole samples."""
+        tokens, labels, weights, positions = (
+            t[:, places] for t in (self.tokens, self.labels, self.weights, self.positions)
+        )
+        return replace(self, tokens=tokens, labels=labels, weights=weights, positions=positions, places=places)
 
 
-def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> Iterator[MicroBatch]:
-    """Cut a step's samples into micro-batches of `config.batch.micro`, in order.
+def micro_batches(
+    batch: StepBatch, config: RunConfig, device: torch.device, context: Group | None = None
+) -> Iterator[MicroBatch]:
+    """Cut a step's samples into micro-batches of `config.batch.micro`, in order; of each the tokens of this context rank.
 
     Raises:
         DataError: for a token that the model's vocabulary does not have.
@@ -46,17 +62,22 @@ def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> 
             f"{config.model.vocab_size}",
             hint="the data were made with another tokenizer, or model.vocab_size is too small",
         )
+    places = None
+    if context is not None and context.size > 1:
+        places = place_of_tokens(config.data.seq_length, context).to(device)
     for start in range(0, len(batch.sample_ids), size):
         part = slice(start, start + size)
 
         def tensor(array: np.ndarray, part: slice = part) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array[part])).to(device, non_blocking=True)
 
-        yield MicroBatch(
+        whole = MicroBatch(
             tokens=tensor(batch.tokens),
             labels=tensor(batch.labels),
             weights=tensor(batch.loss_mask).float(),
             positions=tensor(batch.position_ids),
             documents=None if batch.document_ids is None else tensor(batch.document_ids),
             samples=[int(sample) for sample in batch.sample_ids[part]],
+            longest=int(batch.position_ids[part].max()) + 1,
         )
+        yield whole if places is None else whole.part(places)

@@ -202,9 +202,8 @@ class RunConfig(Config):
         if model.mtp_layers:
             yield Problem("model.mtp_layers", "predicting further tokens cannot be trained yet", model.mtp_layers, "0")
         yield from model_problems(self)
-        for axis in ("cp", "ep"):
-            if getattr(parallel, axis) > 1:
-                yield Problem(f"parallel.{axis}", "only 1 is possible yet", getattr(parallel, axis))
+        if parallel.ep > 1:
+            yield Problem("parallel.ep", "only 1 is possible yet", parallel.ep)
         if parallel.schedule != "1f1b":
             yield Problem("parallel.schedule", "zero-bubble schedules cannot be run yet", parallel.schedule, "1f1b")
         if parallel.zero == 3 and parallel.pp > 1:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mega_trainer.kernels.base import Seen
 from mega_trainer.model.rope import Rotation
 from mega_trainer.rng import Dropout
 
@@ -28,7 +29,10 @@ class Sight(Protocol):
 
 @dataclass(frozen=True)
 class Sequences:
-    """Whole sequences: a token sees itself and those before it, under `documents` int [B, S] only its document's."""
+    """Whole sequences: a token sees itself and those before it, under `documents` int [B, S] only its document's.
+
+    Under context parallelism these are the sequences of all ranks, whose masks are made block by block.
+    """
 
     length: int
     documents: Tensor | None
@@ -42,6 +46,18 @@ class Sequences:
                 self.length, window=window, documents=self.documents, device=self.device
             )
         return self._made[window]
+
+    def block(self, queries: range, keys: range, window: int | None) -> Seen | None:
+        """Which of the keys at some places the queries at others see; None: no query sees any."""
+        nearest, farthest = queries.start - keys[-1], queries[-1] - keys.start
+        if farthest < 0 or (window is not None and nearest >= window):
+            return None
+        if self.documents is None and (window is None or farthest < window):
+            if nearest >= 0:
+                return "all"
+            if queries == keys:
+                return "causal"
+        return _mask(queries, keys, window=window, documents=self.documents, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -72,12 +88,19 @@ def attention_mask(length: int, *, window: int | None, documents: Tensor | None,
     """
     if documents is None and (window is None or window >= length):
         return None
-    at = torch.arange(length, device=device)
-    distance = at[:, None] - at[None, :]
+    return _mask(range(length), range(length), window=window, documents=documents, device=device)
+
+
+def _mask(queries: range, keys: range, *, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor:
+    """The rows of some queries and the columns of some keys of `attention_mask`: [B or 1, 1, S, T]."""
+    distance = torch.arange(queries.start, queries.stop, device=device)[:, None] - torch.arange(
+        keys.start, keys.stop, device=device
+    )
     mask = distance >= 0
     if window is not None:
         mask &= distance < window
     mask = mask[None, None]
     if documents is not None:
-        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+        rows, columns = documents[:, queries.start : queries.stop], documents[:, keys.start : keys.stop]
+        mask = mask & (rows[:, None, :, None] == columns[:, None, None, :])
     return mask

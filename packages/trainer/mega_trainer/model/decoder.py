@@ -100,18 +100,20 @@ class Decoder(nn.Module):
         sight: Sight | None = None,
         cache: Cache | None = None,
         dropout: Dropout | None = None,
+        longest: int | None = None,
     ) -> Context:
         """What the layers share for tokens at `positions` int64 [B or 1, S].
 
-        `documents` int [B, S] closes attention at document ends; an explicit `sight` replaces what would be derived,
-        and is required with a cache that already holds tokens.
+        `documents` int [B, S] closes attention at document ends, of all context ranks' tokens; an explicit `sight`
+        replaces what would be derived, and is required with a cache that already holds tokens. `longest` is one more
+        than the largest position of any context rank.
         """
         turn = local = None
         if self.config.position == "rope":
-            turn = rotation(self.config, self.config.rope, positions, self.dtype)
+            turn = rotation(self.config, self.config.rope, positions, self.dtype, longest)
             local_rope = self.config.local_rope
-            local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype)
-        sight = sight or Sequences(positions.shape[-1], documents, positions.device)
+            local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype, longest)
+        sight = sight or Sequences(positions.shape[-1] * self.groups.cp.size, documents, positions.device)
         return Context(sight, turn, local, cache, dropout)
 
     def embed(self, tokens: Tensor, positions: Tensor, dropout: Dropout | None = None) -> Tensor:
