@@ -20,9 +20,9 @@ SMALLEST = 1e-11  # errors below it are rounding, which differs from machine to 
 INTRODUCTION = """\
 # Any layout computes what one process computes
 
-Written by `make parity`; do not edit. Three models train three steps in every combination of tensor parallelism (tp),
-sequence parallelism (sp), pipeline parallelism (pp), interleaved stages (vp), data parallelism (dp) and ZeRO on up to
-{ranks} ranks, in fp64 on gloo, with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and
+Written by `make parity`; do not edit. Four models train three steps in every combination of tensor parallelism (tp),
+sequence parallelism (sp), pipeline parallelism (pp), interleaved stages (vp), data parallelism (dp) and ZeRO, the last
+also with context parallelism of each kind (cp), on up to {ranks} ranks, in fp64 on gloo, with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and
 bucket sizes, AdamW and Muon vary over them. Loss, gradient norm, every gradient after the clip, every weight and every
 optimizer moment are held against one process: the largest difference, relative to the largest element of each tensor,
 must be below {tolerance:g}.
@@ -30,6 +30,7 @@ must be below {tolerance:g}.
 - `dense`: RMSNorm, SwiGLU, rope
 - `tied`: tied embeddings, LayerNorm, GELU, learned positions, biases, three dropouts, a vocabulary of 59
 - `gqa`: fewer key/value heads than tensor ranks, query-key norm, a sliding window, a vocabulary of 61
+- `long`: grouped key/value heads, one layer with a sliding window and one without, soft-capped scores, two dropouts
 
 {count} layouts. The table has a row for each set of dimensions larger than one; errors are rounded up to a power of ten.
 
@@ -67,7 +68,8 @@ def dimensions(case: Case) -> str:
     layout = case.layout
     names = {
         "tp": layout["tp"] > 1, "sp": layout["sp"], "pp": layout["pp"] > 1, "vp": layout["virtual_stages"] > 1,
-        "dp": layout["dp"] > 1, f"zero-{layout['zero']}": layout["zero"] > 0 and layout["dp"] > 1,
+        f"cp {layout.get('cp_kind')}": layout["cp"] > 1, "dp": layout["dp"] > 1,
+        f"zero-{layout['zero']}": layout["zero"] > 0 and layout["dp"] * layout["cp"] > 1,
     }  # fmt: skip
     return " + ".join(name for name, used in names.items() if used) or "one process"
 
