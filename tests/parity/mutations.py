@@ -392,8 +392,8 @@ def _positions_from_zero() -> AbstractContextManager[Any]:
     """Every context rank counts positions from the start of its own tokens."""
     real = batches.MicroBatch.part
 
-    def part(self: Any, places: Tensor) -> Any:
-        return replace(real(self, places), positions=self.positions[:, : len(places)])
+    def part(self: Any, places: Tensor, outline: Any) -> Any:
+        return replace(real(self, places, outline), positions=self.positions[:, : len(places)])
 
     return swap(batches.MicroBatch, "part", part)
 

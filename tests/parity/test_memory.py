@@ -79,7 +79,7 @@ def _measure(trainer: Trainer) -> Bytes:
     batch = synthetic(trainer.config, 0, 0, 1, trainer.case.closed)
     (micro,) = micro_batches(batch, trainer.config, torch.device("cpu"), trainer.groups.cp)
     with Live() as live:
-        context = model.context(micro.positions, documents=micro.documents)
+        context = model.context(micro.positions, documents=micro.documents, outline=micro.outline)
         loss, _ = model.whole(micro.tokens, micro.positions, micro.labels, micro.weights, context)
         kept = live.now
         loss.backward()

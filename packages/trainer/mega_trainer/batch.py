@@ -13,6 +13,7 @@ from mega_common.errors import DataError
 from mega_data.loader import StepBatch
 from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
+from mega_trainer.model.context import Outline
 from mega_trainer.parallel.context import place_of_tokens
 
 
@@ -27,7 +28,7 @@ class MicroBatch:
             document ends.
         samples: the global number of each sample.
         places: int64 [S], where the tokens stand in the whole samples; None when they are those.
-        longest: one more than the largest position of the whole samples, where that is known.
+        outline: of the whole samples, when the tokens are others.
     """
 
     tokens: Tensor
@@ -37,14 +38,16 @@ class MicroBatch:
     documents: Tensor | None
     samples: Sequence[int]
     places: Tensor | None = None
-    longest: int | None = None
+    outline: Outline | None = None
 
-    def part(self, places: Tensor) -> MicroBatch:
+    def part(self, places: Tensor, outline: Outline) -> MicroBatch:
         """The tokens at some places of whole samples."""
         tokens, labels, weights, positions = (
             t[:, places] for t in (self.tokens, self.labels, self.weights, self.positions)
         )
-        return replace(self, tokens=tokens, labels=labels, weights=weights, positions=positions, places=places)
+        return replace(
+            self, tokens=tokens, labels=labels, weights=weights, positions=positions, places=places, outline=outline
+        )
 
 
 def micro_batches(
@@ -78,6 +81,9 @@ def micro_batches(
             positions=tensor(batch.position_ids),
             documents=None if batch.document_ids is None else tensor(batch.document_ids),
             samples=[int(sample) for sample in batch.sample_ids[part]],
-            longest=int(batch.position_ids[part].max()) + 1,
         )
-        yield whole if places is None else whole.part(places)
+        if places is None:
+            yield whole
+        else:
+            documents = None if batch.document_ids is None else batch.document_ids[part]
+            yield whole.part(places, Outline.of(batch.position_ids[part], documents))

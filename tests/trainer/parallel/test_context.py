@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from torch import Tensor
 from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.torch import TorchKernels, plain_attention
-from mega_trainer.model.context import Sequences, attention_mask
+from mega_trainer.model.context import Outline, Sequences, attention_mask
 from mega_trainer.parallel import context
 from mega_trainer.parallel.context import Blockwise, Kind, Ring, chunks_of, context_parallel, place_of_tokens
 
@@ -52,11 +55,12 @@ def test_every_rank_has_as_many_scores_to_compute(size: int, chunk: int) -> None
 @given(st.integers(2, 4), st.integers(1, 4), st.one_of(st.none(), st.integers(1, 20)), st.booleans(), st.randoms())
 def test_blocks_are_cut_from_the_whole_mask_and_none_that_matters_is_skipped(size, chunk, window, closed, rng) -> None:
     length = 2 * size * chunk
-    ids = sorted(rng.randint(0, 2) for _ in range(length))
-    documents = torch.tensor([ids]) if closed else None
+    ids = np.sort([[rng.randint(0, 2) for _ in range(length)] for _ in range(2)])
+    documents = torch.tensor(ids) if closed else None
+    outline = Outline.of(ids, ids if closed else None)
     whole = attention_mask(length, window=window, documents=documents, device=CPU)
     whole = torch.ones(1, 1, length, length, dtype=torch.bool).tril() if whole is None else whole
-    sight = Sequences(length, documents, CPU)
+    sight = Sequences(length, documents, CPU, outline)
     seen = torch.zeros_like(whole)
     for mine in range(size):
         kind = Blockwise(Ring(group(mine, size)), group(mine, size), TorchKernels())
@@ -66,15 +70,28 @@ def test_blocks_are_cut_from_the_whole_mask_and_none_that_matters_is_skipped(siz
                 square = torch.ones(chunk, chunk, dtype=torch.bool)
                 block = what if isinstance(what, Tensor) else square if what == "all" else square.tril()
                 seen[..., rows[here][:, None], columns[there][None, :]] = block
+                assert not isinstance(what, Tensor) or not (block.equal(square) or block.equal(square.tril()))
     assert seen.equal(whole)
 
 
-def test_a_window_leaves_few_blocks() -> None:
+def test_blocks_that_nobody_sees_into_are_skipped() -> None:
+    """Eight chunks on four ranks: rank 1 has the chunks 1 and 6."""
     size, length = 4, 64
-    sight = Sequences(length, None, CPU)
+    ids = np.repeat([[0, 1], [0, 1]], [40, 24], axis=1)  # the second document begins with chunk 5
+    open_, closed = (
+        Sequences(length, None if outline is None else torch.tensor(ids), CPU, outline)
+        for outline in (None, Outline.of(ids, ids))
+    )
     kind = Blockwise(Ring(group(1, size)), group(1, size), TorchKernels())
-    count = sum(1 for rank in range(size) for _ in kind.blocks(length, rank, partial(sight.block, window=5)))
-    assert count == 4  # each chunk's own, and the one before
+
+    def seen(sight: Sequences, window: int | None) -> list[str]:
+        found = [kind.blocks(length, rank, partial(sight.block, window=window)) for rank in range(size)]
+        return ["mask" if isinstance(what, Tensor) else what for blocks in found for *_, what in blocks]
+
+    assert Counter(seen(open_, None)) == {"causal": 2, "all": 1 + 6}
+    assert Counter(seen(open_, 5)) == {"mask": 4}  # of each chunk itself and the one before
+    assert Counter(seen(closed, None)) == {"causal": 2, "all": 1 + 1}  # chunk 0, and chunk 5
+    assert Counter(seen(closed, 5)) == {"mask": 4}
 
 
 def test_order_of_ranks_and_of_the_sequence() -> None:
@@ -82,6 +99,41 @@ def test_order_of_ranks_and_of_the_sequence() -> None:
     parts = torch.stack([place_of_tokens(length, group(rank, size)) for rank in range(size)])[:, None, :, None]
     assert context._in_order(parts).flatten().equal(torch.arange(length))
     assert context._by_rank(context._in_order(parts), size).equal(parts)
+
+
+@dataclass
+class Recorded:
+    """A ring of which one rank is seen: what it does, in order."""
+
+    done: list[str]
+
+    def start(self, tensor: Tensor, group: Group) -> Recorded:
+        self.done.append(f"start {tensor.item():.0f}")
+        return Recorded(self.done)
+
+    def wait(self) -> Tensor:
+        self.done.append("wait")
+        return torch.tensor([2.0])
+
+
+def test_what_comes_next_is_on_its_way_while_a_block_is_computed() -> None:
+    for gradient, expected in {
+        False: ["start 1", "work 1", "wait", "start 2", "work 0", "wait", "work 2"],
+        True: [
+            "start 1", "work 1", "start 100", "wait",  # keys under way, then my part of their gradient
+            "start 2", "work 0", "wait", "start 102", "wait",  # the gradient so far is awaited after mine is computed
+            "work 2", "wait", "start 102", "wait",  # the sum of the last rank goes home
+        ],
+    }.items():  # fmt: skip
+        recorded, ring = Recorded([]), Ring(group(1, 3))
+
+        def work(rank: int, packed: Tensor, done: list[str] = recorded.done) -> Tensor:
+            done.append(f"work {rank}")
+            return torch.tensor([100.0])
+
+        with mock.patch.object(context, "start_pass", recorded.start):
+            (ring.collect if gradient else ring.visit)(torch.tensor([1.0]), work)  # type: ignore[arg-type]
+        assert recorded.done == expected
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,15 +29,39 @@ class Sight(Protocol):
 
 
 @dataclass(frozen=True)
+class Outline:
+    """What is known of whole sequences in host memory, for one who has parts of them: no device need be asked.
+
+    Attributes:
+        longest: one more than the largest position.
+        begins: int64 [B, S], where the document begins that a token belongs to, if attention is closed at its end.
+    """
+
+    longest: int
+    begins: np.ndarray | None
+
+    @classmethod
+    def of(cls, positions: np.ndarray, documents: np.ndarray | None) -> Outline:
+        """That of sequences with these positions and documents, int [B, S]."""
+        begins = None
+        if documents is not None:
+            new = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+            begins = np.maximum.accumulate(np.where(new, np.arange(documents.shape[1]), 0), axis=1)
+        return cls(int(positions.max()) + 1, begins)
+
+
+@dataclass(frozen=True)
 class Sequences:
     """Whole sequences: a token sees itself and those before it, under `documents` int [B, S] only its document's.
 
-    Under context parallelism these are the sequences of all ranks, whose masks are made block by block.
+    Under context parallelism these are the sequences of all ranks, whose masks are made block by block; their `outline`
+    tells which blocks need one.
     """
 
     length: int
     documents: Tensor | None
     device: torch.device
+    outline: Outline | None = None
     _made: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor | None:
@@ -52,12 +77,18 @@ class Sequences:
         nearest, farthest = queries.start - keys[-1], queries[-1] - keys.start
         if farthest < 0 or (window is not None and nearest >= window):
             return None
-        if self.documents is None and (window is None or farthest < window):
+        documents = self.documents
+        if self.outline is not None and self.outline.begins is not None:
+            first, last = self.outline.begins[:, queries.start], self.outline.begins[:, queries[-1]]
+            if first.min() >= keys.stop:
+                return None
+            documents = None if last.max() <= keys.start else documents
+        if documents is None and (window is None or farthest < window):
             if nearest >= 0:
                 return "all"
             if queries == keys:
                 return "causal"
-        return _mask(queries, keys, window=window, documents=self.documents, device=self.device)
+        return _mask(queries, keys, window=window, documents=documents, device=self.device)
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,6 @@ class Executor:
                 places = part if batch.places is None else batch.places[part]
                 dropout = Dropout(self.dropout_seed, batch.samples, length * model.groups.cp.size, places)
             self._contexts[microbatch] = model.context(
-                batch.positions, documents=batch.documents, dropout=dropout, longest=batch.longest
+                batch.positions, documents=batch.documents, dropout=dropout, outline=batch.outline
             )
         return self._contexts[microbatch]
