@@ -1,8 +1,7 @@
 """Bugs that trainers really had, planted one at a time from outside: the comparison must see each of them.
 
 A mutation replaces a function of the product while a trainer is built and runs; the reference of one process is made
-without it. What has no counterpart here yet (experts, context parallelism, label smoothing, several predicted tokens)
-is not in the list.
+without it. What has no counterpart here yet (experts, context parallelism, label smoothing) is not in the list.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from torch import Tensor
 
 from mega_trainer import batch as batches
 from mega_trainer import rng, step
-from mega_trainer.comm import Passing, all_reduce
-from mega_trainer.model import builder, decoder, loss
+from mega_trainer.comm import Group, Passing, all_reduce
+from mega_trainer.model import builder, decoder, loss, mla
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Sequences
 from mega_trainer.model.core import AttentionCore
@@ -53,6 +52,10 @@ ZERO = case("dense", 2, parallel={"zero": 1}, micro=4)
 ZERO2 = case("dense", 2, parallel={"zero": 2}, micro=2)
 RING, GATHER, EXCHANGE = (case("long", 2, parallel={"cp": 2, "cp_kind": kind}) for kind in CONTEXT)
 DROPPING = case("tied", 2, parallel={"cp": 2, "cp_kind": "alltoall"})
+LATENT = case("mla", 2, parallel={"tp": 2, "sp": True})
+AHEAD_DP = case("mla", 2, parallel={"zero": 0}, micro=2)
+AHEAD_CP = case("mla", 2, parallel={"cp": 2})
+AHEAD_PP = case("mla", 2, parallel={"pp": 2}, micro=2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -444,6 +447,41 @@ def _positions_from_zero() -> AbstractContextManager[Any]:
     return swap(batches.MicroBatch, "part", part)
 
 
+def _latent_norms_without_sync() -> AbstractContextManager[Any]:
+    real = Builder.replicated
+
+    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        return real(replace(self, sp=False) if "a_layernorm" in name else self, name, shape, **options)
+
+    return swap(Builder, "replicated", replicated)
+
+
+def _ahead_by_own_counts() -> AbstractContextManager[Any]:
+    real = step.weigh_ahead
+    return swap(step, "weigh_ahead", lambda batches, tokens, data: real(batches, tokens / data.size, Group("alone")))
+
+
+def _ahead_of_own_tokens() -> AbstractContextManager[Any]:
+    """The next token of the rank's, across the gap between its chunks too."""
+    real = batches.MicroBatch.part
+
+    def part(self: Any, places: Tensor, outline: Any) -> Any:
+        own = real(self, places, outline)
+        return replace(own, ahead=[replace(one, tokens=own.tokens.roll(-1, 1)) for one in own.ahead])
+
+    return swap(batches.MicroBatch, "part", part)
+
+
+def _ahead_by_each_batch() -> AbstractContextManager[Any]:
+    """The mean of each micro-batch's mean."""
+    real = step.weigh_ahead
+
+    def weigh(batches: Sequence[Any], tokens: float, data: Any) -> list[Any]:
+        return [real([batch], tokens / len(batches) / data.size, Group("alone"))[0] for batch in batches]
+
+    return swap(step, "weigh_ahead", weigh)
+
+
 MUTATIONS = [
     Mutation("row layer: all-reduce dropped", TP, _row_without_sum),
     Mutation("column layer: the sum of dX dropped", TP, _column_without_sum),
@@ -498,6 +536,18 @@ MUTATIONS = [
     Mutation("documents of other tokens", GATHER, _documents_of_the_first_tokens),
     Mutation("window within a block alone", RING, _window_within_a_block),
     Mutation("dropout of the sequence's first tokens on every context rank", RING, _dropout_of_first_part),
+    Mutation("latents: gradient of a norm not summed under sequence parallelism", LATENT, _latent_norms_without_sync),
+    Mutation(
+        "latents: gradient of this rank's heads alone",
+        replace(LATENT, parallel={"tp": 2}),
+        lambda: swap(mla, "sum_gradient", lambda x, g: x),
+    ),
+    Mutation("further tokens: each rank divides by its own", AHEAD_DP, _ahead_by_own_counts),
+    Mutation("further tokens: each context rank divides by its own", AHEAD_CP, _ahead_by_own_counts),
+    Mutation("further tokens: the next of a context rank's own tokens", AHEAD_CP, _ahead_of_own_tokens),
+    Mutation("further tokens: mean of micro-batch means", replace(AHEAD_DP, ranks=1), _ahead_by_each_batch),
+    Mutation("further tokens: embedding gradients not summed over the stages", AHEAD_PP, _tied_without_sync),
+    Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
 ]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)
