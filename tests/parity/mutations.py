@@ -50,11 +50,12 @@ ZBV = case("tied", 2, layers=4, parallel={"pp": 2, "schedule": "zbv", "virtual_s
 DP = case("dense", 2, parallel={"zero": 0}, micro=2)
 ZERO = case("dense", 2, parallel={"zero": 1}, micro=4)
 ZERO2 = case("dense", 2, parallel={"zero": 2}, micro=2)
-LATENT = case("mla", 2, parallel={"tp": 2, "sp": True})
-AHEAD_DP = case("mla", 2, parallel={"zero": 0}, micro=2)
-AHEAD_PP = case("mla", 2, parallel={"pp": 2}, micro=2)
 RING, GATHER, EXCHANGE = (case("long", 2, parallel={"cp": 2, "cp_kind": kind}) for kind in CONTEXT)
 DROPPING = case("tied", 2, parallel={"cp": 2, "cp_kind": "alltoall"})
+LATENT = case("mla", 2, parallel={"tp": 2, "sp": True})
+AHEAD_DP = case("mla", 2, parallel={"zero": 0}, micro=2)
+AHEAD_CP = case("mla", 2, parallel={"cp": 2})
+AHEAD_PP = case("mla", 2, parallel={"pp": 2}, micro=2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,30 +360,6 @@ def _first_kv_head() -> AbstractContextManager[Any]:
     return swap(Builder, "shared_rows", lambda self, blocks, index, **rest: real(self, blocks, index=0, **rest))
 
 
-def _latent_norms_without_sync() -> AbstractContextManager[Any]:
-    real = Builder.replicated
-
-    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
-        return real(replace(self, sp=False) if "a_layernorm" in name else self, name, shape, **options)
-
-    return swap(Builder, "replicated", replicated)
-
-
-def _ahead_by_own_counts() -> AbstractContextManager[Any]:
-    real = step.weigh_ahead
-    return swap(step, "weigh_ahead", lambda batches, tokens, data: real(batches, tokens / data.size, Group("alone")))
-
-
-def _ahead_by_each_batch() -> AbstractContextManager[Any]:
-    """The mean of each micro-batch's mean."""
-    real = step.weigh_ahead
-
-    def weigh(batches: Sequence[Any], tokens: float, data: Any) -> list[Any]:
-        return [real([batch], tokens / len(batches) / data.size, Group("alone"))[0] for batch in batches]
-
-    return swap(step, "weigh_ahead", weigh)
-
-
 def _ring_skips_a_block() -> AbstractContextManager[Any]:
     real = context.Blockwise.blocks
 
@@ -470,6 +447,41 @@ def _positions_from_zero() -> AbstractContextManager[Any]:
     return swap(batches.MicroBatch, "part", part)
 
 
+def _latent_norms_without_sync() -> AbstractContextManager[Any]:
+    real = Builder.replicated
+
+    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        return real(replace(self, sp=False) if "a_layernorm" in name else self, name, shape, **options)
+
+    return swap(Builder, "replicated", replicated)
+
+
+def _ahead_by_own_counts() -> AbstractContextManager[Any]:
+    real = step.weigh_ahead
+    return swap(step, "weigh_ahead", lambda batches, tokens, data: real(batches, tokens / data.size, Group("alone")))
+
+
+def _ahead_of_own_tokens() -> AbstractContextManager[Any]:
+    """The next token of the rank's, across the gap between its chunks too."""
+    real = batches.MicroBatch.part
+
+    def part(self: Any, places: Tensor, outline: Any) -> Any:
+        own = real(self, places, outline)
+        return replace(own, ahead=[replace(one, tokens=own.tokens.roll(-1, 1)) for one in own.ahead])
+
+    return swap(batches.MicroBatch, "part", part)
+
+
+def _ahead_by_each_batch() -> AbstractContextManager[Any]:
+    """The mean of each micro-batch's mean."""
+    real = step.weigh_ahead
+
+    def weigh(batches: Sequence[Any], tokens: float, data: Any) -> list[Any]:
+        return [real([batch], tokens / len(batches) / data.size, Group("alone"))[0] for batch in batches]
+
+    return swap(step, "weigh_ahead", weigh)
+
+
 MUTATIONS = [
     Mutation("row layer: all-reduce dropped", TP, _row_without_sum),
     Mutation("column layer: the sum of dX dropped", TP, _column_without_sum),
@@ -513,16 +525,6 @@ MUTATIONS = [
     Mutation("positions of the sequence's first part on every rank", SP, _positions_of_first_part),
     Mutation("padded vocabulary takes part in the softmax", TP, _padding_takes_part),
     Mutation("cross entropy of the local logits", TP, _loss_of_local_logits),
-    Mutation("latents: gradient of a norm not summed under sequence parallelism", LATENT, _latent_norms_without_sync),
-    Mutation(
-        "latents: gradient of this rank's heads alone",
-        replace(LATENT, parallel={"tp": 2}),
-        lambda: swap(mla, "sum_gradient", lambda x, g: x),
-    ),
-    Mutation("further tokens: each rank divides by its own", AHEAD_DP, _ahead_by_own_counts),
-    Mutation("further tokens: mean of micro-batch means", replace(AHEAD_DP, ranks=1), _ahead_by_each_batch),
-    Mutation("further tokens: embedding gradients not summed over the stages", AHEAD_PP, _tied_without_sync),
-    Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
     Mutation("ring skips a block", RING, _ring_skips_a_block),
     Mutation("ring adds blocks without their weights", RING, _blocks_added_without_weights),
     Mutation("ring leaves a key's gradient with the neighbour", RING, _gradient_stays_away),
@@ -534,6 +536,18 @@ MUTATIONS = [
     Mutation("documents of other tokens", GATHER, _documents_of_the_first_tokens),
     Mutation("window within a block alone", RING, _window_within_a_block),
     Mutation("dropout of the sequence's first tokens on every context rank", RING, _dropout_of_first_part),
+    Mutation("latents: gradient of a norm not summed under sequence parallelism", LATENT, _latent_norms_without_sync),
+    Mutation(
+        "latents: gradient of this rank's heads alone",
+        replace(LATENT, parallel={"tp": 2}),
+        lambda: swap(mla, "sum_gradient", lambda x, g: x),
+    ),
+    Mutation("further tokens: each rank divides by its own", AHEAD_DP, _ahead_by_own_counts),
+    Mutation("further tokens: each context rank divides by its own", AHEAD_CP, _ahead_by_own_counts),
+    Mutation("further tokens: the next of a context rank's own tokens", AHEAD_CP, _ahead_of_own_tokens),
+    Mutation("further tokens: mean of micro-batch means", replace(AHEAD_DP, ranks=1), _ahead_by_each_batch),
+    Mutation("further tokens: embedding gradients not summed over the stages", AHEAD_PP, _tied_without_sync),
+    Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
 ]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)

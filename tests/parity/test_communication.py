@@ -109,33 +109,6 @@ def data_parallel(one: Case) -> Traffic:
     return theory.traffic()
 
 
-def fully_sharded(one: Case) -> Traffic:
-    """Level 3 gathers each layer before its forward and before its backward and scatters its gradients after, in each
-    micro-batch; the rest of the model stays from forward to backward. Copies are summed once a step.
-    """
-    theory, m, tp = Theory(), microbatches(one), one.layout["tp"]
-    ranks = one.layout.get("zero3_shard", one.layout["dp"])
-    copies = one.layout["dp"] // ranks
-    group = "shard" if copies > 1 else "dp_cp"
-    layer = [(3 * D // tp, D), (D, D // tp), (2 * F // tp, D), (D, F // tp), (D,), (D,)]
-    rest = [(V // tp, D), (V // tp, D), (D,)]
-    for unit, times, gathers in ((layer, L, 2), (rest, 1, 1)):
-        elements = ranks * sum(share_of_rows(shape, ranks) for shape in unit)
-        theory.expect(group, "all_gather", m * times * gathers, elements * BYTES[one.precision])
-        theory.expect(group, "reduce_scatter", m * times, elements * GRADIENT[one.precision])
-    theory.expect(group, "all_gather", 1, ranks * NORM)
-    for axes in (2, 1) if copies > 1 else ():  # with decay, without
-        elements = sum(share_of_rows(shape, ranks) for shape in L * layer + rest if len(shape) == axes)
-        theory.expect("replicate", "all_reduce", 1, elements * GRADIENT[one.precision])
-    theory.expect("dp_cp", "all_reduce", 2, SCALAR)  # tokens and loss
-    return theory.traffic()
-
-
-def share_of_rows(shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of a rank's rows, as many as the first has."""
-    return -(-shape[0] // ranks) * math.prod(shape[1:])
-
-
 def context_parallel(one: Case) -> Traffic:
     """What a layer's attention sends: of a rank's tokens q and y are [s, H d], k and v together [s, 2 K d].
 
@@ -167,6 +140,33 @@ def context_parallel(one: Case) -> Traffic:
     return theory.traffic()
 
 
+def fully_sharded(one: Case) -> Traffic:
+    """Level 3 gathers each layer before its forward and before its backward and scatters its gradients after, in each
+    micro-batch; the rest of the model stays from forward to backward. Copies are summed once a step.
+    """
+    theory, m, tp = Theory(), microbatches(one), one.layout["tp"]
+    ranks = one.layout.get("zero3_shard", one.layout["dp"])
+    copies = one.layout["dp"] // ranks
+    group = "shard" if copies > 1 else "dp_cp"
+    layer = [(3 * D // tp, D), (D, D // tp), (2 * F // tp, D), (D, F // tp), (D,), (D,)]
+    rest = [(V // tp, D), (V // tp, D), (D,)]
+    for unit, times, gathers in ((layer, L, 2), (rest, 1, 1)):
+        elements = ranks * sum(share_of_rows(shape, ranks) for shape in unit)
+        theory.expect(group, "all_gather", m * times * gathers, elements * BYTES[one.precision])
+        theory.expect(group, "reduce_scatter", m * times, elements * GRADIENT[one.precision])
+    theory.expect(group, "all_gather", 1, ranks * NORM)
+    for axes in (2, 1) if copies > 1 else ():  # with decay, without
+        elements = sum(share_of_rows(shape, ranks) for shape in L * layer + rest if len(shape) == axes)
+        theory.expect("replicate", "all_reduce", 1, elements * GRADIENT[one.precision])
+    theory.expect("dp_cp", "all_reduce", 2, SCALAR)  # tokens and loss
+    return theory.traffic()
+
+
+def share_of_rows(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of a rank's rows, as many as the first has."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
 TENSOR = [
     case("dense", tp, parallel={"tp": tp, "sp": sp}, micro=micro, precision=precision, recompute={"kind": kind})
     for tp, sp, micro, precision, kind in [
@@ -189,20 +189,19 @@ DATA = [
     case("dense", dp, parallel={"zero": zero}, micro=1, precision=precision)
     for dp, zero, precision in [(2, 0, "bf16"), (4, 0, "fp32"), (2, 1, "fp64"), (4, 1, "bf16"), (4, 2, "bf16")]
 ]
-SHARDED = [
-    case("dense", ranks, parallel={"zero": 3, **parallel}, micro=1, batch=batch, precision=precision, recompute=recompute)
-    for ranks, parallel, batch, precision, recompute in [
-        (2, {}, 2, "fp32", {}), (4, {}, 8, "bf16", {}), (3, {}, 6, "fp64", {}), (4, {}, 8, "bf16", {"kind": "full"}),
-        (4, {"tp": 2}, 4, "bf16", {}), (4, {"zero3_shard": 2}, 8, "bf16", {}),
-    ]
-]  # fmt: skip
-
 CONTEXTS = [
     case("gqa", n * tp, parallel={"cp": n, "cp_kind": kind, "tp": tp}, micro=micro, precision=precision,
          recompute={"kind": recompute})
     for kind in CONTEXT
     for n, tp, micro, precision, recompute in [
         (2, 1, 8, "fp64", "none"), (4, 1, 4, "bf16", "selective"), (2, 2, 8, "fp32", "full")
+    ]
+]  # fmt: skip
+SHARDED = [
+    case("dense", ranks, parallel={"zero": 3, **parallel}, micro=1, batch=batch, precision=precision, recompute=recompute)
+    for ranks, parallel, batch, precision, recompute in [
+        (2, {}, 2, "fp32", {}), (4, {}, 8, "bf16", {}), (3, {}, 6, "fp64", {}), (4, {}, 8, "bf16", {"kind": "full"}),
+        (4, {"tp": 2}, 4, "bf16", {}), (4, {"zero3_shard": 2}, 8, "bf16", {}),
     ]
 ]  # fmt: skip
 
@@ -261,13 +260,13 @@ def test_data_parallel(counted: Any, one: Case) -> None:
         assert counts == data_parallel(one)
 
 
-@pytest.mark.parametrize("one", SHARDED, ids=str)
-def test_fully_sharded(counted: Any, one: Case) -> None:
-    for counts in counted[one]:
-        assert {key: value for key, value in counts.items() if key[0] != "tp"} == fully_sharded(one)
-
-
 @pytest.mark.parametrize("one", CONTEXTS, ids=str)
 def test_context_parallel(counted: Any, one: Case) -> None:
     for counts in counted[one]:
         assert only(counts, "cp") == context_parallel(one)
+
+
+@pytest.mark.parametrize("one", SHARDED, ids=str)
+def test_fully_sharded(counted: Any, one: Case) -> None:
+    for counts in counted[one]:
+        assert {key: value for key, value in counts.items() if key[0] != "tp"} == fully_sharded(one)
