@@ -68,6 +68,8 @@ def test_all_that_does_not_fit_the_model_is_told_at_once() -> None:
         ({"virtual_stages": 2}, "1, or a larger pp"),
         ({"pp": 2, "pipeline_layout": [1, 2]}, "for example [2, 2]"),
         ({"pp": 2, "schedule": "zbv"}, "virtual_stages=2"),
+        ({"pp": 2, "schedule": "zb-h1", "virtual_stages": 2}, "virtual_stages=1"),
+        ({"schedule": "zb-h1"}, "1f1b, or a larger pp"),
     ],
 )
 def test_degrees_that_do_not_fit_the_model(parallel: dict[str, Any], says: str) -> None:
@@ -99,9 +101,12 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "pp": draw(st.integers(1, 4)),
         "sp": draw(st.booleans()),
         "virtual_stages": draw(st.sampled_from([1, 1, 2])),
+        "schedule": draw(st.sampled_from(["1f1b", "1f1b", "zb-h1", "zbv"])),
         "dp": draw(st.sampled_from([None, None, 2])),
+        "cp": draw(st.sampled_from([1, 1, 2, 3])),
+        "cp_kind": draw(st.sampled_from(["ring", "allgather", "alltoall"])),
     }
-    return run(model, parallel, micro=draw(st.integers(1, 3)), batch=draw(st.integers(1, 24)), length=24)
+    return run(model, parallel, micro=draw(st.integers(1, 3)), batch=draw(st.integers(1, 24)), length=48)
 
 
 @given(runs(), st.integers(1, 16))
@@ -112,16 +117,42 @@ def test_following_the_suggestion_works(raw: dict[str, Any], world: int) -> None
     except ConfigError:
         assume(False)
     for problem in world_problems(config, world):
-        if degrees := re.findall(r"(\w+): (\d+)", problem.hint):
-            raw = raw | {"parallel": raw["parallel"] | {name: int(degree) for name, degree in degrees}}
+        if degrees := re.findall(r"(\w+): ([\w-]+)", problem.hint):
+            chosen = {name: int(value) if value.isdigit() else value for name, value in degrees}
+            raw = raw | {"parallel": raw["parallel"] | chosen}
         elif problem.path == "batch.global":
             raw = raw | {"batch": raw["batch"] | {"global": int(problem.hint)}}
         elif problem.path == "parallel.dp":
             raw = raw | {"parallel": raw["parallel"] | {"dp": None}}
         else:
-            assert problem.hint == "no tp and pp fit; change batch.global or the number of ranks"
+            assert problem.hint == "no degrees fit; change batch.global or the number of ranks"
             assume(False)
     RunConfig.parse(raw).check_ranks(world)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "length", "says"),
+    [
+        ({}, {"cp": 4}, 20, "data.seq_length = 20: must be a multiple of 2 x parallel.cp 4 = 8 -> 16"),
+        ({}, {"cp": 2, "tp": 4, "sp": True}, 8, "multiple of 2 x parallel.cp 2 x parallel.tp 4 (with sp) = 16 -> 16"),
+        ({}, {"tp": 4, "sp": True}, 6, "multiple of parallel.tp 4 (with sp) = 4 -> 4, or sp: false"),
+        ({"attention_dropout": 0.1}, {"cp": 2}, 16, "-> alltoall, or model.attention_dropout: 0"),
+        ({}, {"cp": 4, "tp": 4, "cp_kind": "alltoall"}, 16, "one of [1, 2], or cp_kind: ring"),
+        ({"num_attention_heads": 6, "head_dim": 4, "num_kv_heads": 2}, {"cp": 3, "cp_kind": "alltoall"}, 24,
+         "splits the 6 attention heads of a tensor rank, and its 2 key/value heads -> one of [1, 2, 6]"),
+    ],
+)  # fmt: skip
+def test_a_split_of_the_sequence_that_does_not_fit(
+    model: dict[str, Any], parallel: dict[str, Any], length: int, says: str
+) -> None:
+    assert says in told(run(model, parallel, length=length))
+
+
+def test_a_sequence_may_be_split_further_than_there_are_heads_unless_they_are_exchanged() -> None:
+    parallel = {"cp": 8, "tp": 4}
+    RunConfig.parse(run({"num_kv_heads": 2}, {**parallel, "cp_kind": "ring"}))
+    RunConfig.parse(run({"num_kv_heads": 2}, {"cp": 4, "tp": 2, "cp_kind": "alltoall"}))
+    assert "cp_kind: ring" in told(run({"num_kv_heads": 2}, {**parallel, "cp_kind": "alltoall"}))
 
 
 def test_a_suggestion_is_near_what_was_asked() -> None:

@@ -94,8 +94,32 @@ def test_by_hand() -> None:
     torch.testing.assert_close(y, torch.stack([cos[0], -2 * sin[1], sin[0], 2 * cos[1]]))
 
 
+def test_neighbours_turn_as_the_halves_they_would_be() -> None:
+    """Weights whose rows are reordered from halves to pairs give the same scores, partly rotated heads too."""
+    plain, paired = config(fraction=0.5), config(fraction=0.5, interleaved=True)
+    q, k = torch.randn(2, 1, 7, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    order = [*torch.arange(16).view(2, 8).t().flatten().tolist(), *range(16, 32)]
+    halves, pairs = (rotation(c, c.rope, torch.arange(7)[None], torch.float64) for c in (plain, paired))
+    expected = torch.einsum("bqhd,bkhd->bhqk", halves.apply(q), halves.apply(k))
+    found = torch.einsum("bqhd,bkhd->bhqk", pairs.apply(q[..., order]), pairs.apply(k[..., order]))
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(torch.einsum("bqhd,bkhd->bhqk", pairs.apply(q), pairs.apply(k)), expected)
+
+
 def test_dynamic_grows_only_past_the_length_the_model_was_made_for() -> None:
     rope = RopeConfig(scaling="dynamic", factor=2.0)
     plain, _ = frequencies(RopeConfig(), 32, 256, 256)
     for length, same in [(100, True), (256, True), (257, False)]:
         assert torch.equal(frequencies(rope, 32, 256, length)[0], plain) == same
+
+
+def test_a_part_of_a_sequence_is_rotated_as_in_the_whole() -> None:
+    rope = RopeConfig(scaling="dynamic", factor=2.0)
+    config = ModelConfig(
+        num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=8, rope=rope, max_position=8
+    )
+    positions = torch.arange(16)[None]
+    whole = rotation(config, rope, positions, torch.float32)
+    part = rotation(config, rope, positions[:, :4], torch.float32, longest=16)
+    assert torch.equal(part.cos, whole.cos[:, :4])
+    assert not torch.equal(rotation(config, rope, positions[:, :4], torch.float32).cos, part.cos)
