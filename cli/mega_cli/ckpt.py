@@ -56,10 +56,15 @@ Checkpoint = Annotated[Path, typer.Argument(help="A mega checkpoint, or a run fo
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(help="A mega checkpoint, a run folder (its newest checkpoint), a HuggingFace or Megatron folder."),
+        typer.Argument(
+            help="A mega checkpoint, a run folder (its newest checkpoint), a HuggingFace or Megatron folder."
+        ),
     ],
     destination: Annotated[Path, typer.Argument(help="The folder to make.")],
-    to: Annotated[Target, typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from. megatron: a release.")],
+    to: Annotated[
+        Target,
+        typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from. megatron: a release."),
+    ],
     dtype: Annotated[Dtype | None, typer.Option(help="Cast the weights; default: as they are.")] = None,
     family: Annotated[
         str | None, typer.Option(help="model_type to write (llama, qwen3, ...); default: the first that fits.")
