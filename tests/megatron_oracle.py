@@ -2,9 +2,13 @@
 
     python megatron_oracle.py jobs.json
 
-A job is {"do": "save", "args": {...}, "tp": 2, "pp": 2, "ep": 1, "vp": 1, "folder": ..., "legacy": ...} or {"do": "load", "folder": ...,
-"tp": 1}. Both leave the logits of `tokens` beside the folder, in `<folder>.pt`. Four ranks over gloo, as processes of
-their own: Megatron's writer starts processes itself, which those of the tests' fork server may not.
+Jobs, over four ranks with gloo:
+
+    {"do": "save", "args": {...}, "tp": 2, "pp": 2, "ep": 1, "vp": 1, "folder": ..., "legacy": ...}
+    {"do": "load", "folder": ..., "tp": 1}        leaves the logits of `tokens` in <folder>.pt
+    {"do": "load legacy", "folder": ..., "tp": 2, "pp": 2, "like": a torch_dist folder}
+
+A process by itself: Megatron's writer starts processes, which those of the tests' fork server may not.
 """
 
 from __future__ import annotations
@@ -163,30 +167,9 @@ def _save_legacy(job: dict[str, Any], args: Namespace, state: dict[str, Any]) ->
 
 def _load(job: dict[str, Any]) -> None:
     """Load with the defaults of Megatron, which are strict, and keep the logits."""
-    from megatron.core import dist_checkpointing
-
     folder = Path(job["folder"])
-    common = dist_checkpointing.load_common_state_dict(str(folder))
-    args = common["args"]
-    for name, default in (("tp", job.get("tp", 1)), ("pp", 1), ("ep", 1), ("vp", 1)):
-        setattr(args, name, default)
-    (model,) = _models(args)
-    state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
+    (model,), args, state = _loaded(folder, job.get("tp", 1), 1)
     model.load_state_dict(state["model"])
-    _tell(model, args, folder)
-
-
-def _load_legacy(job: dict[str, Any]) -> None:
-    """The files of a rank each, into the modules of that rank, strictly. One rank only, for logits: tp = pp = 1."""
-    folder = Path(job["folder"])
-    state = torch.load(folder / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
-    args = Namespace(**{**vars(state["args"]), "tp": 1, "pp": 1, "ep": 1, "vp": 1})
-    (model,) = _models(args)
-    model.load_state_dict(state["model"])
-    _tell(model, args, folder)
-
-
-def _tell(model: Any, args: Namespace, folder: Path) -> None:
     ids = tokens(args.vocab_size)
     positions = torch.arange(ids.shape[1])[None].expand_as(ids)
     mask = torch.ones(1, 1, ids.shape[1], ids.shape[1]).tril().logical_not()
@@ -194,6 +177,33 @@ def _tell(model: Any, args: Namespace, folder: Path) -> None:
         logits = model(ids, positions, mask)[..., : args.vocab_size]
     if dist.get_rank() == 0:
         torch.save(logits, folder.with_suffix(".pt"))
+
+
+def _loaded(folder: Path, tp: int, pp: int) -> tuple[list[Any], Namespace, dict[str, Any]]:
+    from megatron.core import dist_checkpointing
+
+    args = dist_checkpointing.load_common_state_dict(str(folder))["args"]
+    args.tp, args.pp, args.ep, args.vp = tp, pp, 1, 1
+    models = _models(args)
+    return models, args, dist_checkpointing.load({"model": models[0].sharded_state_dict()}, str(folder))
+
+
+def _load_legacy(job: dict[str, Any]) -> None:
+    """Every rank's file into the modules of that rank, strictly: what they hold then is what `like` gives them."""
+    from megatron.core import parallel_state
+
+    (model,), args, state = _loaded(Path(job["like"]), job["tp"], job["pp"])
+    model.load_state_dict(state["model"])
+    expected = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    place = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    place += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if args.pp > 1 else ""
+    found = torch.load(Path(job["folder"]) / place / "model_optim_rng.pt", weights_only=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(found["model"])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
 
 
 def _rank(rank: int, jobs: list[dict[str, Any]], store: str) -> None:
