@@ -66,9 +66,9 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
     kept = _residual_bytes(model, run) if run.recompute == "full" else layer
     activations = [len(part) * kept for part in stages]
     waiting = [len(part) * put_off for part in stages]
-    activations[-1] += 3 * _residual_bytes(model, run) + table
+    activations[-1] += _last_bytes(model, run)
     waiting[0] += table
-    waiting[-1] += table
+    waiting[-1] += table + model.mtp_layers * (table + put_off)
     ranks = []
     for rank in range(run.pp):
         mine = schedule.stages(rank)
@@ -86,14 +86,10 @@ def activation_bytes(model: ModelConfig, run: RunShape) -> float:
 
     For a GPT with dropout and without fused attention these are the paper's S B D (34 + 5 H S / D) bytes.
     """
-    width, query, key_value = (
-        model.hidden_size,
-        model.num_attention_heads * model.head_size,
-        model.kv_heads * model.head_size,
-    )
-    element, keys = _ELEMENT[run.precision], run.seq_length
+    width, element, keys = model.hidden_size, _ELEMENT[run.precision], run.seq_length
     inputs = 4 * width * element + (2 * width if model.residual_dropout else 0)  # of norms and blocks; dropout masks
-    split = element * (2 * query + 2 * key_value)  # q, k, v, and the input of the output projection
+    heads, latents = _attention_widths(model)
+    split = element * heads
     if run.fused_attention:
         split += 4 * model.num_attention_heads  # a logarithm per row
     elif run.recompute != "selective":
@@ -105,7 +101,21 @@ def activation_bytes(model: ModelConfig, run: RunShape) -> float:
         inputs += element * moe.top_k * width + 4 * moe.num_experts
     gated = 4 if run.recompute == "none" else 3  # gate, up, their product; torch keeps the activated gate besides
     split += element * (gated if model.gated else 2) * dense
-    return _tokens(run) * (inputs / (run.tp if run.sp else 1) + split / run.tp)
+    inputs += element * latents
+    return _tokens(run) * (inputs / (run.tp if run.sp else 1) + element * latents + split / run.tp)
+
+
+def _attention_widths(model: ModelConfig) -> tuple[int, int]:
+    """Elements a token of q, k, v and the input of the output projection, and of latents.
+
+    Latents are kept before their norms and, of the whole sequence, after; values lie among the keys they came with.
+    """
+    query, values = model.num_attention_heads * model.head_size, model.num_attention_heads * model.value_size
+    mla = model.mla
+    if mla is None:
+        return 2 * query + 2 * model.kv_heads * model.head_size, 0
+    unfolded = model.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return 2 * query + unfolded + values, (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
 
 
 def put_off_bytes(model: ModelConfig, run: RunShape) -> float:
@@ -114,17 +124,24 @@ def put_off_bytes(model: ModelConfig, run: RunShape) -> float:
     They are the inputs of its linear layers and the gradients of their outputs; sequence parallelism splits neither
     output of a row layer, whose gradient is gathered for the product.
     """
-    query, key_value = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
+    split, latents = _attention_widths(model)
     dense, moe = model.ffn_hidden_size, model.moe
     if moe:
         dense = moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
-    split = 2 * query + 2 * key_value + (3 if model.gated else 2) * dense
-    inputs, outputs = 2 * model.hidden_size / (run.tp if run.sp else 1), 2 * model.hidden_size
+    split += (3 if model.gated else 2) * dense
+    inputs, outputs = 2 * model.hidden_size / (run.tp if run.sp else 1), 2 * (model.hidden_size + latents)
     return _tokens(run) * _ELEMENT[run.precision] * (inputs + outputs + split / run.tp)
 
 
 def _residual_bytes(model: ModelConfig, run: RunShape) -> float:
     return _tokens(run) * _ELEMENT[run.precision] * model.hidden_size / (run.tp if run.sp else 1)
+
+
+def _last_bytes(model: ModelConfig, run: RunShape) -> float:
+    """What comes with the head, for one microbatch: the head once, and again for each layer behind it."""
+    head = 3 * _residual_bytes(model, run) + _embedding_bytes(model, run)
+    # its norms' inputs, their outputs side by side, and the layer
+    return head + model.mtp_layers * (head + 4 * _residual_bytes(model, run) + activation_bytes(model, run))
 
 
 def _embedding_bytes(model: ModelConfig, run: RunShape) -> float:
@@ -139,11 +156,14 @@ def _tokens(run: RunShape) -> float:
 def _states(model: ModelConfig, run: RunShape, layers: int, *, first: bool, last: bool) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer of a pipeline rank with so many layers and those ends."""
     count = count_parameters(model)
-    dense = layers * ((count.attention + count.feed_forward) / run.tp + count.norms)
+    layers += count.predictors if last else 0
+    split = count.attention + count.feed_forward + count.norms - count.whole
+    dense = layers * (split / run.tp + count.whole)
     dense += count.embedding / run.tp if first else 0
     if last:
-        tied_elsewhere = 0 if first else model.vocab_size * model.hidden_size
-        dense += count.final_norm + (tied_elsewhere if model.tie_embeddings else count.head) / run.tp
+        copied = not first and (model.tie_embeddings or count.predictors > 0)
+        dense += count.final_norm + count.predictors * count.joins
+        dense += (count.head + model.vocab_size * model.hidden_size * copied) / run.tp
     experts = layers * count.experts / (run.tp * run.ep)
     element = _ELEMENT[run.precision]
     whole = max(4, element)
