@@ -36,7 +36,7 @@ Case = tuple[str, int, int]  # schedule, stages per rank, micro-batches
 class Sleeper(nn.Module):
     """What the executor sees of a `Decoder`; each of its three operations sleeps for `seconds`."""
 
-    sp, dtype, borrows_head = False, torch.float32, False
+    sp, dtype, borrows = False, torch.float32, False
     groups, config = SimpleNamespace(tp=Group("tp")), SimpleNamespace(hidden_size=1)
 
     def __init__(self, seconds: float, *, splits_backward: bool) -> None:
@@ -62,8 +62,8 @@ class Sleeper(nn.Module):
     def forward(self, x: Tensor, context: object) -> Tensor:
         return _Sleep.apply(x, self.weight, self)
 
-    def loss(self, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-        return x.sum(), x
+    def objective(self, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        return x.sum(), torch.zeros(2)
 
 
 class _Sleep(Function):
