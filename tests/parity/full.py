@@ -69,7 +69,8 @@ def dimensions(case: Case) -> str:
     """The dimensions in which a case is larger than one process: `tp + sp + dp + zero-1`."""
     layout = case.layout
     names = {
-        "tp": layout["tp"] > 1, "sp": layout["sp"], "pp": layout["pp"] > 1, "vp": layout["virtual_stages"] > 1,
+        "tp": layout["tp"] > 1, "sp": layout["sp"], "pp": layout["pp"] > 1,
+        "vp": layout["virtual_stages"] > 1 and layout["schedule"] == "1f1b",
         layout["schedule"]: layout["schedule"] != "1f1b", f"cp {layout.get('cp_kind')}": layout["cp"] > 1,
         "dp": layout["dp"] > 1, f"zero-{layout['zero']}": layout["zero"] > 0 and layout["dp"] * layout["cp"] > 1,
         "copies": "zero3_shard" in layout,
