@@ -22,7 +22,7 @@ from mega_trainer.model.loss import head_loss
 from mega_trainer.model.mtp import Predictor
 from mega_trainer.model.rope import rotation
 from mega_trainer.parallel.grads import Unit
-from mega_trainer.parallel.tensor import gather_sequence, sequence_part, sum_gradient
+from mega_trainer.parallel.tensor import gather_sequence, lookup, sequence_part, sum_gradient
 from mega_trainer.rng import Dropout
 
 
@@ -30,13 +30,15 @@ from mega_trainer.rng import Dropout
 class Stage:
     """Which part of the model: layers [first, last), with the embedding before and the head behind where it has them.
 
-    Layers that predict further tokens go with the head.
+    Layers that predict further tokens go with the head. `ends_meet` says that embedding and head, if not in one stage,
+    are in two of the same rank.
     """
 
     first: int
     last: int
     embeds: bool = True
     heads: bool = True
+    ends_meet: bool = False
 
     @classmethod
     def whole(cls, config: ModelConfig) -> Stage:
@@ -64,14 +66,15 @@ class Decoder(nn.Module):
         self.config, self.groups, self.sp, self.dtype = config, build.groups, build.sp, build.dtype
         self.stage = stage or Stage.whole(config)
         self.recompute = recompute or Recompute()
-        further, selective = config.mtp_layers if self.stage.heads else 0, self.recompute.kind == "selective"
-        at_both_ends = (config.tie_embeddings or config.mtp_layers) and not (self.stage.embeds and self.stage.heads)
-        copies = (build.groups.embedding,) if at_both_ends else ()
-        if self.stage.embeds or further:
+        self.deferred, selective = build.deferred, self.recompute.kind == "selective"
+        whole = self.stage.embeds and self.stage.heads
+        copied = self._embedding_at_both_ends and not (whole or self.stage.ends_meet)
+        copies = (build.groups.embedding,) if copied else ()
+        if self.stage.embeds:
             self.embedding = build.embedding(build.vocabulary("model.embed_tokens.weight", shared=copies))
-        if self.stage.embeds and config.position == "learned":
-            shape = (config.max_position, config.hidden_size)
-            self.positions = build.replicated("model.embed_positions.weight", shape, std=config.init_std)
+            if config.position == "learned":
+                shape = (config.max_position, config.hidden_size)
+                self.positions = build.replicated("model.embed_positions.weight", shape, std=config.init_std)
         self.layers = nn.ModuleList(
             Block(build, index, selective=selective) for index in range(self.stage.first, self.stage.last)
         )
@@ -79,10 +82,11 @@ class Decoder(nn.Module):
             self.norm = build.norm("model.norm")
             if not config.tie_embeddings:
                 self.head = build.vocabulary("lm_head.weight")
-            elif not hasattr(self, "embedding"):
-                self.head = build.vocabulary("model.embed_tokens.weight", shared=copies)
+            if copied:
+                self.copy = build.vocabulary("model.embed_tokens.weight", shared=copies)
         self.predictors = nn.ModuleList(
-            Predictor(build, config.num_layers + index, selective=selective) for index in range(further)
+            Predictor(build, config.num_layers + index, selective=selective)
+            for index in range(config.mtp_layers if self.stage.heads else 0)
         )
 
     def units(self) -> list[Unit]:
@@ -92,16 +96,25 @@ class Decoder(nn.Module):
             positions = [self.positions] if hasattr(self, "positions") else []
             found.insert(0, Unit(self.embedding, [self.embedding.weight, *positions]))
         if self.stage.heads:
-            head = [self.head] if hasattr(self, "head") else []
-            copy = [self.embedding.weight] if hasattr(self, "embedding") and not self.stage.embeds else []
-            found.append(Unit(self.norm, [*self.norm.parameters(), *head, *copy]))
+            tables = [getattr(self, name) for name in ("head", "copy") if hasattr(self, name)]
+            found.append(Unit(self.norm, [*self.norm.parameters(), *tables]))
             found += [Unit(predictor, list(predictor.parameters())) for predictor in self.predictors]
         return found
 
     @property
+    def borrows_embedding(self) -> bool:
+        """Whether what comes with the head needs the embedding of another stage of this rank."""
+        ends = self.stage.heads and not self.stage.embeds and self.stage.ends_meet
+        return ends and self._embedding_at_both_ends
+
+    @property
+    def _embedding_at_both_ends(self) -> bool:
+        return self.config.tie_embeddings or self.config.mtp_layers > 0
+
+    @property
     def head_weight(self) -> Tensor:
         """The output matrix [V/T, D], which may be the embedding's."""
-        return self.head if hasattr(self, "head") else self.embedding.weight
+        return self.head if hasattr(self, "head") else self._table()
 
     def context(
         self,
@@ -160,22 +173,27 @@ class Decoder(nn.Module):
             labels: int64 [B, S].
             weights: fp32 [B, S].
         """
-        return self._head_loss(self.norm(x), labels, weights)
+        return self._head_loss(self.norm(x), self.head_weight, labels, weights)
 
-    def objective(self, x: Tensor, batch: MicroBatch, context: Context) -> tuple[Tensor, Tensor]:
+    def objective(
+        self, x: Tensor, batch: MicroBatch, context: Context, lent: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """What training makes small, from the residual stream [B, S or S/T, D], and the sums it is made of.
 
         These are the weighted losses of the next tokens and, in training, of further ones: [2], not differentiable.
+        `lent` is the embedding [V/T, D], for a stage that borrows it.
         """
+        head = self.head if hasattr(self, "head") else self._table(lent)
         hidden = self.norm(x)
-        total, _ = self._head_loss(hidden, batch.labels, batch.weights)
+        total, _ = self._head_loss(hidden, head, batch.labels, batch.weights)
         further = total.new_zeros(())
         if not (self.training and self.predictors):
             return total, torch.stack([total.detach(), further])
         for index, (predictor, ahead) in enumerate(zip(self.predictors, batch.ahead, strict=True)):
-            embedded = self._drop(self.embedding(ahead.tokens), context.dropout, self.config.num_layers + index)
+            embedded = lookup(ahead.tokens, self._table(lent), self.groups.tp, sp=self.sp)
+            embedded = self._drop(embedded, context.dropout, self.config.num_layers + index)
             hidden = self._run(predictor, len(self.layers) + index, embedded, hidden, context)
-            loss, _ = self._head_loss(hidden, ahead.labels, ahead.weights)
+            loss, _ = self._head_loss(hidden, head, ahead.labels, ahead.weights)
             further = further + loss
         return total + self.config.mtp_loss * further, torch.stack([total.detach(), further.detach()])
 
@@ -189,10 +207,16 @@ class Decoder(nn.Module):
         local = nn.functional.linear(self._gathered(self.norm(x)), self.head_weight)
         return all_gather(local, self.groups.tp, -1)[..., : self.config.vocab_size]
 
-    def _head_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def _table(self, lent: Tensor | None = None) -> Tensor:
+        """The embedding [V/T, D], this stage's copy of it, or the one that was lent."""
+        if lent is not None:
+            return lent
+        return self.copy if hasattr(self, "copy") else self.embedding.weight
+
+    def _head_loss(self, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """As `loss`, of what has been normed."""
         total, losses = head_loss(
-            self._gathered(hidden).flatten(0, 1), self.head_weight, labels.flatten(), weights.flatten(),
+            self._gathered(hidden).flatten(0, 1), head, labels.flatten(), weights.flatten(),
             self.groups.tp, self.config.vocab_size,
         )  # fmt: skip
         return total, losses.view(labels.shape)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
+from mega_trainer.parallel.deferred import deferring
 
 
 class Predictor(nn.Module):
@@ -29,7 +30,7 @@ class Predictor(nn.Module):
     def __init__(self, build: Builder, layer: int, *, selective: bool = False) -> None:
         super().__init__()
         name, width = f"model.layers.{layer}", build.config.hidden_size
-        self.layer, self.kernels = layer, build.kernels
+        self.layer, self.linear = layer, deferring(build.kernels, build.deferred)
         self.embedding_norm, self.hidden_norm = build.norm(f"{name}.enorm"), build.norm(f"{name}.hnorm")
         self.join = build.replicated(f"{name}.eh_proj.weight", (width, 2 * width), std=build.config.init_std)
         self.block = Block(build, layer, selective=selective)
@@ -38,5 +39,5 @@ class Predictor(nn.Module):
     def forward(self, embedded: Tensor, hidden: Tensor, context: Context) -> Tensor:
         """Embeddings of the tokens k places on, and h of the layer before, [B, S or S/T, D] -> this layer's h."""
         joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
-        y: Tensor = self.norm(self.block(self.kernels.linear(joined, self.join, None), context))
+        y: Tensor = self.norm(self.block(self.linear(joined, self.join, None), context))
         return y
