@@ -23,10 +23,9 @@ INTRODUCTION = """\
 Written by `make parity`; do not edit. Four models train three steps in every combination of tensor parallelism (tp),
 sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV), interleaved stages (vp), data
 parallelism (dp) and ZeRO (at level 3 also with several copies of the weights) on up to {ranks} ranks, in fp64 on gloo,
-with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and
-bucket sizes, AdamW and Muon vary over them. Loss, gradient norm, every gradient after the clip, every weight and every
-optimizer moment are held against one process: the largest difference, relative to the largest element of each tensor,
-must be below {tolerance:g}.
+with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and bucket sizes, AdamW and Muon vary
+over them. Loss, gradient norm, every gradient after the clip, every weight and every optimizer moment are held against
+one process: the largest difference, relative to the largest element of each tensor, must be below {tolerance:g}.
 
 - `dense`: RMSNorm, SwiGLU, rope
 - `tied`: tied embeddings, LayerNorm, GELU, learned positions, biases, three dropouts, a vocabulary of 59

@@ -128,8 +128,8 @@ def _mean_of_means() -> Any:
         all_reduce(count, data)
         return count.item()
 
-    def mean(self: Decoder, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return real(self, hidden, head, labels, weights / weights.sum())
+    def mean(self: Decoder, hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        return real(self, hidden, labels, weights / weights.sum(), head)
 
     with swap(step, "count_tokens", count_batches), swap(Decoder, "_head_loss", mean):
         yield

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_trainer.plan.flops import RecomputeKind, count_parameters
-from mega_trainer.plan.memory import RunShape, activation_bytes, memory
+from mega_trainer.plan.memory import RunShape, activation_bytes, memory, put_off_bytes
 
 GPT3 = ModelConfig.parse({**preset("gpt3-175b"), "attention_dropout": 0.1, "residual_dropout": 0.1})
 LLAMA = ModelConfig.parse(preset("llama3-8b"))
@@ -102,6 +104,19 @@ def test_activations_follow_the_microbatches_in_flight() -> None:
     (context,) = memory(GPT3, RunShape(S, cp=2))
     (whole,) = memory(GPT3, RunShape(S))
     assert context["activations"] < whole["activations"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_backward_cut_in_two_holds_inputs_and_gradients_of_products_until_its_second_half(recompute) -> None:
+    run = RunShape(S, pp=4, microbatches=8, recompute=recompute)
+    layer, put_off = activation_bytes(GPT3, run), put_off_bytes(GPT3, run)
+    assert put_off == S * 2 * (4 * D + 4 * D + 2 * 4 * D)
+    kept = 2 * S * D if recompute == "full" else layer
+    whole, halves = memory(GPT3, run), memory(GPT3, replace(run, schedule="zb-h1"))
+    extra = layer if recompute == "full" else 0.0
+    # the third rank: F0 F1 I0 F2 I1 F3 I2 W0 F4 ...
+    assert halves[2]["activations"] == round(24 * max(2 * kept + 2 * put_off, kept + 3 * put_off) + extra)
+    assert halves[2]["activations"] > whole[2]["activations"]
 
 
 def test_full_recompute_keeps_the_inputs_of_layers() -> None:

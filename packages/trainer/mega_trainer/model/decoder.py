@@ -22,7 +22,7 @@ from mega_trainer.model.loss import head_loss
 from mega_trainer.model.mtp import Predictor
 from mega_trainer.model.rope import rotation
 from mega_trainer.parallel.grads import Unit
-from mega_trainer.parallel.tensor import gather_sequence, lookup, sequence_part, sum_gradient
+from mega_trainer.parallel.tensor import embed_tokens, gather_sequence, sequence_part, sum_gradient
 from mega_trainer.rng import Dropout
 
 
@@ -66,15 +66,17 @@ class Decoder(nn.Module):
         self.config, self.groups, self.sp, self.dtype = config, build.groups, build.sp, build.dtype
         self.stage = stage or Stage.whole(config)
         self.recompute = recompute or Recompute()
-        self.deferred, selective = build.deferred, self.recompute.kind == "selective"
-        whole = self.stage.embeds and self.stage.heads
-        copied = self._embedding_at_both_ends and not (whole or self.stage.ends_meet)
+        self.deferred = build.deferred
+        further, selective = config.mtp_layers if self.stage.heads else 0, self.recompute.kind == "selective"
+        apart = (config.tie_embeddings or config.mtp_layers > 0) and not (self.stage.embeds and self.stage.heads)
+        copied = apart and not self.stage.ends_meet
         copies = (build.groups.embedding,) if copied else ()
-        if self.stage.embeds:
+        self.borrows = apart and self.stage.ends_meet and self.stage.heads
+        if self.stage.embeds or (further and copied):
             self.embedding = build.embedding(build.vocabulary("model.embed_tokens.weight", shared=copies))
-            if config.position == "learned":
-                shape = (config.max_position, config.hidden_size)
-                self.positions = build.replicated("model.embed_positions.weight", shape, std=config.init_std)
+        if self.stage.embeds and config.position == "learned":
+            shape = (config.max_position, config.hidden_size)
+            self.positions = build.replicated("model.embed_positions.weight", shape, std=config.init_std)
         self.layers = nn.ModuleList(
             Block(build, index, selective=selective) for index in range(self.stage.first, self.stage.last)
         )
@@ -82,11 +84,10 @@ class Decoder(nn.Module):
             self.norm = build.norm("model.norm")
             if not config.tie_embeddings:
                 self.head = build.vocabulary("lm_head.weight")
-            if copied:
-                self.copy = build.vocabulary("model.embed_tokens.weight", shared=copies)
+            elif copied and not hasattr(self, "embedding"):
+                self.head = build.vocabulary("model.embed_tokens.weight", shared=copies)
         self.predictors = nn.ModuleList(
-            Predictor(build, config.num_layers + index, selective=selective)
-            for index in range(config.mtp_layers if self.stage.heads else 0)
+            Predictor(build, config.num_layers + index, selective=selective) for index in range(further)
         )
 
     def units(self) -> list[Unit]:
@@ -96,25 +97,16 @@ class Decoder(nn.Module):
             positions = [self.positions] if hasattr(self, "positions") else []
             found.insert(0, Unit(self.embedding, [self.embedding.weight, *positions]))
         if self.stage.heads:
-            tables = [getattr(self, name) for name in ("head", "copy") if hasattr(self, name)]
-            found.append(Unit(self.norm, [*self.norm.parameters(), *tables]))
+            head = [self.head] if hasattr(self, "head") else []
+            copy = [self.embedding.weight] if hasattr(self, "embedding") and not self.stage.embeds else []
+            found.append(Unit(self.norm, [*self.norm.parameters(), *head, *copy]))
             found += [Unit(predictor, list(predictor.parameters())) for predictor in self.predictors]
         return found
 
     @property
-    def borrows_embedding(self) -> bool:
-        """Whether what comes with the head needs the embedding of another stage of this rank."""
-        ends = self.stage.heads and not self.stage.embeds and self.stage.ends_meet
-        return ends and self._embedding_at_both_ends
-
-    @property
-    def _embedding_at_both_ends(self) -> bool:
-        return self.config.tie_embeddings or self.config.mtp_layers > 0
-
-    @property
     def head_weight(self) -> Tensor:
         """The output matrix [V/T, D], which may be the embedding's."""
-        return self.head if hasattr(self, "head") else self._table()
+        return self.head if hasattr(self, "head") else self.embedding.weight
 
     def context(
         self,
@@ -173,27 +165,28 @@ class Decoder(nn.Module):
             labels: int64 [B, S].
             weights: fp32 [B, S].
         """
-        return self._head_loss(self.norm(x), self.head_weight, labels, weights)
+        return self._head_loss(self.norm(x), labels, weights, self.head_weight)
 
     def objective(
-        self, x: Tensor, batch: MicroBatch, context: Context, lent: Tensor | None = None
+        self, x: Tensor, batch: MicroBatch, context: Context, borrowed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """What training makes small, from the residual stream [B, S or S/T, D], and the sums it is made of.
 
         These are the weighted losses of the next tokens and, in training, of further ones: [2], not differentiable.
-        `lent` is the embedding [V/T, D], for a stage that borrows it.
+        A stage that `borrows` is given the embedding [V/T, D].
         """
-        head = self.head if hasattr(self, "head") else self._table(lent)
         hidden = self.norm(x)
-        total, _ = self._head_loss(hidden, head, batch.labels, batch.weights)
+        head = borrowed if borrowed is not None and self.config.tie_embeddings else self.head_weight
+        total, _ = self._head_loss(hidden, batch.labels, batch.weights, head)
         further = total.new_zeros(())
         if not (self.training and self.predictors):
             return total, torch.stack([total.detach(), further])
+        table = self.embedding.weight if borrowed is None else borrowed
         for index, (predictor, ahead) in enumerate(zip(self.predictors, batch.ahead, strict=True)):
-            embedded = lookup(ahead.tokens, self._table(lent), self.groups.tp, sp=self.sp)
+            embedded = embed_tokens(ahead.tokens, table, self.groups.tp, sp=self.sp)
             embedded = self._drop(embedded, context.dropout, self.config.num_layers + index)
             hidden = self._run(predictor, len(self.layers) + index, embedded, hidden, context)
-            loss, _ = self._head_loss(hidden, head, ahead.labels, ahead.weights)
+            loss, _ = self._head_loss(hidden, ahead.labels, ahead.weights, head)
             further = further + loss
         return total + self.config.mtp_loss * further, torch.stack([total.detach(), further.detach()])
 
@@ -207,14 +200,8 @@ class Decoder(nn.Module):
         local = nn.functional.linear(self._gathered(self.norm(x)), self.head_weight)
         return all_gather(local, self.groups.tp, -1)[..., : self.config.vocab_size]
 
-    def _table(self, lent: Tensor | None = None) -> Tensor:
-        """The embedding [V/T, D], this stage's copy of it, or the one that was lent."""
-        if lent is not None:
-            return lent
-        return self.copy if hasattr(self, "copy") else self.embedding.weight
-
-    def _head_loss(self, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """As `loss`, of what has been normed."""
+    def _head_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        """As `loss`, of what has been normed, through the output matrix [V/T, D]."""
         total, losses = head_loss(
             self._gathered(hidden).flatten(0, 1), head, labels.flatten(), weights.flatten(),
             self.groups.tp, self.config.vocab_size,

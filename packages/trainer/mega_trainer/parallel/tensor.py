@@ -219,17 +219,17 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids int64 [B, S] -> [B, S or S/T, D]."""
-        return lookup(tokens, self.weight, self.group, sp=self.sp)
+        return embed_tokens(tokens, self.weight, self.group, sp=self.sp)
 
 
-def lookup(tokens: Tensor, table: Tensor, group: Group, *, sp: bool) -> Tensor:
-    """Rows of a table split over `group`, this rank's being [V/T, D]: token ids int64 [B, S] -> [B, S or S/T, D]."""
+def embed_tokens(tokens: Tensor, weight: Tensor, group: Group, *, sp: bool) -> Tensor:
+    """The rows of a matrix split over `group`, each rank's [R, D], for token ids int64 [B, S]: [B, S or S/T, D]."""
     if group.size == 1:
-        return nn.functional.embedding(tokens, table)
-    rows = table.shape[0]
+        return nn.functional.embedding(tokens, weight)
+    rows = weight.shape[0]
     local = tokens - group.rank * rows
     mine = (local >= 0) & (local < rows)
-    x = nn.functional.embedding(local.clamp(0, rows - 1), table) * mine.unsqueeze(-1)
+    x = nn.functional.embedding(local.clamp(0, rows - 1), weight) * mine.unsqueeze(-1)
     return sum_over(x, group, sp=sp)
 
 

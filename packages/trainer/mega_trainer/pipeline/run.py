@@ -139,11 +139,11 @@ class Executor:
             self._outputs[key] = y.detach()
 
     def _borrow(self, model: Decoder, microbatch: int) -> Tensor | None:
-        """The embedding, for a head of this rank or what comes with it: one more input of the stage, from the first one.
+        """The embedding for a last stage that has none of its own: one more input of it, from the first stage.
 
         Like other inputs, its gradient waits until the micro-batch's backward comes to the stage it is from.
         """
-        if not model.borrows_embedding:
+        if not model.borrows:
             return None
         weight = self.stages[0].embedding.weight.detach()
         self._borrowed[microbatch] = weight.requires_grad_(torch.is_grad_enabled())
@@ -182,10 +182,10 @@ class Executor:
         """What a stage was given that wants a gradient."""
         stage, microbatch = key
         given = [self._inputs[key]] if key in self._inputs else []
-        return [*given, self._borrowed[microbatch]] if self.stages[stage].borrows_embedding else given
+        return [*given, self._borrowed[microbatch]] if self.stages[stage].borrows else given
 
     def _returned(self, key: Key) -> Known:
-        """The embedding and the gradient of its use with the head, in the stage that lent it."""
+        """The embedding and the gradient of its use in the last stage, in the stage that lent it."""
         stage, microbatch = key
         if stage > 0 or microbatch not in self._borrowed:
             return []

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.pipeline.schedules import make_schedule, peak_activations
+from mega_trainer.pipeline.schedules import make_schedule, peak_held
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.flops import RecomputeKind, count_parameters
 
@@ -61,19 +61,23 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
     """
     stages = stage_layers(model.num_layers, run.pp, run.virtual_stages)
     schedule = make_schedule(run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages)
-    held = peak_activations(schedule)
+    table = _embedding_bytes(model, run)
+    layer, put_off = activation_bytes(model, run), put_off_bytes(model, run)
+    kept = _residual_bytes(model, run) if run.recompute == "full" else layer
+    activations = [len(part) * kept for part in stages]
+    waiting = [len(part) * put_off for part in stages]
+    activations[-1] += _last_bytes(model, run)
+    waiting[0] += table
+    waiting[-1] += table + model.mtp_layers * (table + put_off)
     ranks = []
     for rank in range(run.pp):
         mine = schedule.stages(rank)
         layers = sum(len(stages[stage]) for stage in mine)
-        first, last = 0 in mine, len(stages) - 1 in mine
-        in_flight = held[rank] / run.virtual_stages * layers
-        kept = in_flight * activation_bytes(model, run)
-        if run.recompute == "full":
-            # one layer at a time is computed again, and then holds everything
-            kept = in_flight * _residual_bytes(model, run) + activation_bytes(model, run)
-        kept += _last_bytes(model, run) if last else 0.0
-        ranks.append({**_states(model, run, layers, first=first, last=last), "activations": round(kept)})
+        held = peak_held(schedule, rank, activations, waiting)
+        # one layer at a time is computed again, and then holds everything
+        held += layer if run.recompute == "full" else 0.0
+        states = _states(model, run, layers, first=0 in mine, last=len(stages) - 1 in mine)
+        ranks.append({**states, "activations": round(held)})
     return ranks
 
 
@@ -114,21 +118,35 @@ def _attention_widths(model: ModelConfig) -> tuple[int, int]:
     return 2 * query + unfolded + values, (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
 
 
+def put_off_bytes(model: ModelConfig, run: RunShape) -> float:
+    """Bytes that one layer keeps of one microbatch where the products for its weight gradients are put off.
+
+    They are the inputs of its linear layers and the gradients of their outputs; sequence parallelism splits neither
+    output of a row layer, whose gradient is gathered for the product.
+    """
+    split, latents = _attention_widths(model)
+    dense, moe = model.ffn_hidden_size, model.moe
+    if moe:
+        dense = moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
+    split += (3 if model.gated else 2) * dense
+    inputs, outputs = 2 * model.hidden_size / (run.tp if run.sp else 1), 2 * (model.hidden_size + latents)
+    return _tokens(run) * _ELEMENT[run.precision] * (inputs + outputs + split / run.tp)
+
+
 def _residual_bytes(model: ModelConfig, run: RunShape) -> float:
     return _tokens(run) * _ELEMENT[run.precision] * model.hidden_size / (run.tp if run.sp else 1)
 
 
 def _last_bytes(model: ModelConfig, run: RunShape) -> float:
     """What comes with the head, for one microbatch: the head once, and again for each layer behind it."""
-    head = _head_bytes(model, run)
+    head = 3 * _residual_bytes(model, run) + _embedding_bytes(model, run)
     # its norms' inputs, their outputs side by side, and the layer
     return head + model.mtp_layers * (head + 4 * _residual_bytes(model, run) + activation_bytes(model, run))
 
 
-def _head_bytes(model: ModelConfig, run: RunShape) -> float:
-    """The final norm's input and output, and the gradients that the head computes in its forward."""
-    weight = _ELEMENT[run.precision] * model.vocab_size * model.hidden_size / run.tp
-    return 3 * _residual_bytes(model, run) + weight
+def _embedding_bytes(model: ModelConfig, run: RunShape) -> float:
+    """A gradient of the token table or of the head, before it is added to the others."""
+    return _ELEMENT[run.precision] * model.vocab_size * model.hidden_size / run.tp
 
 
 def _tokens(run: RunShape) -> float:
