@@ -255,8 +255,8 @@ def _dropout_of_first_heads() -> AbstractContextManager[Any]:
 def _padding_takes_part() -> AbstractContextManager[Any]:
     real = loss._chunk
 
-    def chunk(hidden: Tensor, head: Tensor, labels: Tensor, group: Any, vocab_size: int) -> Any:
-        return real(hidden, head, labels, group, head.shape[0] * group.size)
+    def chunk(hidden: Tensor, head: Tensor, labels: Tensor, group: Any, vocab_size: int, softcap: Any) -> Any:
+        return real(hidden, head, labels, group, head.shape[0] * group.size, softcap)
 
     return swap(loss, "_chunk", chunk)
 

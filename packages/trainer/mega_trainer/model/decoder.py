@@ -5,6 +5,7 @@ Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel rank
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,6 +118,8 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor, positions: Tensor, dropout: Dropout | None = None) -> Tensor:
         """Tokens and positions, int64 [B, S], to the residual stream [B, S or S/T, D]."""
         x: Tensor = self.embedding(tokens)
+        if self.config.scale_embeddings:
+            x = x * x.new_tensor(math.sqrt(self.config.hidden_size))  # rounded to the dtype of x, as Gemma was trained
         if self.config.position == "learned":
             part = sequence_part(tokens.shape[1], self.groups.tp, sp=self.sp)
             x = x + nn.functional.embedding(positions[:, part], self.positions)
@@ -144,7 +147,7 @@ class Decoder(nn.Module):
         hidden = self._final(x)
         total, losses = head_loss(
             hidden.flatten(0, 1), self.head_weight, labels.flatten(), weights.flatten(), self.groups.tp,
-            self.config.vocab_size,
+            self.config.vocab_size, self.config.logit_softcap,
         )  # fmt: skip
         return total, losses.view(labels.shape)
 
@@ -158,7 +161,8 @@ class Decoder(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Logits [B, S, V] of the residual stream, whole on every tensor rank. Not for training."""
         local = nn.functional.linear(self._final(x), self.head_weight)
-        return all_gather(local, self.groups.tp, -1)[..., : self.config.vocab_size]
+        logits, cap = all_gather(local, self.groups.tp, -1)[..., : self.config.vocab_size], self.config.logit_softcap
+        return logits if cap is None else cap * (logits / cap).tanh()
 
     def _final(self, x: Tensor) -> Tensor:
         """Norm, and the whole sequence. Each rank's head rows give a part of the gradient, summed on the way back."""
