@@ -26,6 +26,7 @@ NEOX = {
     **{key: value for key, value in LLAMA.items() if key not in ("rms_norm_eps", "num_key_value_heads")},
     "model_type": "gpt_neox", "rotary_pct": 1.0,
 }  # fmt: skip
+GEMMA = {**LLAMA, "model_type": "gemma3_text"}
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 32}
 
 
@@ -49,8 +50,8 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
     back = transformers.AutoConfig.from_pretrained(tmp_path)
     loaded = json.loads(back.to_json_string(use_diff=False))
     assert same_model(family.read_config(loaded), model)
-    # Values that say the same in two ways: when a window starts, and defaults of rope that are written out.
-    spelled = {"max_window_layers", "use_sliding_window", "sliding_window", "rope_parameters"}
+    # Values that say the same in two ways: when a window starts, and defaults of heads and rope that are written out.
+    spelled = {"max_window_layers", "use_sliding_window", "sliding_window", "rope_parameters", "head_dim"}
     for key in {key for entry in family.entries for key in entry.keys} & raw.keys() - spelled:
         assert loaded[key] == raw[key], key
 
@@ -108,7 +109,7 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
     [
         ({**LLAMA, "attention_multiplier": 0.5}, "attention_multiplier = 0.5"),
         ({**LLAMA, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
-        ({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate = False"),
+        ({**LLAMA, "rope_scaling": {"type": "llama3", "factor": 2.0, "truncate": False}}, "truncate = False"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor of rope_type 'linear' is missing"),
         ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "not one set of parameters"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -119,18 +120,23 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**LLAMA, "num_attention_heads": "four"}, "num_attention_heads"),
         ({**LLAMA, "num_key_value_heads": 3}, "must divide num_attention_heads"),
         ({key: value for key, value in LLAMA.items() if key != "hidden_size"}, "hidden_size is missing"),
-        ({**QWEN, "use_sliding_window": True, "max_window_layers": 1}, "layer_types of several kinds"),
+        ({**QWEN, "layer_types": ["full_attention"]}, "layer_types names 1 layers, but num_hidden_layers = 3"),
+        ({**QWEN, "layer_types": ["sliding_attention"] * 3}, "there is no sliding_window"),
+        ({**QWEN, "num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000 is more than"),
         ({**QWEN, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({**QWEN, "layer_types": 3}, "layer_types"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = False"),
         ({**GPT2, "n_ctx": 16}, "n_ctx = 16"),
-        ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_type = 'longrope'"),
+        ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope' wants 3 numbers"),
         (
             {**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}},
-            "rope_type = 'yarn' is not supported (known: default)",
+            "rope_type = 'yarn' is not supported (known: default, longrope)",
         ),
         ({**NEOX, "rope_theta": 500.0}, "rope_theta = 500.0"),
+        ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({**GEMMA, "hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        ({**GEMMA, "rope_parameters": {"rope_type": "default"}}, "not one set of parameters for each of"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name(raw: dict[str, Any], told: str) -> None:

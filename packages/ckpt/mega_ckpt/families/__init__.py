@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 from mega_ckpt.families.base import TRAINING_FIELDS, Family
+from mega_ckpt.families.gemma2 import GEMMA2
+from mega_ckpt.families.gemma3 import GEMMA3
 from mega_ckpt.families.gpt2 import GPT2
 from mega_ckpt.families.gpt_neox import GPT_NEOX
 from mega_ckpt.families.keys import Raw
 from mega_ckpt.families.llama import LLAMA
+from mega_ckpt.families.ministral import MINISTRAL
 from mega_ckpt.families.mistral import MISTRAL
 from mega_ckpt.families.olmo2 import OLMO2
 from mega_ckpt.families.phi3 import PHI3
@@ -20,7 +24,9 @@ from mega_common.model_config import ModelConfig
 __all__ = ["FAMILIES", "Family", "family_for", "family_named", "family_of", "same_model"]
 
 # In order of preference: a model that several can express becomes the first.
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, OLMO2, GPT_NEOX)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, OLMO2, GPT_NEOX, GEMMA2, GEMMA3, MINISTRAL,
+)  # fmt: skip
 
 
 def family_named(name: object, source: str = "family") -> Family:
@@ -47,6 +53,8 @@ def family_of(raw: Raw, source: str = "config.json") -> Family:
     """
     if "model_type" not in raw:
         raise CheckpointError(f"{source}: has no model_type", hint="is this the config.json of a language model?")
+    if raw["model_type"] == MISTRAL.name and "layer_types" in raw:  # as transformers takes it
+        return MINISTRAL
     return family_named(raw["model_type"], source)
 
 
@@ -66,9 +74,19 @@ def family_for(model: ModelConfig) -> Family:
 
 def same_model(one: ModelConfig, other: ModelConfig) -> bool:
     """Whether two configurations compute the same from the same weights: defaults filled in, training set aside."""
-    return _resolved(one) == _resolved(other)
+    return one.num_layers == other.num_layers and _resolved(one) == _resolved(other)
 
 
 def _resolved(model: ModelConfig) -> ModelConfig:
     plain = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
-    return model.model_copy(update={**plain, "num_kv_heads": model.kv_heads, "head_dim": model.head_size})
+    heads = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
+    return model.model_copy(update={**plain, **heads, **_windows(model)})
+
+
+def _windows(model: ModelConfig) -> dict[str, Any]:
+    """The fields about sliding windows, those that say nothing left out."""
+    full = [layer for layer in range(model.num_layers) if model.window(layer) is None]
+    if len(full) == model.num_layers:
+        return dict.fromkeys(("sliding_window", "full_attention_layers", "local_rope"))
+    same = model.local_rope == model.rope
+    return {"full_attention_layers": full or None, "local_rope": None if same else model.local_rope}
