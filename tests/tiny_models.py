@@ -85,9 +85,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "gemma2-one-cap": {**GEMMA2, "attention_softcap": None, "rope": {"scaling": "linear", "factor": 2.0}},
     "gemma3": GEMMA3,
-    "gemma3-scaled-caps": {
+    "gemma3-scaled-cap": {
         **GEMMA3,
-        "attention_softcap": 3.0,
         "logit_softcap": 2.0,
         "rope": {"scaling": "linear", "factor": 8.0},
         "attention_scale": 12**-0.5,

@@ -30,11 +30,13 @@ class Rotation:
 
 
 def rotation(config: ModelConfig, rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> Rotation:
-    """The rotation at integer `positions` [B or 1, S]. Angles are computed in fp32, as transformers does."""
-    length = rope.original_max_position or config.max_position if rope.scaling == "longrope" else config.max_position
-    if rope.scaling in ("dynamic", "longrope"):
-        length = max(length, int(positions.max()) + 1)
-    frequency, scale = frequencies(rope, config.head_size, config.max_position, length)
+    """The rotation at integer `positions` [B or 1, S]. Angles are computed in fp32, as transformers does.
+
+    What depends on the length at hand depends on that of each row by itself, not on its neighbours'.
+    """
+    lengths = (positions.amax(-1) + 1).tolist() if rope.scaling in ("dynamic", "longrope") else [0]
+    made = [frequencies(rope, config.head_size, config.max_position, length) for length in lengths]
+    frequency, scale = torch.stack([row for row, _ in made]).unsqueeze(1), made[0][1]
     angles = positions.float().unsqueeze(-1) * frequency.to(positions.device)
     cos, sin = angles.cos() * scale, angles.sin() * scale
     return Rotation(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype))
