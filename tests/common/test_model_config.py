@@ -27,6 +27,7 @@ def test_what_follows_from_what_is_given() -> None:
         ({"rope": {"scaling": "linear", "factor": 0.5}}, "rope.factor = 0.5: must be at least 1"),
         ({"rope": {"theta": 0}}, "rope.theta = 0: input should be greater than 0"),
         ({"moe": {"num_experts": 2, "top_k": 3, "ffn_hidden_size": 8}}, "moe.top_k = 3: must be at most"),
+        ({"activation_limit": 7.0, "activation": "geglu"}, "activation_limit = 7.0: bounds swiglu alone"),
         ({"num_layer": 2}, "num_layer: unknown key -> did you mean 'num_layers'?"),
         ({"activation": "swish"}, "activation = 'swish': input should be 'swiglu'"),
         ({"vocab_size": 0}, "vocab_size = 0: input should be greater than 0"),

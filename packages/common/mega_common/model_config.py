@@ -217,6 +217,10 @@ class ModelConfig(Config):
         if self.mla and (self.qk_norm or self.kv_heads != heads or self.head_dim):
             rule = "has its own head sizes and norms, and a key and value for every head"
             yield Problem("mla", rule, hint="leave out head_dim, num_kv_heads and qk_norm")
+        if self.mla and self.attention_sinks:
+            yield Problem("attention_sinks", "not with mla", self.attention_sinks)
+        if self.activation_limit and self.activation != "swiglu":
+            yield Problem("activation_limit", "bounds swiglu alone", self.activation_limit, "activation: swiglu")
 
 
 def _rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[Problem]:
