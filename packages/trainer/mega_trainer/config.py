@@ -205,8 +205,6 @@ class RunConfig(Config):
         for axis in ("cp", "ep"):
             if getattr(parallel, axis) > 1:
                 yield Problem(f"parallel.{axis}", "only 1 is possible yet", getattr(parallel, axis))
-        if parallel.schedule != "1f1b":
-            yield Problem("parallel.schedule", "zero-bubble schedules cannot be run yet", parallel.schedule, "1f1b")
         if parallel.zero == 3 and parallel.pp > 1:
             rule = "3 gathers weights for every micro-batch, which a pipeline has many of"
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")
