@@ -6,26 +6,33 @@ import difflib
 from typing import Any
 
 from mega_ckpt.families.base import TRAINING_FIELDS, Family
+from mega_ckpt.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from mega_ckpt.families.experts import TRAINING_FIELDS as MOE_TRAINING_FIELDS
 from mega_ckpt.families.gemma2 import GEMMA2
 from mega_ckpt.families.gemma3 import GEMMA3
 from mega_ckpt.families.gpt2 import GPT2
 from mega_ckpt.families.gpt_neox import GPT_NEOX
+from mega_ckpt.families.gpt_oss import GPT_OSS
 from mega_ckpt.families.keys import Raw
 from mega_ckpt.families.llama import LLAMA
 from mega_ckpt.families.ministral import MINISTRAL
 from mega_ckpt.families.mistral import MISTRAL
+from mega_ckpt.families.mixtral import MIXTRAL
 from mega_ckpt.families.olmo2 import OLMO2
 from mega_ckpt.families.phi3 import PHI3
 from mega_ckpt.families.qwen2 import QWEN2
+from mega_ckpt.families.qwen2_moe import QWEN2_MOE
 from mega_ckpt.families.qwen3 import QWEN3
+from mega_ckpt.families.qwen3_moe import QWEN3_MOE
 from mega_common.errors import CheckpointError
-from mega_common.model_config import ModelConfig
+from mega_common.model_config import ModelConfig, MoeConfig
 
 __all__ = ["FAMILIES", "Family", "family_for", "family_named", "family_of", "same_model"]
 
 # In order of preference: a model that several can express becomes the first.
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, OLMO2, GPT_NEOX, GEMMA2, GEMMA3, MINISTRAL,
+    LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, OLMO2, GPT_NEOX, GEMMA2, GEMMA3, MINISTRAL, MIXTRAL, QWEN3_MOE, QWEN2_MOE,
+    GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2,
 )  # fmt: skip
 
 
@@ -80,7 +87,20 @@ def same_model(one: ModelConfig, other: ModelConfig) -> bool:
 def _resolved(model: ModelConfig) -> ModelConfig:
     plain = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
     heads = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
-    return model.model_copy(update={**plain, **heads, **_windows(model)})
+    return model.model_copy(update={**plain, **heads, **_windows(model), **_experts(model)})
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    """The fields about experts, those that say nothing left out."""
+    if model.moe is None:
+        return {}
+    layers = range(model.num_layers + model.mtp_layers)
+    sparse = [layer for layer in layers if model.has_experts(layer)]
+    everywhere = len(sparse) == len(layers)
+    plain = {name: MoeConfig.model_fields[name].default for name in MOE_TRAINING_FIELDS}
+    ungrouped = {"group_score": "max"} if model.moe.groups == 1 else {}
+    moe = model.moe.model_copy(update={**plain, **ungrouped, "layers": None if everywhere else sparse})
+    return {"moe": moe, "ffn_hidden_size": model.moe.ffn_hidden_size if everywhere else model.ffn_hidden_size}
 
 
 def _windows(model: ModelConfig) -> dict[str, Any]:
