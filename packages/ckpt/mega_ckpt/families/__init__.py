@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
 
-from mega_ckpt.families.base import TRAINING_FIELDS, Family
+from mega_ckpt.families.base import Family
 from mega_ckpt.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from mega_ckpt.families.experts import TRAINING_FIELDS as MOE_TRAINING_FIELDS
 from mega_ckpt.families.gemma2 import GEMMA2
 from mega_ckpt.families.gemma3 import GEMMA3
 from mega_ckpt.families.gpt2 import GPT2
@@ -20,12 +18,13 @@ from mega_ckpt.families.mistral import MISTRAL
 from mega_ckpt.families.mixtral import MIXTRAL
 from mega_ckpt.families.olmo2 import OLMO2
 from mega_ckpt.families.phi3 import PHI3
+from mega_ckpt.families.plain import same_model
 from mega_ckpt.families.qwen2 import QWEN2
 from mega_ckpt.families.qwen2_moe import QWEN2_MOE
 from mega_ckpt.families.qwen3 import QWEN3
 from mega_ckpt.families.qwen3_moe import QWEN3_MOE
 from mega_common.errors import CheckpointError
-from mega_common.model_config import ModelConfig, MoeConfig
+from mega_common.model_config import ModelConfig
 
 __all__ = ["FAMILIES", "Family", "family_for", "family_named", "family_of", "same_model"]
 
@@ -77,36 +76,3 @@ def family_for(model: ModelConfig) -> Family:
             return family
     reasons = "\n".join(f"  {family.name}: {'; '.join(problems)}" for family, problems in found)
     raise CheckpointError(f"no HuggingFace family can express this model:\n{reasons}")
-
-
-def same_model(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether two configurations compute the same from the same weights: defaults filled in, training set aside."""
-    return one.num_layers == other.num_layers and _resolved(one) == _resolved(other)
-
-
-def _resolved(model: ModelConfig) -> ModelConfig:
-    plain = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
-    heads = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
-    return model.model_copy(update={**plain, **heads, **_windows(model), **_experts(model)})
-
-
-def _experts(model: ModelConfig) -> dict[str, Any]:
-    """The fields about experts, those that say nothing left out."""
-    if model.moe is None:
-        return {}
-    layers = range(model.num_layers + model.mtp_layers)
-    sparse = [layer for layer in layers if model.has_experts(layer)]
-    everywhere = len(sparse) == len(layers)
-    plain = {name: MoeConfig.model_fields[name].default for name in MOE_TRAINING_FIELDS}
-    ungrouped = {"group_score": "max"} if model.moe.groups == 1 else {}
-    moe = model.moe.model_copy(update={**plain, **ungrouped, "layers": None if everywhere else sparse})
-    return {"moe": moe, "ffn_hidden_size": model.moe.ffn_hidden_size if everywhere else model.ffn_hidden_size}
-
-
-def _windows(model: ModelConfig) -> dict[str, Any]:
-    """The fields about sliding windows, those that say nothing left out."""
-    full = [layer for layer in range(model.num_layers) if model.window(layer) is None]
-    if len(full) == model.num_layers:
-        return dict.fromkeys(("sliding_window", "full_attention_layers", "local_rope"))
-    same = model.local_rope == model.rope
-    return {"full_attention_layers": full or None, "local_rope": None if same else model.local_rope}

@@ -9,6 +9,7 @@ from typing import Any
 
 from mega_ckpt.families.keys import Entry, MismatchError, Only, Quantised, Raw
 from mega_ckpt.families.layouts import DiskTensor, Rule, disk_tensors
+from mega_ckpt.families.plain import TRAINING_FIELDS, plain
 from mega_ckpt.names import EMBEDDING, HEAD, tensors_of
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
@@ -43,9 +44,6 @@ _USUAL = Only(
         "tie_encoder_decoder": (False,),
     }
 )
-
-# How a model is trained rather than what it is: a config.json that cannot say it loses nothing that inference needs.
-TRAINING_FIELDS = _words("embedding_dropout attention_dropout residual_dropout init_std scale_residual_init mtp_loss")
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class Family:
 
     def problems(self, model: ModelConfig) -> list[str]:
         """The settings of `model` that this family's config.json cannot express; empty when it fits."""
-        found = []
+        found, model = [], plain(model)
         for entry in self.entries:
             try:
                 entry.write(model)
@@ -127,7 +125,7 @@ class Family:
         """The config.json of `model`, which fits (`problems` is empty)."""
         out: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
         for entry in self.entries:
-            out |= entry.write(model)
+            out |= entry.write(plain(model))
         return out
 
     def table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:

@@ -7,11 +7,9 @@ from typing import Any, Protocol
 
 from mega_ckpt.families.keys import Fixed, Key, MismatchError, Raw, layer_numbers
 from mega_ckpt.families.layouts import OneExpert, Rule
+from mega_ckpt.families.plain import MOE_TRAINING_FIELDS
 from mega_common.config import Config
 from mega_common.model_config import ModelConfig, MoeConfig
-
-# How experts are trained rather than what they are.
-TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "z_loss"})
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -69,8 +67,14 @@ class Experts:
     def read(self, raw: Raw) -> dict[str, Any]:
         """The section."""
         section: dict[str, Any] = {"layers": self.layers.read(raw)}
+        found = []
         for entry in self.entries:
-            section |= entry.read(raw)
+            try:
+                section |= entry.read(raw)
+            except MismatchError as error:
+                found.append(str(error))
+        if found:
+            raise MismatchError("; ".join(found))
         return {"moe": section}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -80,7 +84,7 @@ class Experts:
         out = self.layers.write(model)
         for entry in self.entries:
             out |= entry.write(model.moe)
-        answered = TRAINING_FIELDS.union({"layers"}, *(entry.fields for entry in self.entries))
+        answered = MOE_TRAINING_FIELDS.union({"layers"}, *(entry.fields for entry in self.entries))
         for name, field in MoeConfig.model_fields.items():
             if name not in answered and getattr(model.moe, name) != field.default:
                 raise MismatchError(f"moe.{name} = {getattr(model.moe, name)!r} has no counterpart")
@@ -187,7 +191,8 @@ class SharedExperts:
     def read(self, raw: Raw) -> dict[str, Any]:
         """Their width together."""
         return {
-            "shared_ffn_hidden_size": (raw.get("n_shared_experts", self.default) or 0) * raw["moe_intermediate_size"]
+            "shared_ffn_hidden_size": (raw.get("n_shared_experts", self.default) or 0)
+            * raw.get("moe_intermediate_size", 0)
         }
 
     def write(self, model: Config) -> dict[str, Any]:

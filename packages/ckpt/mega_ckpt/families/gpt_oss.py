@@ -32,7 +32,7 @@ GPT_OSS = Family(
         Heads(kv_default=8, dim_default=64),
         Rope(theta=150_000.0, absent=_YARN),
         LayerTypes(size=128, every=2),
-        Key("swiglu_limit", "activation_limit", 7.0),
+        Key("swiglu_limit", "activation_limit", 7.0, given=True),
         Key("attention_bias", "qkv_bias attention_out_bias", True),
         Experts(
             (

@@ -50,12 +50,14 @@ class Key:
         names: the fields' names, separated by spaces.
         default: what transformers takes for an absent key. `...` marks a key that must be there.
         values: how values are called there and here; by default they are the same. The first match is written.
+        given: neither side may be null.
     """
 
     key: str
     names: str
     default: Any = ...
     values: Mapping[str, str] | None = None
+    given: bool = False
 
     @property
     def keys(self) -> frozenset[str]:
@@ -73,6 +75,8 @@ class Key:
         value = next((raw[key] for key in self.key.split() if key in raw), self.default)
         if value is ...:
             raise MismatchError(f"{written} is missing")
+        if value is None and self.given:
+            raise MismatchError(f"{written} = None is not supported")
         if self.values is not None:
             if not isinstance(value, str) or value not in self.values:
                 raise MismatchError(f"{written} = {value!r} is not supported (only {_list(self.values)})")
@@ -86,6 +90,8 @@ class Key:
         for other in others:
             if getattr(model, other) != value:
                 raise MismatchError(f"{first} = {value!r} and {other} = {getattr(model, other)!r} must be the same")
+        if value is None and self.given:
+            raise MismatchError(f"{first} must be given")
         if self.values is not None:
             there = [name for name, here in self.values.items() if here == value]
             if not there:
