@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from mega_trainer.model.attention import Attention
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
+from mega_trainer.model.mla import LatentAttention
 from mega_trainer.model.mlp import Mlp
 
 
@@ -29,7 +30,8 @@ class Block(nn.Module):
 
         before, after = position != "post", position != "pre"
         self.before_attention = norm("input", before)
-        self.attention = Attention(build, layer, recompute=selective)
+        attention = LatentAttention if build.config.mla else Attention
+        self.attention = attention(build, layer, recompute=selective)
         self.after_attention = norm("post_attention", after)
         self.before_mlp = norm("pre_feedforward" if after else "post_attention", before)
         self.mlp = Mlp(build, layer, recompute=selective)

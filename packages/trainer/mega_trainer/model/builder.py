@@ -32,7 +32,13 @@ class Norm(nn.Module):
     """RMSNorm, or LayerNorm when it has a bias, over the last axis; `zero_centered` ones multiply by 1 + weight."""
 
     def __init__(
-        self, kernels: Kernels, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, *, zero_centered: bool
+        self,
+        kernels: Kernels,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        eps: float,
+        *,
+        zero_centered: bool = False,
     ) -> None:
         super().__init__()
         self.kernels, self.eps, self.zero_centered = kernels, eps, zero_centered
@@ -100,6 +106,11 @@ class Builder:
         biases = [self._parameter(offset, bpieces)] if bias else []
         weights = [self._parameter(weight, wpieces, std=self.config.init_std)]
         return ColumnLinear(self.kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred)
+
+    def split(self, name: str, rows: int, width: int) -> nn.Parameter:
+        """A weight [rows/T, width] split by rows, for an input that every tensor rank has whole already."""
+        shape, pieces = split_rows([(f"{name}.weight", rows)], width, self.groups.tp)
+        return self._parameter(shape, pieces, std=self.config.init_std)
 
     def shared_rows(
         self, blocks: Sequence[tuple[str, int]], *, index: int, rows: int, bias: bool
