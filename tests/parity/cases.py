@@ -25,6 +25,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 61, "qk_norm": True,
         "qkv_bias": True, "activation": "geglu", "sliding_window": 11, "rope": {"theta": 100.0, "fraction": 0.5},
     },
+    "moe": {
+        "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 61,
+        "moe": {
+            "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24,
+            "shared_ffn_hidden_size": 16, "shared_gate": True, "selection_bias": True, "bias_rate": 0.01,
+            "aux_loss": 0.1, "z_loss": 0.01, "scaling": 1.5,
+        },
+    },
 }  # fmt: skip
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
@@ -99,7 +107,10 @@ class Case:
 
 def model(name: str, layers: int = 2) -> dict[str, Any]:
     """The fields of one of the models, with so many layers."""
-    return {**COMMON, **MODELS[name], "num_layers": layers}
+    fields = {**COMMON, **MODELS[name], "num_layers": layers}
+    if "moe" in fields:
+        fields["moe"] = {**fields["moe"], "layers": list(range(1, layers))}
+    return fields
 
 
 def case(name: str, ranks: int, *, layers: int = 2, **more: Any) -> Case:

@@ -23,6 +23,7 @@ class MicroBatch:
         weights: fp32 [B, S], the weight of each label in the loss (0 where it does not count).
         documents: int32 [B, S], which document each token belongs to, when attention is closed at document ends.
         samples: the global number of each sample.
+        matters: bool [B, S], tokens with a label that counts at or behind them; the others influence nothing. None: all.
     """
 
     tokens: Tensor
@@ -31,6 +32,7 @@ class MicroBatch:
     positions: Tensor
     documents: Tensor | None
     samples: Sequence[int]
+    matters: Tensor | None = None
 
 
 def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> Iterator[MicroBatch]:
@@ -46,6 +48,7 @@ def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> 
             f"{config.model.vocab_size}",
             hint="the data were made with another tokenizer, or model.vocab_size is too small",
         )
+    matters = np.logical_or.accumulate(batch.loss_mask[:, ::-1], axis=1)[:, ::-1]
     for start in range(0, len(batch.sample_ids), size):
         part = slice(start, start + size)
 
@@ -59,4 +62,5 @@ def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> 
             positions=tensor(batch.position_ids),
             documents=None if batch.document_ids is None else tensor(batch.document_ids),
             samples=[int(sample) for sample in batch.sample_ids[part]],
+            matters=tensor(matters),
         )

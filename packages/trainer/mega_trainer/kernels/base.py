@@ -10,6 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from mega_trainer.kernels.grouped import Rows
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -32,6 +34,12 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[.., D] x [N, D] -> [.., N]."""
 
+    def grouped_linear(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        """Each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]. Not differentiated: see `parallel.expert`."""
+
+    def grouped_outer(self, y: Tensor, x: Tensor, rows: Rows) -> Tensor:
+        """Sum of each group's outer products: [M, N] x [M, D] -> [G, N, D], the gradient of a grouped linear's weight."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last axis (arXiv:1910.07467), statistics in at least fp32."""
 
@@ -45,5 +53,8 @@ class Kernels(Protocol):
         broadcastable to [B, H, S, T], True where a query sees a key; None means causal, with S == T.
         """
 
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu or geglu (arXiv:2002.05202)."""
+    def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
+        """act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu or geglu (arXiv:2002.05202).
+
+        With a `limit` it is swiglu as in GPT-OSS: gate sigmoid(1.702 gate) (up + 1), with gate <= limit, |up| <= limit.
+        """

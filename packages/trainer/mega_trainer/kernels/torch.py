@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mega_trainer.kernels import grouped
 from mega_trainer.kernels.base import Scores
+from mega_trainer.kernels.grouped import Rows
 
 
 class TorchKernels:
@@ -17,6 +19,14 @@ class TorchKernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""
         return F.linear(x, weight, bias)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        """See `Kernels.grouped_linear`."""
+        return grouped.product(x, weight.mT, rows)
+
+    def grouped_outer(self, y: Tensor, x: Tensor, rows: Rows) -> Tensor:
+        """See `Kernels.grouped_outer`."""
+        return grouped.outer(y, x, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""
@@ -37,9 +47,12 @@ class TorchKernels:
         )
         return y.transpose(1, 2)
 
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
         """See `Kernels.gated`."""
         gate, up = gate_up.chunk(2, dim=-1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return (up + 1) * gate * torch.sigmoid(1.702 * gate)
         return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
 
 

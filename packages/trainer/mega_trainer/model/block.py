@@ -8,6 +8,7 @@ from mega_trainer.model.attention import Attention
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.mlp import Mlp
+from mega_trainer.model.moe import Moe
 
 
 class Block(nn.Module):
@@ -26,12 +27,16 @@ class Block(nn.Module):
         self.attention_norm = build.norm(f"{name}.{norms[0]}_layernorm")
         self.attention = Attention(build, layer, recompute=selective)
         self.mlp_norm = build.norm(f"{name}.{norms[1]}_layernorm")
-        self.mlp = Mlp(build, layer, recompute=selective)
+        self.mlp = (
+            Moe(build, layer, recompute=selective)
+            if build.config.has_experts(layer)
+            else Mlp(build, f"{name}.mlp", build.config.ffn_hidden_size, recompute=selective)
+        )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """The residual stream [B, S or S/T, D], one layer further."""
         y = x + self._drop(self._attend(x, context), context, "attention")
-        return y + self._drop(self._feed(x if self.parallel else y), context, "mlp")
+        return y + self._drop(self._feed(x if self.parallel else y, context), context, "mlp")
 
     def _attend(self, x: Tensor, context: Context) -> Tensor:
         y: Tensor = (
@@ -41,9 +46,10 @@ class Block(nn.Module):
         )
         return y
 
-    def _feed(self, x: Tensor) -> Tensor:
-        y: Tensor = self.mlp_norm(self.mlp(x)) if self.post else self.mlp(self.mlp_norm(x))
-        return y
+    def _feed(self, x: Tensor, context: Context) -> Tensor:
+        x = x if self.post else self.mlp_norm(x)
+        y: Tensor = self.mlp(x, context) if isinstance(self.mlp, Moe) else self.mlp(x)
+        return self.mlp_norm(y) if self.post else y
 
     def _drop(self, x: Tensor, context: Context, site: str) -> Tensor:
         return x if context.dropout is None else context.dropout.residual(x, self.dropout, self.layer, site)

@@ -18,12 +18,17 @@ def grad_norm(buffers: Sequence[Buffer], model_groups: Sequence[Group]) -> Tenso
 
     Args:
         buffers: this rank's, with their reduced gradients.
-        model_groups: the groups over which different ranks hold different parameters (tp, pp).
+        model_groups: the groups over which different ranks hold different parameters, besides the buffers' `parts`.
     """
-    total = torch.zeros((), dtype=torch.float64, device=buffers[0].shards[0].grads.device)
+    zero = torch.zeros((), dtype=torch.float64, device=buffers[0].shards[0].grads.device)
+    totals = {buffer.kind.parts: zero.clone() for buffer in buffers}
     for buffer in buffers:
         if buffer.kind.counts_here:
-            total += _squares(buffer)
+            totals[buffer.kind.parts] += _squares(buffer)
+    for parts, total in totals.items():
+        if parts is not None:
+            all_reduce(total, parts)
+    total = sum(totals.values(), zero)
     for group in model_groups:
         all_reduce(total, group)
     return total.sqrt()
