@@ -205,8 +205,6 @@ class RunConfig(Config):
         yield from model_problems(self)
         if parallel.cp > 1:
             yield Problem("parallel.cp", "only 1 is possible yet", parallel.cp)
-        if parallel.schedule != "1f1b":
-            yield Problem("parallel.schedule", "zero-bubble schedules cannot be run yet", parallel.schedule, "1f1b")
         if parallel.zero == 3 and parallel.pp > 1:
             rule = "3 gathers weights for every micro-batch, which a pipeline has many of"
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")

@@ -26,12 +26,16 @@ from mega_trainer.rng import Dropout
 
 @dataclass(frozen=True)
 class Stage:
-    """Which part of the model: layers [first, last), with the embedding before and the head behind where it has them."""
+    """Which part of the model: layers [first, last), with the embedding before and the head behind where it has them.
+
+    `ends_meet` says that embedding and head, if not in one stage, are in two of the same rank.
+    """
 
     first: int
     last: int
     embeds: bool = True
     heads: bool = True
+    ends_meet: bool = False
 
     @classmethod
     def whole(cls, config: ModelConfig) -> Stage:
@@ -59,8 +63,10 @@ class Decoder(nn.Module):
         self.config, self.groups, self.sp, self.dtype = config, build.groups, build.sp, build.dtype
         self.stage = stage or Stage.whole(config)
         self.recompute = recompute or Recompute()
-        split_ends = config.tie_embeddings and not (self.stage.embeds and self.stage.heads)
-        copies = (build.groups.embedding,) if split_ends else ()
+        self.deferred = build.deferred
+        whole = self.stage.embeds and self.stage.heads
+        copied = config.tie_embeddings and not (whole or self.stage.ends_meet)
+        copies = (build.groups.embedding,) if copied else ()
         if self.stage.embeds:
             self.embedding = build.embedding(build.vocabulary("model.embed_tokens.weight", shared=copies))
             if config.position == "learned":
@@ -74,7 +80,7 @@ class Decoder(nn.Module):
             self.norm = build.norm("model.norm")
             if not config.tie_embeddings:
                 self.head = build.vocabulary("lm_head.weight")
-            elif not self.stage.embeds:
+            elif copied:
                 self.head = build.vocabulary("model.embed_tokens.weight", shared=copies)
 
     def units(self) -> list[Unit]:
@@ -87,6 +93,11 @@ class Decoder(nn.Module):
             head = [self.head] if hasattr(self, "head") else []
             found.append(Unit(self.norm, [*self.norm.parameters(), *head]))
         return found
+
+    @property
+    def borrows_head(self) -> bool:
+        """Whether the output matrix is the embedding of another stage of this rank."""
+        return self.stage.heads and not self.stage.embeds and not hasattr(self, "head")
 
     @property
     def head_weight(self) -> Tensor:
@@ -135,17 +146,19 @@ class Decoder(nn.Module):
                 x = layer(x, context)
         return x
 
-    def loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, x: Tensor, labels: Tensor, weights: Tensor, head: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weighted sum of the cross entropies, and each token's [B, S], from the residual stream.
 
         Args:
             x: [B, S or S/T, D].
             labels: int64 [B, S].
             weights: fp32 [B, S].
+            head: the output matrix [V/T, D] of a stage that borrows it.
         """
         hidden = self._final(x)
+        head = self.head_weight if head is None else head
         total, losses = head_loss(
-            hidden.flatten(0, 1), self.head_weight, labels.flatten(), weights.flatten(), self.groups.tp,
+            hidden.flatten(0, 1), head, labels.flatten(), weights.flatten(), self.groups.tp,
             self.config.vocab_size,
         )  # fmt: skip
         return total, losses.view(labels.shape)

@@ -6,6 +6,8 @@ P = ep, T tensor-parallel ranks.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -77,6 +79,7 @@ class Experts(nn.Module):
         super().__init__()
         config = build.config
         self.config, self.kernels, self.recompute = config, build.kernels, recompute
+        self.linear = partial(grouped_linear, kernels=build.kernels, deferred=build.deferred)
         self.first_part = build.groups.expert_tp.rank == 0
         parts = ["gate_proj", "up_proj"] if config.gated else ["up_proj"]
         self.up, self.up_bias = build.expert_rows([f"{name}.{part}" for part in parts], bias=config.mlp_bias)
@@ -84,14 +87,14 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """Rows sorted by expert, [M, D] -> [M, D]."""
-        h = self._add(grouped_linear(x, self.up, rows, self.kernels), self.up_bias, rows)
+        h = self._add(self.linear(x, self.up, rows), self.up_bias, rows)
         if self.recompute and self.training:
             h = checkpoint(activate, h, self.config, self.kernels, use_reentrant=False, preserve_rng_state=False)
         else:
             h = activate(h, self.config, self.kernels)
         # once among the parts
         bias = self.down_bias if self.down_bias is None or self.first_part else self.down_bias * 0
-        return self._add(grouped_linear(h, self.down, rows, self.kernels), bias, rows)
+        return self._add(self.linear(h, self.down, rows), bias, rows)
 
     def _add(self, x: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
         if bias is None:

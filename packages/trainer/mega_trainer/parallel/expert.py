@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from mega_trainer.comm import Group, all_gather, all_to_all
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.grouped import Rows
+from mega_trainer.parallel.deferred import Deferred
 
 Experts = Callable[[Tensor, Rows], Tensor]  # the rows [M, D] of this rank's experts, sorted by expert -> [M, D]
 
@@ -196,23 +198,29 @@ def exchange(rows: Tensor, group: Group, coming: Sequence[int], leaving: Sequenc
 
 class _GroupedLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels, deferred: Deferred | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.kernels = rows, kernels
+        ctx.rows, ctx.kernels, ctx.deferred = rows, kernels, deferred
         return kernels.grouped_linear(x, weight, rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = ctx.kernels.grouped_linear(dy, weight.mT, ctx.rows)
-        dweight = ctx.kernels.grouped_outer(dy, x, ctx.rows) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None, None
+        gradient, dweight = partial(ctx.kernels.grouped_outer, dy, x, ctx.rows), None
+        if ctx.deferred is not None:
+            ctx.deferred.put(weight, gradient)
+        elif ctx.needs_input_grad[1]:
+            dweight = gradient()
+        return ctx.kernels.grouped_linear(dy, weight.mT, ctx.rows), dweight, None, None, None
 
 
-def grouped_linear(x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels) -> Tensor:
-    """Each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]; a group without rows has a gradient of zero."""
-    y: Tensor = _GroupedLinear.apply(x, weight, rows, kernels)  # type: ignore[no-untyped-call]
+def grouped_linear(x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels, deferred: Deferred | None = None) -> Tensor:
+    """Each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]; a group without rows has a gradient of zero.
+
+    `deferred` takes the product for the weight's gradient, where a backward puts it off.
+    """
+    y: Tensor = _GroupedLinear.apply(x, weight, rows, kernels, deferred)  # type: ignore[no-untyped-call]
     return y
 
 
