@@ -27,10 +27,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "qkv_bias": True, "activation": "geglu", "sliding_window": 11, "rope": {"theta": 100.0, "fraction": 0.5},
     },
     "moe": {
-        "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 61,
+        "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 61, "mlp_bias": True,
         "moe": {
             "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24,
-            "shared_ffn_hidden_size": 16, "shared_gate": True, "selection_bias": True, "bias_rate": 0.01,
+            "shared_ffn_hidden_size": 16, "shared_gate": True, "selection_bias": True, "bias_rate": 0.01, "router_bias": True,
             "aux_loss": 0.1, "z_loss": 0.01, "scaling": 1.5,
         },
     },
@@ -93,7 +93,17 @@ class Case:
     @property
     def layout(self) -> dict[str, Any]:
         """The layout's degrees, all of them."""
-        degrees = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "schedule": "1f1b", "zero": 1, **self.parallel}
+        one = {
+            "tp": 1,
+            "sp": False,
+            "pp": 1,
+            "virtual_stages": 1,
+            "schedule": "1f1b",
+            "zero": 1,
+            "ep": 1,
+            "expert_tp": 1,
+        }
+        degrees = one | self.parallel
         dp = self.ranks // (degrees["tp"] * degrees["pp"])
         return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none"), "optimizer": self.optimizer}
 
@@ -131,13 +141,25 @@ def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
             yield shape if schedule == "1f1b" else {**shape, "schedule": schedule}
 
 
+def expert_degrees(name: str, ranks: int, shape: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A layout with every combination of ep and expert_tp, where the model has experts."""
+    if "moe" not in MODELS[name]:
+        yield dict(shape)
+        return
+    stage = ranks // shape["pp"]
+    for ep, expert_tp in product((1, 2, 4, 8), (1, 2, 4)):
+        if stage % (ep * expert_tp) == 0 and shape["zero"] < 3:
+            yield {**shape, "ep": ep, "expert_tp": expert_tp}
+
+
 def all_layouts() -> list[Case]:
     """Every layout of up to eight ranks, for each model; what else there is to choose is drawn, the same each time."""
     return [
         _with_choices(name, ranks, parallel)
         for name in MODELS
         for ranks in range(1, RANKS + 1)
-        for parallel in degrees(ranks, (1, 2, 4, 8))
+        for shape in degrees(ranks, (1, 2, 4, 8))
+        for parallel in expert_degrees(name, ranks, shape)
     ]
 
 
