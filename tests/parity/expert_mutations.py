@@ -121,7 +121,7 @@ def _weights_of_the_choice() -> AbstractContextManager[Any]:
 
     def choose(scores: Tensor, config: Any, bias: Tensor | None) -> Tensor:
         chosen = real(scores, config, bias)
-        scores += 0 if bias is None else bias
+        scores.data.add_(0 if bias is None else bias)
         return chosen
 
     return swap(router, "choose", choose)
