@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 61, "qk_norm": True,
         "qkv_bias": True, "activation": "geglu", "sliding_window": 11, "rope": {"theta": 100.0, "fraction": 0.5},
     },
+    "mla": {
+        "num_attention_heads": 8, "vocab_size": 61, "qkv_bias": True, "rope": {"theta": 100.0, "interleaved": True},
+        "mtp_layers": 1,
+        "mla": {
+            "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
+        },
+    },
     "moe": {
         "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 61, "mlp_bias": True,
         "moe": {
@@ -35,6 +43,18 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+MODELS["deepseek"] = MODELS["mla"] | {
+    "moe": {
+        "num_experts": 8, "top_k": 3, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16, "score": "sigmoid",
+        "groups": 4, "top_groups": 2, "group_score": "top2", "selection_bias": True, "bias_rate": 0.01,
+        "aux_loss": 0.1, "scaling": 2.5,
+    },
+}  # fmt: skip
+# Of which each layout draws one.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
+}
+VARIANTS["deepseek"] = VARIANTS["mla"]
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
 
@@ -119,13 +139,13 @@ def model(name: str, layers: int = 2) -> dict[str, Any]:
     """The fields of one of the models, with so many layers."""
     fields = {**COMMON, **MODELS[name], "num_layers": layers}
     if "moe" in fields:
-        fields["moe"] = {**fields["moe"], "layers": list(range(1, layers))}
+        fields["moe"] = {**fields["moe"], "layers": list(range(1, layers + fields.get("mtp_layers", 0)))}
     return fields
 
 
-def case(name: str, ranks: int, *, layers: int = 2, **more: Any) -> Case:
-    """A case of the named model; `more` are `Case`'s fields."""
-    return Case(name, model(name, layers), ranks, **more)
+def case(name: str, ranks: int, *, layers: int = 2, variant: Mapping[str, Any] | None = None, **more: Any) -> Case:
+    """A case of the named model, but for the fields of `variant`; `more` are `Case`'s fields."""
+    return Case(name, {**model(name, layers), **(variant or {})}, ranks, **more)
 
 
 def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -142,14 +162,16 @@ def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 
 def expert_degrees(name: str, ranks: int, shape: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A layout with every combination of ep and expert_tp, where the model has experts."""
+    """A layout with every combination of ep and expert_tp, where the model has experts; `deepseek` draws one."""
     if "moe" not in MODELS[name]:
         yield dict(shape)
         return
     stage = ranks // shape["pp"]
-    for ep, expert_tp in product((1, 2, 4, 8), (1, 2, 4)):
-        if stage % (ep * expert_tp) == 0 and shape["zero"] < 3:
-            yield {**shape, "ep": ep, "expert_tp": expert_tp}
+    degrees = [pair for pair in product((1, 2, 4, 8), (1, 2, 4)) if stage % math.prod(pair) == 0 and shape["zero"] < 3]
+    if name == "deepseek" and degrees:
+        degrees = [random.Random(f"{ranks} {shape}").choice(degrees)]
+    for ep, expert_tp in degrees:
+        yield {**shape, "ep": ep, "expert_tp": expert_tp}
 
 
 def all_layouts() -> list[Case]:
@@ -171,7 +193,8 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
         layers, chosen["pipeline_layout"] = uneven(stages, rng)
     batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"]), parallel["pp"], rng)
     return case(
-        name, ranks, layers=layers, parallel=chosen, recompute=rng.choice(RECOMPUTES),
+        name, ranks, layers=layers, variant=rng.choice(VARIANTS[name]) if name in VARIANTS else {}, parallel=chosen,
+        recompute=rng.choice(RECOMPUTES),
         micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]),
         optimizer=rng.choice(OPTIMIZERS) if parallel["zero"] < 3 else "adamw",
     )  # fmt: skip

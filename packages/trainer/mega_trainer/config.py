@@ -198,10 +198,6 @@ class RunConfig(Config):
         model, data, parallel = self.model, self.data, self.parallel
         if model.position == "learned" and data.seq_length > model.max_position:
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
-        if model.mla is not None:
-            yield Problem("model.mla", "latent attention cannot be trained yet", hint="leave it out")
-        if model.mtp_layers:
-            yield Problem("model.mtp_layers", "predicting further tokens cannot be trained yet", model.mtp_layers, "0")
         yield from model_problems(self)
         if parallel.cp > 1:
             yield Problem("parallel.cp", "only 1 is possible yet", parallel.cp)
