@@ -22,18 +22,21 @@ RecomputeKind = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters. `attention`, `feed_forward`, `experts` and `norms` are those of one layer.
+    """Numbers of parameters. `attention`, `feed_forward`, `shared`, `experts` and `norms` are those of one layer.
 
     Attributes:
         embedding: tables of tokens and of learned positions.
         head: the output matrix; 0 where it is the token table.
         attention: projections, with their biases.
-        feed_forward: the dense block, or, in a mixture of experts, router and shared expert.
-        experts: all routed experts of a layer.
+        feed_forward: the dense block, in layers without experts.
+        shared: the expert that all tokens pass, in layers with experts.
+        experts: all routed experts of such a layer.
         norms: all norms of a layer.
         final_norm: the norm before the head.
         layers: L.
         whole: those of a layer's attention and norms that tensor parallelism does not split: norms, and latents.
+        router: of a layer with experts, with the gate of the shared one and the bias of the choice.
+        sparse: layers with experts, among the L and those behind them.
         predictors: layers behind the L that predict further tokens.
         joins: what each of these has beside a layer: a projection and three norms.
         top_k, num_experts: how many of a layer's experts see a token; 0 of 1 without experts.
@@ -48,6 +51,9 @@ class Parameters:
     final_norm: int
     layers: int
     whole: int
+    shared: int = 0
+    router: int = 0
+    sparse: int = 0
     predictors: int = 0
     joins: int = 0
     top_k: int = 0
@@ -56,15 +62,16 @@ class Parameters:
     @property
     def total(self) -> int:
         """All parameters."""
-        layer = self.attention + self.feed_forward + self.experts + self.norms
+        layers = self.layers + self.predictors
         ends = self.embedding + self.final_norm + self.head + self.predictors * self.joins
-        return ends + (self.layers + self.predictors) * layer
+        blocks = (layers - self.sparse) * self.feed_forward + self.sparse * (self.router + self.shared + self.experts)
+        return ends + layers * (self.attention + self.norms) + blocks
 
     @property
     def active(self) -> int:
         """Parameters that a token meets: without the experts that it is not sent to."""
         idle = self.experts * (self.num_experts - self.top_k) // self.num_experts
-        return self.total - (self.layers + self.predictors) * idle
+        return self.total - self.sparse * idle
 
 
 def count_parameters(model: ModelConfig) -> Parameters:
@@ -79,28 +86,40 @@ def count_parameters(model: ModelConfig) -> Parameters:
     attention = _elements(matrices) + _elements(latents) + biased * model.qkv_bias + width * model.attention_out_bias
     positions = model.max_position if model.position == "learned" else 0
     moe = model.moe
-    dense = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size
-    up = (2 if model.gated else 1) * dense
-    feed_forward = width * (up + dense) + ((up + width) * model.mlp_bias if dense else 0)
-    experts = 0
+    router = 0
     if moe:
-        feed_forward += width * moe.num_experts
-        experts = moe.num_experts * width * moe.ffn_hidden_size * (3 if model.gated else 2)
+        router = moe.num_experts * (width + moe.router_bias + moe.selection_bias) + width * moe.shared_gate
     return Parameters(
         embedding=(model.vocab_size + positions) * width,
         head=0 if model.tie_embeddings else model.vocab_size * width,
         attention=attention,
-        feed_forward=feed_forward,
-        experts=experts,
+        feed_forward=_feed_forward(model, model.ffn_hidden_size),
+        experts=moe.num_experts * _feed_forward(model, moe.ffn_hidden_size) if moe else 0,
         norms=norms,
         final_norm=norm,
         layers=model.num_layers,
         whole=norms + _elements(latents) + sum(rows for rows, _ in latents) * model.qkv_bias,
+        shared=_feed_forward(model, moe.shared_ffn_hidden_size) if moe else 0,
+        router=router,
+        sparse=sparse_layers(model),
         predictors=model.mtp_layers,
         joins=2 * width * width + 3 * norm,
         top_k=moe.top_k if moe else 0,
         num_experts=moe.num_experts if moe else 1,
     )
+
+
+def sparse_layers(model: ModelConfig) -> int:
+    """Layers with experts, among all of a model's and those behind them that predict further tokens."""
+    return sum(map(model.has_experts, range(model.num_layers + model.mtp_layers)))
+
+
+def _feed_forward(model: ModelConfig, ffn: int) -> int:
+    """Parameters of one feed-forward block of that width."""
+    if not ffn:
+        return 0
+    up = (2 if model.gated else 1) * ffn
+    return model.hidden_size * (up + ffn) + (up + model.hidden_size) * model.mlp_bias
 
 
 def projections(model: ModelConfig) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -137,16 +156,18 @@ def forward_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -
     head_widths = model.num_attention_heads * (model.head_size + model.value_size)
     split, latents = projections(model)
     matrices = 3 if model.gated else 2
-    moe = model.moe
-    dense = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
-    router = moe.num_experts if moe else 0
+    sparse = sparse_layers(model)
+    columns = (layers - sparse) * matrices * model.ffn_hidden_size
+    if moe := model.moe:
+        active = moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
+        columns += sparse * (matrices * active + moe.num_experts + moe.shared_gate)
     layer = {
         "attention projections": 2.0 * (_elements(split) + _elements(latents)),
         "attention scores": 2.0 * visible_keys(model, seq_length, causal=causal) * head_widths,
-        "feed-forward": 2.0 * width * (matrices * dense + router),
     }
     return {
         **{part: flops * layers for part, flops in layer.items()},
+        "feed-forward": 2.0 * width * columns,
         **({"further tokens": 4.0 * width * width * model.mtp_layers} if model.mtp_layers else {}),
         "head": 2.0 * width * model.vocab_size * (1 + model.mtp_layers),
     }
