@@ -208,7 +208,7 @@ def test_settings_from_a_file(folder: Path) -> None:
     """What the checkpoint lacks is named, and can be given."""
     path = folder / "dist" / "release" / "common.pt"
     rewrite(path, lambda state: [delattr(state["args"], name) for name in ("num_layers", "num_attention_heads")])
-    with pytest.raises(CheckpointError, match="num_layers is missing; num_attention_heads is missing") as error:
+    with pytest.raises(CheckpointError, match=r"num_layers is missing; num_attention_heads is missing") as error:
         open_source(folder / "dist")
     assert "--config" in str(error.value)
     given = {"num_layers": 4, "num_attention_heads": 4}
@@ -223,7 +223,7 @@ def test_settings_from_a_file(folder: Path) -> None:
 def test_settings_that_mega_has_not(folder: Path) -> None:
     path = folder / "dist" / "release" / "common.pt"
     rewrite(path, lambda state: state["args"].__dict__.update(apply_layernorm_1p=True, quick_geglu=True))
-    with pytest.raises(CheckpointError, match="quick_geglu is not supported.*apply_layernorm_1p"):
+    with pytest.raises(CheckpointError, match=r"quick_geglu is not supported.*apply_layernorm_1p"):
         open_source(folder / "dist")
 
 
