@@ -106,11 +106,14 @@ def convert(
 
 @app.command(epilog="Example: mega ckpt inspect runs/llama3-8b/checkpoints/step-00001000 --json")
 def inspect(path: Checkpoint, as_json: Json = False) -> None:
-    """Tell what is in a checkpoint: model, step, state, tensors and sizes. Reads its manifest alone."""
+    """Tell what is in a checkpoint of mega or Megatron: model, step, state, tensors and sizes. Reads no tensors."""
+    from mega_ckpt.formats.megatron import is_megatron
+    from mega_ckpt.formats.megatron_inspect import inspect_megatron
     from mega_ckpt.source import checkpoint_folder
     from mega_ckpt.verify import inspect
 
-    _tell(inspect(checkpoint_folder(path)), as_json)
+    folder = checkpoint_folder(path)
+    _tell(inspect_megatron(folder) if is_megatron(folder) else inspect(folder), as_json)
 
 
 @app.command(epilog="Example: mega ckpt verify runs/llama3-8b --finite")

@@ -33,7 +33,7 @@ def is_megatron(folder: Path) -> bool:
         or (folder / ".metadata").exists()
         or any(folder.glob("mp_rank_*/model_optim_rng.pt"))
         or any(folder.glob("mp_rank_*/model_rng.pt"))
-        or any(folder.glob("iter_*"))
+        or any(folder.glob("iter_[0-9]*"))
     )
 
 
@@ -45,7 +45,7 @@ def iteration_folder(folder: Path) -> Path:
     """
     tracker = folder / TRACKER
     if not tracker.exists():
-        found = sorted(path.name for path in folder.glob("iter_*") if path.is_dir())
+        found = sorted(path.name for path in folder.glob("iter_[0-9]*") if path.is_dir())
         if not found or (folder / ".metadata").exists():
             return folder
         raise CheckpointError(f"{folder}: there is no {TRACKER}", hint=f"give the folder itself: {folder / found[-1]}")

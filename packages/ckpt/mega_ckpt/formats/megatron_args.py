@@ -170,7 +170,8 @@ def _rope(raw: Raw, *, yarn: bool) -> dict[str, Any]:
     stretch = raw.get("rotary_seq_len_interpolation_factor")
     if yarn:
         out |= {"scaling": "yarn", "factor": raw.get("rotary_scaling_factor", 1.0)}
-        out["original_max_position"] = raw.get("yarn_original_max_position_embeddings") or 4096
+        names = ("yarn_original_max_position_embeddings", "original_max_position_embeddings")
+        out["original_max_position"] = next((raw[name] for name in names if raw.get(name)), 4096)
         out |= {"beta_fast": raw.get("yarn_beta_fast") or 32.0, "beta_slow": raw.get("yarn_beta_slow") or 1.0}
         out |= {key: raw[key] for key in ("mscale", "mscale_all_dim") if raw.get(key) is not None}
     elif raw.get("use_rope_scaling"):
@@ -288,6 +289,52 @@ def balance(raw: Raw) -> tuple[str, float]:
 
 
 @dataclass(frozen=True)
+class Latent(_Several):
+    """Multi-head latent attention, which has head sizes, norms and a default of YaRN of its own."""
+
+    keys: frozenset[str] = words(
+        "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
+    )
+    fields: frozenset[str] = frozenset({"mla"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """`mla`, and what goes with it."""
+        if not raw.get("multi_latent_attention"):
+            return {}
+        if not raw.get("qk_layernorm"):
+            raise MismatchError("multi_latent_attention without qk_layernorm is not supported")
+        mla = {
+            "q_lora_rank": raw.get("q_lora_rank"),
+            "kv_lora_rank": raw.get("kv_lora_rank", 32),
+            "qk_nope_head_dim": raw.get("qk_head_dim", 128),
+            "qk_rope_head_dim": raw.get("qk_pos_emb_head_dim", 64),
+            "v_head_dim": raw.get("v_head_dim", 128),
+        }
+        rope = _rope(raw, yarn=raw.get("rope_type", "yarn") == "yarn") | {"interleaved": True}
+        alone = {"qk_norm": False, "head_dim": None, "num_kv_heads": None, "position": "rope"}
+        return {"mla": mla, "rope": rope, **alone}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The sizes."""
+        mla = model.mla
+        if mla is None:
+            return {"multi_latent_attention": False}
+        return {
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "group_query_attention": False,
+            "q_lora_rank": mla.q_lora_rank,
+            "kv_lora_rank": mla.kv_lora_rank,
+            "qk_head_dim": mla.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+            "v_head_dim": mla.v_head_dim,
+            "rope_type": "yarn" if model.rope.scaling == "yarn" else "rope",
+            "position_embedding_type": "rope",
+            "original_max_position_embeddings": model.rope.original_max_position or 4096,
+        }
+
+
+@dataclass(frozen=True)
 class Not:
     """A switch that is off where the field is on."""
 
@@ -327,6 +374,7 @@ SETTINGS: tuple[Entry, ...] = (
     Key("qk_layernorm", "qk_norm", False),
     Window(),
     Positions(),
+    Latent(),
     Experts(),
     Key("hidden_dropout", "residual_dropout", 0.1),
     Key("attention_dropout", "attention_dropout", 0.1),
@@ -336,7 +384,6 @@ SETTINGS: tuple[Entry, ...] = (
             "apply_layernorm_1p": (False, None),
             "apply_residual_connection_post_layernorm": (False, None),
             "qk_l2_norm": (False, None),
-            "multi_latent_attention": (False, None),
             "mtp_num_layers": (None, 0),
             "softmax_type": ("vanilla", None),
         }

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mega_ckpt.formats.megatron_dist import COMMON, FORMAT, METADATA
-from mega_ckpt.formats.megatron_names import EXPERTS, LAYER, Part, is_projection, other_names, split_layer
+from mega_ckpt.formats.megatron_names import EXPERTS, LAYER, Part, is_projection, split_layer
 from mega_ckpt.formats.megatron_write import Writing, durable
 from mega_ckpt.pieces import Shape
 from mega_ckpt.source import put_file
@@ -41,7 +41,7 @@ def write_dist(writing: Writing, folder: Path, advance: Callable[[int], object])
         nothing = files.add([None])
         for part in writing.parts:
             stack = _Stack.of(part, writing.model)
-            keys, kind = stack.keys(part), writing.dtype(part)
+            keys, kind = stack.keys(part, latent=writing.model.mla is not None), writing.dtype(part)
             chunks = []
             for offset, shape in blocks(part.shape, kind):
                 data = writing.block(part, offset, shape)
@@ -73,10 +73,11 @@ class _Stack:
         alike = model.moe is None or model.moe.layers is None
         return cls(int(head.split(".")[2]) if head and alike else None, model.num_layers)
 
-    def keys(self, part: Part) -> list[str]:
-        """The names of a tensor; some have another name in other kinds of layers, and get both."""
+    def keys(self, part: Part, *, latent: bool) -> list[str]:
+        """The names of a tensor: some have another in other kinds of layers, and get both."""
         head, tail = split_layer(part.name)
-        return [(head if self.layer is None else LAYER) + name for name in (tail, *other_names(part))]
+        tails = dict.fromkeys([tail, part.te or tail, *([part.local or tail] if latent else [])])
+        return [(head if self.layer is None else LAYER) + name for name in tails]
 
     def whole(self, shape: Shape) -> Shape:
         return shape if self.layer is None else (self.layers, *shape)

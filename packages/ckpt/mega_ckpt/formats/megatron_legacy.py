@@ -125,7 +125,7 @@ def _gather(ranks: Sequence[_Rank], sizes: Sequence[int], parts: Sequence[Part])
             part = known.get(full)
             if part is None:
                 held[full] = Held(stored.dtype, stored.shape)
-            elif (part.axis is not None or rank.tp == 0) and (EXPERTS in full or rank.ep == 0):
+            elif EXPERTS in full or rank.ep == 0:
                 _add(held, part, local, rank, sizes)
     return held
 
@@ -171,21 +171,24 @@ def _grouped(stored: StoredTensor, experts: int, *, first: bool) -> _Local:
 def _add(held: dict[str, Held], part: Part, local: _Local, rank: _Rank, sizes: Sequence[int]) -> None:
     """Add a rank's tensor at its place, each of the halves that tensor parallelism splits by itself."""
     tp, _, ep = sizes
-    shape, axis = list(local.shape), part.axis
-    offset = [0] * len(shape)
+    shape, offset = list(local.shape), [0] * len(local.shape)
     if EXPERTS in part.name:
         offset[0], shape[0] = rank.ep * (part.shape[0] // ep) + local.expert, part.shape[0]
-    if axis is not None:
-        shape[axis] *= tp
+    # Some projections are split in one kind of layers, and whole on every rank in another.
+    split = part.axis if part.padded or tuple(shape) != part.shape else None
+    if split is None and rank.tp:
+        return
+    if split is not None:
+        shape[split] *= tp
     target = held.setdefault(part.name, Held(local.source.dtype, tuple(shape)))
-    if axis is None:
+    if split is None:
         target.stored.append(Stored(tuple(offset), local.shape, lambda: local.change(local.source.read())))
         return
-    width = local.shape[axis] // part.halves
-    extent = (*local.shape[:axis], width, *local.shape[axis + 1 :])
+    width = local.shape[split] // part.halves
+    extent = (*local.shape[:split], width, *local.shape[split + 1 :])
     for half in range(part.halves):
-        place = (*offset[:axis], (half * tp + rank.tp) * width, *offset[axis + 1 :])
-        target.stored.append(Stored(place, extent, _half(local, axis, half * width, width)))
+        place = (*offset[:split], (half * tp + rank.tp) * width, *offset[split + 1 :])
+        target.stored.append(Stored(place, extent, _half(local, split, half * width, width)))
 
 
 def _half(local: _Local, axis: int, start: int, width: int) -> Callable[[], Tensor]:

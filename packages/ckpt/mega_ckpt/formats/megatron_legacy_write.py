@@ -104,29 +104,22 @@ def _locals(writing: Writing, tp: int, pp: int) -> Iterator[_Local]:
 
 def _layer(writing: Writing, part: Part, head: str, tail: str, tp: int) -> Iterator[_Local]:
     if not tail.startswith(EXPERTS):
-        yield _local(head + _named(tail, part, writing.implementation), part, tp, writing.tp)
+        name = part.local if writing.implementation == "local" else part.te
+        whole = writing.implementation != "local" and "_down_proj." in tail
+        yield _local(head + (name or tail), part, tp, writing.tp, whole=whole)
         return
     for expert in range(part.shape[0]):
         name = f"{head}mlp.experts.local_experts.{expert}.{tail.removeprefix(EXPERTS)}"
         yield _local(name, part, tp, writing.tp, expert)
 
 
-def _named(tail: str, part: Part, implementation: str) -> str:
-    """Norms are parts of the projections after them in Transformer Engine's layers, except before experts."""
-    if implementation == "local" or part.own_norm:
-        tail = tail.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-    if implementation == "local":
-        tail = tail.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
-    return tail
-
-
-def _local(name: str, part: Part, rank: int, tp: int, expert: int | None = None) -> _Local:
+def _local(name: str, part: Part, rank: int, tp: int, expert: int | None = None, *, whole: bool = False) -> _Local:
     """A rank's share of a part, or of one expert of it, which then has no axis for them."""
     shape, offset = list(part.shape), [0] * len(part.shape)
     if expert is not None:
         shape[0], offset[0] = 1, expert
     boxes = [(tuple(offset), tuple(shape))]
-    if part.axis is not None:
+    if part.axis is not None and not whole:
         width = shape[part.axis] // (part.halves * tp)
         boxes = [
             (_at(offset, part.axis, (half * tp + rank) * width), _at(shape, part.axis, width))

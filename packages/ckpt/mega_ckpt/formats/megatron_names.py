@@ -36,7 +36,7 @@ class Part:
         pieces: the canonical tensors in it.
         axis: the axis that tensor parallelism splits; None where every rank has it whole.
         halves: how many tensors lie one after another on that axis, each of which is split by itself.
-        own_norm: whether it is the norm before experts, which some keep apart.
+        te, local: its name inside the layer, where Transformer Engine's layers, or Megatron's own, have another.
     """
 
     name: str
@@ -44,7 +44,8 @@ class Part:
     pieces: tuple[Piece, ...]
     axis: int | None = None
     halves: int = 1
-    own_norm: bool = False
+    te: str = ""
+    local: str = ""
 
     @property
     def padded(self) -> bool:
@@ -76,30 +77,41 @@ def parts_of(model: ModelConfig, padded_vocab: int | None = None) -> list[Part]:
     return out
 
 
-# {name in a layer of Megatron: (canonical name in the layer, axis that tensor parallelism splits)}
+# {canonical name in a layer: (name there, axis that tensor parallelism splits)}
 _PLAIN: Mapping[str, tuple[str, int | None]] = {
-    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight", None),
-    "self_attention.linear_qkv.layer_norm_bias": ("input_layernorm.bias", None),
-    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight", None),
-    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
-    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
-    "self_attention.linear_proj.bias": ("self_attn.o_proj.bias", None),
-    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight", None),
-    "mlp.linear_fc1.layer_norm_bias": ("post_attention_layernorm.bias", None),
-    "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
-    "mlp.linear_fc2.bias": ("mlp.down_proj.bias", None),
-    "mlp.router.weight": ("mlp.gate.weight", None),
-    "mlp.router.bias": ("mlp.gate.bias", None),
-    "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias", None),
-    EXPERTS + "linear_fc2.weight": ("mlp.experts.down_proj.weight", 2),
-    EXPERTS + "linear_fc2.bias": ("mlp.experts.down_proj.bias", None),
-    "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_expert.down_proj.weight", 1),
-    "mlp.shared_experts.gate_weight": ("mlp.shared_expert_gate.weight", None),
+    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", None),
+    "input_layernorm.bias": ("self_attention.linear_qkv.layer_norm_bias", None),
+    "self_attn.q_norm.weight": ("self_attention.q_layernorm.weight", None),
+    "self_attn.k_norm.weight": ("self_attention.k_layernorm.weight", None),
+    "self_attn.o_proj.weight": ("self_attention.linear_proj.weight", 1),
+    "self_attn.o_proj.bias": ("self_attention.linear_proj.bias", None),
+    "post_attention_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", None),
+    "post_attention_layernorm.bias": ("mlp.linear_fc1.layer_norm_bias", None),
+    "mlp.down_proj.weight": ("mlp.linear_fc2.weight", 1),
+    "mlp.down_proj.bias": ("mlp.linear_fc2.bias", None),
+    "mlp.gate.weight": ("mlp.router.weight", None),
+    "mlp.gate.bias": ("mlp.router.bias", None),
+    "mlp.gate.e_score_correction_bias": ("mlp.router.expert_bias", None),
+    "mlp.experts.down_proj.weight": (EXPERTS + "linear_fc2.weight", 2),
+    "mlp.experts.down_proj.bias": (EXPERTS + "linear_fc2.bias", None),
+    "mlp.shared_expert.down_proj.weight": ("mlp.shared_experts.linear_fc2.weight", 1),
+    "mlp.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight", None),
+}
+# The same for multi-head latent attention. Those that go down are split, or whole on every rank.
+_LATENT: Mapping[str, tuple[str, int | None]] = {
+    "self_attn.q_proj.weight": ("self_attention.linear_q_proj.weight", 0),
+    "self_attn.q_a_proj.weight": ("self_attention.linear_q_down_proj.weight", 0),
+    "self_attn.q_a_layernorm.weight": ("self_attention.q_layernorm.weight", None),
+    "self_attn.q_b_proj.weight": ("self_attention.linear_q_up_proj.weight", 0),
+    "self_attn.kv_a_proj_with_mqa.weight": ("self_attention.linear_kv_down_proj.weight", 0),
+    "self_attn.kv_a_layernorm.weight": ("self_attention.kv_layernorm.weight", None),
+    "self_attn.kv_b_proj.weight": ("self_attention.linear_kv_up_proj.weight", 0),
 }
 # Names of the same tensors in other versions and other kinds of layers.
 _SAME = (
     (r"input_layernorm\.(weight|bias)", r"self_attention.linear_qkv.layer_norm_\1"),
     (r"pre_mlp_layernorm\.(weight|bias)", r"mlp.linear_fc1.layer_norm_\1"),
+    (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight", r"self_attention.\1_layernorm.weight"),
     (r"mlp\.experts\.local_experts\.", EXPERTS),
 )
 
@@ -114,12 +126,12 @@ def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape]) -> Itera
 
     for kind in ("weight", "bias"):
         names = [f"{ours}self_attn.{one}_proj.{kind}" for one in "qkv"]
-        if names[0] in shapes:
+        if names[2] in shapes:
             yield _by_group(f"{theirs}self_attention.linear_qkv.{kind}", names, shapes, model.kv_heads)
-    for name, (source, split) in _PLAIN.items():
+    for source, (name, split) in ({**_PLAIN, **_LATENT} if model.mla else _PLAIN).items():
         if ours + source in shapes:
             part = _plain(theirs + name, ours + source, shapes, split)
-            yield replace(part, own_norm=source.startswith("post_attention") and model.has_experts(index))
+            yield replace(part, te=_in_te(name, model, index), local=_in_local(name))
     for kind in ("weight", "bias"):
         yield from joined(f"mlp.linear_fc1.{kind}", [f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"])
         experts = [f"mlp.experts.{one}_proj.{kind}" for one in ("gate", "up")]
@@ -169,10 +181,18 @@ def usual_name(name: str) -> str:
     return head + tail
 
 
-def other_names(part: Part) -> list[str]:
-    """What a tensor is also called inside its layer, by those who keep a norm apart from the projection after it."""
-    _, tail = split_layer(part.name)
-    return [tail.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")] if part.own_norm else []
+def _in_te(tail: str, model: ModelConfig, layer: int) -> str:
+    """Norms are parts of the projections after them, but for those before experts and before latent attention."""
+    if model.mla:
+        tail = tail.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+        tail = re.sub(r"\.(q|kv)_layernorm\.weight", r".linear_\1_up_proj.layer_norm_weight", tail)
+    return tail.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.") if model.has_experts(layer) else tail
+
+
+def _in_local(tail: str) -> str:
+    """Norms are modules of their own."""
+    tail = tail.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    return tail.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
 def is_projection(name: str) -> bool:

@@ -20,7 +20,7 @@ from mega_ckpt.formats.megatron_args import write_args
 from mega_ckpt.formats.megatron_contents import overlap
 from mega_ckpt.formats.megatron_names import Part, parts_of
 from mega_ckpt.pieces import Shape
-from mega_ckpt.source import Source, put_file
+from mega_ckpt.source import Source, cast_dtype, put_file
 
 RELEASE = "release"
 
@@ -51,8 +51,7 @@ class Writing:
 
     def dtype(self, part: Part) -> torch.dtype:
         """What a tensor is written as."""
-        stored = self._source.dtype(part.pieces[0].name)
-        return self._dtype if self._dtype is not None and stored.is_floating_point else stored
+        return cast_dtype(self._source, part.pieces[0].name, self._dtype)
 
     def block(self, part: Part, offset: Shape, shape: Shape) -> Tensor:
         """`tensor[offset : offset + shape]`; zeros where it has no element of the model."""
