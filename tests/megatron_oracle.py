@@ -56,7 +56,7 @@ def _prepare() -> None:
 
 
 def _config(args: Namespace) -> Any:
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     functions = {"swiglu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
     experts = {} if not args.num_experts else {
@@ -65,7 +65,14 @@ def _config(args: Namespace) -> Any:
         "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
         "moe_router_pre_softmax": args.moe_router_pre_softmax, "moe_aux_loss_coeff": 0.0,
     }  # fmt: skip
-    return TransformerConfig(
+    latent = {} if not args.multi_latent_attention else {
+        "q_lora_rank": args.q_lora_rank, "kv_lora_rank": args.kv_lora_rank, "qk_head_dim": args.qk_head_dim,
+        "qk_pos_emb_head_dim": args.qk_pos_emb_head_dim, "v_head_dim": args.v_head_dim, "rope_type": args.rope_type,
+        "rotary_base": args.rotary_base, "mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim,
+        "rotary_scaling_factor": args.rotary_scaling_factor, "multi_latent_attention": True,
+    }  # fmt: skip
+    kind = MLATransformerConfig if latent else TransformerConfig
+    return kind(
         num_layers=args.num_layers, hidden_size=args.hidden_size, ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads, num_query_groups=args.num_query_groups,
         kv_channels=args.kv_channels, normalization=args.normalization, layernorm_epsilon=args.norm_epsilon,
@@ -76,7 +83,7 @@ def _config(args: Namespace) -> Any:
         gradient_accumulation_fusion=False, pipeline_dtype=torch.float32,
         tensor_model_parallel_size=args.tp, pipeline_model_parallel_size=args.pp, expert_model_parallel_size=args.ep,
         virtual_pipeline_model_parallel_size=args.vp if args.vp > 1 else None,
-        **experts,
+        **experts, **latent,
     )  # fmt: skip
 
 
@@ -91,7 +98,10 @@ def _models(args: Namespace) -> list[Any]:
         args.tp, args.pp, args.vp if args.vp > 1 else None, expert_model_parallel_size=args.ep
     )
     spec = get_gpt_layer_local_spec(
-        num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
+        num_experts=args.num_experts,
+        qk_layernorm=args.qk_layernorm,
+        normalization=args.normalization,
+        multi_latent_attention=args.multi_latent_attention,
     )
     out = []
     for stage in range(args.vp):

@@ -34,6 +34,11 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 12}
 
+LATENT: dict[str, Any] = {
+    "mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}, "num_kv_heads": None,
+    "head_dim": None, "qkv_bias": False, "position": "rope", "rope": {"interleaved": True},
+}  # fmt: skip
+
 
 def mega(folder: Path, fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint of random weights."""
@@ -64,7 +69,9 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         "position": draw(st.sampled_from(["rope", "learned", "none"])), "mlp_bias": bias, "attention_out_bias": bias,
         "qkv_bias": bias or draw(st.booleans()),
     }  # fmt: skip
-    fields["qk_norm"] = fields["norm"] == "rmsnorm" and draw(st.booleans())
+    if not bias and draw(st.integers(0, 3)) == 0:
+        fields |= LATENT | {"mla": LATENT["mla"] | {"q_lora_rank": draw(st.sampled_from([None, 12]))}}
+    fields["qk_norm"] = "mla" not in fields and fields["norm"] == "rmsnorm" and draw(st.booleans())
     if not bias and draw(st.booleans()):
         fields["moe"] = EXPERTS | {
             "shared_ffn_hidden_size": draw(st.sampled_from([0, 8])), "selection_bias": draw(st.booleans()),
@@ -81,7 +88,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
 def test_there_and_back(
     fields: dict[str, Any], tp: int, pp: int, kind: str, implementation: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    tp = 1 if fields["num_kv_heads"] == 1 and kind == "torch" else tp
+    tp = 1 if fields["num_kv_heads"] == 1 and "mla" not in fields and kind == "torch" else tp
     for name in ("mega", "megatron", "back"):
         shutil.rmtree(tmp_path / name, ignore_errors=True)
     source = mega(tmp_path / "mega", fields, dtype)
@@ -397,6 +404,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope": {"scaling": "linear", "factor": 4.0, "fraction": 0.5}},
     "yarn": {"rope": {"scaling": "yarn", "factor": 40.0, "original_max_position": 4096, "mscale": 1.0}},
     "window": {"sliding_window": 7},
+    "latent": {**LATENT, "rope": {"interleaved": True, "scaling": "yarn", "factor": 40.0, "original_max_position": 4096}},
     "experts": {
         "moe": EXPERTS | {
             "score": "sigmoid", "groups": 2, "top_groups": 1, "group_score": "top2", "selection_bias": True, "bias_rate": 0.01,

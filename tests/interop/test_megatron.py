@@ -25,7 +25,7 @@ BASE: dict[str, Any] = {
     "padded_vocab_size": 64, "vocab_size": 64, "max_position_embeddings": 64,
     "untie_embeddings_and_output_weights": True, "position_embedding_type": "rope", "rotary_percent": 1.0,
     "rotary_base": 10000, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "hidden_dropout": 0.0,
-    "attention_dropout": 0.0, "moe_router_pre_softmax": False,
+    "attention_dropout": 0.0, "moe_router_pre_softmax": False, "multi_latent_attention": False,
 }  # fmt: skip
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 EXPERTS = {
@@ -44,6 +44,14 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     ),
     "experts": ({**GROUPED, **EXPERTS}, {"tp": 1, "pp": 2, "ep": 2}),
     "experts-shared": ({**EXPERTS, "moe_shared_expert_intermediate_size": 40}, {"tp": 2, "pp": 1}),
+    "latent": (
+        {
+            "multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 6,
+            "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "rope_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 0.7,
+            "mscale_all_dim": 0.9,
+        },
+        {"tp": 2, "pp": 2},
+    ),
     "interleaved": ({}, {"tp": 1, "pp": 2, "vp": 2}),
 }  # fmt: skip
 

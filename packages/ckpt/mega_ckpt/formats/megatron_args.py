@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.base import TRAINING_FIELDS
 from mega_ckpt.families.keys import Entry, Key, MismatchError, Only, Raw
+from mega_ckpt.families.plain import plain, resolved
 from mega_ckpt.formats.pickles import words
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig, RopeConfig
@@ -430,13 +430,13 @@ def write_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     Raises:
         CheckpointError: naming every setting that Megatron has not.
     """
-    out: dict[str, Any] = {}
+    out, model = dict[str, Any](), plain(model)
     for entry in SETTINGS:
         try:
             out |= entry.write(model)
         except MismatchError as error:
             raise CheckpointError(f"Megatron cannot express this model: {error}") from None
-    lost = _different(_resolved(model), _resolved(read_args(out, "what would be written")))
+    lost = _different(_said(model), _said(read_args(out, "what would be written")))
     if model.qk_norm and model.norm == "layernorm":
         lost.append("qk_norm = True (in Megatron it would be a layernorm)")
     if lost:
@@ -451,10 +451,9 @@ def write_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     }
 
 
-def _resolved(model: ModelConfig) -> dict[str, Any]:
-    """What counts when a model computes from its weights."""
-    fields = model.model_dump(exclude=set(TRAINING_FIELDS)) | {"num_kv_heads": model.kv_heads}
-    return fields | {"head_dim": model.head_size, "rope": fields["rope"] if model.position == "rope" else None}
+def _said(model: ModelConfig) -> dict[str, Any]:
+    fields = resolved(model).model_dump()
+    return fields | {"rope": fields["rope"] if model.position == "rope" else None}
 
 
 def _different(one: Raw, other: Raw) -> list[str]:

@@ -70,7 +70,7 @@ class _Stack:
     @classmethod
     def of(cls, part: Part, model: ModelConfig) -> _Stack:
         head, _ = split_layer(part.name)
-        alike = model.moe is None or model.moe.layers is None
+        alike = len({model.has_experts(layer) for layer in range(model.num_layers)}) == 1
         return cls(int(head.split(".")[2]) if head and alike else None, model.num_layers)
 
     def keys(self, part: Part, *, latent: bool) -> list[str]:
