@@ -44,6 +44,7 @@ def _prepare() -> None:
     warnings.simplefilter("ignore")
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     torch.cuda.synchronize = lambda *_: None
@@ -51,6 +52,7 @@ def _prepare() -> None:
     torch.Tensor.cuda = lambda tensor, *_: tensor
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoTracker(), True
     moe_utils.te_general_gemm = None
+    multi_latent_attention.TELinear = multi_latent_attention.TEColumnParallelLinear = _Attention  # any class
     filesystem_async._process_memory = lambda: 0  # asks for psutil
     filesystem_async._results_queue = queue.Queue()  # else of a process of its own
 
@@ -87,6 +89,19 @@ def _config(args: Namespace) -> Any:
     )  # fmt: skip
 
 
+class _Attention(torch.nn.Module):
+    """What latent attention asks of an attention; Megatron's own takes no heads whose values have another size."""
+
+    def __init__(self, *_: Any, softmax_scale: float, **__: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        heads = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [S, B, H, d] -> [B, H, S, d]
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
 def _models(args: Namespace) -> list[Any]:
     """The chunks of this rank."""
     from megatron.core import parallel_state
@@ -103,6 +118,8 @@ def _models(args: Namespace) -> list[Any]:
         normalization=args.normalization,
         multi_latent_attention=args.multi_latent_attention,
     )
+    if args.multi_latent_attention:
+        spec.submodules.self_attention.submodules.core_attention = _Attention
     out = []
     for stage in range(args.vp):
         places = {"vp_stage": stage} if args.vp > 1 else {}
