@@ -27,6 +27,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 61, "qk_norm": True,
         "qkv_bias": True, "activation": "geglu", "sliding_window": 11, "rope": {"theta": 100.0, "fraction": 0.5},
     },
+    "gemma": {
+        "num_attention_heads": 8, "num_kv_heads": 4, "head_dim": 6, "vocab_size": 53, "tie_embeddings": True,
+        "norm_position": "both", "zero_centered_norm": True, "qk_norm": True, "scale_embeddings": True,
+        "attention_softcap": 2.0, "logit_softcap": 1.5, "attention_sinks": True, "attention_scale": 0.5,
+        "sliding_window": 5, "full_attention_layers": [1], "rope": {"theta": 500.0}, "local_rope": {"theta": 20.0},
+        "activation_limit": 0.7, "mlp_bias": True,
+    },
     "mla": {
         "num_attention_heads": 8, "vocab_size": 61, "qkv_bias": True, "rope": {"theta": 100.0, "interleaved": True},
         "mtp_layers": 1,

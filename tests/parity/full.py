@@ -32,6 +32,8 @@ below {tolerance:g}.
 - `dense`: RMSNorm, SwiGLU, rope
 - `tied`: tied embeddings, LayerNorm, GELU, learned positions, biases, three dropouts, a vocabulary of 59
 - `gqa`: fewer key/value heads than tensor ranks, query-key norm, a sliding window, a vocabulary of 61
+- `gemma`: norms before and after, zero-centred; soft caps, sinks, bounded SwiGLU, scaled tied embeddings, a window and
+  a rotation of its own in every layer but one, a vocabulary of 53
 - `mla`: latent attention, of queries too or tied embeddings; one or two layers that predict further tokens
 - `long`: grouped key/value heads, one layer with a sliding window and one without, soft-capped scores, two dropouts
 - `moe`: a dense layer, then layers of eight experts of which a token takes two, and one that all take behind a gate;

@@ -46,6 +46,7 @@ swap = mock.patch.object
 TP = case("gqa", 2, parallel={"tp": 2})
 SP = case("tied", 2, parallel={"tp": 2, "sp": True})
 SHARED = case("gqa", 4, parallel={"tp": 4})  # every key/value head on two ranks
+SINKS = case("gemma", 2, parallel={"tp": 2})
 PP = case("tied", 2, parallel={"pp": 2}, micro=2)
 ZB = case("dense", 2, layers=4, parallel={"pp": 2, "schedule": "zb-h1"}, micro=2)
 ZBV = case("tied", 2, layers=4, parallel={"pp": 2, "schedule": "zbv", "virtual_stages": 2}, micro=2)
@@ -110,6 +111,17 @@ def _without_sync() -> AbstractContextManager[Any]:
 def _tied_without_sync() -> AbstractContextManager[Any]:
     real = builder.vocab_parameter
     return swap(builder, "vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
+
+
+def _sinks_left_out() -> AbstractContextManager[Any]:
+    """Every rank but the first takes its sinks for copies of the first's."""
+    real = Builder._parameter
+
+    def parameter(self: Builder, shape: Any, pieces: Any, **options: Any) -> Any:
+        copies = {"replicas": (self.groups.tp,)} if pieces[0].name.endswith(".sinks") else {}
+        return real(self, shape, pieces, **{**options, **copies})
+
+    return swap(Builder, "_parameter", parameter)
 
 
 def _norm_counts_copies() -> AbstractContextManager[Any]:
@@ -307,10 +319,15 @@ def _dropout_of_first_heads() -> AbstractContextManager[Any]:
 def _padding_takes_part() -> AbstractContextManager[Any]:
     real = loss._chunk
 
-    def chunk(hidden: Tensor, head: Tensor, labels: Tensor, group: Any, vocab_size: int) -> Any:
-        return real(hidden, head, labels, group, head.shape[0] * group.size)
+    def chunk(hidden: Tensor, head: Tensor, labels: Tensor, group: Any, vocab_size: int, softcap: Any) -> Any:
+        return real(hidden, head, labels, group, head.shape[0] * group.size, softcap)
 
     return swap(loss, "_chunk", chunk)
+
+
+def _cap_without_slope() -> AbstractContextManager[Any]:
+    real = loss._chunk
+    return swap(loss, "_chunk", lambda *args: (*real(*args)[:-1], None))
 
 
 def _loss_of_local_logits() -> AbstractContextManager[Any]:
@@ -497,6 +514,8 @@ MUTATIONS = [
     Mutation("mean of micro-batch means, one rank", replace(DP, ranks=1), _mean_of_means),
     Mutation("each rank divides by its own tokens", DP, _own_tokens),
     Mutation("norm counts a replicated tensor on every rank", TP, _norm_counts_copies),
+    Mutation("norm leaves sinks out but on the first rank", SINKS, _sinks_left_out),
+    Mutation("logits are capped, their gradient is not", SINKS, _cap_without_slope),
     Mutation("norm of this rank's part alone, tensor parallel", TP, _norm_of_this_rank("tp")),
     Mutation("norm of this rank's part alone, pipeline", PP, _norm_of_this_rank("pp")),
     Mutation("norm counts the tied embedding on both stages", PP, _norm_counts_copies),

@@ -44,11 +44,16 @@ class Kernels(Protocol):
     def grouped_outer(self, y: Tensor, x: Tensor, rows: Rows) -> Tensor:
         """Sum of each group's outer products: [M, N] x [M, D] -> [G, N, D], the gradient of a grouped linear's weight."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last axis (arXiv:1910.07467), statistics in at least fp32."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+        """x / rms(x) * weight over the last axis (arXiv:1910.07467), statistics in at least fp32.
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """(x - mean) / std * weight + bias over the last axis (arXiv:1607.06450)."""
+        With `zero_centered` the factor is 1 + weight, and the product too is in at least fp32, as in Gemma.
+        """
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
+    ) -> Tensor:
+        """(x - mean) / std * weight + bias over the last axis (arXiv:1607.06450); `zero_centered` as for `rms_norm`."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
         """Scaled dot-product attention with grouped queries.
