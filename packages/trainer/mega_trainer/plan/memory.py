@@ -99,14 +99,14 @@ def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float
     elif run.recompute != "selective":
         per_score = element + (1 + element if model.attention_dropout else 0)
         split += model.num_attention_heads * keys * per_score
-    routed, moe = 0.0, model.moe
+    moe = model.moe
     if moe and model.has_experts(layer):
         # each of a token's rows at its experts, and as they come back; logits and scores in fp32
-        routed = element * moe.top_k * width * (run.expert_tp + 1) + 2 * 4 * moe.num_experts
+        split += element * moe.top_k * width * (run.expert_tp + 1) + 2 * 4 * moe.num_experts
     gated = 4 if run.recompute == "none" else 3  # gate, up, their product; torch keeps the activated gate besides
     split += element * (gated if model.gated else 2) * ffn_width(model, layer)
     inputs += element * latents
-    return _tokens(run) * (inputs / (run.tp if run.sp else 1) + element * latents + (split + routed) / run.tp)
+    return _tokens(run) * (inputs / (run.tp if run.sp else 1) + element * latents + split / run.tp)
 
 
 def _attention_widths(model: ModelConfig) -> tuple[int, int]:
