@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,11 +41,27 @@ MODELS: dict[str, dict[str, Any]] = {
             "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
         },
     },
+    "moe": {
+        "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 61, "mlp_bias": True,
+        "moe": {
+            "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24,
+            "shared_ffn_hidden_size": 16, "shared_gate": True, "selection_bias": True, "bias_rate": 0.01, "router_bias": True,
+            "aux_loss": 0.1, "z_loss": 0.01, "scaling": 1.5,
+        },
+    },
+}  # fmt: skip
+MODELS["deepseek"] = MODELS["mla"] | {
+    "moe": {
+        "num_experts": 8, "top_k": 3, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16, "score": "sigmoid",
+        "groups": 4, "top_groups": 2, "group_score": "top2", "selection_bias": True, "bias_rate": 0.01,
+        "aux_loss": 0.1, "scaling": 2.5,
+    },
 }  # fmt: skip
 # Of which each layout draws one.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
 }
+VARIANTS["deepseek"] = VARIANTS["mla"]
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
 
@@ -103,7 +120,17 @@ class Case:
     @property
     def layout(self) -> dict[str, Any]:
         """The layout's degrees, all of them."""
-        degrees = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "schedule": "1f1b", "zero": 1, **self.parallel}
+        one = {
+            "tp": 1,
+            "sp": False,
+            "pp": 1,
+            "virtual_stages": 1,
+            "schedule": "1f1b",
+            "zero": 1,
+            "ep": 1,
+            "expert_tp": 1,
+        }
+        degrees = one | self.parallel
         dp = self.ranks // (degrees["tp"] * degrees["pp"])
         return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none"), "optimizer": self.optimizer}
 
@@ -117,7 +144,10 @@ class Case:
 
 def model(name: str, layers: int = 2) -> dict[str, Any]:
     """The fields of one of the models, with so many layers."""
-    return {**COMMON, **MODELS[name], "num_layers": layers}
+    fields = {**COMMON, **MODELS[name], "num_layers": layers}
+    if "moe" in fields:
+        fields["moe"] = {**fields["moe"], "layers": list(range(1, layers + fields.get("mtp_layers", 0)))}
+    return fields
 
 
 def case(name: str, ranks: int, *, layers: int = 2, variant: Mapping[str, Any] | None = None, **more: Any) -> Case:
@@ -138,13 +168,27 @@ def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
             yield shape if schedule == "1f1b" else {**shape, "schedule": schedule}
 
 
+def expert_degrees(name: str, ranks: int, shape: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A layout with every combination of ep and expert_tp, where the model has experts; `deepseek` draws one."""
+    if "moe" not in MODELS[name]:
+        yield dict(shape)
+        return
+    stage = ranks // shape["pp"]
+    degrees = [pair for pair in product((1, 2, 4, 8), (1, 2, 4)) if stage % math.prod(pair) == 0 and shape["zero"] < 3]
+    if name == "deepseek" and degrees:
+        degrees = [random.Random(f"{ranks} {shape}").choice(degrees)]
+    for ep, expert_tp in degrees:
+        yield {**shape, "ep": ep, "expert_tp": expert_tp}
+
+
 def all_layouts() -> list[Case]:
     """Every layout of up to eight ranks, for each model; what else there is to choose is drawn, the same each time."""
     return [
         _with_choices(name, ranks, parallel)
         for name in MODELS
         for ranks in range(1, RANKS + 1)
-        for parallel in degrees(ranks, (1, 2, 4, 8))
+        for shape in degrees(ranks, (1, 2, 4, 8))
+        for parallel in expert_degrees(name, ranks, shape)
     ]
 
 

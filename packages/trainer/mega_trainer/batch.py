@@ -40,6 +40,7 @@ class MicroBatch:
         documents: int32 [B, S], which document each token belongs to, when attention is closed at document ends.
         samples: the global number of each sample.
         ahead: for each of the model's layers that predict further tokens.
+        matters: bool [B, S], tokens with a label that counts at or behind them; the others influence nothing. None: all.
     """
 
     tokens: Tensor
@@ -49,6 +50,7 @@ class MicroBatch:
     documents: Tensor | None
     samples: Sequence[int]
     ahead: Sequence[Ahead] = ()
+    matters: Tensor | None = None
 
 
 def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> Iterator[MicroBatch]:
@@ -64,6 +66,7 @@ def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> 
             f"{config.model.vocab_size}",
             hint="the data were made with another tokenizer, or model.vocab_size is too small",
         )
+    matters = np.logical_or.accumulate(batch.loss_mask[:, ::-1], axis=1)[:, ::-1]
     further = [_ahead(batch, places) for places in range(1, config.model.mtp_layers + 1)]
     for start in range(0, len(batch.sample_ids), size):
         part = slice(start, start + size)
@@ -79,6 +82,7 @@ def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> 
             documents=None if batch.document_ids is None else tensor(batch.document_ids),
             samples=[int(sample) for sample in batch.sample_ids[part]],
             ahead=[Ahead(*map(tensor, arrays)) for arrays in further],
+            matters=tensor(matters),
         )
 
 
