@@ -30,6 +30,7 @@ class Moe(nn.Module):
         moe, name, groups = build.config.moe, f"model.layers.{layer}.mlp", build.groups
         assert moe is not None
         self.tp, self.sp = groups.tp, build.sp
+        self.sharers = groups.cp.size * (groups.tp.size if build.sp else 1)  # ranks that share a sequence's positions
         self.router = Router(build, layer)
         self.experts = Experts(build, f"{name}.experts", recompute=recompute)
         self.dispatch = AllToAll(moe.num_experts, groups.ep, groups.expert_tp.size)
@@ -59,14 +60,16 @@ class Moe(nn.Module):
         """What this rank's tokens are."""
         rows, length = x.shape[:2]
         first = self.tp.rank * length if self.sp else 0
-        places = torch.arange(first, first + length, device=x.device)
+        part = slice(first, first + length)
+        places = torch.arange(part.start, part.stop, device=x.device)
         matter = torch.ones(rows, length, dtype=torch.bool, device=x.device)
-        if context.routing is not None and context.routing.matters is not None:
-            matter = context.routing.matters[:, first : first + length]
+        if context.routing is not None:
+            matter = matter if context.routing.matters is None else context.routing.matters[:, part]
+            places = places if context.routing.places is None else context.routing.places[part]
         row = torch.arange(rows, device=x.device).repeat_interleave(length)
         fields = [row, places.repeat(rows), matter.flatten()]
         row, place, matter = fields if self.sp else [own_share(field, self.tp) for field in fields]
-        return Tokens(row, place, matter, rows, length * (self.tp.size if self.sp else 1))
+        return Tokens(row, place, matter, rows, length * self.sharers)
 
 
 class Experts(nn.Module):

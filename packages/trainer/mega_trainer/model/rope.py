@@ -8,6 +8,7 @@ an order that they share does not change.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +34,22 @@ class Rotation:
         return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1)
 
 
-def rotation(config: ModelConfig, rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> Rotation:
+def rotation(
+    config: ModelConfig,
+    rope: RopeConfig,
+    positions: Tensor,
+    dtype: torch.dtype,
+    lengths: Sequence[int] | None = None,
+) -> Rotation:
     """The rotation at integer `positions` [B or 1, S]. Angles are computed in fp32, as transformers does.
 
-    What depends on the length at hand depends on that of each row by itself, not on its neighbours'.
+    What depends on the length at hand depends on that of each row by itself, not on its neighbours'; `lengths` are those
+    of whole rows, where `positions` are only some of theirs.
     """
-    lengths = (positions.amax(-1) + 1).tolist() if rope.scaling in ("dynamic", "longrope") else [0]
+    if rope.scaling not in ("dynamic", "longrope"):
+        lengths = [0]
+    elif lengths is None:
+        lengths = (positions.amax(-1) + 1).tolist()
     size = config.mla.qk_rope_head_dim if config.mla else config.head_size
     made = [frequencies(rope, size, config.max_position, length) for length in lengths]
     frequency, scale = torch.stack([row for row, _ in made]).unsqueeze(1), made[0][1]

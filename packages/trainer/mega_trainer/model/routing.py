@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import Group, all_reduce
+
+if TYPE_CHECKING:
+    from mega_trainer.batch import MicroBatch
 
 SUMS = 5  # numbers of a layer before those of its experts
 
@@ -23,6 +26,7 @@ class Routing:
 
     Attributes:
         matters: bool [B, S], the tokens that count; None: all.
+        places: int64 [S], where they stand in their sequences, where context ranks have others; None: all are here.
         sequence_weight: of one sequence in the losses: (loss scale) / sequences of the step, over all ranks.
         batch_weight: of one micro-batch: (loss scale) / micro-batches of the step.
         loads: by layer, what its router did with this rank's tokens. Set, not added to: a forward may be repeated.
@@ -31,6 +35,7 @@ class Routing:
     """
 
     matters: Tensor | None
+    places: Tensor | None
     sequence_weight: float
     batch_weight: float
     loads: dict[int, Tensor] = field(default_factory=dict)
@@ -56,7 +61,9 @@ class Tokens:
 def routings(batches: Sequence[MicroBatch], data: Group, loss_scale: float) -> list[Routing]:
     """What the routers need to know of each of a rank's micro-batches of a step; `data` are the ranks with others."""
     sequences = sum(len(batch.tokens) for batch in batches) * data.size
-    return [Routing(batch.matters, loss_scale / sequences, loss_scale / len(batches)) for batch in batches]
+    return [
+        Routing(batch.matters, batch.places, loss_scale / sequences, loss_scale / len(batches)) for batch in batches
+    ]
 
 
 def summed_loads(routings: Sequence[Routing]) -> dict[int, Tensor]:
