@@ -163,6 +163,6 @@ def test_a_part_of_a_sequence_is_rotated_as_in_the_whole() -> None:
     )
     positions = torch.arange(16)[None]
     whole = rotation(config, rope, positions, torch.float32)
-    part = rotation(config, rope, positions[:, :4], torch.float32, longest=16)
+    part = rotation(config, rope, positions[:, :4], torch.float32, lengths=[16])
     assert torch.equal(part.cos, whole.cos[:, :4])
     assert not torch.equal(rotation(config, rope, positions[:, :4], torch.float32).cos, part.cos)

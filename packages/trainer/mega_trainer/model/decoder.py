@@ -128,11 +128,11 @@ class Decoder(nn.Module):
         where context ranks have other tokens.
         """
         turn = local = None
-        longest = None if outline is None else outline.longest
+        lengths = None if outline is None else outline.lengths
         if self.config.position == "rope":
-            turn = rotation(self.config, self.config.rope, positions, self.dtype, longest)
+            turn = rotation(self.config, self.config.rope, positions, self.dtype, lengths)
             local_rope = self.config.local_rope
-            local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype, longest)
+            local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype, lengths)
         sight = sight or Sequences(positions.shape[-1] * self.groups.cp.size, documents, positions.device, outline)
         return Context(sight, turn, local, cache, dropout, routing)
 
