@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 # Which of a block's keys its queries see: every one, those at or before the query's own place in a square block, or
-# those where a boolean, broadcastable to [B, H, S, T], is True.
+# those where a boolean [B or 1, 1, S, T] is True.
 Seen = Tensor | Literal["all", "causal"]
 
 
