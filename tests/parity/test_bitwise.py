@@ -148,6 +148,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
         ("dense", 2, {"zero": 1}, "fp32", "adamw"),
         ("tied", 4, {"tp": 2, "zero": 1}, "bf16", "muon"),
         ("tied", 4, {"pp": 2, "virtual_stages": 2, "zero": 1}, "fp32", "adamw"),
+        ("tied", 4, {"pp": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 1}, "bf16", "adamw"),
         *(("dense", 4, {"zero": zero}, "bf16", "adamw") for zero in ZERO_LEVELS),
     ]
     cases = [
@@ -160,9 +161,9 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
 def moves() -> list[tuple[Case, Case]]:
     """From each layout to the next, with the models in turn."""
     shapes = [
-        (1, {}), (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"pp": 4}), (4, {"pp": 2, "virtual_stages": 2, "zero": 1}),
+        (1, {}), (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"pp": 4}), (4, {"pp": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 1}),
         (4, {"tp": 2, "pp": 2, "zero": 0}), (3, {"zero": 1}), (8, {"tp": 8}), (3, {"pp": 3, "pipeline_layout": [0, 3, 1]}),
-        (4, {"tp": 2, "zero": 3}), (2, {"pp": 2}), (8, {"tp": 2, "pp": 2, "zero": 1}), (1, {}),
+        (4, {"tp": 2, "zero": 3}), (2, {"pp": 2, "schedule": "zb-h1"}), (8, {"tp": 2, "pp": 2, "zero": 1}), (1, {}),
     ]  # fmt: skip
     rules = cycle([("tied", "adamw"), ("gqa", "muon"), ("dense", "adamw")])
     return [

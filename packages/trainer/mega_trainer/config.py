@@ -26,7 +26,9 @@ class ParallelConfig(Config):
     sp: bool = Field(False, description="split the residual stream over the sequence among the tensor ranks")
     pp: PositiveInt = 1
     virtual_stages: PositiveInt = 1
-    schedule: Literal["1f1b", "zb-h1", "zbv"] = "1f1b"
+    schedule: Literal["1f1b", "zb-h1", "zbv"] = Field(
+        "1f1b", description="zb-h1 and zbv (which has 2 virtual stages) fill waits with weight gradients put off"
+    )
     pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
     cp: PositiveInt = 1
     cp_kind: Literal["ring", "allgather", "alltoall"] = "ring"
@@ -198,9 +200,8 @@ class RunConfig(Config):
         if model.moe is not None:
             yield Problem("model.moe", "mixtures of experts cannot be trained yet", hint="choose a dense model")
         yield from model_problems(self)
-        for axis in ("cp", "ep"):
-            if getattr(parallel, axis) > 1:
-                yield Problem(f"parallel.{axis}", "only 1 is possible yet", getattr(parallel, axis))
+        if parallel.ep > 1:
+            yield Problem("parallel.ep", "only 1 is possible yet", parallel.ep)
         if parallel.zero == 3 and parallel.pp > 1:
             rule = "3 gathers weights for every micro-batch, which a pipeline has many of"
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")

@@ -29,7 +29,6 @@ from mega_trainer.model.builder import Builder, Norm
 from mega_trainer.model.context import Cache, Context
 from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.rope import yarn_mscale
-from mega_trainer.parallel.deferred import deferring
 from mega_trainer.parallel.tensor import gather_sequence, sum_gradient
 
 
@@ -42,7 +41,7 @@ class LatentAttention(nn.Module):
         assert mla is not None
         name, heads = f"model.layers.{layer}.self_attn", config.num_attention_heads
         self.layer, self.mla, self.size = layer, mla, config.head_size
-        self.linear, self.tp, self.sp = deferring(build.kernels, build.deferred), tp, build.sp
+        self.linear, self.tp, self.sp = build.linear, tp, build.sp
         self.core = AttentionCore(build, layer, scale=score_scale(config), recompute=recompute)
         if mla.q_lora_rank is None:
             self.query = build.column([(f"{name}.q_proj", heads * self.size)], bias=False)
@@ -113,7 +112,7 @@ class Latent(nn.Module):
         super().__init__()
         config, mla = build.config, build.config.mla
         assert mla is not None
-        self.linear, self.width = deferring(build.kernels, build.deferred), width
+        self.linear, self.width = build.linear, width
         rows = width + more
         self.weight = build.replicated(f"{projection}.weight", (rows, config.hidden_size), std=config.init_std)
         self.bias = build.replicated(f"{projection}.bias", (rows,)) if config.qkv_bias else None

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
-from mega_trainer.parallel.deferred import deferring
 
 
 class Predictor(nn.Module):
@@ -30,7 +29,7 @@ class Predictor(nn.Module):
     def __init__(self, build: Builder, layer: int, *, selective: bool = False) -> None:
         super().__init__()
         name, width = f"model.layers.{layer}", build.config.hidden_size
-        self.layer, self.linear = layer, deferring(build.kernels, build.deferred)
+        self.layer, self.linear = layer, build.linear
         self.embedding_norm, self.hidden_norm = build.norm(f"{name}.enorm"), build.norm(f"{name}.hnorm")
         self.join = build.replicated(f"{name}.eh_proj.weight", (width, 2 * width), std=build.config.init_std)
         self.block = Block(build, layer, selective=selective)
