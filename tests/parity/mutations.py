@@ -126,17 +126,17 @@ def _norm_of_this_rank() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _mean_of_means() -> Any:
-    real = Decoder.loss
+    real = Decoder._head_loss
 
     def count_batches(batches: Sequence[Any], data: Any) -> float:
         count = torch.tensor(float(len(batches)), dtype=torch.float64)
         all_reduce(count, data)
         return count.item()
 
-    def mean(self: Decoder, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return real(self, x, labels, weights / weights.sum())
+    def mean(self: Decoder, hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        return real(self, hidden, labels, weights / weights.sum(), head)
 
-    with swap(step, "count_tokens", count_batches), swap(Decoder, "loss", mean):
+    with swap(step, "count_tokens", count_batches), swap(Decoder, "_head_loss", mean):
         yield
 
 

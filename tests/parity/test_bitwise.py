@@ -41,8 +41,9 @@ def pipelines(precision: str) -> list[Case]:
             precision=precision,
         )
         for shape in shapes
-        for model, micro in [("gqa", 1), ("dense", 4), ("tied", 2)]
-        if model != "tied" or shape.get("schedule") == "zbv"  # which has both uses of a tied embedding on one rank
+        for model, micro in [("gqa", 1), ("dense", 4), ("tied", 2), ("mla", 2)]
+        # which has both uses of an embedding on one rank
+        if model not in ("tied", "mla") or shape.get("schedule") == "zbv"
     ]  # fmt: skip
 
 
@@ -73,6 +74,8 @@ def zero_levels() -> list[tuple[Case, Case]]:
         ("tied", 4, {"pp": 2}, 1000, "adamw", "fp32"),
         ("tied", 3, {}, 1000, "adamw", "bf16"),
         ("gqa", 4, {"pp": 2, "schedule": "zb-h1"}, LARGE, "adamw", "bf16"),
+        ("mla", 4, {"tp": 2, "sp": True}, 1000, "muon", "bf16"),
+        ("mla", 4, {"pp": 2}, LARGE, "adamw", "fp64"),
         ("tied", 4, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 1000, "muon", "fp64"),
     ]
     plain = [

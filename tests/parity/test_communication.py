@@ -77,6 +77,29 @@ def tensor_parallel(one: Case) -> Traffic:
     return theory.traffic()
 
 
+def latents(one: Case) -> Traffic:
+    """Under sequence parallelism attention gathers latents, once, rather than the stream, and the MLP as ever.
+
+    A layer that predicts further tokens adds a layer, a look-up and a use of the head.
+    """
+    theory, m = Theory(), microbatches(one)
+    token = one.micro * S * BYTES[one.precision]
+    width = 20 + 12 + 4  # of the queries' latent, the other, and the shared part of the key
+    layers, uses = L + 1, 2
+    theory.expect("tp", "all_gather", m * layers, width * token)
+    theory.expect("tp", "reduce_scatter", m * layers, width * token)
+    theory.expect("tp", "all_gather", m * (layers * (1 + 3) + uses * 2), D * token)
+    theory.expect("tp", "reduce_scatter", m * (layers * (1 + 2) + uses * 2), D * token)
+    vectors = layers * (2 * D + (20 + 12) + (20 + 12 + 4)) + D + 3 * D  # norms and biases; the last norms
+    for elements in (layers * width * D + 2 * D * D, vectors):
+        theory.expect("tp", "all_reduce", 1, padded(elements, 1) * GRADIENT[one.precision])
+    statistic = one.micro * S * GRADIENT[one.precision]
+    theory.expect("tp", "all_reduce", m * uses, statistic)
+    theory.expect("tp", "all_reduce", m * uses, 2 * statistic)
+    theory.expect("tp", "all_gather", 1, one.layout["tp"] * NORM)
+    return theory.traffic()
+
+
 def pipeline(one: Case, rank: int) -> Traffic:
     """Each boundary between stages of different ranks is crossed once forward and once backward a micro-batch."""
     theory, m, layout = Theory(), microbatches(one), one.layout
@@ -174,6 +197,7 @@ TENSOR = [
         (4, True, 8, "bf16", "selective"), (2, False, 4, "fp32", "full"), (2, False, 8, "bf16", "selective"),
     ]
 ]  # fmt: skip
+LATENT = [case("mla", tp, parallel={"tp": tp, "sp": True}, micro=4, precision="fp32") for tp in (2, 4)]
 PIPELINE = [
     case(
         "dense", pp * tp, layers=4, micro=2, precision="bf16",
@@ -222,7 +246,7 @@ def traffic(cases: Sequence[Case]) -> list[Traffic]:
 @pytest.fixture(scope="module")
 def counted() -> dict[Case, list[Traffic]]:
     """By case, what each of its ranks counted."""
-    cases = [*TENSOR, *PIPELINE, *DATA, *SHARDED, *CONTEXTS]
+    cases = [*TENSOR, *LATENT, *PIPELINE, *DATA, *SHARDED, *CONTEXTS]
     results = zip(*run_ranks(traffic, 4, cases, timeout=100), strict=True)
     return {one: list(ranks[: one.ranks]) for one, ranks in zip(cases, results, strict=True)}
 
@@ -235,6 +259,12 @@ def only(counts: Traffic, group: str) -> Traffic:
 def test_tensor_parallel(counted: Any, one: Case) -> None:
     for counts in counted[one]:
         assert counts == tensor_parallel(one)
+
+
+@pytest.mark.parametrize("one", LATENT, ids=str)
+def test_latents(counted: Any, one: Case) -> None:
+    for counts in counted[one]:
+        assert counts == latents(one)
 
 
 @pytest.mark.parametrize("one", PIPELINE, ids=str)
