@@ -30,18 +30,26 @@ from mega_trainer.parallel.tensor import (
 
 
 class Norm(nn.Module):
-    """RMSNorm, or LayerNorm when it has a bias, over the last axis."""
+    """RMSNorm, or LayerNorm when it has a bias, over the last axis; `zero_centered` ones multiply by 1 + weight."""
 
-    def __init__(self, kernels: Kernels, weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        eps: float,
+        *,
+        zero_centered: bool = False,
+    ) -> None:
         super().__init__()
-        self.kernels, self.eps = kernels, eps
+        self.kernels, self.eps, self.zero_centered = kernels, eps, zero_centered
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., D] -> [.., D]."""
         if self.bias is None:
-            return self.kernels.rms_norm(x, self.weight, self.eps)
-        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
+            return self.kernels.rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
 
 
 class HeadsNorm(nn.Module):
@@ -51,16 +59,17 @@ class HeadsNorm(nn.Module):
     that several ranks hold count as often on each, which leaves the mean as it is.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float, group: Group) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, group: Group, *, zero_centered: bool) -> None:
         super().__init__()
-        self.weight, self.eps, self.group = weight, eps, group
+        self.weight, self.eps, self.group, self.zero_centered = weight, eps, group, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H/T, d] -> the same shape; statistics in at least fp32."""
         wide = x.flatten(-2).to(torch.promote_types(x.dtype, torch.float32))
         mean = wide.square().mean(-1, keepdim=True) / self.group.size
         mean = sum_gradient(sum_over(mean, self.group, sp=False), self.group)
-        return (wide * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype).view_as(x)
+        factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
+        return (wide * torch.rsqrt(mean + self.eps) * factor).to(x.dtype).view_as(x)
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,59 @@ class Builder:
         offset = self.replicated(f"{name}.bias", (out,)) if bias else None
         return RowLinear(self.kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
 
+    def expert_rows(self, names: Sequence[str], *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Fused projections [F, D] of this rank's experts, split by rows: [E/P, n F/Q, D], and their biases [E/P, n F/Q]."""
+        own, width = self._expert_width()
+        out: list[nn.Parameter] = []
+        for suffix, tail in (("weight", (self.config.hidden_size,)), ("bias", ()))[: 1 + bias]:
+            pieces = [
+                self._expert_piece(f"{name}.{suffix}", (width, *tail), axis=0, place=i) for i, name in enumerate(names)
+            ]
+            std = self.config.init_std if suffix == "weight" else None
+            out.append(self._expert_parameter((own * len(names), *tail), pieces, std=std))
+        return out[0], out[1] if bias else None
+
+    def expert_columns(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """A projection [D, F] of this rank's experts, split by columns: [E/P, D, F/Q], and its bias, whole: [E/P, D]."""
+        own, width = self._expert_width()
+        out = self.config.hidden_size
+        piece = self._expert_piece(f"{name}.weight", (out, width), axis=1)
+        weight = self._expert_parameter((out, own), [piece], std=self.residual_std)
+        if not bias:
+            return weight, None
+        same = (self.groups.expert_tp,)
+        whole = self._expert_piece(f"{name}.bias", (out,), axis=None)
+        return weight, self._expert_parameter((out,), [whole], replicas=same)
+
+    def _expert_width(self) -> tuple[int, int]:
+        """F/Q and F of an expert."""
+        assert self.config.moe is not None
+        width = self.config.moe.ffn_hidden_size
+        return width // self.groups.expert_tp.size, width
+
+    def _expert_piece(self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0) -> Piece:
+        """This rank's part of a stack of `shape`, split over the ranks of `expert_tp` by one of its axes.
+
+        Locally it is the part number `place` of several, one after another on the first axis.
+        """
+        assert self.config.moe is not None
+        groups, experts = self.groups, self.config.moe.num_experts
+        holders = groups.ep.size // groups.expert_tp.size
+        first = groups.ep.rank // groups.expert_tp.size * (experts // holders)
+        own = [n // groups.expert_tp.size if i == axis else n for i, n in enumerate(shape)]
+        offset = [groups.expert_tp.rank * n if i == axis else 0 for i, n in enumerate(own)]
+        start = [place * own[0], *(0 for _ in own[1:])]
+        return Piece(name, (experts, *shape), (first, *offset), (0, *start), (experts // holders, *own))
+
+    def _expert_parameter(
+        self, shape: Sequence[int], pieces: Sequence[Piece], *, std: float | None = None, replicas: Sequence[Group] = ()
+    ) -> nn.Parameter:
+        groups = self.groups
+        return make_parameter(
+            (pieces[0].shape[0], *shape), pieces, data=groups.expert_data, dtype=self.dtype, device=self.device,
+            std=std, parts=groups.ep, split=groups.expert_tp, grad_sync=replicas, replicas=replicas,
+        )  # fmt: skip
+
     def replicated(
         self,
         name: str,
@@ -161,15 +223,31 @@ class Builder:
         """The norm of the residual stream that the configuration asks for."""
         config, shape = self.config, (self.config.hidden_size,)
         bias = self.replicated(f"{name}.bias", shape) if config.norm == "layernorm" else None
-        return Norm(self.kernels, self.replicated(f"{name}.weight", shape, fill=1.0), bias, config.norm_eps)
+        weight = self.replicated(f"{name}.weight", shape, fill=self.norm_fill)
+        return Norm(self.kernels, weight, bias, config.norm_eps, zero_centered=config.zero_centered_norm)
+
+    @property
+    def norm_fill(self) -> float:
+        """What the weight of a norm starts from."""
+        return 0.0 if self.config.zero_centered_norm else 1.0
 
     def qk_norm(self, name: str, heads: int) -> Norm | HeadsNorm:
         """The norm of queries or keys that the configuration asks for: over each head, or over all of them."""
-        size, eps = self.config.head_size, self.config.norm_eps
+        size, eps, centered = self.config.head_size, self.config.norm_eps, self.config.zero_centered_norm
         if self.config.qk_norm_span == "all":
-            return HeadsNorm(self._heads_weight(f"{name}.weight", heads), eps, self.groups.tp)
+            weight = self._heads_weight(f"{name}.weight", heads)
+            return HeadsNorm(weight, eps, self.groups.tp, zero_centered=centered)
         # a rank sees only its own heads, so the gradient is partial
-        return Norm(self.kernels, self.replicated(f"{name}.weight", (size,), fill=1.0, partial_grad=True), None, eps)
+        weight = self.replicated(f"{name}.weight", (size,), fill=self.norm_fill, partial_grad=True)
+        return Norm(self.kernels, weight, None, eps, zero_centered=centered)
+
+    def sinks(self, name: str) -> nn.Parameter:
+        """This rank's part [H/T] of a number for each head."""
+        heads, tp = self.config.num_attention_heads, self.groups.tp
+        own = heads // tp.size
+        return self._parameter(
+            (own,), [Piece(name, (heads,), (tp.rank * own,), (0,), (own,))], std=self.config.init_std
+        )
 
     def _heads_weight(self, name: str, heads: int) -> nn.Parameter:
         """This rank's part of a weight over all heads; fewer heads than ranks are shared in the kv group."""
@@ -177,13 +255,14 @@ class Builder:
         own = (max(1, heads // tp.size) * size,)
         shared = (self.groups.kv,) if heads < tp.size else ()
         piece = Piece(name, (heads * size,), (tp.rank * heads // tp.size * size,), (0,), own)
-        return self._parameter(own, [piece], fill=1.0, grad_sync=shared, replicas=shared)
+        return self._parameter(own, [piece], fill=self.norm_fill, grad_sync=shared, replicas=shared)
 
     def vocabulary(self, name: str, *, shared: Sequence[Group] = ()) -> nn.Parameter:
         """A [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""
         return vocab_parameter(
             name, self.config.vocab_size, self.config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
             dtype=self.dtype, device=self.device, std=self.config.init_std, grad_sync=shared, replicas=shared,
+            parts=self.groups.tp,
         )  # fmt: skip
 
     def embedding(self, weight: nn.Parameter) -> VocabEmbedding:
@@ -202,5 +281,5 @@ class Builder:
     ) -> nn.Parameter:
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
-            std=std, fill=fill, grad_sync=grad_sync, replicas=replicas,
+            std=std, fill=fill, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
         )  # fmt: skip

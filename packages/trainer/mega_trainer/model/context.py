@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mega_trainer.kernels.base import Seen
 from mega_trainer.model.rope import Rotation
+from mega_trainer.model.routing import Routing
 from mega_trainer.rng import Dropout
 
 
@@ -33,11 +34,11 @@ class Outline:
     """What is known of whole sequences in host memory, for one who has parts of them: no device need be asked.
 
     Attributes:
-        longest: one more than the largest position.
+        lengths: of each sequence, one more than its largest position.
         begins: int64 [B, S], where the document begins that a token belongs to, if attention is closed at its end.
     """
 
-    longest: int
+    lengths: list[int]
     begins: np.ndarray | None
 
     @classmethod
@@ -47,7 +48,7 @@ class Outline:
         if documents is not None:
             new = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
             begins = np.maximum.accumulate(np.where(new, np.arange(documents.shape[1]), 0), axis=1)
-        return cls(int(positions.max()) + 1, begins)
+        return cls((positions.max(axis=1) + 1).tolist(), begins)
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Context:
         rotation, local_rotation: rotary angles of layers without and with a sliding window, or None.
         cache: keys and values of earlier tokens, or None.
         dropout: the micro-batch's dropout, or None outside training.
+        routing: what routers of experts need to know of the training step, or None outside training.
     """
 
     sight: Sight
@@ -107,6 +109,7 @@ class Context:
     local_rotation: Rotation | None = None
     cache: Cache | None = None
     dropout: Dropout | None = None
+    routing: Routing | None = None
 
 
 def attention_mask(length: int, *, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor | None:
