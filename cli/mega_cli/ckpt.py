@@ -34,13 +34,19 @@ class Dtype(StrEnum):
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Checkpoint = Annotated[Path, typer.Argument(help="A mega checkpoint, or a run folder for its newest one.")]
+Checkpoint = Annotated[
+    str,
+    typer.Argument(help="A mega checkpoint, or a run folder for its newest one; a path, or a URL: s3://bucket/run."),
+]
 
 
 @app.command(epilog="Example: mega ckpt convert runs/llama3-8b out/hf --to hf --dtype bf16 --verify")
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.")
+        str,
+        typer.Argument(
+            help="A mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder; a path or a URL."
+        ),
     ],
     destination: Annotated[Path, typer.Argument(help="The folder to make.")],
     to: Annotated[Target, typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from.")],
@@ -124,7 +130,7 @@ def prune(
 )
 def average(
     sources: Annotated[
-        list[Path], typer.Argument(help="Two or more of: mega checkpoint, run folder (its newest), HuggingFace folder.")
+        list[str], typer.Argument(help="Two or more of: mega checkpoint, run folder (its newest), HuggingFace folder.")
     ],
     output: Annotated[Path, typer.Option(help="The mega checkpoint to make, in the dtype of the first source.")],
     weights: Annotated[

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Box, Sharded
-from mega_ckpt.store import save
+from mega_ckpt.store import place, save
 from mega_cli.ckpt import app
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
@@ -88,6 +88,18 @@ def test_diff(run: Path, tmp_path: Path) -> None:
     other = save_run(tmp_path / "other", scale=2.0)
     found = json.loads(call("diff", run, other, "--json", status=2))
     assert {one["max_abs"] for one in found["tensors"]} == {1.0}
+
+
+def test_urls(run: Path, tmp_path: Path) -> None:
+    url = f"memory://bucket/{tmp_path.name}"
+    for path in (run / "checkpoints").rglob("*.*"):
+        (place(url) / path.relative_to(run)).write_bytes(path.read_bytes())
+    assert json.loads(call("inspect", url, "--json"))["folder"] == f"{url}/checkpoints/step-00000003"
+    assert "every byte is as it was written" in call("verify", url)
+    assert "are the same, bit for bit" in call("diff", url, run)
+    call("convert", url, tmp_path / "hf", "--to", "hf", "--verify")
+    call("prune", url, tmp_path / "pruned")
+    call("average", url, run, "--output", tmp_path / "mean")
 
 
 def test_prune(run: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.families import same_model
 from mega_ckpt.folders import make_durable_folder
+from mega_ckpt.remote import Place
 from mega_ckpt.shards import Slab
 from mega_ckpt.source import BUFFERS, WEIGHTS, MegaSource, Source, checkpoint_folder, open_source
 from mega_ckpt.stream import slabs_of, write_checkpoint
@@ -28,7 +29,7 @@ from mega_common.log import ProgressBar
 from mega_common.model_config import ModelConfig
 
 
-def prune(source: Path, destination: Path) -> None:
+def prune(source: str | Place, destination: Path) -> None:
     """Write a copy of a mega checkpoint to `destination` without what only the training that wrote it needs.
 
     Weights and assets are the same to the byte, and the step stays; the optimizer's tensors and the trainer's state are
@@ -50,7 +51,7 @@ def prune(source: Path, destination: Path) -> None:
         _write(held, held.read_slice, folder, "pruning", step=checkpoint.step, provenance=provenance)
 
 
-def average(sources: Sequence[Path], destination: Path, *, weights: Sequence[float] | None = None) -> None:
+def average(sources: Sequence[str | Place], destination: Path, *, weights: Sequence[float] | None = None) -> None:
     """Write the weighted mean of the weights of several checkpoints of one model to `destination`, a mega checkpoint.
 
     Each tensor is summed in fp32, or in fp64 where a source has it in fp64, and written in the dtype of the first
@@ -134,7 +135,7 @@ def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
     return [weight / math.fsum(weights) for weight in weights]
 
 
-def _check_same(one: ModelConfig, other: ModelConfig, first: Path, path: Path) -> None:
+def _check_same(one: ModelConfig, other: ModelConfig, first: str | Place, path: str | Place) -> None:
     """Refuse what is of another model, by the settings that make it so."""
     if same_model(one, other):
         return
