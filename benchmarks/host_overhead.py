@@ -27,7 +27,7 @@ from mega_trainer.layout import Layout
 from mega_trainer.mesh import Groups, build_groups
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context
+from mega_trainer.model.context import Context, Sequences
 from mega_trainer.model.rope import rotation
 
 WIDTH, FFN, HEADS, LENGTH, STEPS = 16, 32, 4, 8, 100
@@ -87,7 +87,10 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    context = Context(rotation(CONFIG, torch.arange(LENGTH)[None], torch.float32))
+    context = Context(
+        Sequences(LENGTH, None, torch.device("cpu")),
+        rotation(CONFIG, CONFIG.rope, torch.arange(LENGTH)[None], torch.float32),
+    )
     two = build_groups(Layout(tp=2), 0, kv_heads=HEADS)
     contestants = {
         "plain": plain(context),

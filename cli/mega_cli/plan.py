@@ -58,8 +58,8 @@ def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
     shape = RunShape(
         seq_length=config.data.seq_length, micro_batch=config.batch.micro, microbatches=micro, tp=parallel.tp,
         sp=parallel.sp, pp=parallel.pp, virtual_stages=parallel.virtual_stages, schedule=parallel.schedule,
-        cp=parallel.cp, ep=parallel.ep, dp=dp, zero=parallel.zero, precision=config.precision,
-        recompute=config.recompute.kind,
+        cp=parallel.cp, ep=parallel.ep, dp=dp, zero=parallel.zero, zero3_shard=parallel.zero3_shard,
+        precision=config.precision, recompute=config.recompute.kind,
     )  # fmt: skip
     tokens = config.batch.global_ * config.data.seq_length
     return {

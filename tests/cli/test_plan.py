@@ -36,6 +36,13 @@ def test_the_bubble_stands_beside_its_formula(tmp_path: Path, capsys: pytest.Cap
     assert len(plan["memory_bytes"]) == 4
 
 
+def test_a_copy_of_the_weights_lies_on_so_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fully = ["--set", "parallel.pp=1", "--set", "parallel.zero=3", "--json"]
+    _, one, _ = told(tmp_path, capsys, "--ranks", "8", *fully)
+    _, several, _ = told(tmp_path, capsys, "--ranks", "16", "--set", "parallel.zero3_shard=4", *fully)
+    assert json.loads(several)["memory_bytes"] == json.loads(one)["memory_bytes"]
+
+
 def test_the_schedule_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawing = tmp_path / "schedule.svg"
     status, out, _ = told(tmp_path, capsys, "--draw", str(drawing))

@@ -11,6 +11,7 @@ from typing import Any
 
 RANKS = 8
 ZERO_LEVELS = (0, 1, 2, 3)
+SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 1), ("zbv", 2)]  # with virtual stages
 LARGE = 1 << 20  # a bucket that holds any of these models whole
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -84,14 +85,13 @@ class Case:
     @property
     def layout(self) -> dict[str, Any]:
         """The layout's degrees, all of them."""
-        degrees = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "zero": 1, **self.parallel}
+        degrees = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "schedule": "1f1b", "zero": 1, **self.parallel}
         dp = self.ranks // (degrees["tp"] * degrees["pp"])
         return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none"), "optimizer": self.optimizer}
 
     def __str__(self) -> str:
-        used = {
-            key: value for key, value in self.layout.items() if value is True or value not in (0, 1, "none", "adamw")
-        }
+        usual = (0, 1, "none", "adamw", "1f1b")
+        used = {key: value for key, value in self.layout.items() if value is True or value not in usual}
         used |= {"zero": self.layout["zero"]} if self.layout["dp"] > 1 else {}
         used |= {"micro": self.micro, "batch": self.batch} | ({"bucket": self.bucket} if self.bucket != LARGE else {})
         return f"{self.name}: " + " ".join(f"{key}={value}" for key, value in used.items())
@@ -108,14 +108,16 @@ def case(name: str, ranks: int, *, layers: int = 2, **more: Any) -> Case:
 
 
 def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Every combination of tp (of `tps`), sp, pp, virtual stages and zero on `ranks` ranks; at most eight stages."""
-    for tp, pp, v in product(tps, range(1, ranks + 1), (1, 2, 4)):
+    """Every combination of tp (of `tps`), sp, pp, schedule and zero on `ranks` ranks; at most eight stages."""
+    for tp, pp, (schedule, v) in product(tps, range(1, ranks + 1), SCHEDULES):
         dp, rest = divmod(ranks, tp * pp)
-        if rest or dp < 1 or pp * v > 8 or (pp == 1 and v > 1):
+        if rest or dp < 1 or pp * v > 8 or (pp == 1 and (schedule, v) != ("1f1b", 1)):
             continue
-        levels = [zero for zero in ZERO_LEVELS if zero < 3 or pp == 1] if dp > 1 else [0]
-        for sp, zero in product([False, True] if tp > 1 else [False], levels):
-            yield {"tp": tp, "sp": sp, "pp": pp, "virtual_stages": v, "zero": zero}
+        levels = [{"zero": zero} for zero in ZERO_LEVELS if zero < 3 or pp == 1] if dp > 1 else [{"zero": 0}]
+        levels += [{"zero": 3, "zero3_shard": size} for size in range(2, dp) if dp % size == 0 and pp == 1]
+        for sp, level in product([False, True] if tp > 1 else [False], levels):
+            shape = {"tp": tp, "sp": sp, "pp": pp, "virtual_stages": v, **level}
+            yield shape if schedule == "1f1b" else {**shape, "schedule": schedule}
 
 
 def all_layouts() -> list[Case]:

@@ -21,8 +21,9 @@ INTRODUCTION = """\
 # Any layout computes what one process computes
 
 Written by `make parity`; do not edit. Three models train three steps in every combination of tensor parallelism (tp),
-sequence parallelism (sp), pipeline parallelism (pp), interleaved stages (vp), data parallelism (dp) and ZeRO on up to
-{ranks} ranks, in fp64 on gloo, with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and
+sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV), interleaved stages (vp), data
+parallelism (dp) and ZeRO (at level 3 also with several copies of the weights) on up to {ranks} ranks, in fp64 on gloo,
+with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and
 bucket sizes, AdamW and Muon vary over them. Loss, gradient norm, every gradient after the clip, every weight and every
 optimizer moment are held against one process: the largest difference, relative to the largest element of each tensor,
 must be below {tolerance:g}.
@@ -67,7 +68,9 @@ def dimensions(case: Case) -> str:
     layout = case.layout
     names = {
         "tp": layout["tp"] > 1, "sp": layout["sp"], "pp": layout["pp"] > 1, "vp": layout["virtual_stages"] > 1,
+        layout["schedule"]: layout["schedule"] != "1f1b",
         "dp": layout["dp"] > 1, f"zero-{layout['zero']}": layout["zero"] > 0 and layout["dp"] > 1,
+        "copies": "zero3_shard" in layout,
     }  # fmt: skip
     return " + ".join(name for name, used in names.items() if used) or "one process"
 

@@ -40,6 +40,7 @@ def _case(seed: int, rng: random.Random) -> Case:
     dp = rng.randint(1, max(1, RANKS // (tp * pp)))
     parallel: dict[str, Any] = {
         "tp": tp, "sp": rng.random() < 0.5, "pp": pp, "virtual_stages": v, "zero": rng.choice(ZERO_LEVELS),
+        "schedule": rng.choice(["1f1b", {1: "zb-h1", 2: "zbv"}.get(v, "1f1b")]),
     }  # fmt: skip
     layers = pp * v + rng.randint(0, 2)
     if pp * v > 1 and rng.random() < 0.3:

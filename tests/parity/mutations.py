@@ -25,15 +25,16 @@ from torch import Tensor
 from mega_trainer import rng, step
 from mega_trainer.comm import all_reduce
 from mega_trainer.model import builder, decoder, loss
-from mega_trainer.model.attention import Attention
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.muon import Muon
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel import buckets, tensor
+from mega_trainer.parallel import buckets, deferred, tensor
 from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
 from mega_trainer.parallel.grads import FlatBuffer, FlatStage
 from mega_trainer.parallel.shared import Kind
+from mega_trainer.pipeline import run
 from mega_trainer.pipeline.run import Executor
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -43,6 +44,8 @@ TP = case("gqa", 2, parallel={"tp": 2})
 SP = case("tied", 2, parallel={"tp": 2, "sp": True})
 SHARED = case("gqa", 4, parallel={"tp": 4})  # every key/value head on two ranks
 PP = case("tied", 2, parallel={"pp": 2}, micro=2)
+ZB = case("dense", 2, layers=4, parallel={"pp": 2, "schedule": "zb-h1"}, micro=2)
+ZBV = case("tied", 2, layers=4, parallel={"pp": 2, "schedule": "zbv", "virtual_stages": 2}, micro=2)
 DP = case("dense", 2, parallel={"zero": 0}, micro=2)
 ZERO = case("dense", 2, parallel={"zero": 1}, micro=4)
 ZERO2 = case("dense", 2, parallel={"zero": 2}, micro=2)
@@ -75,7 +78,7 @@ def _column_without_sum() -> AbstractContextManager[Any]:
 
 def _row_bias_on_every_rank() -> AbstractContextManager[Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return tensor.sum_over(self.kernels.linear(x, self.weight, self.bias), self.group, sp=self.sp)
+        return tensor.sum_over(self.linear(x, self.weight, self.bias), self.group, sp=self.sp)
 
     return swap(tensor.RowLinear, "forward", forward)
 
@@ -156,6 +159,49 @@ def _gradient_lost() -> AbstractContextManager[Any]:
             real(self, key)
 
     return swap(Executor, "_backward", backward)
+
+
+def _weight_gradients(times: int) -> Patch:
+    """Deliver the weight gradients of one micro-batch so many times."""
+    real = Executor._backward_of_weights
+
+    def backward(self: Executor, key: tuple[int, int]) -> None:
+        products, known = self._put_off[key]
+        for _ in range(times if key == (0, 1) else 1):
+            self._put_off[key] = list(products), known
+            real(self, key)
+        self._put_off.pop(key, None)
+
+    return lambda: swap(Executor, "_backward_of_weights", backward)
+
+
+def _inputs_of_the_microbatch_before() -> AbstractContextManager[Any]:
+    """What was put off is computed from the micro-batch's own dY and the X that was used last."""
+    real, used = deferred.weight_gradient, {}
+
+    def stale(x: Tensor, dy: Tensor) -> Tensor:
+        previous, used[x.shape] = used.get(x.shape, x), x
+        return real(previous, dy)
+
+    return swap(deferred, "weight_gradient", stale)
+
+
+def _gradients_of_another_layer() -> AbstractContextManager[Any]:
+    real = run.deliver
+
+    def shifted(products: list[Any], known: Any) -> None:
+        half = len(products) // 2  # two layers, weights of the same shapes
+        turned = [
+            replace(one, gradient=other.gradient)
+            for one, other in zip(products, products[half:] + products[:half], strict=True)
+        ]
+        real(turned, known)
+
+    return swap(run, "deliver", shifted)
+
+
+def _head_of_a_tied_embedding_lost() -> AbstractContextManager[Any]:
+    return swap(Executor, "_returned", lambda self, key: [])
 
 
 def _labels_of_another() -> AbstractContextManager[Any]:
@@ -243,13 +289,13 @@ def _dropout_of_first_part() -> AbstractContextManager[Any]:
 
 
 def _dropout_of_first_heads() -> AbstractContextManager[Any]:
-    real = Attention.__init__
+    real = AttentionCore.__init__
 
-    def init(self: Attention, *args: Any, **options: Any) -> None:
+    def init(self: AttentionCore, *args: Any, **options: Any) -> None:
         real(self, *args, **options)
         self.first_head = 0
 
-    return swap(Attention, "__init__", init)
+    return swap(AttentionCore, "__init__", init)
 
 
 def _padding_takes_part() -> AbstractContextManager[Any]:
@@ -331,6 +377,11 @@ MUTATIONS = [
     Mutation("pipeline: labels of another micro-batch", PP, _labels_of_another),
     Mutation("pipeline: tied embedding gradients not summed over the stages", PP, _tied_without_sync),
     Mutation("pipeline: every stage counts its layers from zero", PP, _layers_counted_from_zero),
+    Mutation("zero bubble: a micro-batch's weight gradients left out", ZB, _weight_gradients(0)),
+    Mutation("zero bubble: a micro-batch's weight gradients twice", ZB, _weight_gradients(2)),
+    Mutation("zero bubble: weight gradient from another's input", ZB, _inputs_of_the_microbatch_before),
+    Mutation("zero bubble: weight gradients of two layers swapped", ZB, _gradients_of_another_layer),
+    Mutation("zero bubble: the head's part of a tied embedding's gradient lost", ZBV, _head_of_a_tied_embedding_lost),
     Mutation("gradient doubled in a data group of one", TP, _summed(_double_alone)),
     Mutation("gradient averaged over ranks that divided by all tokens", DP, _summed(_average)),
     Mutation("bucket reduced before the last micro-batch", DP, _reduced_early),

@@ -5,8 +5,10 @@ Legend: B micro-batch, S sequence, D model width, F feed-forward width, V vocabu
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,9 +19,11 @@ from ranks import run_ranks
 
 from mega_trainer.comm import CommLog
 from mega_trainer.parallel.buckets import SLICE_ELEMENTS
+from mega_trainer.pipeline.schedules import placement
 
 S, D, F, V, L = 16, 32, 48, 64, 2
 SCALAR = 8
+NORM = 2 * SCALAR  # of each rank's part
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 GRADIENT = {"fp64": 8, "fp32": 4, "bf16": 4}
 Traffic = dict[tuple[str, str], list[int]]
@@ -69,19 +73,21 @@ def tensor_parallel(one: Case) -> Traffic:
     statistic = one.micro * S * GRADIENT[one.precision]  # of each token: the largest logit; the sum and the label's
     theory.expect("tp", "all_reduce", m, statistic)
     theory.expect("tp", "all_reduce", m, 2 * statistic)
-    theory.expect("tp", "all_reduce", 1, SCALAR)  # the norm
+    theory.expect("tp", "all_gather", 1, one.layout["tp"] * NORM)
     return theory.traffic()
 
 
 def pipeline(one: Case, rank: int) -> Traffic:
     """Each boundary between stages of different ranks is crossed once forward and once backward a micro-batch."""
     theory, m, layout = Theory(), microbatches(one), one.layout
-    stages, pp = layout["pp"] * layout["virtual_stages"], layout["pp"]
-    own = [stage for stage in range(stages) if stage % pp == rank // layout["tp"]]
-    arrivals = m * sum((stage > 0) + (stage < stages - 1) for stage in own)
+    pp = layout["pp"]
+    owners = placement(layout["schedule"], pp, layout["virtual_stages"])
+    crossed = [ends for ends in pairwise(owners) if ends[0] != ends[1]]  # in the bend of a V nothing is sent
+    arrivals = m * sum(ends.count(rank // layout["tp"]) for ends in crossed)
     share = layout["tp"] if layout["sp"] else 1
     theory.expect("pp", "receive", arrivals, one.micro * S // share * D * BYTES[one.precision])
-    theory.expect("pp", "all_reduce", 2, SCALAR)  # the loss and the norm
+    theory.expect("pp", "all_reduce", 1, SCALAR)  # the loss
+    theory.expect("pp", "all_gather", 1, pp * NORM)
     return theory.traffic()
 
 
@@ -98,9 +104,36 @@ def data_parallel(one: Case) -> Traffic:
         theory.expect("dp_cp", "reduce_scatter" if zero else "all_reduce", times, size * GRADIENT[one.precision])
         if zero:
             theory.expect("dp_cp", "all_gather", 1, size * BYTES[one.precision])
-            theory.expect("dp_cp", "all_reduce", 1, ranks * SCALAR)  # the norm, slice by slice
+    theory.expect("dp_cp", "all_gather", 1 if zero else 0, ranks * NORM)
     theory.expect("dp_cp", "all_reduce", 2, SCALAR)  # tokens and loss
     return theory.traffic()
+
+
+def fully_sharded(one: Case) -> Traffic:
+    """Level 3 gathers each layer before its forward and before its backward and scatters its gradients after, in each
+    micro-batch; the rest of the model stays from forward to backward. Copies are summed once a step.
+    """
+    theory, m, tp = Theory(), microbatches(one), one.layout["tp"]
+    ranks = one.layout.get("zero3_shard", one.layout["dp"])
+    copies = one.layout["dp"] // ranks
+    group = "shard" if copies > 1 else "dp_cp"
+    layer = [(3 * D // tp, D), (D, D // tp), (2 * F // tp, D), (D, F // tp), (D,), (D,)]
+    rest = [(V // tp, D), (V // tp, D), (D,)]
+    for unit, times, gathers in ((layer, L, 2), (rest, 1, 1)):
+        elements = ranks * sum(share_of_rows(shape, ranks) for shape in unit)
+        theory.expect(group, "all_gather", m * times * gathers, elements * BYTES[one.precision])
+        theory.expect(group, "reduce_scatter", m * times, elements * GRADIENT[one.precision])
+    theory.expect(group, "all_gather", 1, ranks * NORM)
+    for axes in (2, 1) if copies > 1 else ():  # with decay, without
+        elements = sum(share_of_rows(shape, ranks) for shape in L * layer + rest if len(shape) == axes)
+        theory.expect("replicate", "all_reduce", 1, elements * GRADIENT[one.precision])
+    theory.expect("dp_cp", "all_reduce", 2, SCALAR)  # tokens and loss
+    return theory.traffic()
+
+
+def share_of_rows(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of a rank's rows, as many as the first has."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
 TENSOR = [
@@ -112,19 +145,26 @@ TENSOR = [
 ]  # fmt: skip
 PIPELINE = [
     case(
-        "dense",
-        pp * tp,
-        layers=4,
-        parallel={"pp": pp, "virtual_stages": v, "tp": tp, "sp": sp},
-        micro=2,
-        precision="bf16",
+        "dense", pp * tp, layers=4, micro=2, precision="bf16",
+        parallel={"pp": pp, "virtual_stages": v, "tp": tp, "sp": sp, "schedule": schedule},
     )
-    for pp, v, tp, sp in [(2, 1, 1, False), (4, 1, 1, False), (2, 2, 1, False), (2, 1, 2, True), (2, 1, 2, False)]
-]
+    for schedule, pp, v, tp, sp in [
+        ("1f1b", 2, 1, 1, False), ("1f1b", 4, 1, 1, False), ("1f1b", 2, 2, 1, False), ("1f1b", 2, 1, 2, True),
+        ("1f1b", 2, 1, 2, False), ("zb-h1", 4, 1, 1, False), ("zb-h1", 2, 1, 2, True), ("zb-h1", 2, 1, 2, False),
+        ("zbv", 2, 2, 1, False), ("zbv", 2, 2, 2, True),
+    ]
+]  # fmt: skip
 DATA = [
     case("dense", dp, parallel={"zero": zero}, micro=1, precision=precision)
     for dp, zero, precision in [(2, 0, "bf16"), (4, 0, "fp32"), (2, 1, "fp64"), (4, 1, "bf16"), (4, 2, "bf16")]
 ]
+SHARDED = [
+    case("dense", ranks, parallel={"zero": 3, **parallel}, micro=1, batch=batch, precision=precision, recompute=recompute)
+    for ranks, parallel, batch, precision, recompute in [
+        (2, {}, 2, "fp32", {}), (4, {}, 8, "bf16", {}), (3, {}, 6, "fp64", {}), (4, {}, 8, "bf16", {"kind": "full"}),
+        (4, {"tp": 2}, 4, "bf16", {}), (4, {"zero3_shard": 2}, 8, "bf16", {}),
+    ]
+]  # fmt: skip
 
 
 def traffic(cases: Sequence[Case]) -> list[Traffic]:
@@ -143,7 +183,7 @@ def traffic(cases: Sequence[Case]) -> list[Traffic]:
 @pytest.fixture(scope="module")
 def counted() -> dict[Case, list[Traffic]]:
     """By case, what each of its ranks counted."""
-    cases = [*TENSOR, *PIPELINE, *DATA]
+    cases = [*TENSOR, *PIPELINE, *DATA, *SHARDED]
     results = zip(*run_ranks(traffic, 4, cases, timeout=100), strict=True)
     return {one: list(ranks[: one.ranks]) for one, ranks in zip(cases, results, strict=True)}
 
@@ -164,7 +204,24 @@ def test_pipeline(counted: Any, one: Case) -> None:
         assert only(counts, "pp") == pipeline(one, rank)
 
 
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_backward_in_two_halves_sends_what_a_whole_one_does(counted: Any, sp: bool) -> None:
+    whole, halves = (
+        [only(counts, "tp") for counts in counted[one]]
+        for schedule in ("1f1b", "zb-h1")
+        for one in PIPELINE
+        if (one.layout["tp"], one.layout["sp"], one.layout["schedule"]) == (2, sp, schedule)
+    )
+    assert halves == whole
+
+
 @pytest.mark.parametrize("one", DATA, ids=str)
 def test_data_parallel(counted: Any, one: Case) -> None:
     for counts in counted[one]:
         assert counts == data_parallel(one)
+
+
+@pytest.mark.parametrize("one", SHARDED, ids=str)
+def test_fully_sharded(counted: Any, one: Case) -> None:
+    for counts in counted[one]:
+        assert {key: value for key, value in counts.items() if key[0] != "tp"} == fully_sharded(one)

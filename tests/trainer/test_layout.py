@@ -68,6 +68,8 @@ def test_all_that_does_not_fit_the_model_is_told_at_once() -> None:
         ({"virtual_stages": 2}, "1, or a larger pp"),
         ({"pp": 2, "pipeline_layout": [1, 2]}, "for example [2, 2]"),
         ({"pp": 2, "schedule": "zbv"}, "virtual_stages=2"),
+        ({"pp": 2, "schedule": "zb-h1", "virtual_stages": 2}, "virtual_stages=1"),
+        ({"schedule": "zb-h1"}, "1f1b, or a larger pp"),
     ],
 )
 def test_degrees_that_do_not_fit_the_model(parallel: dict[str, Any], says: str) -> None:
@@ -99,6 +101,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "pp": draw(st.integers(1, 4)),
         "sp": draw(st.booleans()),
         "virtual_stages": draw(st.sampled_from([1, 1, 2])),
+        "schedule": draw(st.sampled_from(["1f1b", "1f1b", "zb-h1", "zbv"])),
         "dp": draw(st.sampled_from([None, None, 2])),
     }
     return run(model, parallel, micro=draw(st.integers(1, 3)), batch=draw(st.integers(1, 24)), length=24)
@@ -112,8 +115,9 @@ def test_following_the_suggestion_works(raw: dict[str, Any], world: int) -> None
     except ConfigError:
         assume(False)
     for problem in world_problems(config, world):
-        if degrees := re.findall(r"(\w+): (\d+)", problem.hint):
-            raw = raw | {"parallel": raw["parallel"] | {name: int(degree) for name, degree in degrees}}
+        if degrees := re.findall(r"(\w+): ([\w-]+)", problem.hint):
+            chosen = {name: int(value) if value.isdigit() else value for name, value in degrees}
+            raw = raw | {"parallel": raw["parallel"] | chosen}
         elif problem.path == "batch.global":
             raw = raw | {"batch": raw["batch"] | {"global": int(problem.hint)}}
         elif problem.path == "parallel.dp":

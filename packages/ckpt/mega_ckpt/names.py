@@ -23,12 +23,13 @@ def tensors_of(config: ModelConfig) -> Tensors:
     out: Tensors = {"model.embed_tokens.weight": (vocab, width)}
     if config.position == "learned":
         out["model.embed_positions.weight"] = (config.max_position, width)
-    layer = _layer(config)
     for index in range(config.num_layers):
-        out |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        out |= {f"model.layers.{index}.{name}": shape for name, shape in _layer(config, index).items()}
     out |= _norm(config, "model.norm")
     if not config.tie_embeddings:
         out["lm_head.weight"] = (vocab, width)
+    for index in range(config.num_layers, config.num_layers + config.mtp_layers):
+        out |= {f"model.layers.{index}.{name}": shape for name, shape in _predictor(config, index).items()}
     return out
 
 
@@ -43,14 +44,28 @@ def some(names: Iterable[str]) -> str:
     return first + (f" (and {len(others)} more)" if others else "")
 
 
-def _layer(config: ModelConfig) -> Tensors:
-    post = config.norm_position == "post"
+def _layer(config: ModelConfig, index: int) -> Tensors:
+    before, after = config.norm_position != "post", config.norm_position != "pre"
+    mlp_norm = "pre_feedforward_layernorm" if config.norm_position == "both" else "post_attention_layernorm"
     return {
-        **({} if post else _norm(config, "input_layernorm")),
-        **_attention(config),
-        **_norm(config, "post_attention_layernorm"),
-        **(_experts(config) if config.moe else _mlp(config, config.ffn_hidden_size)),
-        **(_norm(config, "post_feedforward_layernorm") if post else {}),
+        **(_norm(config, "input_layernorm") if before else {}),
+        **(_latent_attention(config) if config.mla else _attention(config)),
+        **(_norm(config, "post_attention_layernorm") if after else {}),
+        **(_norm(config, mlp_norm) if before else {}),
+        **(_experts(config) if config.has_experts(index) else _mlp(config, config.ffn_hidden_size)),
+        **(_norm(config, "post_feedforward_layernorm") if after else {}),
+    }
+
+
+def _predictor(config: ModelConfig, index: int) -> Tensors:
+    """A layer that predicts a further token (arXiv:2412.19437): the norms and projection before it, the norm behind."""
+    width = config.hidden_size
+    return {
+        **_norm(config, "enorm"),
+        **_norm(config, "hnorm"),
+        "eh_proj.weight": (width, 2 * width),
+        **_layer(config, index),
+        **_norm(config, "shared_head.norm"),
     }
 
 
@@ -73,7 +88,27 @@ def _attention(config: ModelConfig) -> Tensors:
         **_linear("self_attn.k_proj", keys, width, config.qkv_bias),
         **_linear("self_attn.v_proj", keys, width, config.qkv_bias),
         **(norms if config.qk_norm else {}),
+        **({"self_attn.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),
         **_linear("self_attn.o_proj", width, queries, config.attention_out_bias),
+    }
+
+
+def _latent_attention(config: ModelConfig) -> Tensors:
+    """Multi-head latent attention; the last rows of `kv_a_proj_with_mqa` are the rotated part of the key."""
+    mla, width, heads = config.mla, config.hidden_size, config.num_attention_heads
+    assert mla is not None
+    queries, bias = heads * config.head_size, config.qkv_bias
+    latent: Tensors = {
+        **_linear("self_attn.q_a_proj", mla.q_lora_rank or 0, width, bias),
+        "self_attn.q_a_layernorm.weight": (mla.q_lora_rank or 0,),
+        "self_attn.q_b_proj.weight": (queries, mla.q_lora_rank or 0),
+    }
+    return {
+        **(latent if mla.q_lora_rank else {"self_attn.q_proj.weight": (queries, width)}),
+        **_linear("self_attn.kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim, width, bias),
+        "self_attn.kv_a_layernorm.weight": (mla.kv_lora_rank,),
+        "self_attn.kv_b_proj.weight": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
+        **_linear("self_attn.o_proj", width, heads * mla.v_head_dim, config.attention_out_bias),
     }
 
 
@@ -88,11 +123,14 @@ def _mlp(config: ModelConfig, ffn: int, name: str = "mlp") -> Tensors:
 
 def _experts(config: ModelConfig) -> Tensors:
     """The router [E, D], the experts' projections stacked [E, ...], and the expert that every token passes."""
-    assert config.moe is not None
-    experts, shared = config.moe.num_experts, config.moe.shared_ffn_hidden_size
-    stacked = _mlp(config, config.moe.ffn_hidden_size, "mlp.experts")
+    moe, width = config.moe, config.hidden_size
+    assert moe is not None
+    experts, shared = moe.num_experts, moe.shared_ffn_hidden_size
+    stacked = _mlp(config, moe.ffn_hidden_size, "mlp.experts")
     return {
-        "mlp.gate.weight": (experts, config.hidden_size),
+        **_linear("mlp.gate", experts, width, moe.router_bias),
+        **({"mlp.gate.e_score_correction_bias": (experts,)} if moe.selection_bias else {}),
         **{name: (experts, *shape) for name, shape in stacked.items()},
         **(_mlp(config, shared, "mlp.shared_expert") if shared else {}),
+        **({"mlp.shared_expert_gate.weight": (1, width)} if moe.shared_gate else {}),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mega_common.config import Config, Problem
 
@@ -21,12 +21,15 @@ class RopeConfig(Config):
 
     `scaling` names follow transformers' `rope_type`; the fields below it are the parameters of each kind: `linear` and
     `dynamic` (factor), `llama3` (factor, low_freq_factor, high_freq_factor, original_max_position), `yarn`
-    (arXiv:2309.00071: factor, beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, original_max_position).
+    (arXiv:2309.00071: factor, beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate,
+    original_max_position), `longrope` (arXiv:2402.13753: short_factor, long_factor, attention_factor,
+    original_max_position).
     """
 
     theta: float = Field(10_000.0, gt=0)
     fraction: float = Field(1.0, gt=0, le=1, description="share of each head that is rotated")
-    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
+    interleaved: bool = Field(False, description="rotates neighbours (x0, x1), not halves, as in DeepSeek")
+    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
     factor: float = Field(1.0, gt=0)
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -36,17 +39,74 @@ class RopeConfig(Config):
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    truncate: bool = Field(True, description="YaRN's ramp begins and ends at whole dimensions")
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
 
 
 class MoeConfig(Config):
-    """A mixture of experts in place of the feed-forward block."""
+    """A mixture of experts in place of the feed-forward block, in the layers that `layers` names.
+
+    The router's scores are fp32: a softmax or sigmoid of x W^T over all experts. Each token goes to the `top_k` experts
+    of the highest scores (plus the selection bias, if there is one), of the `top_groups` best of `groups` groups; the
+    outputs are added with the scores as weights, made to sum to one when `normalize` is set, times `scaling`.
+    A softmax over the chosen experts alone, as in Mixtral and GPT-OSS, is a normalised softmax over all.
+    """
 
     num_experts: PositiveInt
     top_k: PositiveInt
     ffn_hidden_size: PositiveInt
-    shared_ffn_hidden_size: int = 0
-    aux_loss: float = 0.0
-    z_loss: float = 0.0
+    layers: list[NonNegativeInt] | None = Field(None, description="layers that have experts; default: all")
+    shared_ffn_hidden_size: NonNegativeInt = Field(0, description="width of the expert that every token passes")
+    shared_gate: bool = Field(False, description="a sigmoid gate on the shared expert, as in Qwen2-MoE")
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = Field(True, description="the weights of the chosen experts sum to one")
+    scaling: float = Field(1.0, description="factor on the weights of the chosen experts")
+    router_bias: bool = Field(False, description="a learned bias of the router, as in GPT-OSS")
+    groups: PositiveInt = Field(1, description="groups of experts, of which a token may use `top_groups`")
+    top_groups: PositiveInt = 1
+    group_score: Literal["max", "top2"] = Field("max", description="top2: sum of a group's two best, as in DeepSeek-V3")
+    selection_bias: bool = Field(
+        False, description="a bias for the choice alone, not for the weights (arXiv:2408.15664)"
+    )
+    bias_rate: float = Field(0.0, ge=0, description="by which each step moves the selection bias of every expert")
+    aux_loss: float = Field(0.0, ge=0, description="weight of the load balancing loss (arXiv:2101.03961)")
+    aux_loss_scope: Literal["sequence", "batch"] = Field("sequence", description="what the load is counted over")
+    z_loss: float = Field(0.0, ge=0, description="weight of the router's z-loss (arXiv:2202.08906)")
+    capacity_factor: float | None = Field(None, gt=0, description="drops tokens past this multiple of an even load")
+
+    def problems(self) -> Iterator[Problem]:
+        """Rules between numbers of experts and groups."""
+        if self.num_experts % self.groups:
+            yield Problem("groups", f"must divide num_experts = {self.num_experts}", self.groups)
+        elif self.top_k > self.num_experts // self.groups * self.top_groups:
+            yield Problem(
+                "top_k",
+                f"must be at most the {self.num_experts // self.groups * self.top_groups} experts a token may use",
+                self.top_k,
+            )
+        if self.top_groups > self.groups:
+            yield Problem("top_groups", f"must be at most groups = {self.groups}", self.top_groups)
+        if self.bias_rate and not self.selection_bias:
+            yield Problem(
+                "bias_rate", "moves a selection bias that is not there", self.bias_rate, "selection_bias: true"
+            )
+        if self.shared_gate and not self.shared_ffn_hidden_size:
+            yield Problem("shared_gate", "gates a shared expert that is not there", hint="give shared_ffn_hidden_size")
+
+
+class MlaConfig(Config):
+    """Multi-head latent attention (arXiv:2405.04434): keys and values come from a narrow latent, which is all one caches.
+
+    A head's query and key have `qk_nope_head_dim` elements without rotation and `qk_rope_head_dim` with; the rotated
+    part of the key is shared by all heads.
+    """
+
+    kv_lora_rank: PositiveInt
+    q_lora_rank: PositiveInt | None = Field(None, description="width of the queries' latent; default: none")
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
 
 
 class ModelConfig(Config):
@@ -63,23 +123,37 @@ class ModelConfig(Config):
     tie_embeddings: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
+    zero_centered_norm: bool = Field(False, description="norms multiply by 1 + weight, as in Gemma")
     activation: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
+    activation_limit: float | None = Field(None, gt=0, description="swiglu between bounds, as in GPT-OSS")
     position: Literal["rope", "learned", "none"] = "rope"
     rope: RopeConfig = RopeConfig()
+    local_rope: RopeConfig | None = Field(None, description="of layers with a sliding window; default: `rope`")
+    scale_embeddings: bool = Field(False, description="embeddings times sqrt(hidden_size), as in Gemma")
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = Field(False, description="RMSNorm over each head's query and key, as in Qwen3")
     qk_norm_span: Literal["head", "all"] = Field("head", description="`all`: over all heads at once, as in OLMo-2")
-    norm_position: Literal["pre", "post"] = Field("pre", description="`post`: after attention and MLP, as in OLMo-2")
+    norm_position: Literal["pre", "post", "both"] = Field(
+        "pre", description="`post`: after attention and MLP, as in OLMo-2; `both`: before and after, as in Gemma 2"
+    )
     parallel_residual: bool = Field(False, description="attention and MLP see the same input, as in GPT-NeoX")
     sliding_window: PositiveInt | None = Field(None, description="keys a query sees, itself included, in tokens")
+    full_attention_layers: list[NonNegativeInt] | None = Field(None, description="layers without the sliding window")
+    attention_scale: float | None = Field(None, gt=0, description="factor on scores; default: 1 / sqrt(head size)")
+    attention_softcap: float | None = Field(None, gt=0, description="scores become cap tanh(scores / cap)")
+    attention_sinks: bool = Field(False, description="a learned score for each head that takes no value, as in GPT-OSS")
+    logit_softcap: float | None = Field(None, gt=0, description="logits become cap tanh(logits / cap)")
     embedding_dropout: float = Field(0.0, ge=0, lt=1)
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     residual_dropout: float = Field(0.0, ge=0, lt=1)
     init_std: float = Field(0.02, gt=0)
     scale_residual_init: bool = Field(True, description="std / sqrt(2 layers) for projections into the residual")
     moe: MoeConfig | None = None
+    mla: MlaConfig | None = None
+    mtp_layers: NonNegativeInt = Field(0, description="layers that predict further tokens, as in DeepSeek-V3")
+    mtp_loss: float = Field(0.3, ge=0, description="weight of their mean loss (arXiv:2412.19437)")
 
     @property
     def kv_heads(self) -> int:
@@ -88,8 +162,28 @@ class ModelConfig(Config):
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head."""
+        """Width of one attention head's query and key."""
+        if self.mla:
+            return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_size(self) -> int:
+        """Width of one attention head's value."""
+        return self.mla.v_head_dim if self.mla else self.head_size
+
+    @property
+    def rotated_size(self) -> int:
+        """Elements of a head that rotary positions turn."""
+        return self.mla.qk_rope_head_dim if self.mla else int(self.head_size * self.rope.fraction)
+
+    def window(self, layer: int) -> int | None:
+        """Keys that a query of that layer sees, itself included; None for all."""
+        return None if layer in (self.full_attention_layers or ()) else self.sliding_window
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether that layer's feed-forward block is a mixture of experts."""
+        return self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)
 
     @property
     def gated(self) -> bool:
@@ -109,13 +203,28 @@ class ModelConfig(Config):
         if heads % self.kv_heads:
             fits = [n for n in range(1, heads + 1) if heads % n == 0]
             yield Problem("num_kv_heads", f"must divide num_attention_heads = {heads}", self.kv_heads, f"one of {fits}")
-        if self.position == "rope" and int(self.head_size * self.rope.fraction) % 2:
+        if self.position == "rope" and self.rotated_size % 2:
             yield Problem(
                 "rope.fraction", f"must rotate an even part of the head size {self.head_size}", self.rope.fraction
             )
-        if self.rope.scaling != "none" and self.rope.factor < 1:
-            yield Problem("rope.factor", "must be at least 1 to stretch the context", self.rope.factor)
-        if self.rope.scaling in ("llama3", "yarn") and self.rope.original_max_position is None:
-            yield Problem("rope.original_max_position", f"required by rope scaling {self.rope.scaling!r}")
-        if self.moe and self.moe.top_k > self.moe.num_experts:
-            yield Problem("moe.top_k", f"must be at most moe.num_experts = {self.moe.num_experts}", self.moe.top_k)
+        for name, rope in (("rope", self.rope), ("local_rope", self.local_rope)):
+            yield from _rope_problems(name, rope, self.rotated_size // 2) if rope else ()
+        layers = self.num_layers + self.mtp_layers
+        listed = {"full_attention_layers": self.full_attention_layers, "moe.layers": self.moe and self.moe.layers}
+        for name, indices in listed.items():
+            if indices and max(indices) >= layers:
+                yield Problem(name, f"names a layer past the last, {layers - 1}", max(indices))
+        if self.mla and (self.qk_norm or self.kv_heads != heads or self.head_dim):
+            rule = "has its own head sizes and norms, and a key and value for every head"
+            yield Problem("mla", rule, hint="leave out head_dim, num_kv_heads and qk_norm")
+
+
+def _rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[Problem]:
+    if rope.scaling != "none" and rope.factor < 1:
+        yield Problem(f"{name}.factor", "must be at least 1 to stretch the context", rope.factor)
+    if rope.scaling in ("llama3", "yarn", "longrope") and rope.original_max_position is None:
+        yield Problem(f"{name}.original_max_position", f"required by rope scaling {rope.scaling!r}")
+    for key in ("short_factor", "long_factor"):
+        factors = getattr(rope, key)
+        if rope.scaling == "longrope" and len(factors or ()) != pairs:
+            yield Problem(f"{name}.{key}", f"rope scaling 'longrope' wants {pairs} numbers", factors)

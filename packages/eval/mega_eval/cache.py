@@ -6,6 +6,7 @@ Legend: B rows, S new columns, T columns so far, K key/value heads, d head size,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -79,8 +80,8 @@ class Batch:
         positions = (columns - self._padding[:, None]).clamp(min=0)
         # A prompt that is alone needs no mask of its own: plain causal attention has the faster kernel.
         alone = not before and len(tokens) == 1
-        mask = None if alone else visible(columns, self._padding, model.config.sliding_window)
-        context = model.context(positions, mask=mask, cache=self._cache)
+        sight = None if alone else Columns(columns, self._padding)
+        context = model.context(positions, sight=sight, cache=self._cache)
         x = model(model.embed(tokens, positions), context)
         return model.logits(x[:, -1:])[:, 0]
 
@@ -89,6 +90,21 @@ class Batch:
         index = torch.tensor(rows, device=self._padding.device)
         self._padding = self._padding[index]
         self._cache.keep(index)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Who sees whom among rows that are padded on the left: see `visible`, whose masks it makes once each."""
+
+    columns: Tensor
+    padding: Tensor
+    _made: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> Tensor:
+        """bool [B, 1, S, T]."""
+        if window not in self._made:
+            self._made[window] = visible(self.columns, self.padding, window)
+        return self._made[window]
 
 
 def visible(columns: Tensor, padding: Tensor, window: int | None) -> Tensor:

@@ -19,6 +19,7 @@ from mega_trainer.model.decoder import Decoder, Recompute, Stage
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.muon import Muon, is_hidden_matrix
 from mega_trainer.optim.zero import Optimizer
+from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.fsdp import FullyShardedStage, shard_fully
 from mega_trainer.parallel.grads import Sharing, flatten
 from mega_trainer.parallel.shared import SharedStage
@@ -70,10 +71,12 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
     if sharded:
         kept = torch.float64 if build.dtype == torch.float64 else torch.float32
         build = replace(build, dtype=kept, device=torch.device("meta"))
-    stages = {
-        index: Decoder(build, Stage(layers[index].start, layers[index].stop, index == 0, index == last), recompute)
-        for index in schedule.stages(build.groups.pp.rank)
-    }
+    ends_meet = schedule.owner(0) == schedule.owner(last)
+    stages = {}
+    for index in schedule.stages(build.groups.pp.rank):
+        part = Stage(layers[index].start, layers[index].stop, index == 0, index == last, ends_meet)
+        own = replace(build, deferred=Deferred()) if schedule.splits_backward else build
+        stages[index] = Decoder(own, part, recompute)
     if sharded:
         for stage in stages.values():
             shard_fully(stage, dtype=dtype_of(config), device=device)

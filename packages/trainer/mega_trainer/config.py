@@ -208,12 +208,14 @@ class RunConfig(Config):
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
         if model.moe is not None:
             yield Problem("model.moe", "mixtures of experts cannot be trained yet", hint="choose a dense model")
+        if model.mla is not None:
+            yield Problem("model.mla", "latent attention cannot be trained yet", hint="leave it out")
+        if model.mtp_layers:
+            yield Problem("model.mtp_layers", "predicting further tokens cannot be trained yet", model.mtp_layers, "0")
         yield from model_problems(self)
         for axis in ("cp", "ep"):
             if getattr(parallel, axis) > 1:
                 yield Problem(f"parallel.{axis}", "only 1 is possible yet", getattr(parallel, axis))
-        if parallel.schedule != "1f1b":
-            yield Problem("parallel.schedule", "zero-bubble schedules cannot be run yet", parallel.schedule, "1f1b")
         if parallel.zero == 3 and parallel.pp > 1:
             rule = "3 gathers weights for every micro-batch, which a pipeline has many of"
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")

@@ -67,6 +67,10 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
     if parallel.pp == 1 and parallel.virtual_stages > 1:
         rule = "interleaves pipeline ranks, and there is one: parallel.pp = 1"
         yield Problem("parallel.virtual_stages", rule, parallel.virtual_stages, "1, or a larger pp")
+    if parallel.pp == 1 and parallel.schedule != "1f1b":
+        rule = "fills the waits of a pipeline, and there is none: parallel.pp = 1"
+        yield Problem("parallel.schedule", rule, parallel.schedule, "1f1b, or a larger pp")
+        return
     try:
         make_schedule(parallel.schedule, pp=parallel.pp, microbatches=1, virtual_stages=parallel.virtual_stages)
     except ConfigError as error:
@@ -114,9 +118,10 @@ def _suggestion(config: RunConfig, world_size: int) -> str:
         if world_size % (tp * pp * parallel.cp) == 0
     )
     for _, tp, pp in near:
-        degrees = {"tp": tp, "pp": pp, "dp": world_size // (tp * pp * parallel.cp)}
-        if pp == 1 and parallel.virtual_stages > 1:
-            degrees["virtual_stages"] = 1
+        degrees: dict[str, int | str] = {"tp": tp, "pp": pp, "dp": world_size // (tp * pp * parallel.cp)}
+        if pp == 1:
+            alone: dict[str, int | str] = {"virtual_stages": 1, "schedule": "1f1b"}
+            degrees |= {name: value for name, value in alone.items() if getattr(parallel, name) != value}
         changed = config.model_copy(update={"parallel": parallel.model_copy(update=degrees)})
         if not [*model_problems(changed), *world_problems(changed, world_size)]:
             return ", ".join(f"{name}: {degree}" for name, degree in degrees.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,6 +27,16 @@ def attention(**fields: Any) -> Attention:
     made = Attention(Builder(config, dtype=torch.float64), 0)
     init_weights(made, 3)
     return made
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Everyone sees what one mask says."""
+
+    seen: torch.Tensor | None
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        return self.seen
 
 
 def by_loops(made: Attention, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -60,9 +71,9 @@ def test_is_what_loops_compute_with_and_without_the_dropout_path(kind: str) -> N
     x = torch.randn(2, S, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     causal = torch.ones(1, 1, S, S, dtype=torch.bool).tril()
     expected = by_loops(made, x, causal if mask is None else mask)
-    torch.testing.assert_close(made(x, Context(mask=mask)), expected)
-    made.dropout = 1e-12  # takes the path of plain products, and drops nothing
-    torch.testing.assert_close(made(x, Context(mask=mask, dropout=Dropout(0, [0, 1], S))), expected)
+    torch.testing.assert_close(made(x, Context(Fixed(mask))), expected)
+    made.core.dropout = 1e-12  # takes the path of plain products, and drops nothing
+    torch.testing.assert_close(made(x, Context(Fixed(mask), dropout=Dropout(0, [0, 1], S))), expected)
 
 
 def test_dropout_of_a_head_is_its_own_wherever_it_lives() -> None:
@@ -80,7 +91,7 @@ def test_dropout_of_a_head_is_its_own_wherever_it_lives() -> None:
 def test_query_key_norm_makes_scale_irrelevant() -> None:
     made = attention(qk_norm=True)
     x = torch.randn(1, S, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    before = made(x, Context())
+    before = made(x, Context(Fixed(None)))
     with torch.no_grad():
         made.qkv.weights[0][: (H + K) * HEAD] *= 100
-    torch.testing.assert_close(made(x, Context()), before, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(made(x, Context(Fixed(None))), before, rtol=1e-3, atol=1e-4)

@@ -61,13 +61,13 @@ def test_frequencies_are_those_of_transformers(kind: str, length: int) -> None:
     )  # fmt: skip
     positions = torch.arange(length)[None]
     cos, sin = oracle(torch.zeros(1, length, 64), positions)
-    found = rotation(config(**mine), positions, torch.float32)
+    found = rotation(config(**mine), config(**mine).rope, positions, torch.float32)
     torch.testing.assert_close(found.cos[:, :, 0], cos[..., :16], rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(found.sin[:, :, 0], sin[..., :16], rtol=1e-5, atol=2e-5)
 
 
 def test_a_rotation_depends_on_the_distance_alone() -> None:
-    turn = rotation(config(), torch.tensor([[0, 3, 10, 13]]), torch.float64)
+    turn = rotation(config(), config().rope, torch.tensor([[0, 3, 10, 13]]), torch.float64)
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, 32, generator=g, dtype=torch.float64).expand(1, 4, 1, 32) for _ in range(2))
     q, k = turn.apply(q), turn.apply(k)
@@ -78,7 +78,7 @@ def test_a_rotation_depends_on_the_distance_alone() -> None:
 
 def test_only_a_fraction_of_a_head_is_rotated() -> None:
     x = torch.ones(1, 5, 2, 32)
-    turn = rotation(config(fraction=0.25), torch.arange(5)[None], torch.float32)
+    turn = rotation(config(fraction=0.25), config(fraction=0.25).rope, torch.arange(5)[None], torch.float32)
     y = turn.apply(x)
     assert turn.cos.shape[-1] == 4
     assert torch.equal(y[..., 8:], x[..., 8:])

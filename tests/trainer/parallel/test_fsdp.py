@@ -21,7 +21,6 @@ from mega_ckpt.pieces import Piece, merge
 from mega_ckpt.store import save
 from mega_common.errors import ConfigError
 from mega_trainer.batch import micro_batches
-from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, build_groups
@@ -39,7 +38,6 @@ def settings(zero: int, *, precision: str, parallel: dict[str, Any] | None = Non
         "model": MODEL,
         "data": {"train": [{"path": "none"}], "seq_length": 12},
         "batch": {"micro": 1, "global": 4},
-        "optimizer": {"clip_grad": 0.0},  # the norm is summed in another order
         "precision": precision,
         "debug": {"ordered_reductions": True},
         "parallel": {**(parallel or {}), "zero": zero},
@@ -104,32 +102,23 @@ def saved_by_levels(folder: Path) -> dict[str, Any]:
 def test_levels_2_and_3_save_alike_and_resume_each_other(tmp_path: Path) -> None:
     found, *_ = run_ranks(saved_by_levels, 4, tmp_path, timeout=200)
     for name in {key.rsplit(" ", 1)[0] for key in found if key.endswith("2")}:
-        assert found[f"{name} 3"] == pytest.approx(found[f"{name} 2"], rel=1e-6), name
-        for level, other in ((2, 3), (3, 2)):
-            assert found[f"{name} {level} resumed"] == pytest.approx(found[f"{name} {other}"][-1], rel=1e-6), name
+        assert found[f"{name} 3"] == found[f"{name} 2"], name
+        for level in (2, 3):
+            assert found[f"{name} {level} resumed"] == found[f"{name} {level}"][-1], name
         two, three = (Checkpoint.open(next((tmp_path / name / level).glob("step-*"))) for level in "23")
         assert two.keys() == three.keys()
         for key in two.keys():  # noqa: SIM118 - no mapping
-            a, b = two.read(key), three.read(key)
-            assert a.dtype == b.dtype
-            # AdamW rounds the last elements of a shard in another way; at most a step of bf16 then
-            torch.testing.assert_close(a, b, rtol=1e-2 if a.dtype == torch.bfloat16 else 1e-5, atol=1e-8, msg=key)
+            assert torch.equal(two.read(key), three.read(key)), key
 
 
-def traffic_and_memory() -> tuple[dict[tuple[str, str], int], int, int]:
-    log = CommLog()
-    it = Trainer.make(Run.of(settings(3, precision="bf16"), 2), dist.get_rank(), GroupMaker(), log)
-    it.step()
+def shares() -> tuple[int, int]:
+    it = Trainer.make(Run.of(settings(3, precision="bf16"), 2), dist.get_rank(), GroupMaker())
     held = sum(shard.weights.numel() for buffer in it.optimizer.buffers for shard in buffer.shards)
-    whole = sum(parameter.numel() for parameter in it.state.stages[0].parameters())
-    return {key: calls for key, (calls, _) in log.counts.items()}, held, whole
+    return held, sum(parameter.numel() for parameter in it.state.stages[0].parameters())
 
 
-def test_each_unit_is_scattered_once_a_micro_batch_and_each_rank_holds_its_share() -> None:
-    for calls, held, whole in run_ranks(traffic_and_memory, 2, timeout=60):
-        units, microbatches = MODEL["num_layers"] + 1, 2
-        assert calls["dp_cp", "reduce_scatter"] == units * microbatches
-        assert calls["dp_cp", "all_gather"] == (2 * units - 1) * microbatches  # what is no layer stays for the backward
+def test_each_rank_holds_its_share() -> None:
+    for held, whole in run_ranks(shares, 2, timeout=60):
         assert held <= whole // 2 + MODEL["vocab_size"] * MODEL["hidden_size"]
         assert held < 0.55 * whole
 
@@ -137,26 +126,16 @@ def test_each_unit_is_scattered_once_a_micro_batch_and_each_rank_holds_its_share
 HALVES = {"zero3_shard": 2}
 
 
-def copies(settings: dict[str, Any]) -> tuple[dict[tuple[str, str], int], dict[str, Any]]:
-    """What was called in a step of copies of the weights, and what this rank then holds."""
-    log = CommLog()
-    it = Trainer.make(Run.of(settings, 4), dist.get_rank(), GroupMaker(), log)
+def held_after_a_step(settings: dict[str, Any]) -> dict[str, Any]:
+    it = Trainer.make(Run.of(settings, 4), dist.get_rank(), GroupMaker())
     it.step()
     tensors = it.state.tensors().items()
-    held = {name: [(box.offset, box.tensor.tolist()) for box in sharded.boxes] for name, sharded in tensors}
-    return {key: calls for key, (calls, _) in log.counts.items()}, held
+    return {name: [(box.offset, box.tensor.tolist()) for box in sharded.boxes] for name, sharded in tensors}
 
 
-def test_weights_are_gathered_inside_a_copy_and_copies_are_summed_once_a_step_and_stay_alike() -> None:
+def test_copies_stay_alike() -> None:
     several = settings(3, precision="bf16", parallel=HALVES, batch={"micro": 1, "global": 8}, debug={})
-    results = run_ranks(copies, 4, several, timeout=60)
-    units, microbatches, kinds = MODEL["num_layers"] + 1, 2, 2
-    for calls, _ in results:
-        assert calls["shard", "reduce_scatter"] == units * microbatches
-        assert calls["shard", "all_gather"] == (2 * units - 1) * microbatches
-        assert calls["replicate", "all_reduce"] == kinds
-        assert ("dp_cp", "reduce_scatter") not in calls
-    zero, one, two, three = (held for _, held in results)
+    zero, one, two, three = run_ranks(held_after_a_step, 4, several, timeout=60)
     assert zero == two
     assert one == three
     assert zero != one

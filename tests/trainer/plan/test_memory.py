@@ -53,6 +53,14 @@ def test_zero_shares_among_data_and_context_ranks(zero, shared) -> None:
         assert table[kind] == alone[kind] / (8 if kind[0] in shared else 1)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_copies_are_shared_among_fewer_ranks(precision) -> None:
+    """Two copies of the weights over eight ranks are as one over four: gradients and optimizer too."""
+    (hybrid,) = memory(LLAMA, RunShape(1024, dp=4, cp=2, zero=3, zero3_shard=4, precision=precision))
+    (one,) = memory(LLAMA, RunShape(1024, dp=2, cp=2, zero=3, precision=precision))
+    assert hybrid == one
+
+
 def test_expert_parallelism_splits_the_experts_alone() -> None:
     count = count_parameters(MIXTRAL)
     (table,) = memory(MIXTRAL, RunShape(1024, ep=4, dp=8, zero=1))

@@ -5,9 +5,25 @@ Legend: B batch, S query length, T key length, H query heads, K key/value heads,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of the product of a query and a key, before the softmax.
+
+    Attributes:
+        scale: a factor on it.
+        softcap: the score then becomes cap tanh(score / cap).
+        sinks: [H], a further score of each head in its softmax, which takes no value (arXiv:2309.17453).
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 class Kernels(Protocol):
@@ -22,11 +38,11 @@ class Kernels(Protocol):
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """(x - mean) / std * weight + bias over the last axis (arXiv:1607.06450)."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
         """Scaled dot-product attention with grouped queries.
 
-        q [B, S, H, d], k and v [B, T, K, d] with H a multiple of K -> [B, S, H, d]. `mask` is boolean, broadcastable to
-        [B, H, S, T], True where a query sees a key; None means causal, with S == T.
+        q [B, S, H, d], k [B, T, K, d] and v [B, T, K, e] with H a multiple of K -> [B, S, H, e]. `mask` is boolean,
+        broadcastable to [B, H, S, T], True where a query sees a key; None means causal, with S == T.
         """
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from mega_trainer.kernels.base import Scores
 
 
 class TorchKernels:
@@ -21,14 +26,44 @@ class TorchKernels:
         """See `Kernels.layer_norm`."""
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
         """See `Kernels.attention`."""
+        if how.softcap is not None or how.sinks is not None:
+            return plain_attention(q, k, v, mask, how)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        grouped, causal = q.shape[1] != k.shape[1], mask is None
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=how.scale, enable_gqa=grouped
+        )
         return y.transpose(1, 2)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """See `Kernels.gated`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    how: Scores,
+    drop: Callable[[Tensor], Tensor] = lambda probabilities: probabilities,
+) -> Tensor:
+    """`Kernels.attention` product by product, for what the fused ones lack; `drop` sees the probabilities [B, H, S, T]."""
+    heads, keys = q.shape[2], k.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(heads // keys, dim=1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * how.scale
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if how.sinks is not None:
+        sinks = how.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        p = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        p = scores.softmax(-1)
+    return (drop(p) @ v).transpose(1, 2)

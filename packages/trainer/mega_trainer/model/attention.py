@@ -6,14 +6,11 @@ With K < T every key/value head lives on T/K ranks, whose gradients for it are s
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
+from mega_trainer.model.core import AttentionCore
 from mega_trainer.parallel.tensor import ColumnLinear
 
 
@@ -24,10 +21,10 @@ class Attention(nn.Module):
         super().__init__()
         config, tp = build.config, build.groups.tp
         name = f"model.layers.{layer}.self_attn"
-        self.layer, self.recompute, self.kernels = layer, recompute, build.kernels
+        self.layer, self.size = layer, config.head_size
         self.heads = config.num_attention_heads // tp.size
         self.kv_heads = max(1, config.kv_heads // tp.size)
-        self.size, self.dropout, self.first_head = config.head_size, config.attention_dropout, tp.rank * self.heads
+        self.core = AttentionCore(build, layer, scale=config.attention_scale, recompute=recompute)
         self.qkv = self._projection(build, name)
         self.out = build.row(f"{name}.o_proj", config.num_attention_heads * self.size, bias=config.attention_out_bias)
         self.q_norm = build.qk_norm(f"{name}.q_norm", config.num_attention_heads) if config.qk_norm else None
@@ -53,32 +50,10 @@ class Attention(nn.Module):
         q, k, v = (t.unflatten(-1, (-1, self.size)) for t in self.qkv(x).split(widths, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.rotation is not None:
-            q, k = context.rotation.apply(q), context.rotation.apply(k)
+        rotation = context.rotation if self.core.window is None else context.local_rotation
+        if rotation is not None:
+            q, k = rotation.apply(q), rotation.apply(k)
         if context.cache is not None:
             k, v = context.cache.update(self.layer, k, v)
-        y: Tensor
-        if self.recompute and self.training:
-            y = checkpoint(self._core, q, k, v, context, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y = self._core(q, k, v, context)
-        out: Tensor = self.out(y.flatten(-2))
+        out: Tensor = self.out(self.core(q, k, v, context).flatten(-2))
         return out
-
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        if context.dropout is not None and self.dropout:
-            return self._with_dropout(q, k, v, context)
-        return self.kernels.attention(q, k, v, context.mask)
-
-    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Attention in plain products: the fused ones draw their own masks, which would depend on the layout."""
-        assert context.dropout is not None
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
-        scores = q @ k.transpose(-1, -2) / math.sqrt(self.size)
-        mask = context.mask
-        if mask is None:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        p = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-        p = context.dropout.scores(p, self.dropout, self.layer, self.first_head)
-        return (p @ v).transpose(1, 2)

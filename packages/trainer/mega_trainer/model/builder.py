@@ -15,6 +15,7 @@ from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
+from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.param import make_parameter
 from mega_trainer.parallel.tensor import (
     ColumnLinear,
@@ -70,6 +71,7 @@ class Builder:
         groups: who splits what; groups of one by default.
         sp: split the residual stream over the sequence among the tensor ranks.
         dtype, device: of parameters and activations.
+        deferred: takes the products for weight gradients, where a pipeline puts them off.
     """
 
     config: ModelConfig
@@ -78,6 +80,7 @@ class Builder:
     sp: bool = False
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    deferred: Deferred | None = None
 
     @property
     def residual_std(self) -> float:
@@ -93,7 +96,7 @@ class Builder:
         offset, bpieces = split_rows([(f"{n}.bias", rows) for n, rows in blocks], None, self.groups.tp)
         biases = [self._parameter(offset, bpieces)] if bias else []
         weights = [self._parameter(weight, wpieces, std=self.config.init_std)]
-        return ColumnLinear(self.kernels, weights, biases, self.groups.tp, sp=self.sp)
+        return ColumnLinear(self.kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred)
 
     def shared_rows(
         self, blocks: Sequence[tuple[str, int]], *, index: int, rows: int, bias: bool
@@ -119,9 +122,8 @@ class Builder:
         own, out = width // tp.size, config.hidden_size
         piece = Piece(f"{name}.weight", (out, width), (0, tp.rank * own), (0, 0), (out, own))
         weight = self._parameter((out, own), [piece], std=self.residual_std)
-        return RowLinear(
-            self.kernels, weight, self.replicated(f"{name}.bias", (out,)) if bias else None, tp, sp=self.sp
-        )
+        offset = self.replicated(f"{name}.bias", (out,)) if bias else None
+        return RowLinear(self.kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
 
     def replicated(
         self,

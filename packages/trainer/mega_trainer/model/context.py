@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,19 +19,45 @@ class Cache(Protocol):
         """Append this call's k and v [B, S, K, d]; returns all of the layer's so far, [B, T, K, d]."""
 
 
+class Sight(Protocol):
+    """Who sees whom among the tokens at hand."""
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Boolean [B or 1, 1, S, T], True where a query sees a key, with `window` keys at most; None: plain causal."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Whole sequences: a token sees itself and those before it, under `documents` int [B, S] only its document's."""
+
+    length: int
+    documents: Tensor | None
+    device: torch.device
+    _made: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """See `Sight`; each is made once."""
+        if window not in self._made:
+            self._made[window] = attention_mask(
+                self.length, window=window, documents=self.documents, device=self.device
+            )
+        return self._made[window]
+
+
 @dataclass(frozen=True)
 class Context:
     """Shared by all layers of one forward pass.
 
     Attributes:
-        rotation: rotary angles, or None.
-        mask: boolean [B or 1, 1, S, T], True where a query sees a key; None for plain causal attention.
+        sight: who sees whom.
+        rotation, local_rotation: rotary angles of layers without and with a sliding window, or None.
         cache: keys and values of earlier tokens, or None.
         dropout: the micro-batch's dropout, or None outside training.
     """
 
+    sight: Sight
     rotation: Rotation | None = None
-    mask: Tensor | None = None
+    local_rotation: Rotation | None = None
     cache: Cache | None = None
     dropout: Dropout | None = None
 

@@ -15,7 +15,7 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.comm import all_gather
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Cache, Context, attention_mask
+from mega_trainer.model.context import Cache, Context, Sequences, Sight
 from mega_trainer.model.loss import head_loss
 from mega_trainer.model.rope import rotation
 from mega_trainer.parallel.grads import Unit
@@ -25,12 +25,16 @@ from mega_trainer.rng import Dropout
 
 @dataclass(frozen=True)
 class Stage:
-    """Which part of the model: layers [first, last), with the embedding before and the head behind where it has them."""
+    """Which part of the model: layers [first, last), with the embedding before and the head behind where it has them.
+
+    `ends_meet` says that embedding and head, if not in one stage, are in two of the same rank.
+    """
 
     first: int
     last: int
     embeds: bool = True
     heads: bool = True
+    ends_meet: bool = False
 
     @classmethod
     def whole(cls, config: ModelConfig) -> Stage:
@@ -58,8 +62,10 @@ class Decoder(nn.Module):
         self.config, self.groups, self.sp, self.dtype = config, build.groups, build.sp, build.dtype
         self.stage = stage or Stage.whole(config)
         self.recompute = recompute or Recompute()
-        split_ends = config.tie_embeddings and not (self.stage.embeds and self.stage.heads)
-        copies = (build.groups.embedding,) if split_ends else ()
+        self.deferred = build.deferred
+        whole = self.stage.embeds and self.stage.heads
+        copied = config.tie_embeddings and not (whole or self.stage.ends_meet)
+        copies = (build.groups.embedding,) if copied else ()
         if self.stage.embeds:
             self.embedding = build.embedding(build.vocabulary("model.embed_tokens.weight", shared=copies))
             if config.position == "learned":
@@ -73,7 +79,7 @@ class Decoder(nn.Module):
             self.norm = build.norm("model.norm")
             if not config.tie_embeddings:
                 self.head = build.vocabulary("lm_head.weight")
-            elif not self.stage.embeds:
+            elif copied:
                 self.head = build.vocabulary("model.embed_tokens.weight", shared=copies)
 
     def units(self) -> list[Unit]:
@@ -88,6 +94,11 @@ class Decoder(nn.Module):
         return found
 
     @property
+    def borrows_head(self) -> bool:
+        """Whether the output matrix is the embedding of another stage of this rank."""
+        return self.stage.heads and not self.stage.embeds and not hasattr(self, "head")
+
+    @property
     def head_weight(self) -> Tensor:
         """The output matrix [V/T, D], which may be the embedding's."""
         return self.head if hasattr(self, "head") else self.embedding.weight
@@ -97,22 +108,22 @@ class Decoder(nn.Module):
         positions: Tensor,
         *,
         documents: Tensor | None = None,
-        mask: Tensor | None = None,
+        sight: Sight | None = None,
         cache: Cache | None = None,
         dropout: Dropout | None = None,
     ) -> Context:
         """What the layers share for tokens at `positions` int64 [B or 1, S].
 
-        `documents` int [B, S] closes attention at document ends; an explicit `mask` [B, 1, S, T] replaces what would
-        be derived, and is required with a cache that already holds tokens.
+        `documents` int [B, S] closes attention at document ends; an explicit `sight` replaces what would be derived,
+        and is required with a cache that already holds tokens.
         """
-        turn = rotation(self.config, positions, self.dtype) if self.config.position == "rope" else None
-        if mask is None:
-            length = positions.shape[-1]
-            mask = attention_mask(
-                length, window=self.config.sliding_window, documents=documents, device=positions.device
-            )
-        return Context(turn, mask, cache, dropout)
+        turn = local = None
+        if self.config.position == "rope":
+            turn = rotation(self.config, self.config.rope, positions, self.dtype)
+            local_rope = self.config.local_rope
+            local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype)
+        sight = sight or Sequences(positions.shape[-1], documents, positions.device)
+        return Context(sight, turn, local, cache, dropout)
 
     def embed(self, tokens: Tensor, positions: Tensor, dropout: Dropout | None = None) -> Tensor:
         """Tokens and positions, int64 [B, S], to the residual stream [B, S or S/T, D]."""
@@ -133,17 +144,19 @@ class Decoder(nn.Module):
                 x = layer(x, context)
         return x
 
-    def loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, x: Tensor, labels: Tensor, weights: Tensor, head: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weighted sum of the cross entropies, and each token's [B, S], from the residual stream.
 
         Args:
             x: [B, S or S/T, D].
             labels: int64 [B, S].
             weights: fp32 [B, S].
+            head: the output matrix [V/T, D] of a stage that borrows it.
         """
         hidden = self._final(x)
+        head = self.head_weight if head is None else head
         total, losses = head_loss(
-            hidden.flatten(0, 1), self.head_weight, labels.flatten(), weights.flatten(), self.groups.tp,
+            hidden.flatten(0, 1), head, labels.flatten(), weights.flatten(), self.groups.tp,
             self.config.vocab_size,
         )  # fmt: skip
         return total, losses.view(labels.shape)

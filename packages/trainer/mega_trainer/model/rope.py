@@ -29,25 +29,25 @@ class Rotation:
         return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1)
 
 
-def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotation:
+def rotation(config: ModelConfig, rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> Rotation:
     """The rotation at integer `positions` [B or 1, S]. Angles are computed in fp32, as transformers does."""
-    length = config.max_position
-    if config.rope.scaling == "dynamic":
+    length = rope.original_max_position or config.max_position if rope.scaling == "longrope" else config.max_position
+    if rope.scaling in ("dynamic", "longrope"):
         length = max(length, int(positions.max()) + 1)
-    frequency, scale = frequencies(config.rope, config.head_size, config.max_position, length)
+    frequency, scale = frequencies(rope, config.head_size, config.max_position, length)
     angles = positions.float().unsqueeze(-1) * frequency.to(positions.device)
     cos, sin = angles.cos() * scale, angles.sin() * scale
     return Rotation(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype))
 
 
 def frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int) -> tuple[Tensor, float]:
-    """Angles per position [r/2] in fp32, and the factor on cos and sin (1 but for YaRN).
+    """Angles per position [r/2] in fp32, and the factor on cos and sin (1 but for YaRN and LongRoPE).
 
     Args:
         rope: the kind and its parameters.
         head_size: width of a head; `rope.fraction` of it is rotated.
         max_position: the longest sequence the model was made for.
-        length: the longest sequence at hand, for `dynamic`.
+        length: the longest sequence at hand, for `dynamic` and `longrope`.
     """
     size = int(head_size * rope.fraction)
     exponent = torch.arange(0, size, 2, dtype=torch.int64).float() / size
@@ -65,6 +65,8 @@ def frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int
             return _llama3(rope, base), 1.0
         case "yarn":
             return _yarn(rope, base, size), _yarn_attention_factor(rope)
+        case "longrope":
+            return _longrope(rope, base, max_position, length)
 
 
 def _llama3(rope: RopeConfig, base: Tensor) -> Tensor:
@@ -86,8 +88,10 @@ def _yarn(rope: RopeConfig, base: Tensor, size: int) -> Tensor:
     def dimension(rotations: float) -> float:
         return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), size - 1)
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
     ramp = ((torch.arange(size // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     return base / rope.factor * ramp + base * (1 - ramp)
 
@@ -101,3 +105,12 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
     return mscale(1.0)
+
+
+def _longrope(rope: RopeConfig, base: Tensor, max_position: int, length: int) -> tuple[Tensor, float]:
+    """LongRoPE (arXiv:2402.13753): a factor for each angle, of one list within the original length, of another beyond."""
+    original = rope.original_max_position or max_position
+    factors = rope.long_factor if length > original else rope.short_factor
+    stretch = rope.factor if rope.factor > 1 else max_position / original
+    natural = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return base / torch.tensor(factors), natural if rope.attention_factor is None else rope.attention_factor

@@ -1,4 +1,9 @@
-"""The norm of the gradient over the whole model, and the clip by it (arXiv:1211.5063)."""
+"""The norm of the gradient over the whole model, and the clip by it (arXiv:1211.5063).
+
+Squares are added up to twice the digits of fp64, as a sum and what its roundings lost (T. Ogita, S. Rump, S. Oishi,
+"Accurate sum and dot product", 2005). The order of adding could then show in a bit of the norm by the rarest chance
+alone, and with it how the gradient is cut into stages, slices, rows and buckets.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +11,65 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from mega_trainer.comm import Group, all_reduce
+from mega_trainer.comm import Group, all_gather
 from mega_trainer.parallel.shared import Buffer
+
+LANES = {"cpu": 1 << 16, "cuda": 1 << 22}  # sums kept side by side: what fits the cache; what keeps a GPU busy
 
 
 def grad_norm(buffers: Sequence[Buffer], model_groups: Sequence[Group]) -> Tensor:
     """L2 norm over the whole model, each canonical element counted once; fp64 scalar, the same on all ranks.
 
-    Partial sums are made per slice in every ZeRO level and added in one order, so that the levels agree in bits.
-
     Args:
         buffers: this rank's, with their reduced gradients.
         model_groups: the groups over which different ranks hold different parameters (tp, pp).
     """
-    total = torch.zeros((), dtype=torch.float64, device=buffers[0].shards[0].grads.device)
+    held: dict[Group | None, list[Tensor]] = {}
     for buffer in buffers:
         if buffer.kind.counts_here:
-            total += _squares(buffer)
+            grads = held.setdefault(buffer.kind.data if buffer.sharded else None, [])
+            grads += [shard.grads for shard in buffer.shards]
+    sums = [buffers[0].shards[0].grads.new_zeros(1, 2, dtype=torch.float64)]
+    for sharers, grads in held.items():
+        mine = sum_of_squares(grads)
+        sums.append(all_gather(mine, sharers) if sharers else mine)
+    total = _folded(torch.cat(sums))
     for group in model_groups:
-        all_reduce(total, group)
-    return total.sqrt()
+        total = _folded(all_gather(total, group))
+    high, low = total[0]
+    return torch.where(high.isfinite(), high + low, high).sqrt()
 
 
-def _squares(buffer: Buffer) -> Tensor:
-    ranks = buffer.kind.data.size
-    slices = torch.zeros(len(buffer.shards), ranks, dtype=torch.float64, device=buffer.shards[0].grads.device)
-    for row, shard in zip(slices, buffer.shards, strict=True):
-        if buffer.sharded:
-            row[buffer.kind.data.rank] = torch.linalg.vector_norm(shard.grads, dtype=torch.float64).square()
-        else:
-            for index, part in enumerate(shard.grads.chunk(ranks)):
-                row[index] = torch.linalg.vector_norm(part, dtype=torch.float64).square()
-    if buffer.sharded:
-        all_reduce(slices, buffer.kind.data)  # one non-zero term a slot: exact in any order
-    return slices.sum()
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """[1, 2] fp64: the sum of the squares of all elements, and what is to be added to it for the digits beyond."""
+    device = tensors[0].device
+    lanes = min(LANES[device.type], max(1, *(tensor.numel() for tensor in tensors)))
+    high, low = torch.zeros(2, lanes, dtype=torch.float64, device=device)
+    for part in (part for tensor in tensors for part in torch.split(tensor, lanes)):
+        place = slice(part.numel())
+        total, lost = _two_sum(high[place], part.double().square())
+        high[place] = total
+        low[place] += lost
+    return _folded(torch.stack([high, low], 1))
+
+
+def _folded(sums: Tensor) -> Tensor:
+    """The total [1, 2] of sums [N, 2]."""
+    high, low = sums[:, 0], sums[:, 1].sum()
+    while len(high) > 1:
+        first, second = pad(high, (0, len(high) % 2)).chunk(2)
+        high, lost = _two_sum(first, second)
+        low = low + lost.sum()
+    return torch.stack([high, low.view(1)], 1)
+
+
+def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a + b as it is rounded, and what the rounding lost, exactly."""
+    total = a + b
+    shown = total - a
+    return total, (a - (total - shown)) + (b - shown)
 
 
 def clip_factor(norm: float, limit: float) -> float:

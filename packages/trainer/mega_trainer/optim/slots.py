@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.pieces import Sharded, boxes_of_range, merge
+from mega_trainer.parallel.buckets import SLICE_ELEMENTS
 from mega_trainer.parallel.shared import Buffer, Kind, Shard
 
 
@@ -19,8 +20,10 @@ class Slot:
 
     Attributes:
         kind, sharded, shard: as in `Buffer`.
-        main: what is updated: the shard's own weights, or a copy of them in fp32 or in host memory.
-        grads: the gradient, where `main` is: the shard's own, or a copy.
+        main: what is updated: the shard's own weights, or a copy of them in fp32 or in host memory. Its length is a
+            multiple of `SLICE_ELEMENTS`, so that no element is updated in a remainder of vectors; what is past the
+            shard's end means nothing.
+        grads: the gradient, where `main` is, as long: the shard's own, or a copy.
     """
 
     kind: Kind
@@ -31,11 +34,14 @@ class Slot:
 
     @classmethod
     def of(cls, buffer: Buffer, shard: Shard, *, offload: bool = False) -> Slot:
-        """Weights in low precision get main weights in fp32; with `offload` all get copies in host memory."""
+        """Weights in low precision get main weights in fp32; with `offload` all get copies in host memory.
+
+        So do, where they are, those whose length needs it: rows of ZeRO-3, as a rule of no more than norms and biases.
+        """
         weights, grads = shard.weights.detach(), shard.grads
         main = weights if weights.dtype == grads.dtype else weights.to(grads.dtype)
-        if offload:
-            main, grads = _in_host_memory(main), _in_host_memory(grads)
+        if offload or len(main) % SLICE_ELEMENTS:
+            main, grads = _copied(main, to_host=offload), _copied(grads, to_host=offload)
         return cls(buffer.kind, buffer.sharded, shard, main, grads)
 
     @property
@@ -46,21 +52,28 @@ class Slot:
     def take_gradient(self) -> None:
         """Bring the gradient to where the main weights are."""
         if self.grads is not self.shard.grads:
-            self.grads.copy_(self.shard.grads, non_blocking=True)
+            self._own(self.grads).copy_(self.shard.grads, non_blocking=True)
 
     def to_model(self) -> None:
         """Bring the updated weights to the model."""
         if self.main.data_ptr() != self.shard.weights.data_ptr():
-            self.shard.weights.copy_(self.main, non_blocking=True)
+            self.shard.weights.copy_(self._own(self.main), non_blocking=True)
 
     def from_model(self) -> None:
         """Take the weights that the model computes with."""
-        self.main.copy_(self.shard.weights.to(self.kind.dtype))
+        self._own(self.main).copy_(self.shard.weights.to(self.kind.dtype))
+
+    def _own(self, values: Tensor) -> Tensor:
+        return values[: len(self.shard.weights)]
 
 
-def _in_host_memory(tensor: Tensor) -> Tensor:
-    """A copy, pinned where it is to be copied from and to a device."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
+def _copied(tensor: Tensor, *, to_host: bool) -> Tensor:
+    """A copy up to the next multiple of `SLICE_ELEMENTS`; in host memory pinned, if it is copied from and to a device."""
+    length = -(-len(tensor) // SLICE_ELEMENTS) * SLICE_ELEMENTS
+    device = torch.device("cpu") if to_host else tensor.device
+    copy = torch.zeros(length, dtype=tensor.dtype, device=device, pin_memory=to_host and tensor.is_cuda)
+    copy[: len(tensor)].copy_(tensor)
+    return copy
 
 
 class Rule(Protocol):
@@ -70,11 +83,11 @@ class Rule(Protocol):
         """Update the main weights of the slots from their gradients."""
 
     def state(self) -> dict[str, list[tuple[Slot, Tensor]]]:
-        """By kind, each slot's tensor of that kind, as long as its shard."""
+        """By kind, each slot's tensor of that kind, as long as its main weights."""
 
 
 def boxes_of_slots(pairs: Iterable[tuple[Slot, Tensor]]) -> dict[str, Sharded]:
-    """Tensors of slots, each as long as its shard, by canonical name."""
+    """Tensors of slots, each at least as long as its shard, by canonical name."""
     return merge(
         boxes_of_range(values[part.place], part.pieces, part.shape, part.start)
         for slot, values in pairs

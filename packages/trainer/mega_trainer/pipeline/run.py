@@ -18,11 +18,13 @@ from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import Group, Work
 from mega_trainer.model.context import Context
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.parallel.deferred import Product, deliver
 from mega_trainer.parallel.tensor import sequence_part
 from mega_trainer.pipeline.schedules import Schedule
 from mega_trainer.rng import Dropout
 
 Key = tuple[int, int]  # (stage, microbatch)
+Known = list[tuple[Tensor, Tensor]]  # parameters and gradients of theirs
 FORWARD_ONLY = frozenset({"F", "SEND_F", "RECV_F"})
 
 
@@ -36,7 +38,7 @@ class Executor:
         group: the pipeline ranks.
         dropout_seed: seed of the dropout masks; None when the model has no dropout.
         around_backward: what each backward runs in, given the stage's number and whether it is the stage's last of the
-            step; it takes the gradients.
+            step; it takes the gradients. Where a backward is cut in two, that is the half of the weights.
     """
 
     schedule: Schedule
@@ -47,6 +49,8 @@ class Executor:
     _inputs: dict[Key, Tensor] = field(default_factory=dict)
     _outputs: dict[Key, Tensor] = field(default_factory=dict)
     _edges: dict[Key, GradientEdge] = field(default_factory=dict)
+    _borrowed: dict[int, Tensor] = field(default_factory=dict)
+    _put_off: dict[Key, tuple[list[Product], Known]] = field(default_factory=dict)
     _arriving: dict[tuple[str, Key], tuple[Tensor, Work]] = field(default_factory=dict)
     _leaving: list[tuple[Tensor, Work]] = field(default_factory=list)
     _contexts: dict[int, Context] = field(default_factory=dict)
@@ -73,10 +77,13 @@ class Executor:
             match op.kind:
                 case "F":
                     total += self._forward(key, batches[op.microbatch], scale)
-                case "B":
+                case "I":
+                    self._backward_of_input(key)
+                case "B" | "W":
                     left[op.stage] -= 1
+                    backward = self._backward if op.kind == "B" else self._backward_of_weights
                     with self.around_backward(op.stage, left[op.stage] == 0):
-                        self._backward(key)
+                        backward(key)
                 case "RECV_F":
                     self._receive("F", key, op.stage - 1, batches[op.microbatch])
                 case "RECV_B":
@@ -87,7 +94,7 @@ class Executor:
                     self._send(self._input_gradient(key), op.stage - 1)
         for _, work in self._leaving:
             work.wait()
-        for left_over in (self._leaving, self._contexts, self._inputs):
+        for left_over in (self._leaving, self._contexts, self._inputs, self._borrowed):
             left_over.clear()
         return total
 
@@ -113,7 +120,7 @@ class Executor:
         if stage < self.last_stage:
             self._hand_on(key, y)
             return 0.0
-        loss, _ = model.loss(y, batch.labels, batch.weights)
+        loss, _ = model.loss(y, batch.labels, batch.weights, self._borrow(model, microbatch))
         return self._differentiable(key, loss, scale)
 
     def _differentiable(self, key: Key, loss: Tensor, scale: float) -> Tensor:
@@ -132,13 +139,60 @@ class Executor:
         else:
             self._outputs[key] = y.detach()
 
+    def _borrow(self, model: Decoder, microbatch: int) -> Tensor | None:
+        """The embedding for a head of this rank that is tied to it: one more input of the stage, from the first stage.
+
+        Like other inputs, its gradient waits until the micro-batch's backward comes to the stage it is from.
+        """
+        if not model.borrows_head:
+            return None
+        weight = self.stages[0].embedding.weight.detach()
+        self._borrowed[microbatch] = weight.requires_grad_(torch.is_grad_enabled())
+        return weight
+
     def _backward(self, key: Key) -> None:
+        returned = self._returned(key)
+        edges = [self._edges.pop(key), *(get_gradient_edge(weight) for weight, _ in returned)]
+        torch.autograd.backward(edges, [self._output_gradient(key), *(gradient for _, gradient in returned)])
+
+    def _backward_of_input(self, key: Key) -> None:
+        """Everything of a backward but the products that the stage puts off; no gradient reaches a parameter yet."""
+        model = self.stages[key[0]]
+        inputs, parameters = self._inputs_of(key), list(model.parameters())
+        gradients = torch.autograd.grad(
+            [self._edges.pop(key)], [*inputs, *parameters], [self._output_gradient(key)], allow_unused=True
+        )
+        for tensor, gradient in zip(inputs, gradients, strict=False):
+            tensor.grad = gradient
+        rest = zip(parameters, gradients[len(inputs) :], strict=True)
+        assert model.deferred is not None
+        self._put_off[key] = model.deferred.take(), [(p, gradient) for p, gradient in rest if gradient is not None]
+
+    def _backward_of_weights(self, key: Key) -> None:
+        products, known = self._put_off.pop(key)
+        deliver(products, [*known, *self._returned(key)])
+
+    def _output_gradient(self, key: Key) -> Tensor | None:
         stage, microbatch = key
-        gradients = None
-        if stage < self.last_stage:
-            here = self.schedule.owner(stage + 1) == self.group.rank
-            gradients = [self._input_gradient((stage + 1, microbatch)) if here else self._arrived("B", key)]
-        torch.autograd.backward([self._edges.pop(key)], gradients)
+        if stage == self.last_stage:
+            return None
+        here = self.schedule.owner(stage + 1) == self.group.rank
+        return self._input_gradient((stage + 1, microbatch)) if here else self._arrived("B", key)
+
+    def _inputs_of(self, key: Key) -> list[Tensor]:
+        """What a stage was given that wants a gradient."""
+        stage, microbatch = key
+        given = [self._inputs[key]] if key in self._inputs else []
+        return [*given, self._borrowed[microbatch]] if self.stages[stage].borrows_head else given
+
+    def _returned(self, key: Key) -> Known:
+        """The embedding and the gradient of its use as the head, in the stage that lent it."""
+        stage, microbatch = key
+        if stage > 0 or microbatch not in self._borrowed:
+            return []
+        gradient = self._borrowed.pop(microbatch).grad
+        assert gradient is not None
+        return [(self.stages[0].embedding.weight, gradient)]
 
     def _input_gradient(self, key: Key) -> Tensor:
         gradient = self._inputs.pop(key).grad

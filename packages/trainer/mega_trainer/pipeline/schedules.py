@@ -83,6 +83,11 @@ class Schedule:
         """The stages that `rank` holds, in model order: its chunks."""
         return [stage for stage, owner in enumerate(self.owners) if owner == rank]
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the backward is two operations, `I` and `W`."""
+        return self.ranks[0][-1].kind == "W"
+
     def compute(self, rank: int) -> list[Op]:
         """The operations of `rank` without its messages."""
         return [op for op in self.ranks[rank] if op.kind in COMPUTE]

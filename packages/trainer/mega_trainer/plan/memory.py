@@ -27,6 +27,7 @@ class RunShape:
         micro_batch: samples of a microbatch.
         microbatches: microbatches of a step, per data-parallel rank.
         zero: what data-parallel ranks share: 1 optimizer states, 2 also gradients, 3 also weights.
+        zero3_shard: data and context ranks that share one copy at level 3; None for all.
         fused_attention: the attention kernel keeps no scores.
     """
 
@@ -42,6 +43,7 @@ class RunShape:
     ep: int = 1
     dp: int = 1
     zero: int = 0
+    zero3_shard: int | None = None
     precision: str = "bf16"
     recompute: RecomputeKind = "none"
     fused_attention: bool = True
@@ -128,7 +130,7 @@ def _states(model: ModelConfig, run: RunShape, layers: int, *, first: bool, last
     element = _ELEMENT[run.precision]
     whole = max(4, element)
     sizes = {"weights": (element, 3), "gradients": (whole, 2), "optimizer": (2 * whole + (4 if element == 2 else 0), 1)}
-    sharers = run.dp * run.cp
+    sharers = run.zero3_shard or run.dp * run.cp
     table = {}
     for kind, (size, level) in sizes.items():
         shared = run.zero >= level

@@ -1,0 +1,146 @@
+"""The bubble of each pipeline schedule, measured on ranks whose stages sleep instead of computing.
+
+    python benchmarks/bubble.py [--pp 4] [--milliseconds 150] [--rounds 3]
+
+The trainer's own executor runs each schedule on processes that talk over gloo. Forward, input gradient and weight
+gradient of all layers of a rank take one unit of time each, however many stages the rank has. The bubble is the share of
+the step in which the ranks do not sleep; beside it stand the simulated one and the closed formula.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import record
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from mega_trainer.batch import MicroBatch
+from mega_trainer.comm import Group
+from mega_trainer.parallel.deferred import Deferred
+from mega_trainer.pipeline.run import Executor
+from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, simulate
+
+SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zbv", 2)]  # with stages per rank
+MICROBATCHES = [4, 8, 16, 32]
+Case = tuple[str, int, int]  # schedule, stages per rank, micro-batches
+
+
+class Sleeper(nn.Module):
+    """What the executor sees of a `Decoder`; each of its three operations sleeps for `seconds`."""
+
+    sp, dtype, borrows_head = False, torch.float32, False
+    groups, config = SimpleNamespace(tp=Group("tp")), SimpleNamespace(hidden_size=1)
+
+    def __init__(self, seconds: float, *, splits_backward: bool) -> None:
+        super().__init__()
+        self.weight, self.seconds, self.slept = nn.Parameter(torch.ones(1)), seconds, 0.0
+        self.deferred = Deferred() if splits_backward else None
+
+    def sleep(self) -> None:
+        begin = time.perf_counter()
+        time.sleep(self.seconds)
+        self.slept += time.perf_counter() - begin
+
+    def weight_gradient(self) -> Tensor:
+        self.sleep()
+        return torch.ones_like(self.weight)
+
+    def embed(self, tokens: Tensor, *rest: object) -> Tensor:
+        return torch.zeros(*tokens.shape, 1)
+
+    def context(self, positions: Tensor, **rest: object) -> SimpleNamespace:
+        return SimpleNamespace(dropout=None)
+
+    def forward(self, x: Tensor, context: object) -> Tensor:
+        return _Sleep.apply(x, self.weight, self)
+
+    def loss(self, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        return x.sum(), x
+
+
+class _Sleep(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stage: Sleeper) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.stage = stage
+        stage.sleep()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        stage: Sleeper = ctx.stage
+        stage.sleep()
+        if stage.deferred is None:
+            return dy, stage.weight_gradient(), None
+        stage.deferred.put(ctx.saved_tensors[0], stage.weight_gradient)
+        return dy, None, None
+
+
+def measure(case: Case, seconds: float) -> float:
+    """The share of a step, from the first rank's start to the last one's end, in which the ranks do not sleep."""
+    name, virtual_stages, count = case
+    rank, pp = dist.get_rank(), dist.get_world_size()
+    schedule = make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
+    stages: dict[int, Any] = {
+        stage: Sleeper(seconds / virtual_stages, splits_backward=schedule.splits_backward)
+        for stage in schedule.stages(rank)
+    }
+    executor = Executor(schedule, stages, Group("pp", tuple(range(pp)), rank, dist.group.WORLD))
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    batches = [MicroBatch(tokens, tokens, tokens.float(), tokens, None, range(1)) for _ in range(count)]
+    dist.barrier()
+    begin = time.monotonic()
+    executor.run(batches, 1.0)
+    span = [None] * pp
+    dist.all_gather_object(span, (begin, time.monotonic(), sum(stage.slept for stage in stages.values())))
+    begins, ends, slept = zip(*span, strict=True)
+    return 1 - sum(slept) / pp / (max(ends) - min(begins))
+
+
+def run(rank: int, pp: int, rounds: int, seconds: float, store: str) -> None:
+    """All cases, on each rank; rank 0 writes them down."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=pp)
+    measure(("1f1b", 1, 1), seconds)  # connections are made at the first message
+    rows = []
+    for count in MICROBATCHES:
+        for name, virtual_stages in SCHEDULES:
+            found = [measure((name, virtual_stages, count), seconds) for _ in range(rounds)]
+            schedule = make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
+            formula, simulated = bubble_formula(schedule), simulate(schedule).mean_bubble
+            row = {
+                "schedule": name, "stages_per_rank": virtual_stages, "microbatches": count,
+                "measured": round(statistics.median(found), 4), "simulated": round(simulated, 4),
+                "formula": formula and round(formula, 4), "rounds": [round(share, 4) for share in found],
+            }  # fmt: skip
+            rows.append(row)
+            if rank == 0:
+                print(row, flush=True)
+    if rank == 0:
+        results = {"pp": pp, "milliseconds": 1000 * seconds, "bubbles": rows}
+        print("written to", record.write("bubble", results, ["torch"]))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--milliseconds", type=float, default=150.0, help="of a rank's forward, or half of its backward")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        given = (options.pp, options.rounds, options.milliseconds / 1000, str(Path(folder) / "store"))
+        torch.multiprocessing.spawn(run, given, nprocs=options.pp)
+
+
+if __name__ == "__main__":
+    main()
