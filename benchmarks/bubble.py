@@ -134,7 +134,9 @@ def run(rank: int, pp: int, rounds: int, seconds: float, store: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--milliseconds", type=float, default=150.0, help="of a rank's forward, or half of its backward")
+    parser.add_argument(
+        "--milliseconds", type=float, default=150.0, help="of a rank's forward, or half of its backward"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,25 +1,30 @@
 """Convert weights between formats, tensor by tensor: memory for one tensor, not for the model.
 
-The output is written beside its place under a hidden name, made durable, and renamed: it is complete or not there.
+The output is written beside its place under a hidden name, made durable, and renamed: it is complete or not there. After a
+kill, the same conversion goes on with the file that it was at.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
+from mega_ckpt.journal import Journal, continued
+from mega_ckpt.remote import Place, place
 from mega_ckpt.shards import Slab
-from mega_ckpt.source import BUFFERS, WEIGHTS, Source, open_source
+from mega_ckpt.source import BUFFERS, WEIGHTS, Source, checkpoint_folder, open_source
+from mega_ckpt.storage import folder_at
 from mega_ckpt.stream import blocks, slabs_of, write_checkpoint
 from mega_common.errors import CheckpointError
-from mega_common.files import atomic_folder
-from mega_common.log import ProgressBar
+from mega_common.log import ProgressBar, logger
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Advance = Callable[[int], object]
@@ -41,7 +46,7 @@ class Options:
 
 
 def convert(
-    source: str | Path,
+    source: str | Place,
     destination: str | Path,
     to: str,
     *,
@@ -62,6 +67,7 @@ def convert(
     Raises:
         CheckpointError: when the source cannot be used, the target format cannot express the model, or `destination`
             exists and `overwrite` is not given. Nothing is left behind then.
+        KeyboardInterrupt: the same call goes on with the file that it was at.
     """
     if to not in _WRITERS:
         raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(_WRITERS)}")
@@ -69,21 +75,38 @@ def convert(
     if final.exists() and not overwrite:
         raise CheckpointError(f"{destination}: exists already", hint="choose another folder, or overwrite it")
     given = open_source(source)
-    if final.exists() and not _replaceable(final, Path(source)):
+    if final.exists() and not _replaceable(final, place(source)):
         raise CheckpointError(f"{destination}: is not a folder of a model, or holds the source; it is not replaced")
-    with atomic_folder(final) as temporary:
-        _WRITERS[to](given, temporary, options)
-        if verify:
-            _compare(given, open_source(temporary), options.dtype)
+    with continued(final, _identity(source, to, options)) as journal:
+        try:
+            _WRITERS[to](given, journal.folder, options, journal)
+            if verify:
+                _compare(given, open_source(journal.folder), options.dtype)
+        except KeyboardInterrupt:
+            if journal.finished:
+                logger.warning("%d file(s) are finished; the same command goes on", len(journal.finished))
+            raise
 
 
-def _write_hf(source: Source, folder: Path, options: Options) -> None:
+def _identity(source: str | Place, to: str, options: Options) -> dict[str, Any]:
+    """All that decides what is written."""
+    folder = checkpoint_folder(source)
+    return {
+        "source": str(folder.absolute()) if isinstance(folder, Path) else folder,
+        "files": folder_at(folder).stamps(),
+        "to": to,
+        "options": {name: str(value) for name, value in dataclasses.asdict(options).items()},
+    }
+
+
+def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) -> None:
     plan = plan_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
     with ProgressBar("writing HuggingFace", total=plan.size, unit="bytes") as bar:
-        write_folder(source, plan, folder, bar.advance)
+        journal.advance = bar.advance
+        write_folder(source, plan, folder, bar.advance, journal.once)
 
 
-def _write_mega(source: Source, folder: Path, options: Options) -> None:
+def _write_mega(source: Source, folder: Path, options: Options, journal: Journal) -> None:
     def kind(name: str) -> torch.dtype:
         return _cast(source.dtype(name), options.dtype)
 
@@ -99,10 +122,11 @@ def _write_mega(source: Source, folder: Path, options: Options) -> None:
                 return _block(source.read_buffer(slab.key.removeprefix(BUFFERS)), slab.offset, slab.shape)
             return source.read_slice(slab.key.removeprefix(WEIGHTS), slab.offset, slab.shape).to(slab.dtype)
 
-        write_checkpoint(folder, slabs, resolve, model=source.model, assets=source.assets())
+        journal.advance = bar.advance
+        write_checkpoint(folder, slabs, resolve, model=source.model, assets=source.assets(), once=journal.once)
 
 
-_WRITERS: Mapping[str, Callable[[Source, Path, Options], None]] = {"hf": _write_hf, "mega": _write_mega}
+_WRITERS: Mapping[str, Callable[[Source, Path, Options, Journal], None]] = {"hf": _write_hf, "mega": _write_mega}
 
 
 def _block(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -132,7 +156,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def _replaceable(final: Path, source: Path) -> bool:
+def _replaceable(final: Path, source: Place) -> bool:
     """Whether `final` is a folder that holds a model, and neither is nor holds the source."""
     holds_model = any((final / name).is_file() for name in ("config.json", "manifest.json"))
-    return holds_model and final.resolve() not in (source.resolve(), *source.resolve().parents)
+    held = isinstance(source, Path) and final.resolve() in (source.resolve(), *source.resolve().parents)
+    return holds_model and not held

@@ -103,9 +103,15 @@ class Remote(str):
 
     def sizes(self) -> dict[str, int]:
         """{name below this place: length} of all objects below."""
-        with self._asked() as (files, path):
-            found = files.find(path, detail=True)
-        return {name[len(path.rstrip("/")) + 1 :]: int(entry["size"]) for name, entry in found.items() if entry}
+        return {name: int(entry["size"]) for name, entry in self._below().items()}
+
+    def stamps(self) -> dict[str, str]:
+        """{name below this place: length and what the store calls the content, or when it was put}."""
+        told = ("ETag", "LastModified", "created", "mtime")
+        return {
+            name: f"{entry['size']} bytes " + str(next((entry[key] for key in told if entry.get(key)), ""))
+            for name, entry in self._below().items()
+        }
 
     def open_new(self) -> IO[bytes]:
         """An object to write in parts; closing it makes it appear, discarding it does not."""
@@ -116,6 +122,11 @@ class Remote(str):
         """Delete the object, or all objects below. Nothing happens when there is nothing."""
         with self._asked() as (files, path), contextlib.suppress(FileNotFoundError):
             files.rm(path, recursive=True)
+
+    def _below(self) -> dict[str, Any]:
+        with self._asked() as (files, path):
+            found = files.find(path, detail=True)
+        return {name[len(path.rstrip("/")) + 1 :]: entry for name, entry in found.items() if entry}
 
     def _kind(self) -> str | None:
         with self._asked() as (files, path):

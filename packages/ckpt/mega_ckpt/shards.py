@@ -7,16 +7,19 @@ parses one: it compares bytes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
 import xxhash
 from torch import Tensor
 
+from mega_ckpt.journal import Finished, Once, always
 from mega_ckpt.manifest import DTYPE_NAMES, Chunk, FileEntry
 from mega_ckpt.pieces import Shape
 from mega_ckpt.remote import Place
@@ -107,31 +110,34 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 def write_shards(
-    folder: Place, prefix: str, slabs: Sequence[Slab], resolve: Callable[[Slab], Tensor], max_bytes: int
+    folder: Place,
+    prefix: str,
+    slabs: Sequence[Slab],
+    resolve: Callable[[Slab], Tensor],
+    max_bytes: int,
+    once: Once = always,
 ) -> Iterator[tuple[list[tuple[Slab, Chunk]], FileEntry]]:
     """Write `slabs` to files `<prefix>-000.safetensors`, ... of about `max_bytes` at most; yields what each file holds.
 
-    `resolve` is asked for one slab at a time, so one slab of memory suffices where tensors live on a device.
+    `resolve` is asked for one slab at a time, so one slab of memory suffices where tensors live on a device. `once`
+    passes over files that are there already.
     """
     for number, group in enumerate(_groups(sorted(slabs, key=lambda slab: slab.order), max_bytes)):
-        name = f"{prefix}-{number:03d}.safetensors"
-        held = []
-        with NewFile(folder / name) as file:
-            file.write(header(group))
-            for slab in group:
-                begin = file.bytes
-                checksum = file.write(raw(resolve(slab)))
-                chunk = Chunk(
-                    offset=slab.offset,
-                    shape=slab.shape,
-                    file=name,
-                    begin=begin,
-                    end=file.bytes,
-                    checksum=checksum,
-                )
-                held.append((slab, chunk))
-            entry = file.close()
-        yield held, entry
+        name, head = f"{prefix}-{number:03d}.safetensors", header(group)
+        done = once(name, head, partial(_write_shard, folder / name, head, group, resolve))
+        ends = list(itertools.accumulate((slab.nbytes for slab in group), initial=len(head)))
+        held = [
+            (slab, Chunk(offset=slab.offset, shape=slab.shape, file=name, begin=begin, end=end, checksum=checksum))
+            for slab, (begin, end), checksum in zip(group, itertools.pairwise(ends), done.parts, strict=True)
+        ]
+        yield held, done.file
+
+
+def _write_shard(path: Place, head: bytes, slabs: Sequence[Slab], resolve: Callable[[Slab], Tensor]) -> Finished:
+    with NewFile(path) as file:
+        file.write(head)
+        checksums = tuple(file.write(raw(resolve(slab))) for slab in slabs)
+        return Finished(file=file.close(), parts=checksums)
 
 
 def _groups(slabs: Sequence[Slab], max_bytes: int) -> Iterator[list[Slab]]:

@@ -69,6 +69,9 @@ class Folder(Protocol):
     def modified(self, name: str) -> float:
         """When a file was written, in seconds since 1970."""
 
+    def stamps(self) -> dict[str, str]:
+        """{name: what changes when the file does} of all files but hidden ones."""
+
     def made(self) -> contextlib.AbstractContextManager[None]:
         """Make the folder, to be filled in the block; the names in it are durable when that is left."""
 
@@ -98,6 +101,11 @@ class LocalFolder:
     def modified(self, name: str) -> float:
         """By the file system's clock."""
         return (self._path / name).stat().st_mtime
+
+    def stamps(self) -> dict[str, str]:
+        """Length and time."""
+        found = {name: (self._path / name).stat() for name in self.names() if _is_shown(name)}
+        return {name: f"{one.st_size} bytes at {one.st_mtime_ns}" for name, one in found.items()}
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
@@ -137,6 +145,10 @@ class RemoteFolder:
     def modified(self, name: str) -> float:
         """By the store's clock."""
         return (self._path / name).modified()
+
+    def stamps(self) -> dict[str, str]:
+        """Length and whatever the store tells of when or what was put."""
+        return {name: stamp for name, stamp in self._path.stamps().items() if _is_shown(name)}
 
     def made(self) -> contextlib.AbstractContextManager[None]:
         """Nothing is to be done: a folder is a part of a name."""
@@ -224,6 +236,10 @@ class _Object:
 def folder_at(path: Place) -> Folder:
     """The kind of folder that a path leads to."""
     return RemoteFolder(path) if isinstance(path, Remote) else LocalFolder(path)
+
+
+def _is_shown(name: str) -> bool:
+    return not any(part.startswith(".") for part in PurePosixPath(name).parts)
 
 
 def plain_size(folder: Path, name: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_ckpt.journal import Once, always
 from mega_ckpt.manifest import DTYPE_NAMES, MANIFEST, Chunk, FileEntry, TensorEntry, make_manifest
 from mega_ckpt.pieces import Shape, cut
 from mega_ckpt.shards import NewFile, Slab, write_shards
@@ -42,8 +43,9 @@ def write_checkpoint(
     state: Mapping[str, Any] | None = None,
     assets: Mapping[str, Path | bytes] | None = None,
     provenance: Mapping[str, Any] | None = None,
+    once: Once = always,
 ) -> None:
-    """Write the files of a checkpoint into an existing empty folder; durable when this returns.
+    """Write the files of a checkpoint into an existing folder; durable when this returns.
 
     Args:
         folder: to become the checkpoint once the caller renames it.
@@ -54,6 +56,7 @@ def write_checkpoint(
         state: what a trainer would resume from; nothing after a conversion.
         assets: files to put in `assets/`, {path in there: file or its content}.
         provenance: where this came from, as free JSON.
+        once: passes over shards that are there already; nothing else is.
     """
     manifest = make_manifest(step, model, state or {}, provenance)
     files = {
@@ -61,7 +64,7 @@ def write_checkpoint(
     }
     chunks: defaultdict[str, list[Chunk]] = defaultdict(list)
     whole = {slab.key: slab for slab in slabs}
-    for held, entry in write_shards(folder, "shard", slabs, resolve, FILE_BYTES):
+    for held, entry in write_shards(folder, "shard", slabs, resolve, FILE_BYTES, once):
         files[held[0][1].file] = entry
         for slab, chunk in held:
             chunks[slab.key].append(chunk)

@@ -11,12 +11,12 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from mega_ckpt.journal import Finished
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
 from mega_ckpt.pieces import Shape
 from mega_ckpt.remote import Place
@@ -93,6 +93,11 @@ class Header:
         return cls(text + b" " * (-len(text) % 8), entries, metadata)
 
     @property
+    def start(self) -> bytes:
+        """What a file begins with: the length and the text."""
+        return struct.pack("<Q", len(self.text)) + self.text
+
+    @property
     def size(self) -> int:
         """Bytes of all tensors."""
         return max((entry.stop for entry in self.entries.values()), default=0)
@@ -149,15 +154,15 @@ class SafetensorsFile:
 
 
 def write_file(
-    path: Path, header: Header, tensors: Iterable[Tensor], advance: Callable[[int], object] = lambda _: None
-) -> None:
+    path: Place, header: Header, tensors: Iterable[Tensor], advance: Callable[[int], object] = lambda _: None
+) -> Finished:
     """Write a file while its tensors come in, in the order of `header.entries`; durable when this returns.
 
     `advance` is told of the bytes of each tensor.
     """
     with NewFile(path) as file:
-        file.write(struct.pack("<Q", len(header.text)) + header.text)
+        file.write(header.start)
         for tensor in tensors:
             file.write(raw(tensor))
             advance(tensor.nbytes)
-        file.close()
+        return Finished(file=file.close())
