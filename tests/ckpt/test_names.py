@@ -75,6 +75,29 @@ def test_experts_are_stacked() -> None:
     assert "model.layers.0.mlp.up_proj.weight" not in tensors
 
 
+def test_latent_attention_and_a_layer_that_predicts_further_tokens() -> None:
+    mla = {"kv_lora_rank": 5, "q_lora_rank": 3, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
+    tensors = tensors_of(
+        ModelConfig.parse({**SMALL, "num_kv_heads": None, "head_dim": None, "mla": mla, "mtp_layers": 1})
+    )
+    last = {name.removeprefix("model.layers.2."): shape for name, shape in tensors.items() if "layers.2." in name}
+    assert {name: shape for name, shape in last.items() if "mlp" not in name} == {
+        "enorm.weight": (8,),
+        "hnorm.weight": (8,),
+        "eh_proj.weight": (8, 16),
+        "input_layernorm.weight": (8,),
+        "self_attn.q_a_proj.weight": (3, 8),
+        "self_attn.q_a_layernorm.weight": (3,),
+        "self_attn.q_b_proj.weight": (40, 3),
+        "self_attn.kv_a_proj_with_mqa.weight": (9, 8),
+        "self_attn.kv_a_layernorm.weight": (5,),
+        "self_attn.kv_b_proj.weight": (52, 5),
+        "self_attn.o_proj.weight": (8, 28),
+        "post_attention_layernorm.weight": (8,),
+        "shared_head.norm.weight": (8,),
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [

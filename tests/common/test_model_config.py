@@ -9,12 +9,17 @@ from mega_common.model_config import ModelConfig
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 100}
 
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+
 
 def test_what_follows_from_what_is_given() -> None:
     config = ModelConfig.parse(SMALL)
     assert (config.kv_heads, config.head_size, config.gated) == (4, 16, True)
     config = ModelConfig.parse({**SMALL, "num_kv_heads": 2, "head_dim": 32, "activation": "gelu"})
     assert (config.kv_heads, config.head_size, config.gated) == (2, 32, False)
+
+    config = ModelConfig.parse({**SMALL, "hidden_size": 66, "mla": LATENT})
+    assert (config.kv_heads, config.head_size, config.value_size, config.rotated_size) == (4, 12, 6, 4)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +32,13 @@ def test_what_follows_from_what_is_given() -> None:
         ({"rope": {"scaling": "linear", "factor": 0.5}}, "rope.factor = 0.5: must be at least 1"),
         ({"rope": {"theta": 0}}, "rope.theta = 0: input should be greater than 0"),
         ({"moe": {"num_experts": 2, "top_k": 3, "ffn_hidden_size": 8}}, "moe.top_k = 3: must be at most"),
+        ({"mla": LATENT, "qk_norm": True}, "mla: has its own head sizes and norms"),
+        ({"mla": LATENT, "num_kv_heads": 2}, "-> leave out head_dim, num_kv_heads, qk_norm and attention_sinks"),
+        ({"mla": {**LATENT, "qk_rope_head_dim": 3}}, "mla = 3: must rotate an even part of the head size 11"),
+        ({"mla": LATENT, "position": "none"}, "mla: rotates 4 elements of each head, all of them -> position: rope"),
+        ({"mla": LATENT, "rope": {"fraction": 0.5}}, "-> position: rope, without rope.fraction"),
+        ({"mtp_layers": 1, "position": "learned"}, "mtp_layers = 1: embeds further tokens without their positions"),
+        ({"mtp_layers": 1, "full_attention_layers": [3]}, "full_attention_layers = 3: names a layer past the last, 2"),
         ({"num_layer": 2}, "num_layer: unknown key -> did you mean 'num_layers'?"),
         ({"activation": "swish"}, "activation = 'swish': input should be 'swiglu'"),
         ({"vocab_size": 0}, "vocab_size = 0: input should be greater than 0"),

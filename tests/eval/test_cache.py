@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import VARIANTS, variant
+from tiny_models import BASE, VARIANTS, YARN, variant
 
 from mega_common.model_config import ModelConfig
 from mega_eval.cache import BLOCK, Batch, KeyValueCache, visible
@@ -47,6 +48,36 @@ def test_cached_logits_are_the_uncached_ones(name: str):
         chosen = [(step * 7 + len(row)) % config.vocab_size for row in rows]
         rows = [[*row, token] for row, token in zip(rows, chosen, strict=True)]
         logits = batch.feed(torch.tensor(chosen)[:, None])
+
+
+HEADS = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+
+
+def latent(**fields: Any) -> ModelConfig:
+    return ModelConfig.parse({**BASE, "mla": HEADS, **fields})
+
+
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 5, "rope": {"interleaved": True, **YARN}}])
+def test_latents_stand_for_keys_and_values(fields: dict[str, Any]):
+    model = model_of(latent(**fields))
+    batch = Batch(model)
+    rows = [[3, 5, 8, 13, 21, 34, 2, 4, 6, 9, 1], [7], [60, 0, 0, 60, 1]]
+    logits = batch.start(rows)
+    for token in (17, 2, 60):
+        same(logits, torch.stack([uncached(model, row) for row in rows]))
+        rows = [[*row, token] for row in rows]
+        logits = batch.feed(torch.tensor([[token]] * 3))
+    batch.keep([1])
+    same(batch.feed(torch.tensor([[5]]))[0], uncached(model, [*rows[1], 5]))
+
+
+def test_a_latent_and_the_rotated_part_of_the_key_are_all_that_is_kept():
+    model, cache = model_of(latent()), KeyValueCache(2)
+    positions = torch.arange(7)[None]
+    model(model.embed(torch.zeros(1, 7, dtype=torch.int64), positions), model.context(positions, cache=cache))
+    for layer in range(2):
+        (kept,) = cache.update(layer, torch.zeros(1, 0, 1, 12 + 4))
+        assert kept.shape == (1, 7, 1, 12 + 4)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from(["window", "gpt2", "grouped"]))

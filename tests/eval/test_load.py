@@ -6,13 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny, variant
+from tiny_models import BASE, save_tiny, variant
 
 from mega_ckpt.convert import convert
 from mega_ckpt.families import family_named
+from mega_ckpt.store import save
 from mega_common.errors import CheckpointError, ConfigError
+from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.load import device_named, end_tokens, load_model, load_tokenizer
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.init import init_weights
+from mega_trainer.state import weights_of
 
 
 @pytest.fixture
@@ -36,6 +42,16 @@ def test_every_kind_of_folder_is_the_same_model(folder: Path, tmp_path: Path):
         assert torch.equal(logits(path), expected)
         assert load_tokenizer(path).fingerprint == tokenizer.fingerprint
         assert end_tokens(path, tokenizer) == end_tokens(folder, tokenizer)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path):
+    config = ModelConfig.parse({**BASE, "mtp_layers": 1})
+    whole = Decoder(Builder(config)).eval()
+    init_weights(whole, 1)
+    save(tmp_path, 0, weights_of({0: whole}, prefix="weights/"), model=config, state={})
+    model, tokens = load_model(tmp_path), torch.arange(9)[None]
+    assert not model.predictors
+    assert torch.equal(logits(tmp_path), whole.logits(whole(whole.embed(tokens, tokens), whole.context(tokens))))
 
 
 def test_model_is_for_inference_in_the_dtype_asked_for(folder: Path):

@@ -26,7 +26,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 61, "qk_norm": True,
         "qkv_bias": True, "activation": "geglu", "sliding_window": 11, "rope": {"theta": 100.0, "fraction": 0.5},
     },
+    "mla": {
+        "num_attention_heads": 8, "vocab_size": 61, "qkv_bias": True, "rope": {"theta": 100.0, "interleaved": True},
+        "mtp_layers": 1,
+        "mla": {
+            "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
+        },
+    },
 }  # fmt: skip
+# Of which each layout draws one.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
+}
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
 
@@ -102,9 +113,9 @@ def model(name: str, layers: int = 2) -> dict[str, Any]:
     return {**COMMON, **MODELS[name], "num_layers": layers}
 
 
-def case(name: str, ranks: int, *, layers: int = 2, **more: Any) -> Case:
-    """A case of the named model; `more` are `Case`'s fields."""
-    return Case(name, model(name, layers), ranks, **more)
+def case(name: str, ranks: int, *, layers: int = 2, variant: Mapping[str, Any] | None = None, **more: Any) -> Case:
+    """A case of the named model, but for the fields of `variant`; `more` are `Case`'s fields."""
+    return Case(name, {**model(name, layers), **(variant or {})}, ranks, **more)
 
 
 def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -138,7 +149,8 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
         layers, chosen["pipeline_layout"] = uneven(stages, rng)
     batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"]), parallel["pp"], rng)
     return case(
-        name, ranks, layers=layers, parallel=chosen, recompute=rng.choice(RECOMPUTES),
+        name, ranks, layers=layers, variant=rng.choice(VARIANTS[name]) if name in VARIANTS else {}, parallel=chosen,
+        recompute=rng.choice(RECOMPUTES),
         micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]),
         optimizer=rng.choice(OPTIMIZERS) if parallel["zero"] < 3 else "adamw",
     )  # fmt: skip

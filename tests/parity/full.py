@@ -20,17 +20,17 @@ SMALLEST = 1e-11  # errors below it are rounding, which differs from machine to 
 INTRODUCTION = """\
 # Any layout computes what one process computes
 
-Written by `make parity`; do not edit. Three models train three steps in every combination of tensor parallelism (tp),
+Written by `make parity`; do not edit. Four models train three steps in every combination of tensor parallelism (tp),
 sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV), interleaved stages (vp), data
 parallelism (dp) and ZeRO (at level 3 also with several copies of the weights) on up to {ranks} ranks, in fp64 on gloo,
-with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and
-bucket sizes, AdamW and Muon vary over them. Loss, gradient norm, every gradient after the clip, every weight and every
-optimizer moment are held against one process: the largest difference, relative to the largest element of each tensor,
-must be below {tolerance:g}.
+with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and bucket sizes, AdamW and Muon vary
+over them. Loss, gradient norm, every gradient after the clip, every weight and every optimizer moment are held against
+one process: the largest difference, relative to the largest element of each tensor, must be below {tolerance:g}.
 
 - `dense`: RMSNorm, SwiGLU, rope
 - `tied`: tied embeddings, LayerNorm, GELU, learned positions, biases, three dropouts, a vocabulary of 59
 - `gqa`: fewer key/value heads than tensor ranks, query-key norm, a sliding window, a vocabulary of 61
+- `mla`: latent attention, of queries too or tied embeddings; one or two layers that predict further tokens
 
 {count} layouts. The table has a row for each set of dimensions larger than one; errors are rounded up to a power of ten.
 

@@ -59,6 +59,22 @@ def _model(rng: random.Random) -> dict[str, Any]:
     size = rng.choice([2, 4, 6, 8])
     kv = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
     position = rng.choice(["rope", "rope", "learned", "none"])
+    drawn = _decoder(rng, heads, kv, size, position)
+    if position == "rope" and rng.random() < 0.4:
+        drawn |= _latent(rng)
+    return drawn | {"mtp_layers": 0 if position == "learned" else rng.choice([0, 0, 1, 2])}
+
+
+def _latent(rng: random.Random) -> dict[str, Any]:
+    mla = {
+        "q_lora_rank": rng.choice([None, 5, 12]), "kv_lora_rank": rng.choice([3, 8]), "v_head_dim": rng.choice([2, 5]),
+        "qk_nope_head_dim": rng.choice([1, 4]), "qk_rope_head_dim": rng.choice([2, 4]),
+    }  # fmt: skip
+    rope = {"theta": 100.0, "interleaved": rng.random() < 0.5}
+    return {"mla": mla, "rope": rope, "num_kv_heads": None, "head_dim": None, "qk_norm": False}
+
+
+def _decoder(rng: random.Random, heads: int, kv: int, size: int, position: str) -> dict[str, Any]:
     return {
         "hidden_size": rng.choice([16, 24, 33]), "ffn_hidden_size": rng.choice([24, 48, 72]),
         "num_attention_heads": heads, "num_kv_heads": kv, "head_dim": size, "vocab_size": rng.randint(9, 70),

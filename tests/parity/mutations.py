@@ -1,8 +1,7 @@
 """Bugs that trainers really had, planted one at a time from outside: the comparison must see each of them.
 
 A mutation replaces a function of the product while a trainer is built and runs; the reference of one process is made
-without it. What has no counterpart here yet (experts, context parallelism, label smoothing, several predicted tokens)
-is not in the list.
+without it. What has no counterpart here yet (experts, context parallelism, label smoothing) is not in the list.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from parity.worker import Found, References, Trainer, compare, make_groups, plac
 from torch import Tensor
 
 from mega_trainer import rng, step
-from mega_trainer.comm import all_reduce
-from mega_trainer.model import builder, decoder, loss
+from mega_trainer.comm import Group, all_reduce
+from mega_trainer.model import builder, decoder, loss, mla
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.decoder import Decoder
@@ -49,6 +48,9 @@ ZBV = case("tied", 2, layers=4, parallel={"pp": 2, "schedule": "zbv", "virtual_s
 DP = case("dense", 2, parallel={"zero": 0}, micro=2)
 ZERO = case("dense", 2, parallel={"zero": 1}, micro=4)
 ZERO2 = case("dense", 2, parallel={"zero": 2}, micro=2)
+LATENT = case("mla", 2, parallel={"tp": 2, "sp": True})
+AHEAD_DP = case("mla", 2, parallel={"zero": 0}, micro=2)
+AHEAD_PP = case("mla", 2, parallel={"pp": 2}, micro=2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,6 +355,30 @@ def _first_kv_head() -> AbstractContextManager[Any]:
     return swap(Builder, "shared_rows", lambda self, blocks, index, **rest: real(self, blocks, index=0, **rest))
 
 
+def _latent_norms_without_sync() -> AbstractContextManager[Any]:
+    real = Builder.replicated
+
+    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        return real(replace(self, sp=False) if "a_layernorm" in name else self, name, shape, **options)
+
+    return swap(Builder, "replicated", replicated)
+
+
+def _ahead_by_own_counts() -> AbstractContextManager[Any]:
+    real = step.weigh_ahead
+    return swap(step, "weigh_ahead", lambda batches, tokens, data: real(batches, tokens / data.size, Group("alone")))
+
+
+def _ahead_by_each_batch() -> AbstractContextManager[Any]:
+    """The mean of each micro-batch's mean."""
+    real = step.weigh_ahead
+
+    def weigh(batches: Sequence[Any], tokens: float, data: Any) -> list[Any]:
+        return [real([batch], tokens / len(batches) / data.size, Group("alone"))[0] for batch in batches]
+
+    return swap(step, "weigh_ahead", weigh)
+
+
 MUTATIONS = [
     Mutation("row layer: all-reduce dropped", TP, _row_without_sum),
     Mutation("column layer: the sum of dX dropped", TP, _column_without_sum),
@@ -396,6 +422,16 @@ MUTATIONS = [
     Mutation("positions of the sequence's first part on every rank", SP, _positions_of_first_part),
     Mutation("padded vocabulary takes part in the softmax", TP, _padding_takes_part),
     Mutation("cross entropy of the local logits", TP, _loss_of_local_logits),
+    Mutation("latents: gradient of a norm not summed under sequence parallelism", LATENT, _latent_norms_without_sync),
+    Mutation(
+        "latents: gradient of this rank's heads alone",
+        replace(LATENT, parallel={"tp": 2}),
+        lambda: swap(mla, "sum_gradient", lambda x, g: x),
+    ),
+    Mutation("further tokens: each rank divides by its own", AHEAD_DP, _ahead_by_own_counts),
+    Mutation("further tokens: mean of micro-batch means", replace(AHEAD_DP, ranks=1), _ahead_by_each_batch),
+    Mutation("further tokens: embedding gradients not summed over the stages", AHEAD_PP, _tied_without_sync),
+    Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
 ]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)

@@ -103,7 +103,7 @@ class Trainer:
         out = Outcome()
         for number in range(steps):
             result = self.step()
-            out.losses.append(result.loss)
+            out.losses += [loss for loss in (result.loss, result.mtp_loss) if loss is not None]
             out.norms.append(result.grad_norm)
             if number == 0:
                 out.gradients = clone(self.optimizer.gradients())

@@ -89,6 +89,21 @@ def test_loss_falls_and_metrics_have_the_promised_keys(settings: Settings) -> No
     assert [line["step"] for line in told if "valid_loss" in line] == [20, 40]
 
 
+def test_further_tokens_are_learned_beside_the_next(settings: Settings, tmp_path: Path) -> None:
+    raw = settings(train={"steps": 40, "eval_every": 20, "eval_steps": 2}, lr_schedule={"decay_steps": 40})
+    mla = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    raw["model"] = {**raw["model"], "mla": mla, "mtp_layers": 2}
+    whole = bits(trained(raw))
+    told = lines(raw)
+    for loss in ("loss", "mtp_loss"):
+        assert told[-1][loss] < 0.6 * told[0][loss]
+    assert told[-1]["loss"] != told[-1]["mtp_loss"]
+    halves = {**raw, "output": str(tmp_path / "halves")}
+    trained({**halves, "train": {**raw["train"], "steps": 20}})
+    assert same_bits(whole, bits(trained(halves)))
+    assert [line["mtp_loss"] for line in lines(halves)] == [line["mtp_loss"] for line in told]
+
+
 def test_micro_batch_size_changes_nothing_but_rounding(settings: Settings, tmp_path: Path) -> None:
     one = settings(precision="fp64", batch={"micro": 1}, output=str(tmp_path / "one"))
     four = settings(precision="fp64", batch={"micro": 4}, output=str(tmp_path / "four"))

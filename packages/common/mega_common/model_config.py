@@ -107,6 +107,7 @@ class MlaConfig(Config):
     qk_nope_head_dim: PositiveInt
     qk_rope_head_dim: PositiveInt
     v_head_dim: PositiveInt
+    norm_eps: float = Field(1e-6, gt=0, description="of the latents' norms, apart from the model's, as in DeepSeek")
 
 
 class ModelConfig(Config):
@@ -193,7 +194,7 @@ class ModelConfig(Config):
     def problems(self) -> Iterator[Problem]:
         """Rules between sizes."""
         heads = self.num_attention_heads
-        if self.head_dim is None and self.hidden_size % heads:
+        if self.head_dim is None and self.mla is None and self.hidden_size % heads:
             yield Problem(
                 "hidden_size",
                 f"must be a multiple of num_attention_heads = {heads}",
@@ -204,9 +205,8 @@ class ModelConfig(Config):
             fits = [n for n in range(1, heads + 1) if heads % n == 0]
             yield Problem("num_kv_heads", f"must divide num_attention_heads = {heads}", self.kv_heads, f"one of {fits}")
         if self.position == "rope" and self.rotated_size % 2:
-            yield Problem(
-                "rope.fraction", f"must rotate an even part of the head size {self.head_size}", self.rope.fraction
-            )
+            where, value = ("rope.fraction", self.rope.fraction) if self.mla is None else ("mla", self.rotated_size)
+            yield Problem(where, f"must rotate an even part of the head size {self.head_size}", value)
         for name, rope in (("rope", self.rope), ("local_rope", self.local_rope)):
             yield from _rope_problems(name, rope, self.rotated_size // 2) if rope else ()
         layers = self.num_layers + self.mtp_layers
@@ -214,9 +214,15 @@ class ModelConfig(Config):
         for name, indices in listed.items():
             if indices and max(indices) >= layers:
                 yield Problem(name, f"names a layer past the last, {layers - 1}", max(indices))
-        if self.mla and (self.qk_norm or self.kv_heads != heads or self.head_dim):
-            rule = "has its own head sizes and norms, and a key and value for every head"
-            yield Problem("mla", rule, hint="leave out head_dim, num_kv_heads and qk_norm")
+        if self.mla and (self.qk_norm or self.kv_heads != heads or self.head_dim or self.attention_sinks):
+            rule = "has its own head sizes and norms, a key and value for every head, and no sinks"
+            yield Problem("mla", rule, hint="leave out head_dim, num_kv_heads, qk_norm and attention_sinks")
+        if self.mla and (self.position != "rope" or self.rope.fraction != 1):
+            rule = f"rotates {self.mla.qk_rope_head_dim} elements of each head, all of them"
+            yield Problem("mla", rule, hint="position: rope, without rope.fraction")
+        if self.mtp_layers and self.position == "learned":
+            rule = "embeds further tokens without their positions"
+            yield Problem("mtp_layers", rule, self.mtp_layers, "0, or position: rope")
 
 
 def _rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[Problem]:

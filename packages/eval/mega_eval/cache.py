@@ -17,10 +17,10 @@ BLOCK = 256  # columns by which a cache grows
 
 
 class KeyValueCache:
-    """Keys and values of each layer, [B, capacity, K, d]; the capacity grows in blocks as columns come in."""
+    """Keys and values of each layer, or latents, [B, capacity, K, d]; the capacity grows in blocks as columns come in."""
 
     def __init__(self, layers: int) -> None:
-        self._held: list[tuple[Tensor, Tensor] | None] = [None] * layers
+        self._held: list[tuple[Tensor, ...]] = [()] * layers
         self._columns = [0] * layers
 
     @property
@@ -28,21 +28,20 @@ class KeyValueCache:
         """T, after all layers have been updated."""
         return self._columns[-1]
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [B, S, K, d]; returns all of the layer's so far, [B, T, K, d], as views."""
+    def update(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append tensors [B, S, K, d]; returns all of the layer's so far, [B, T, K, d], as views."""
         start = self._columns[layer]
-        stop = self._columns[layer] = start + k.shape[1]
-        held = self._held[layer] or (k[:, :0], v[:, :0])
+        stop = self._columns[layer] = start + new[0].shape[1]
+        held = self._held[layer] or tuple(part[:, :0] for part in new)
         if stop > held[0].shape[1]:
-            held = (_grown(held[0], start, stop), _grown(held[1], start, stop))
-            self._held[layer] = held
-        for buffer, new in zip(held, (k, v), strict=True):
-            buffer[:, start:stop] = new
-        return held[0][:, :stop], held[1][:, :stop]
+            held = self._held[layer] = tuple(_grown(buffer, start, stop) for buffer in held)
+        for buffer, part in zip(held, new, strict=True):
+            buffer[:, start:stop] = part
+        return tuple(buffer[:, :stop] for buffer in held)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but those, int64 [rows]."""
-        self._held = [held and (held[0][rows], held[1][rows]) for held in self._held]
+        self._held = [tuple(buffer[rows] for buffer in held) for held in self._held]
 
 
 def _grown(buffer: Tensor, used: int, wanted: int) -> Tensor:

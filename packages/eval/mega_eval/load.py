@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import boxes_of
 from mega_ckpt.source import load_weights, open_source
 from mega_common.errors import CheckpointError, ConfigError, DataError
@@ -30,15 +31,17 @@ PRECISIONS: Mapping[str, torch.dtype] = {
 def load_model(path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
     """The whole model at `path`, in `dtype` on `device`, for inference only.
 
-    Weights are read one tensor at a time, so that memory is needed for the model and one tensor more.
+    Weights are read one tensor at a time, so that memory is needed for the model and one tensor more. Layers that
+    predict further tokens are left out.
 
     Raises:
         CheckpointError: when there is no complete checkpoint, or its tensors are not those of its configuration.
     """
     source = open_source(path)
-    model = Decoder(Builder(source.model, dtype=dtype, device=torch.device(device)))
+    config = source.model.model_copy(update={"mtp_layers": 0})
+    model = Decoder(Builder(config, dtype=dtype, device=torch.device(device)))
     boxes = boxes_of((parameter.detach(), info_of(parameter).pieces) for parameter in model.parameters())
-    unused = sorted(set(source.keys()) - boxes.keys())
+    unused = sorted(set(source.keys()) - tensors_of(source.model).keys())
     if unused:
         raise CheckpointError(f"{path}: the model has no place for the tensor {unused[0]} ({len(unused)} such)")
     load_weights(source, boxes)

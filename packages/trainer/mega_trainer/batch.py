@@ -15,6 +15,22 @@ from mega_trainer.config import RunConfig
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """What a layer that predicts the token k places after the next is given and asked.
+
+    Attributes:
+        tokens: int64 [B, S], those k places on.
+        labels: int64 [B, S], likewise.
+        weights: fp32 [B, S], of each label; 0 also where it is past the sample, or in another document while attention
+            is closed at document ends.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The samples of one forward pass on one rank.
 
@@ -23,6 +39,7 @@ class MicroBatch:
         weights: fp32 [B, S], the weight of each label in the loss (0 where it does not count).
         documents: int32 [B, S], which document each token belongs to, when attention is closed at document ends.
         samples: the global number of each sample.
+        ahead: for each of the model's layers that predict further tokens.
     """
 
     tokens: Tensor
@@ -31,6 +48,7 @@ class MicroBatch:
     positions: Tensor
     documents: Tensor | None
     samples: Sequence[int]
+    ahead: Sequence[Ahead] = ()
 
 
 def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> Iterator[MicroBatch]:
@@ -46,6 +64,7 @@ def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> 
             f"{config.model.vocab_size}",
             hint="the data were made with another tokenizer, or model.vocab_size is too small",
         )
+    further = [_ahead(batch, places) for places in range(1, config.model.mtp_layers + 1)]
     for start in range(0, len(batch.sample_ids), size):
         part = slice(start, start + size)
 
@@ -59,4 +78,17 @@ def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> 
             positions=tensor(batch.position_ids),
             documents=None if batch.document_ids is None else tensor(batch.document_ids),
             samples=[int(sample) for sample in batch.sample_ids[part]],
+            ahead=[Ahead(*map(tensor, arrays)) for arrays in further],
         )
+
+
+def _ahead(batch: StepBatch, places: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The fields of `Ahead` for all samples. What is past a sample's end is token 0, and does not count."""
+
+    def shifted(array: np.ndarray) -> np.ndarray:
+        return np.pad(array[:, places:], ((0, 0), (0, places)))
+
+    counts = shifted(batch.loss_mask)
+    if batch.document_ids is not None:
+        counts &= shifted(batch.document_ids) == batch.document_ids
+    return shifted(batch.tokens), shifted(batch.labels), counts.astype(np.float32)

@@ -208,10 +208,6 @@ class RunConfig(Config):
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
         if model.moe is not None:
             yield Problem("model.moe", "mixtures of experts cannot be trained yet", hint="choose a dense model")
-        if model.mla is not None:
-            yield Problem("model.mla", "latent attention cannot be trained yet", hint="leave it out")
-        if model.mtp_layers:
-            yield Problem("model.mtp_layers", "predicting further tokens cannot be trained yet", model.mtp_layers, "0")
         yield from model_problems(self)
         for axis in ("cp", "ep"):
             if getattr(parallel, axis) > 1:

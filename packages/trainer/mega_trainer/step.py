@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,7 @@ class StepResult:
         grad_norm: before the clip.
         tokens: how many counted.
         updated: whether the weights changed; not when a number was not finite.
+        mtp_loss: of the layers that predict further tokens: each one's mean per token, and the mean of these.
         loss_scale: that of this step, in fp16.
         overflowed: the gradient was too large for fp16 under this loss scale; a smaller one may mend it.
     """
@@ -33,6 +34,7 @@ class StepResult:
     grad_norm: float
     tokens: float
     updated: bool
+    mtp_loss: float | None = None
     loss_scale: float | None = None
     overflowed: bool = False
 
@@ -56,28 +58,30 @@ def train_step(
     """
     factor = 1.0 if loss_scale is None else loss_scale.value
     tokens = count_tokens(batches, data)
+    batches = weigh_ahead(batches, tokens, data)
     for stage in optimizer.stages:
         stage.begin_step()
-    loss_sum = executor.run(batches, factor / max(tokens, 1.0))
+    sums = executor.run(batches, factor / max(tokens, 1.0))
     for stage in optimizer.stages:
         stage.finish()
-    loss = mean_loss(loss_sum, tokens, data, executor.group)
+    loss = mean_loss(sums[0], tokens, data, executor.group)
+    mtp_loss = mean_loss(sums[1], tokens, data, executor.group) if batches[0].ahead else None
     norm = optimizer.grad_norm().item() / factor
     finite = math.isfinite(loss) and math.isfinite(norm)
     if finite:
         optimizer.update(lr, clip_factor(norm, clip) / factor)
     if loss_scale is None:
-        return StepResult(loss, norm, tokens, finite)
+        return StepResult(loss, norm, tokens, finite, mtp_loss)
     overflowed = loss_scale.mends(loss_finite=math.isfinite(loss), norm_finite=math.isfinite(norm))
     loss_scale.advance(overflowed=overflowed)
-    return StepResult(loss, norm, tokens, finite, factor, overflowed)
+    return StepResult(loss, norm, tokens, finite, mtp_loss, factor, overflowed)
 
 
 @torch.no_grad()
 def evaluate_step(executor: Executor, batches: Sequence[MicroBatch], data: Group) -> tuple[float, float]:
     """Forward only: (sum of the token losses over all ranks, tokens that counted)."""
     tokens = count_tokens(batches, data)
-    return mean_loss(executor.run(batches, 1.0), 1.0, data, executor.group), tokens
+    return mean_loss(executor.run(batches, 1.0)[0], 1.0, data, executor.group), tokens
 
 
 def count_tokens(batches: Sequence[MicroBatch], data: Group) -> float:
@@ -88,6 +92,25 @@ def count_tokens(batches: Sequence[MicroBatch], data: Group) -> float:
     tokens = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in batches]).sum().cpu()
     all_reduce(tokens, data)
     return tokens.item()
+
+
+def weigh_ahead(batches: Sequence[MicroBatch], tokens: float, data: Group) -> Sequence[MicroBatch]:
+    """The batches with weights of further tokens that make their losses a mean of means.
+
+    Of D layers that predict further tokens, one's tokens weigh `tokens` / (D its tokens of all micro-batches and data
+    ranks): the sum of all, divided by `tokens` as the next tokens' is, is then the mean over the layers of their means.
+    """
+    layers = len(batches[0].ahead)
+    if not layers:
+        return batches
+    counts = torch.stack([torch.stack([a.weights.sum(dtype=torch.float64) for a in b.ahead]) for b in batches])
+    counts = counts.sum(0).cpu()
+    all_reduce(counts, data)
+    factors = [tokens / (layers * max(count, 1.0)) for count in counts.tolist()]
+    return [
+        replace(b, ahead=[replace(a, weights=a.weights * f) for a, f in zip(b.ahead, factors, strict=True)])
+        for b in batches
+    ]
 
 
 def mean_loss(loss_sum: torch.Tensor, tokens: float, data: Group, pipeline: Group) -> float:

@@ -89,7 +89,10 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
             valid = None
             if valid_data is not None and config.due(state.step, config.train.eval_every):
                 valid = validate(executor, loader(valid_data), config, device, groups.dp_cp)
-            metrics.step(state.step, state.consumed_samples, lr, result, valid_loss=valid, loss_scale=result.loss_scale)
+            metrics.step(
+                state.step, state.consumed_samples, lr, result,
+                valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale,
+            )  # fmt: skip
             stopping = agreed(stop.name is not None, groups.world)
             if stopping or config.due(state.step, config.checkpoint.every):
                 saver.save(state)

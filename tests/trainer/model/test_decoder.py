@@ -23,6 +23,7 @@ from mega_trainer.parallel.param import info_of
 from mega_trainer.rng import Dropout
 
 BIASES = ("qkv_bias", "attention_out_bias", "mlp_bias")
+LATENT = {"qk_nope_head_dim": 2, "qk_rope_head_dim": 4, "v_head_dim": 3}
 
 
 def config(**fields: Any) -> ModelConfig:
@@ -35,12 +36,16 @@ def models(draw: st.DrawFn) -> tuple[ModelConfig, Layout]:
     heads = draw(st.sampled_from([2, 4, 12]))
     kv = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
     tps = [tp for tp in (1, 2, 3, 4, 6) if heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
+    own: dict[str, Any] = {"num_kv_heads": kv, "head_dim": 4, "qk_norm": draw(st.booleans())}
+    latent = {"kv_lora_rank": 5, "q_lora_rank": draw(st.sampled_from([None, 3])), **LATENT}
+    fields = draw(st.sampled_from([{"position": "learned"}, {"mtp_layers": draw(st.integers(0, 2))}]))
+    if "mtp_layers" in fields and draw(st.booleans()):
+        own, tps = {"mla": latent}, [tp for tp in tps if heads % tp == 0]
     model = config(
-        num_attention_heads=heads, num_kv_heads=kv, head_dim=4, vocab_size=draw(st.integers(3, 40)),
-        tie_embeddings=draw(st.booleans()), norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
-        activation=draw(st.sampled_from(["swiglu", "gelu"])), position=draw(st.sampled_from(["rope", "learned"])),
-        qk_norm=draw(st.booleans()), qk_norm_span=draw(st.sampled_from(["head", "all"])),
-        norm_position=draw(st.sampled_from(["pre", "post"])), max_position=8, **{bias: draw(st.booleans()) for bias in BIASES},
+        num_attention_heads=heads, vocab_size=draw(st.integers(3, 40)), tie_embeddings=draw(st.booleans()),
+        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])), activation=draw(st.sampled_from(["swiglu", "gelu"])),
+        qk_norm_span=draw(st.sampled_from(["head", "all"])), norm_position=draw(st.sampled_from(["pre", "post"])),
+        max_position=8, **own, **fields, **{bias: draw(st.booleans()) for bias in BIASES},
     )  # fmt: skip
     return model, Layout(tp=draw(st.sampled_from(tps)), pp=draw(st.integers(1, 4)))
 
@@ -156,9 +161,10 @@ def test_dropout_is_off_without_its_context() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_parameter_belongs_to_one_unit(tied: bool) -> None:
+@pytest.mark.parametrize("fields", [{"position": "learned"}, {"mtp_layers": 2}])
+def test_each_parameter_belongs_to_one_unit(tied: bool, fields: dict[str, Any]) -> None:
     for stage in (Stage(0, 4), Stage(0, 2, True, False), Stage(2, 4, False, True), Stage(4, 4, False, True)):
-        decoder = made(config(tie_embeddings=tied, position="learned"), stage)
+        decoder = made(config(tie_embeddings=tied, **fields), stage)
         held = [parameter for unit in decoder.units() for parameter in unit.parameters]
         assert len(held) == len(set(held))
         assert set(held) == set(decoder.parameters())

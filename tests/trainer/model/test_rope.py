@@ -94,6 +94,18 @@ def test_by_hand() -> None:
     torch.testing.assert_close(y, torch.stack([cos[0], -2 * sin[1], sin[0], 2 * cos[1]]))
 
 
+def test_neighbours_turn_as_the_halves_they_would_be() -> None:
+    """Weights whose rows are reordered from halves to pairs give the same scores, partly rotated heads too."""
+    plain, paired = config(fraction=0.5), config(fraction=0.5, interleaved=True)
+    q, k = torch.randn(2, 1, 7, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    order = [*torch.arange(16).view(2, 8).t().flatten().tolist(), *range(16, 32)]
+    halves, pairs = (rotation(c, c.rope, torch.arange(7)[None], torch.float64) for c in (plain, paired))
+    expected = torch.einsum("bqhd,bkhd->bhqk", halves.apply(q), halves.apply(k))
+    found = torch.einsum("bqhd,bkhd->bhqk", pairs.apply(q[..., order]), pairs.apply(k[..., order]))
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(torch.einsum("bqhd,bkhd->bhqk", pairs.apply(q), pairs.apply(k)), expected)
+
+
 def test_dynamic_grows_only_past_the_length_the_model_was_made_for() -> None:
     rope = RopeConfig(scaling="dynamic", factor=2.0)
     plain, _ = frequencies(RopeConfig(), 32, 256, 256)

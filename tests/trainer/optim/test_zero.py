@@ -91,8 +91,8 @@ def test_main_weights_are_saved_where_they_are_more_precise() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory is for CUDA devices")
 def test_host_memory_is_pinned_for_a_gpu() -> None:
-    from mega_trainer.optim.slots import _in_host_memory
+    from mega_trainer.optim.slots import _copied
 
-    copy = _in_host_memory(torch.ones(3, device="cuda"))
+    copy = _copied(torch.ones(3, device="cuda"), to_host=True)
     assert copy.is_pinned()
-    assert copy.tolist() == [1.0] * 3
+    assert copy[:3].tolist() == [1.0] * 3

@@ -42,7 +42,7 @@ def test_each_operation_is_one_box_inside_the_picture_and_none_overlap(name, vir
 def test_it_says_what_it_shows() -> None:
     told = [text.text for text in drawn("zb-h1", 4, 1, 8).iter(f"{SVG}text")]
     assert "zb-h1: 4 ranks, 8 microbatches" in told
-    assert "bubble 11.1% measured, 11.1% by formula; 27 units of time" in told
+    assert "bubble 11.1% simulated, 11.1% by formula; 27 units of time" in told
     assert {"rank 0", "rank 3", "forward", "backward: input", "backward: weights", "idle"} <= set(told)
     assert "backward" not in told
 

@@ -110,7 +110,7 @@ def test_one_rank_runs_any_number_of_stages(
     micro, model = batches(count), MODEL.model_copy(update={"tie_embeddings": tied})
     schedule = make_schedule(name, pp=1, microbatches=count, virtual_stages=chunks)
     run = executor(schedule, model=model, recompute=Recompute(recompute))
-    loss = run.run(micro, SCALE)
+    loss = run.run(micro, SCALE)[0]
     expected, reference = one_after_another(micro, config=model)
     assert loss.item() == expected
     found = gradients(list(run.stages.values()))
@@ -125,7 +125,7 @@ def test_evaluation_computes_the_loss_without_dropout_and_keeps_nothing() -> Non
     for stage in run.stages.values():
         stage.eval()
     with torch.no_grad():
-        loss = run.run(micro, 1.0)
+        loss = run.run(micro, 1.0)[0]
     assert loss.item() == one_after_another(micro, seed=None)[0]
     assert not gradients(list(run.stages.values()))
     assert not any(left_over(run))
@@ -177,10 +177,10 @@ def two_ranks() -> list[tuple[float, float, dict[str, torch.Tensor], bool]]:
     group = Group("pp", (0, 1), dist.get_rank(), dist.group.WORLD)
     for name, chunks, count in SHAPES:
         run = executor(make_schedule(name, pp=2, microbatches=count, virtual_stages=chunks), group)
-        loss = run.run(batches(count), SCALE).item()
+        loss = run.run(batches(count), SCALE)[0].item()
         kept = any(left_over(run))
         with torch.no_grad():
-            evaluated = run.run(batches(count), 1.0).item()
+            evaluated = run.run(batches(count), 1.0)[0].item()
         out.append((loss, evaluated, gradients(list(run.stages.values())), kept or any(left_over(run))))
     return out
 

@@ -18,6 +18,7 @@ from mega_trainer.pipeline.schedules import (
     bubble_formula,
     make_schedule,
     peak_activations,
+    peak_held,
     simulate,
 )
 
@@ -191,6 +192,21 @@ def test_peak_activations_by_hand() -> None:
     assert peak_activations(made(("1f1b", 4, 2, 8))) == [11, 9, 7, 5]
     assert peak_activations(made(("zb-h1", 4, 1, 8))) == [4, 4, 4, 4]
     assert peak_activations(made(("zbv", 4, 2, 8))) == [8, 8, 8, 8]
+
+
+def test_what_is_put_off_is_held_until_the_weight_half() -> None:
+    schedule = made(("zb-h1", 4, 1, 8))
+    stages = [1.0] * 4
+    assert [peak_held(schedule, rank, stages, [0.0] * 4) for rank in range(4)] == [4, 3, 2, 1]
+    # the last rank has the most put off: it goes on with input gradients alone, three times
+    assert [peak_held(schedule, rank, stages, [2.0] * 4) for rank in range(4)] == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("microbatches", [8, 16, 32])
+def test_zbv_at_least_halves_the_bubble_of_1f1b(microbatches: int) -> None:
+    plain, zbv = (simulate(made((name, 4, v, microbatches))) for name, v in [("1f1b", 1), ("zbv", 2)])
+    # the stages of zbv are half as long: compare shares, not times
+    assert zbv.mean_bubble <= plain.mean_bubble / 2
 
 
 def test_receives_are_listed_before_the_operation_that_hides_them() -> None:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega_ckpt.names import num_parameters
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_trainer.model.builder import Builder
@@ -35,6 +36,48 @@ def test_parameters_of_norms_after_the_blocks_and_over_all_heads() -> None:
     olmo = model("qwen3-0.6b", norm_position="post", qk_norm_span="all")
     built = Decoder(Builder(olmo, device=torch.device("meta")))
     assert count_parameters(olmo).total == sum(p.numel() for p in built.parameters())
+
+
+MLA = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mla": MLA}, {"mla": {**MLA, "q_lora_rank": 20}, "qkv_bias": True, "attention_out_bias": True},
+        {"mla": MLA, "mtp_layers": 2, "norm": "layernorm"}, {"mtp_layers": 1, "num_kv_heads": 2, "qk_norm": True},
+    ],
+)  # fmt: skip
+def test_parameters_of_latents_and_of_layers_that_predict_further_tokens(fields) -> None:
+    small = ModelConfig.parse(
+        {
+            "num_layers": 3,
+            "hidden_size": 24,
+            "ffn_hidden_size": 40,
+            "num_attention_heads": 4,
+            "vocab_size": 61,
+            **fields,
+        }
+    )
+    assert count_parameters(small).total == num_parameters(small)
+
+
+def test_latent_attention_by_hand() -> None:
+    """At 100 tokens, 4 heads of 6 + 4 and values of 10, latents of 20 and 12, worked out on paper."""
+    small = ModelConfig.parse(
+        {
+            "num_layers": 3, "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "vocab_size": 61,
+            "mla": {**MLA, "q_lora_rank": 20}, "mtp_layers": 1,
+        }
+    )  # fmt: skip
+    parts = forward_flops(small, 100, causal=False)
+    # into latents 24 x 20 and 24 x 16, queries 20 x 40, keys and values 12 x 64, out 40 x 24; the fourth layer alike
+    assert parts["attention projections"] == 4 * 2 * (480 + 384 + 800 + 768 + 960)
+    assert parts["attention scores"] == 4 * 2 * 100 * (40 + 40)
+    assert parts["further tokens"] == 2 * 48 * 24
+    assert parts["head"] == 2 * 2 * 24 * 61
+    layer = 2 * (3392 + 3 * 24 * 40) + 4 * 50.5 * 40
+    assert head_cost(small, 100) == pytest.approx(1 + (2304 + 5856) / layer)
 
 
 def test_published_parameter_counts() -> None:

@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_trainer.plan.flops import RecomputeKind, count_parameters
-from mega_trainer.plan.memory import RunShape, activation_bytes, memory
+from mega_trainer.plan.memory import RunShape, activation_bytes, memory, put_off_bytes
 
 GPT3 = ModelConfig.parse({**preset("gpt3-175b"), "attention_dropout": 0.1, "residual_dropout": 0.1})
 LLAMA = ModelConfig.parse(preset("llama3-8b"))
+LATENT = ModelConfig.parse(
+    {
+        "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "vocab_size": 100,
+        "mla": {
+            "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
+        },
+    }
+)  # fmt: skip
+AHEAD = LATENT.model_copy(update={"mtp_layers": 2})
 MIXTRAL = ModelConfig.parse(preset("mixtral-8x7b"))
 S, B, D, H = 2048, 1, 12_288, 96
 
@@ -38,10 +49,11 @@ def test_states_of_one_rank_are_eighteen_bytes_a_parameter() -> None:
     assert table["weights"] + table["gradients"] + table["optimizer"] == 16 * count_parameters(LLAMA).total
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT3, MIXTRAL])
+@pytest.mark.parametrize("model", [LLAMA, GPT3, MIXTRAL, LATENT, AHEAD])
 def test_pipeline_ranks_hold_the_model_between_them(model) -> None:
-    tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
-    ranks = memory(model, RunShape(1024, pp=4, virtual_stages=2, microbatches=4))
+    tied = model.vocab_size * model.hidden_size if model.tie_embeddings or model.mtp_layers else 0
+    virtual = model.num_layers // 4 if model.num_layers < 8 else 2
+    ranks = memory(model, RunShape(1024, pp=4, virtual_stages=virtual, microbatches=4))
     assert sum(rank["weights"] for rank in ranks) == 2 * (count_parameters(model).total + tied)
 
 
@@ -69,6 +81,21 @@ def test_expert_parallelism_splits_the_experts_alone() -> None:
     assert table["optimizer"] == 12 * ((count.total - experts) / 8 + experts / 4 / 2)
 
 
+def test_tensor_ranks_split_heads_and_not_latents() -> None:
+    (alone,), (split,) = (
+        memory(LATENT, RunShape(64, precision="fp32")),
+        memory(LATENT, RunShape(64, tp=2, precision="fp32")),
+    )
+    norms, latents = 64 + 64 + 20 + 12, 64 * (20 + 12 + 4)
+    assert alone["weights"] - split["weights"] == (alone["weights"] - 4 * (4 * (norms + latents) + 64)) / 2
+
+
+def test_layers_that_predict_further_tokens_lie_with_the_head() -> None:
+    before, after = (memory(model, RunShape(64, pp=2)) for model in (LATENT, AHEAD))
+    assert before[0] == after[0]
+    assert after[1]["activations"] - before[1]["activations"] > 2 * activation_bytes(LATENT, RunShape(64))
+
+
 def test_activations_follow_the_microbatches_in_flight() -> None:
     ranks = memory(GPT3, RunShape(S, pp=4, microbatches=8))
     layer = activation_bytes(GPT3, RunShape(S))
@@ -77,6 +104,19 @@ def test_activations_follow_the_microbatches_in_flight() -> None:
     (context,) = memory(GPT3, RunShape(S, cp=2))
     (whole,) = memory(GPT3, RunShape(S))
     assert context["activations"] < whole["activations"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_backward_cut_in_two_holds_inputs_and_gradients_of_products_until_its_second_half(recompute) -> None:
+    run = RunShape(S, pp=4, microbatches=8, recompute=recompute)
+    layer, put_off = activation_bytes(GPT3, run), put_off_bytes(GPT3, run)
+    assert put_off == S * 2 * (4 * D + 4 * D + 2 * 4 * D)
+    kept = 2 * S * D if recompute == "full" else layer
+    whole, halves = memory(GPT3, run), memory(GPT3, replace(run, schedule="zb-h1"))
+    extra = layer if recompute == "full" else 0.0
+    # the third rank: F0 F1 I0 F2 I1 F3 I2 W0 F4 ...
+    assert halves[2]["activations"] == round(24 * max(2 * kept + 2 * put_off, kept + 3 * put_off) + extra)
+    assert halves[2]["activations"] > whole[2]["activations"]
 
 
 def test_full_recompute_keeps_the_inputs_of_layers() -> None:

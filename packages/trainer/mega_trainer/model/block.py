@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from mega_trainer.model.attention import Attention
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
+from mega_trainer.model.mla import LatentAttention
 from mega_trainer.model.mlp import Mlp
 
 
@@ -24,7 +25,8 @@ class Block(nn.Module):
         self.post, self.parallel = build.config.norm_position == "post", build.config.parallel_residual
         norms = ("post_attention", "post_feedforward") if self.post else ("input", "post_attention")
         self.attention_norm = build.norm(f"{name}.{norms[0]}_layernorm")
-        self.attention = Attention(build, layer, recompute=selective)
+        attention = LatentAttention if build.config.mla else Attention
+        self.attention = attention(build, layer, recompute=selective)
         self.mlp_norm = build.norm(f"{name}.{norms[1]}_layernorm")
         self.mlp = Mlp(build, layer, recompute=selective)
 

@@ -98,6 +98,11 @@ class Builder:
         weights = [self._parameter(weight, wpieces, std=self.config.init_std)]
         return ColumnLinear(self.kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred)
 
+    def split(self, name: str, rows: int, width: int) -> nn.Parameter:
+        """A weight [rows/T, width] split by rows, for an input that every tensor rank has whole already."""
+        shape, pieces = split_rows([(f"{name}.weight", rows)], width, self.groups.tp)
+        return self._parameter(shape, pieces, std=self.config.init_std)
+
     def shared_rows(
         self, blocks: Sequence[tuple[str, int]], *, index: int, rows: int, bias: bool
     ) -> list[nn.Parameter]:

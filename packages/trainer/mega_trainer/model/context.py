@@ -13,10 +13,10 @@ from mega_trainer.rng import Dropout
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens, for generation."""
+    """What attention needs of earlier tokens, for generation: their keys and values, or the latents of both."""
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append this call's k and v [B, S, K, d]; returns all of the layer's so far, [B, T, K, d]."""
+    def update(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append this call's tensors [B, S, K, d], as many each time; returns all of the layer's so far, [B, T, K, d]."""
 
 
 class Sight(Protocol):

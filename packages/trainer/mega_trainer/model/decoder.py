@@ -8,18 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mega_common.model_config import ModelConfig
+from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import all_gather
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Cache, Context, Sequences, Sight
 from mega_trainer.model.loss import head_loss
+from mega_trainer.model.mtp import Predictor
 from mega_trainer.model.rope import rotation
 from mega_trainer.parallel.grads import Unit
-from mega_trainer.parallel.tensor import gather_sequence, sequence_part, sum_gradient
+from mega_trainer.parallel.tensor import embed_tokens, gather_sequence, sequence_part, sum_gradient
 from mega_trainer.rng import Dropout
 
 
@@ -27,7 +30,8 @@ from mega_trainer.rng import Dropout
 class Stage:
     """Which part of the model: layers [first, last), with the embedding before and the head behind where it has them.
 
-    `ends_meet` says that embedding and head, if not in one stage, are in two of the same rank.
+    Layers that predict further tokens go with the head. `ends_meet` says that embedding and head, if not in one stage,
+    are in two of the same rank.
     """
 
     first: int
@@ -63,15 +67,16 @@ class Decoder(nn.Module):
         self.stage = stage or Stage.whole(config)
         self.recompute = recompute or Recompute()
         self.deferred = build.deferred
-        whole = self.stage.embeds and self.stage.heads
-        copied = config.tie_embeddings and not (whole or self.stage.ends_meet)
+        further, selective = config.mtp_layers if self.stage.heads else 0, self.recompute.kind == "selective"
+        apart = (config.tie_embeddings or config.mtp_layers > 0) and not (self.stage.embeds and self.stage.heads)
+        copied = apart and not self.stage.ends_meet
         copies = (build.groups.embedding,) if copied else ()
-        if self.stage.embeds:
+        self.borrows = apart and self.stage.ends_meet and self.stage.heads
+        if self.stage.embeds or (further and copied):
             self.embedding = build.embedding(build.vocabulary("model.embed_tokens.weight", shared=copies))
-            if config.position == "learned":
-                shape = (config.max_position, config.hidden_size)
-                self.positions = build.replicated("model.embed_positions.weight", shape, std=config.init_std)
-        selective = self.recompute.kind == "selective"
+        if self.stage.embeds and config.position == "learned":
+            shape = (config.max_position, config.hidden_size)
+            self.positions = build.replicated("model.embed_positions.weight", shape, std=config.init_std)
         self.layers = nn.ModuleList(
             Block(build, index, selective=selective) for index in range(self.stage.first, self.stage.last)
         )
@@ -79,8 +84,11 @@ class Decoder(nn.Module):
             self.norm = build.norm("model.norm")
             if not config.tie_embeddings:
                 self.head = build.vocabulary("lm_head.weight")
-            elif copied:
+            elif copied and not hasattr(self, "embedding"):
                 self.head = build.vocabulary("model.embed_tokens.weight", shared=copies)
+        self.predictors = nn.ModuleList(
+            Predictor(build, config.num_layers + index, selective=selective) for index in range(further)
+        )
 
     def units(self) -> list[Unit]:
         """The parts in the order of a forward, each with the parameters that it is the first to need."""
@@ -90,13 +98,10 @@ class Decoder(nn.Module):
             found.insert(0, Unit(self.embedding, [self.embedding.weight, *positions]))
         if self.stage.heads:
             head = [self.head] if hasattr(self, "head") else []
-            found.append(Unit(self.norm, [*self.norm.parameters(), *head]))
+            copy = [self.embedding.weight] if hasattr(self, "embedding") and not self.stage.embeds else []
+            found.append(Unit(self.norm, [*self.norm.parameters(), *head, *copy]))
+            found += [Unit(predictor, list(predictor.parameters())) for predictor in self.predictors]
         return found
-
-    @property
-    def borrows_head(self) -> bool:
-        """Whether the output matrix is the embedding of another stage of this rank."""
-        return self.stage.heads and not self.stage.embeds and not hasattr(self, "head")
 
     @property
     def head_weight(self) -> Tensor:
@@ -131,49 +136,78 @@ class Decoder(nn.Module):
         if self.config.position == "learned":
             part = sequence_part(tokens.shape[1], self.groups.tp, sp=self.sp)
             x = x + nn.functional.embedding(positions[:, part], self.positions)
-        return x if dropout is None else dropout.residual(x, self.config.embedding_dropout, -1, "embedding")
+        return self._drop(x, dropout, -1)
+
+    def _drop(self, x: Tensor, dropout: Dropout | None, layer: int) -> Tensor:
+        """Dropout of embeddings that are for that layer; -1 for those of the model's first."""
+        return x if dropout is None else dropout.residual(x, self.config.embedding_dropout, layer, "embedding")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """The residual stream through this stage's layers."""
-        full = self.recompute.kind == "full" and self.training
-        bound = len(self.layers) if self.recompute.layers is None else self.recompute.layers
         for index, layer in enumerate(self.layers):
-            if full and index < bound:
-                x = checkpoint(layer, x, context, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = layer(x, context)
+            x = self._run(layer, index, x, context)
         return x
 
-    def loss(self, x: Tensor, labels: Tensor, weights: Tensor, head: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _run(self, layer: nn.Module, index: int, *inputs: Tensor | Context) -> Tensor:
+        """One of the stage's layers, which the backward computes again if it is to."""
+        bound = self.recompute.layers
+        if self.recompute.kind == "full" and self.training and (bound is None or index < bound):
+            y: Tensor = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = layer(*inputs)
+        return y
+
+    def loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted sum of the cross entropies, and each token's [B, S], from the residual stream.
 
         Args:
             x: [B, S or S/T, D].
             labels: int64 [B, S].
             weights: fp32 [B, S].
-            head: the output matrix [V/T, D] of a stage that borrows it.
         """
-        hidden = self._final(x)
-        head = self.head_weight if head is None else head
-        total, losses = head_loss(
-            hidden.flatten(0, 1), head, labels.flatten(), weights.flatten(), self.groups.tp,
-            self.config.vocab_size,
-        )  # fmt: skip
-        return total, losses.view(labels.shape)
+        return self._head_loss(self.norm(x), labels, weights, self.head_weight)
 
-    def whole(
-        self, tokens: Tensor, positions: Tensor, labels: Tensor, weights: Tensor, context: Context
+    def objective(
+        self, x: Tensor, batch: MicroBatch, context: Context, borrowed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """All of a model on one stage, from tokens to `loss`, as one forward: ZeRO-3 gathers weights around it."""
-        x = self.forward(self.embed(tokens, positions, context.dropout), context)
-        return self.loss(x, labels, weights)
+        """What training makes small, from the residual stream [B, S or S/T, D], and the sums it is made of.
+
+        These are the weighted losses of the next tokens and, in training, of further ones: [2], not differentiable.
+        A stage that `borrows` is given the embedding [V/T, D].
+        """
+        hidden = self.norm(x)
+        head = borrowed if borrowed is not None and self.config.tie_embeddings else self.head_weight
+        total, _ = self._head_loss(hidden, batch.labels, batch.weights, head)
+        further = total.new_zeros(())
+        if not (self.training and self.predictors):
+            return total, torch.stack([total.detach(), further])
+        table = self.embedding.weight if borrowed is None else borrowed
+        for index, (predictor, ahead) in enumerate(zip(self.predictors, batch.ahead, strict=True)):
+            embedded = embed_tokens(ahead.tokens, table, self.groups.tp, sp=self.sp)
+            embedded = self._drop(embedded, context.dropout, self.config.num_layers + index)
+            hidden = self._run(predictor, len(self.layers) + index, embedded, hidden, context)
+            loss, _ = self._head_loss(hidden, ahead.labels, ahead.weights, head)
+            further = further + loss
+        return total + self.config.mtp_loss * further, torch.stack([total.detach(), further.detach()])
+
+    def whole(self, batch: MicroBatch, context: Context) -> tuple[Tensor, Tensor]:
+        """All of a model on one stage, from tokens to `objective`, as one forward: ZeRO-3 gathers weights around it."""
+        x = self.forward(self.embed(batch.tokens, batch.positions, context.dropout), context)
+        return self.objective(x, batch, context)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [B, S, V] of the residual stream, whole on every tensor rank. Not for training."""
-        local = nn.functional.linear(self._final(x), self.head_weight)
+        local = nn.functional.linear(self._gathered(self.norm(x)), self.head_weight)
         return all_gather(local, self.groups.tp, -1)[..., : self.config.vocab_size]
 
-    def _final(self, x: Tensor) -> Tensor:
-        """Norm, and the whole sequence. Each rank's head rows give a part of the gradient, summed on the way back."""
-        x = self.norm(x)
+    def _head_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        """As `loss`, of what has been normed, through the output matrix [V/T, D]."""
+        total, losses = head_loss(
+            self._gathered(hidden).flatten(0, 1), head, labels.flatten(), weights.flatten(),
+            self.groups.tp, self.config.vocab_size,
+        )  # fmt: skip
+        return total, losses.view(labels.shape)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """The whole sequence. Each rank's head rows give a part of the gradient, summed on the way back."""
         return gather_sequence(x, self.groups.tp) if self.sp else sum_gradient(x, self.groups.tp)

@@ -1,6 +1,8 @@
 """Rotary position embedding (arXiv:2104.09864) and its stretchings, in transformers' conventions.
 
-The rotated part of a head is split in halves (x1, x2) and turned: (x1 cos - x2 sin, x2 cos + x1 sin).
+The rotated part of a head is split in halves (x1, x2) and turned: (x1 cos - x2 sin, x2 cos + x1 sin). Interleaved, it
+comes as pairs of neighbours and is left in halves, as in transformers: only products of queries with keys count, which
+an order that they share does not change.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ class Rotation:
 
     cos: Tensor
     sin: Tensor
+    interleaved: bool = False
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate the first r elements of x [B, S, H, d]."""
         half = self.cos.shape[-1]
-        x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        head, rest = x[..., : 2 * half], x[..., 2 * half :]
+        x1, x2 = (head[..., 0::2], head[..., 1::2]) if self.interleaved else head.chunk(2, dim=-1)
         turned = [x1 * self.cos - x2 * self.sin, x2 * self.cos + x1 * self.sin]
         return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1)
 
@@ -34,10 +38,11 @@ def rotation(config: ModelConfig, rope: RopeConfig, positions: Tensor, dtype: to
     length = rope.original_max_position or config.max_position if rope.scaling == "longrope" else config.max_position
     if rope.scaling in ("dynamic", "longrope"):
         length = max(length, int(positions.max()) + 1)
-    frequency, scale = frequencies(rope, config.head_size, config.max_position, length)
+    size = config.mla.qk_rope_head_dim if config.mla else config.head_size
+    frequency, scale = frequencies(rope, size, config.max_position, length)
     angles = positions.float().unsqueeze(-1) * frequency.to(positions.device)
     cos, sin = angles.cos() * scale, angles.sin() * scale
-    return Rotation(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype))
+    return Rotation(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype), rope.interleaved)
 
 
 def frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int) -> tuple[Tensor, float]:
@@ -45,7 +50,7 @@ def frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int
 
     Args:
         rope: the kind and its parameters.
-        head_size: width of a head; `rope.fraction` of it is rotated.
+        head_size: width of a head, or of that part of it which may turn; `rope.fraction` of it is rotated.
         max_position: the longest sequence the model was made for.
         length: the longest sequence at hand, for `dynamic` and `longrope`.
     """
@@ -97,14 +102,16 @@ def _yarn(rope: RopeConfig, base: Tensor, size: int) -> Tensor:
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return yarn_mscale(rope, rope.mscale) / yarn_mscale(rope, rope.mscale_all_dim)
+    return yarn_mscale(rope, 1.0)
+
+
+def yarn_mscale(rope: RopeConfig, weight: float) -> float:
+    """YaRN's factor on queries and keys, which grows with the stretch of the context."""
+    return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
 
 def _longrope(rope: RopeConfig, base: Tensor, max_position: int, length: int) -> tuple[Tensor, float]:

@@ -40,6 +40,11 @@ class Product:
     edge: GradientEdge
     gradient: Callable[[], Tensor]
 
+    def root(self) -> Tensor:
+        """A scalar whose backward computes the gradient and hands it to the weight."""
+        scalar: Tensor = _Computed.apply(self.weight, self.gradient)  # type: ignore[no-untyped-call]
+        return scalar
+
 
 class Deferred:
     """The products of one stage's backward, in the order in which it came to them."""
@@ -65,16 +70,13 @@ def deliver(products: list[Product], known: Sequence[tuple[Tensor, Tensor]]) -> 
         known: parameters and their gradients, or parts of them, that were computed before.
     """
     # autograd runs first what was made last
-    made = []
-    while products:
-        product = products.pop()
-        made.append(_Computed.apply(product.weight, product.gradient))  # type: ignore[no-untyped-call]
-    edges = [get_gradient_edge(parameter) for parameter, _ in known]
-    torch.autograd.backward([*made, *edges], [None] * len(made) + [gradient for _, gradient in known])
+    made = [products.pop().root() for _ in range(len(products))]
+    roots = [*made, *(parameter for parameter, _ in known)]
+    torch.autograd.backward(roots, [*(None for _ in made), *(gradient for _, gradient in known)])
 
 
 class _Computed(Function):
-    """Nothing, as far as its value goes; its backward is the product."""
+    """Zero; its backward is the product."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor:

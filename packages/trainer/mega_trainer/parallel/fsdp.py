@@ -2,7 +2,8 @@
 
 Each rank holds some rows of every (tensor-parallel) weight, in fp32 (fp64 in an fp64 run). A layer's weights are gathered
 in the run's precision just before its forward and again before its backward, its gradients are summed in fp32 and
-scattered after each micro-batch. The units are the layers, and the rest of the model together.
+scattered after each micro-batch. The units are the layers, those that predict further tokens too, and the rest of the
+model together.
 
 When the data ranks are cut into several `shard` groups (hybrid sharding), each of these holds a copy of the weights:
 gathers and scatters stay inside it, and once a step the sums are added up over the `replicate` groups, whose ranks then
@@ -49,7 +50,7 @@ def shard_fully(model: Decoder, *, dtype: torch.dtype, device: torch.device) -> 
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == kept else dtype, reduce_dtype=kept, cast_forward_inputs=False
     )
-    units: list[nn.Module] = [*model.layers, model]
+    units: list[nn.Module] = [*model.layers, *model.predictors, model]
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model)
         assert isinstance(unit, FSDPModule)

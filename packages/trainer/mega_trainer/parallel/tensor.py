@@ -219,13 +219,18 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids int64 [B, S] -> [B, S or S/T, D]."""
-        if self.group.size == 1:
-            return nn.functional.embedding(tokens, self.weight)
-        rows = self.weight.shape[0]
-        local = tokens - self.group.rank * rows
-        mine = (local >= 0) & (local < rows)
-        x = nn.functional.embedding(local.clamp(0, rows - 1), self.weight) * mine.unsqueeze(-1)
-        return sum_over(x, self.group, sp=self.sp)
+        return embed_tokens(tokens, self.weight, self.group, sp=self.sp)
+
+
+def embed_tokens(tokens: Tensor, weight: Tensor, group: Group, *, sp: bool) -> Tensor:
+    """The rows of a matrix split over `group`, each rank's [R, D], for token ids int64 [B, S]: [B, S or S/T, D]."""
+    if group.size == 1:
+        return nn.functional.embedding(tokens, weight)
+    rows = weight.shape[0]
+    local = tokens - group.rank * rows
+    mine = (local >= 0) & (local < rows)
+    x = nn.functional.embedding(local.clamp(0, rows - 1), weight) * mine.unsqueeze(-1)
+    return sum_over(x, group, sp=sp)
 
 
 def vocab_rows(vocab_size: int, group: Group) -> int:

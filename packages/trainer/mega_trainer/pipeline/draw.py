@@ -39,7 +39,7 @@ def _title(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
     formula = bubble_formula(schedule, timeline.costs)
     stages = "" if schedule.virtual_stages == 1 else f" of {schedule.virtual_stages} stages"
     name = f"{schedule.name}: {schedule.pp} ranks{stages}, {schedule.microbatches} microbatches"
-    bubble = f"bubble {timeline.mean_bubble:.1%} measured"
+    bubble = f"bubble {timeline.mean_bubble:.1%} simulated"
     bubble += f", {formula:.1%} by formula" if formula is not None else ""
     yield _text(_LEFT, 22, name, 'font-size="16" font-weight="bold"')
     yield _text(_LEFT, 42, f"{bubble}; {timeline.makespan:.4g} units of time", f'fill="{_QUIET}"')

@@ -63,12 +63,13 @@ class Executor:
 
         Args:
             batches: this rank's micro-batches (every stage has them all: labels, positions, documents).
-            scale: factor on the sum of the token losses before differentiation, usually 1 / tokens of the step.
+            scale: factor on the sum of the losses before differentiation, usually 1 / tokens of the step.
 
         Returns:
-            Sum of the weighted token losses of this rank's micro-batches, fp64; zero but on the last stage.
+            Sums of the weighted losses of this rank's micro-batches, fp64 [2], as `Decoder.objective` tells them; zero
+            but on the last stage.
         """
-        total = torch.zeros((), dtype=torch.float64, device=batches[0].tokens.device)
+        total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
         left = dict.fromkeys(self.stages, len(batches))
         for op in self.schedule.ranks[self.group.rank]:
             key = (op.stage, op.microbatch)
@@ -108,8 +109,7 @@ class Executor:
         model = self.stages[stage]
         context = self._context(microbatch, batch)
         if self.last_stage == 0:
-            loss, _ = model.whole(batch.tokens, batch.positions, batch.labels, batch.weights, context)
-            return self._differentiable(key, loss, scale)
+            return self._differentiable(key, *model.whole(batch, context), scale)
         if stage == 0:
             x = model.embed(batch.tokens, batch.positions, context.dropout)
         else:
@@ -120,14 +120,13 @@ class Executor:
         if stage < self.last_stage:
             self._hand_on(key, y)
             return 0.0
-        loss, _ = model.loss(y, batch.labels, batch.weights, self._borrow(model, microbatch))
-        return self._differentiable(key, loss, scale)
+        return self._differentiable(key, *model.objective(y, batch, context, self._borrow(model, microbatch)), scale)
 
-    def _differentiable(self, key: Key, loss: Tensor, scale: float) -> Tensor:
-        """Keep the way back of a loss, if there is one, and return its value."""
+    def _differentiable(self, key: Key, loss: Tensor, sums: Tensor, scale: float) -> Tensor:
+        """Keep the way back of a loss, if there is one, and return what it is made of."""
         if loss.requires_grad:
             self._edges[key] = get_gradient_edge(loss * scale)
-        return loss.detach()
+        return sums
 
     def _hand_on(self, key: Key, y: Tensor) -> None:
         """Keep of an output only what its backward needs; the values go to the next stage, here or elsewhere."""
@@ -140,11 +139,11 @@ class Executor:
             self._outputs[key] = y.detach()
 
     def _borrow(self, model: Decoder, microbatch: int) -> Tensor | None:
-        """The embedding for a head of this rank that is tied to it: one more input of the stage, from the first stage.
+        """The embedding for a last stage that has none of its own: one more input of it, from the first stage.
 
         Like other inputs, its gradient waits until the micro-batch's backward comes to the stage it is from.
         """
-        if not model.borrows_head:
+        if not model.borrows:
             return None
         weight = self.stages[0].embedding.weight.detach()
         self._borrowed[microbatch] = weight.requires_grad_(torch.is_grad_enabled())
@@ -183,10 +182,10 @@ class Executor:
         """What a stage was given that wants a gradient."""
         stage, microbatch = key
         given = [self._inputs[key]] if key in self._inputs else []
-        return [*given, self._borrowed[microbatch]] if self.stages[stage].borrows_head else given
+        return [*given, self._borrowed[microbatch]] if self.stages[stage].borrows else given
 
     def _returned(self, key: Key) -> Known:
-        """The embedding and the gradient of its use as the head, in the stage that lent it."""
+        """The embedding and the gradient of its use in the last stage, in the stage that lent it."""
         stage, microbatch = key
         if stage > 0 or microbatch not in self._borrowed:
             return []

@@ -290,18 +290,29 @@ def bubble_formula(schedule: Schedule, costs: Costs | None = None) -> float | No
 
 
 def peak_activations(schedule: Schedule) -> list[int]:
-    """The most microbatches whose activations each rank holds at once, counted once for each chunk.
+    """The most microbatches of which each rank holds something at once, counted once for each chunk.
 
     A microbatch is held from its forward until its whole backward, or the weight half of it, is done.
     """
-    peaks = []
-    for rank in range(schedule.pp):
-        held = peak = 0
-        for op in schedule.compute(rank):
-            held += {"F": 1, "I": 0}.get(op.kind, -1)
-            peak = max(peak, held)
-        peaks.append(peak)
-    return peaks
+    one = [1.0] * len(schedule.owners)
+    return [round(peak_held(schedule, rank, one, one)) for rank in range(schedule.pp)]
+
+
+def peak_held(schedule: Schedule, rank: int, activations: Sequence[float], put_off: Sequence[float]) -> float:
+    """The most that `rank` holds at once, in the unit of what each stage holds of a microbatch.
+
+    Args:
+        schedule: who does what when.
+        rank: which one.
+        activations: of each stage, from `F` to `B` or `I`.
+        put_off: of each stage, from `I` to `W`.
+    """
+    held = peak = 0.0
+    for kind, stage, _ in schedule.compute(rank):
+        kept, left = activations[stage], put_off[stage]
+        held += {"F": kept, "B": -kept, "I": left - kept, "W": -left}[kind]
+        peak = max(peak, held)
+    return peak
 
 
 def _needs(op: Op, last_stage: int) -> Iterator[Op]:

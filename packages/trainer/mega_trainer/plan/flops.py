@@ -9,7 +9,9 @@ Legend: D model width, F feed-forward width, H heads, Q head size, K key/value h
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +33,9 @@ class Parameters:
         norms: all norms of a layer.
         final_norm: the norm before the head.
         layers: L.
+        whole: those of a layer's attention and norms that tensor parallelism does not split: norms, and latents.
+        predictors: layers behind the L that predict further tokens.
+        joins: what each of these has beside a layer: a projection and three norms.
         top_k, num_experts: how many of a layer's experts see a token; 0 of 1 without experts.
     """
 
@@ -42,6 +47,9 @@ class Parameters:
     norms: int
     final_norm: int
     layers: int
+    whole: int
+    predictors: int = 0
+    joins: int = 0
     top_k: int = 0
     num_experts: int = 1
 
@@ -49,12 +57,14 @@ class Parameters:
     def total(self) -> int:
         """All parameters."""
         layer = self.attention + self.feed_forward + self.experts + self.norms
-        return self.embedding + self.layers * layer + self.final_norm + self.head
+        ends = self.embedding + self.final_norm + self.head + self.predictors * self.joins
+        return ends + (self.layers + self.predictors) * layer
 
     @property
     def active(self) -> int:
         """Parameters that a token meets: without the experts that it is not sent to."""
-        return self.total - self.layers * self.experts * (self.num_experts - self.top_k) // self.num_experts
+        idle = self.experts * (self.num_experts - self.top_k) // self.num_experts
+        return self.total - (self.layers + self.predictors) * idle
 
 
 def count_parameters(model: ModelConfig) -> Parameters:
@@ -62,8 +72,11 @@ def count_parameters(model: ModelConfig) -> Parameters:
     width, query, key_value = _widths(model)
     qk_norm = query + key_value if model.qk_norm_span == "all" else 2 * model.head_size
     norm = width * (2 if model.norm == "layernorm" else 1)
-    attention = width * (2 * query + 2 * key_value)
-    attention += (query + 2 * key_value) * model.qkv_bias + width * model.attention_out_bias
+    matrices, latents = projections(model)
+    norms = 2 * norm + (qk_norm if model.qk_norm else 0)
+    norms += (model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank if model.mla else 0
+    biased = sum(rows for rows, _ in latents) if model.mla else query + 2 * key_value
+    attention = _elements(matrices) + _elements(latents) + biased * model.qkv_bias + width * model.attention_out_bias
     positions = model.max_position if model.position == "learned" else 0
     moe = model.moe
     dense = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size
@@ -79,12 +92,27 @@ def count_parameters(model: ModelConfig) -> Parameters:
         attention=attention,
         feed_forward=feed_forward,
         experts=experts,
-        norms=2 * norm + (qk_norm if model.qk_norm else 0),
+        norms=norms,
         final_norm=norm,
         layers=model.num_layers,
+        whole=norms + _elements(latents) + sum(rows for rows, _ in latents) * model.qkv_bias,
+        predictors=model.mtp_layers,
+        joins=2 * width * width + 3 * norm,
         top_k=moe.top_k if moe else 0,
         num_experts=moe.num_experts if moe else 1,
     )
+
+
+def projections(model: ModelConfig) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Shapes (out, in) of a layer's attention projections: those whose heads can be split, and those into latents."""
+    width, query, key_value = _widths(model)
+    mla, values = model.mla, model.num_attention_heads * model.value_size
+    if mla is None:
+        return [(query, width), (key_value, width), (key_value, width), (width, query)], []
+    unfolded = (model.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    latent = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
+    split = [(query, mla.q_lora_rank or width), unfolded, (width, values)]
+    return split, [(mla.q_lora_rank, width), latent] if mla.q_lora_rank else [latent]
 
 
 def visible_keys(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
@@ -102,21 +130,25 @@ def visible_keys(model: ModelConfig, seq_length: int, *, causal: bool = True) ->
 def forward_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> dict[str, float]:
     """Operations of the forward pass per token, by part, all layers together. Only products of matrices count.
 
-    `causal` leaves the masked half of the attention scores out; see `visible_keys`.
+    `causal` leaves the masked half of the attention scores out; see `visible_keys`. Layers that predict further tokens
+    are layers like the others, and use the head once more each; what they are fed from is a part by itself.
     """
-    width, query, key_value = _widths(model)
+    width, layers = model.hidden_size, model.num_layers + model.mtp_layers
+    head_widths = model.num_attention_heads * (model.head_size + model.value_size)
+    split, latents = projections(model)
     matrices = 3 if model.gated else 2
     moe = model.moe
     dense = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
     router = moe.num_experts if moe else 0
     layer = {
-        "attention projections": 2.0 * width * (2 * query + 2 * key_value),
-        "attention scores": 4.0 * visible_keys(model, seq_length, causal=causal) * query,
+        "attention projections": 2.0 * (_elements(split) + _elements(latents)),
+        "attention scores": 2.0 * visible_keys(model, seq_length, causal=causal) * head_widths,
         "feed-forward": 2.0 * width * (matrices * dense + router),
     }
     return {
-        **{part: flops * model.num_layers for part, flops in layer.items()},
-        "head": 2.0 * width * model.vocab_size,
+        **{part: flops * layers for part, flops in layer.items()},
+        **({"further tokens": 4.0 * width * width * model.mtp_layers} if model.mtp_layers else {}),
+        "head": 2.0 * width * model.vocab_size * (1 + model.mtp_layers),
     }
 
 
@@ -143,14 +175,21 @@ def palm_flops(model: ModelConfig, seq_length: int) -> float:
     """
     count = count_parameters(model)
     tables = count.embedding - (model.vocab_size * model.hidden_size if model.tie_embeddings else 0)
-    attention = 12 * model.num_layers * model.num_attention_heads * model.head_size * seq_length
+    pairs = model.num_attention_heads * (model.head_size + model.value_size) // 2  # H Q, or between keys and values
+    attention = 12 * (model.num_layers + model.mtp_layers) * pairs * seq_length
     return float(6 * (count.active - tables) + attention)
 
 
 def head_cost(model: ModelConfig, seq_length: int) -> float:
-    """The work of the output head, in layers; what `stage_layers` wants to know."""
+    """The work that comes with the output head, in layers; what `stage_layers` wants to know."""
     forward = forward_flops(model, seq_length)
-    return model.num_layers * forward["head"] / (sum(forward.values()) - forward["head"])
+    last = forward["head"] + forward.get("further tokens", 0.0)
+    layer = (sum(forward.values()) - last) / (model.num_layers + model.mtp_layers)
+    return last / layer + model.mtp_layers
+
+
+def _elements(shapes: Iterable[tuple[int, int]]) -> int:
+    return sum(map(math.prod, shapes))
 
 
 def _widths(model: ModelConfig) -> tuple[int, int, int]:

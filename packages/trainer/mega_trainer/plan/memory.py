@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.pipeline.schedules import make_schedule, peak_activations
+from mega_trainer.pipeline.schedules import make_schedule, peak_held
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.flops import RecomputeKind, count_parameters
 
@@ -61,19 +61,23 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
     """
     stages = stage_layers(model.num_layers, run.pp, run.virtual_stages)
     schedule = make_schedule(run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages)
-    held = peak_activations(schedule)
+    table = _embedding_bytes(model, run)
+    layer, put_off = activation_bytes(model, run), put_off_bytes(model, run)
+    kept = _residual_bytes(model, run) if run.recompute == "full" else layer
+    activations = [len(part) * kept for part in stages]
+    waiting = [len(part) * put_off for part in stages]
+    activations[-1] += _last_bytes(model, run)
+    waiting[0] += table
+    waiting[-1] += table + model.mtp_layers * (table + put_off)
     ranks = []
     for rank in range(run.pp):
         mine = schedule.stages(rank)
         layers = sum(len(stages[stage]) for stage in mine)
-        first, last = 0 in mine, len(stages) - 1 in mine
-        in_flight = held[rank] / run.virtual_stages * layers
-        kept = in_flight * activation_bytes(model, run)
-        if run.recompute == "full":
-            # one layer at a time is computed again, and then holds everything
-            kept = in_flight * _residual_bytes(model, run) + activation_bytes(model, run)
-        kept += _head_bytes(model, run) if last else 0.0
-        ranks.append({**_states(model, run, layers, first=first, last=last), "activations": round(kept)})
+        held = peak_held(schedule, rank, activations, waiting)
+        # one layer at a time is computed again, and then holds everything
+        held += layer if run.recompute == "full" else 0.0
+        states = _states(model, run, layers, first=0 in mine, last=len(stages) - 1 in mine)
+        ranks.append({**states, "activations": round(held)})
     return ranks
 
 
@@ -82,14 +86,10 @@ def activation_bytes(model: ModelConfig, run: RunShape) -> float:
 
     For a GPT with dropout and without fused attention these are the paper's S B D (34 + 5 H S / D) bytes.
     """
-    width, query, key_value = (
-        model.hidden_size,
-        model.num_attention_heads * model.head_size,
-        model.kv_heads * model.head_size,
-    )
-    element, keys = _ELEMENT[run.precision], run.seq_length
+    width, element, keys = model.hidden_size, _ELEMENT[run.precision], run.seq_length
     inputs = 4 * width * element + (2 * width if model.residual_dropout else 0)  # of norms and blocks; dropout masks
-    split = element * (2 * query + 2 * key_value)  # q, k, v, and the input of the output projection
+    heads, latents = _attention_widths(model)
+    split = element * heads
     if run.fused_attention:
         split += 4 * model.num_attention_heads  # a logarithm per row
     elif run.recompute != "selective":
@@ -101,17 +101,52 @@ def activation_bytes(model: ModelConfig, run: RunShape) -> float:
         inputs += element * moe.top_k * width + 4 * moe.num_experts
     gated = 4 if run.recompute == "none" else 3  # gate, up, their product; torch keeps the activated gate besides
     split += element * (gated if model.gated else 2) * dense
-    return _tokens(run) * (inputs / (run.tp if run.sp else 1) + split / run.tp)
+    inputs += element * latents
+    return _tokens(run) * (inputs / (run.tp if run.sp else 1) + element * latents + split / run.tp)
+
+
+def _attention_widths(model: ModelConfig) -> tuple[int, int]:
+    """Elements a token of q, k, v and the input of the output projection, and of latents.
+
+    Latents are kept before their norms and, of the whole sequence, after; values lie among the keys they came with.
+    """
+    query, values = model.num_attention_heads * model.head_size, model.num_attention_heads * model.value_size
+    mla = model.mla
+    if mla is None:
+        return 2 * query + 2 * model.kv_heads * model.head_size, 0
+    unfolded = model.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return 2 * query + unfolded + values, (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
+
+
+def put_off_bytes(model: ModelConfig, run: RunShape) -> float:
+    """Bytes that one layer keeps of one microbatch where the products for its weight gradients are put off.
+
+    They are the inputs of its linear layers and the gradients of their outputs; sequence parallelism splits neither
+    output of a row layer, whose gradient is gathered for the product.
+    """
+    split, latents = _attention_widths(model)
+    dense, moe = model.ffn_hidden_size, model.moe
+    if moe:
+        dense = moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
+    split += (3 if model.gated else 2) * dense
+    inputs, outputs = 2 * model.hidden_size / (run.tp if run.sp else 1), 2 * (model.hidden_size + latents)
+    return _tokens(run) * _ELEMENT[run.precision] * (inputs + outputs + split / run.tp)
 
 
 def _residual_bytes(model: ModelConfig, run: RunShape) -> float:
     return _tokens(run) * _ELEMENT[run.precision] * model.hidden_size / (run.tp if run.sp else 1)
 
 
-def _head_bytes(model: ModelConfig, run: RunShape) -> float:
-    """The final norm's input and output, and the gradients that the head computes in its forward."""
-    weight = _ELEMENT[run.precision] * model.vocab_size * model.hidden_size / run.tp
-    return 3 * _residual_bytes(model, run) + weight
+def _last_bytes(model: ModelConfig, run: RunShape) -> float:
+    """What comes with the head, for one microbatch: the head once, and again for each layer behind it."""
+    head = 3 * _residual_bytes(model, run) + _embedding_bytes(model, run)
+    # its norms' inputs, their outputs side by side, and the layer
+    return head + model.mtp_layers * (head + 4 * _residual_bytes(model, run) + activation_bytes(model, run))
+
+
+def _embedding_bytes(model: ModelConfig, run: RunShape) -> float:
+    """A gradient of the token table or of the head, before it is added to the others."""
+    return _ELEMENT[run.precision] * model.vocab_size * model.hidden_size / run.tp
 
 
 def _tokens(run: RunShape) -> float:
@@ -121,11 +156,14 @@ def _tokens(run: RunShape) -> float:
 def _states(model: ModelConfig, run: RunShape, layers: int, *, first: bool, last: bool) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer of a pipeline rank with so many layers and those ends."""
     count = count_parameters(model)
-    dense = layers * ((count.attention + count.feed_forward) / run.tp + count.norms)
+    layers += count.predictors if last else 0
+    split = count.attention + count.feed_forward + count.norms - count.whole
+    dense = layers * (split / run.tp + count.whole)
     dense += count.embedding / run.tp if first else 0
     if last:
-        tied_elsewhere = 0 if first else model.vocab_size * model.hidden_size
-        dense += count.final_norm + (tied_elsewhere if model.tie_embeddings else count.head) / run.tp
+        copied = not first and (model.tie_embeddings or count.predictors > 0)
+        dense += count.final_norm + count.predictors * count.joins
+        dense += (count.head + model.vocab_size * model.hidden_size * copied) / run.tp
     experts = layers * count.experts / (run.tp * run.ep)
     element = _ELEMENT[run.precision]
     whole = max(4, element)
