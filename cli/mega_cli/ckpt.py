@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,10 +58,22 @@ def convert(
     max_shard_size: Annotated[
         str | None, typer.Option(help="Most bytes in one safetensors file: 500MB, 5GB, ...; default: as the source.")
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Read the result back and compare every element.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every element, and the logits of both sides, before all is named.")
+    ] = False,
+    verify_data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PREFIX",
+            help="Take tokens of this data set for the logits; default: a text, by the model's tokenizer.",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the destination once all is done.")] = False,
 ) -> None:
-    """Convert a model's weights and the files that belong to it. The result appears when it is complete."""
+    """Convert a model's weights and the files that belong to it. The result appears when it is complete.
+
+    After a kill or an interrupt, the same command goes on with the file that it was at.
+    """
     from mega_ckpt import convert as converting
 
     options = converting.Options(
@@ -68,8 +81,28 @@ def convert(
         family=family,
         max_shard=_bytes(max_shard_size) if max_shard_size else None,
     )
-    converting.convert(source, destination, to.value, options=options, verify=verify, overwrite=overwrite)
+    verify = verify or verify_data is not None
+    check = _logits_check(source, verify_data) if verify else None
+    converting.convert(source, destination, to.value, options=options, verify=verify, check=check, overwrite=overwrite)
     print(destination)
+
+
+def _logits_check(source: str, data: Path | None) -> Callable[[Path], None] | None:
+    """Compares what was made with `source` by its logits; None where the package that runs models is not installed."""
+    from mega_common.log import logger
+
+    try:
+        from mega_eval.compare import compare_logits
+    except ModuleNotFoundError as error:
+        if data is not None or error.name not in ("mega_eval", "mega_trainer", "mega_data"):
+            raise
+        logger.warning("--verify compares tensors, but no logits: %s is not installed", error.name)
+        return None
+
+    def check(made: Path) -> None:
+        logger.info("%s", compare_logits(source, made, data))
+
+    return check
 
 
 @app.command(epilog="Example: mega ckpt inspect runs/llama3-8b/checkpoints/step-00001000 --json")

@@ -13,7 +13,7 @@ from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Box, Sharded
 from mega_ckpt.store import place, save
 from mega_cli.ckpt import app
-from mega_common.errors import CheckpointError, ConfigError
+from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.model_config import ModelConfig
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
@@ -52,6 +52,22 @@ def test_convert_to_hf_and_back(run: Path, tmp_path: Path) -> None:
         call("convert", hf, mega, "--to", "mega")
     call("convert", hf, mega, "--to", "mega", "--dtype", "fp32", "--overwrite")
     assert json.loads(call("inspect", mega, "--json"))["groups"][0]["dtype"] == "F32"
+
+
+def test_convert_compares_logits(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mega_eval import compare
+
+    seen = []
+    real = compare.compare_logits
+    monkeypatch.setattr(compare, "compare_logits", lambda *args: seen.append(real(*args)) or seen[-1])
+    call("convert", run, tmp_path / "hf", "--to", "hf", "--verify")
+    assert [found.difference for found in seen] == [0.0]
+    monkeypatch.setattr(compare, "TOLERANCES", dict.fromkeys(compare.TOLERANCES, -1.0))
+    with pytest.raises(CheckpointError, match="is not the same model"):
+        call("convert", run, tmp_path / "other", "--to", "mega", "--verify")
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(DataError, match="no-such"):
+        call("convert", run, tmp_path / "other", "--to", "mega", "--verify-data", tmp_path / "no-such")
 
 
 def test_convert_names_a_family(run: Path, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def convert(
     *,
     options: Options = Options(),
     verify: bool = False,
+    check: Callable[[Path], object] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write the model at `source` to the folder `destination` in the format `to`.
@@ -62,6 +63,7 @@ def convert(
         to: the format: "hf" or "mega".
         options: what to change on the way.
         verify: read the output back and compare every element before it gets its name.
+        check: called with the folder of the output before it gets its name; its error is the conversion's.
         overwrite: replace `destination`, once the new one is complete.
 
     Raises:
@@ -82,6 +84,8 @@ def convert(
             _WRITERS[to](given, journal.folder, options, journal)
             if verify:
                 _compare(given, open_source(journal.folder), options.dtype)
+            if check is not None:
+                check(journal.folder)
         except KeyboardInterrupt:
             if journal.finished:
                 logger.warning("%d file(s) are finished; the same command goes on", len(journal.finished))
