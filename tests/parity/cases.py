@@ -33,11 +33,17 @@ MODELS: dict[str, dict[str, Any]] = {
             "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
         },
     },
+    "long": {
+        "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 64, "sliding_window": 19, "full_attention_layers": [1],
+        "attention_softcap": 5.0, "embedding_dropout": 0.1, "residual_dropout": 0.1,
+    },
 }  # fmt: skip
 # Of which each layout draws one.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
 }
+LENGTHS = {"long": 32}
+CONTEXT = ("ring", "allgather", "alltoall")
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
 
@@ -96,14 +102,15 @@ class Case:
     @property
     def layout(self) -> dict[str, Any]:
         """The layout's degrees, all of them."""
-        degrees = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "schedule": "1f1b", "zero": 1, **self.parallel}
-        dp = self.ranks // (degrees["tp"] * degrees["pp"])
+        usual = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "schedule": "1f1b", "cp": 1, "zero": 1}
+        degrees = usual | dict(self.parallel)
+        dp = self.ranks // (degrees["tp"] * degrees["pp"] * degrees["cp"])
         return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none"), "optimizer": self.optimizer}
 
     def __str__(self) -> str:
         usual = (0, 1, "none", "adamw", "1f1b")
         used = {key: value for key, value in self.layout.items() if value is True or value not in usual}
-        used |= {"zero": self.layout["zero"]} if self.layout["dp"] > 1 else {}
+        used |= {"zero": self.layout["zero"]} if self.layout["dp"] * self.layout["cp"] > 1 else {}
         used |= {"micro": self.micro, "batch": self.batch} | ({"bucket": self.bucket} if self.bucket != LARGE else {})
         return f"{self.name}: " + " ".join(f"{key}={value}" for key, value in used.items())
 
@@ -115,17 +122,19 @@ def model(name: str, layers: int = 2) -> dict[str, Any]:
 
 def case(name: str, ranks: int, *, layers: int = 2, variant: Mapping[str, Any] | None = None, **more: Any) -> Case:
     """A case of the named model, but for the fields of `variant`; `more` are `Case`'s fields."""
-    return Case(name, {**model(name, layers), **(variant or {})}, ranks, **more)
+    fields = {**model(name, layers), **(variant or {})}
+    return Case(name, fields, ranks, **{"length": LENGTHS.get(name, 16), **more})
 
 
-def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
+def degrees(ranks: int, tps: Sequence[int], cp: int = 1) -> Iterator[dict[str, Any]]:
     """Every combination of tp (of `tps`), sp, pp, schedule and zero on `ranks` ranks; at most eight stages."""
     for tp, pp, (schedule, v) in product(tps, range(1, ranks + 1), SCHEDULES):
-        dp, rest = divmod(ranks, tp * pp)
+        dp, rest = divmod(ranks, tp * pp * cp)
         if rest or dp < 1 or pp * v > 8 or (pp == 1 and (schedule, v) != ("1f1b", 1)):
             continue
-        levels = [{"zero": zero} for zero in ZERO_LEVELS if zero < 3 or pp == 1] if dp > 1 else [{"zero": 0}]
-        levels += [{"zero": 3, "zero3_shard": size} for size in range(2, dp) if dp % size == 0 and pp == 1]
+        data = dp * cp
+        levels = [{"zero": zero} for zero in ZERO_LEVELS if zero < 3 or pp == 1] if data > 1 else [{"zero": 0}]
+        levels += [{"zero": 3, "zero3_shard": size} for size in range(2, data) if data % size == 0 and pp == 1]
         for sp, level in product([False, True] if tp > 1 else [False], levels):
             shape = {"tp": tp, "sp": sp, "pp": pp, "virtual_stages": v, **level}
             yield shape if schedule == "1f1b" else {**shape, "schedule": schedule}
@@ -133,11 +142,23 @@ def degrees(ranks: int, tps: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 def all_layouts() -> list[Case]:
     """Every layout of up to eight ranks, for each model; what else there is to choose is drawn, the same each time."""
-    return [
+    whole = [
         _with_choices(name, ranks, parallel)
         for name in MODELS
+        if name not in LENGTHS
         for ranks in range(1, RANKS + 1)
         for parallel in degrees(ranks, (1, 2, 4, 8))
+    ]
+    return whole + context_layouts()
+
+
+def context_layouts() -> list[Case]:
+    """Every layout with context parallelism, of each kind."""
+    return [
+        _with_choices("long", ranks, {**parallel, "cp": cp, "cp_kind": kind})
+        for ranks in range(2, RANKS + 1)
+        for cp, kind in product((2, 4, 8), CONTEXT)
+        for parallel in degrees(ranks, (1, 2, 4), cp)
     ]
 
 
@@ -147,7 +168,7 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
     layers, chosen = max(2, stages), dict(parallel)
     if stages > 1 and rng.random() < 0.3:
         layers, chosen["pipeline_layout"] = uneven(stages, rng)
-    batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"]), parallel["pp"], rng)
+    batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)), parallel["pp"], rng)
     return case(
         name, ranks, layers=layers, variant=rng.choice(VARIANTS[name]) if name in VARIANTS else {}, parallel=chosen,
         recompute=rng.choice(RECOMPUTES),

@@ -20,17 +20,19 @@ SMALLEST = 1e-11  # errors below it are rounding, which differs from machine to 
 INTRODUCTION = """\
 # Any layout computes what one process computes
 
-Written by `make parity`; do not edit. Four models train three steps in every combination of tensor parallelism (tp),
+Written by `make parity`; do not edit. Five models train three steps in every combination of tensor parallelism (tp),
 sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV), interleaved stages (vp), data
-parallelism (dp) and ZeRO (at level 3 also with several copies of the weights) on up to {ranks} ranks, in fp64 on gloo,
-with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and bucket sizes, AdamW and Muon vary
-over them. Loss, gradient norm, every gradient after the clip, every weight and every optimizer moment are held against
-one process: the largest difference, relative to the largest element of each tensor, must be below {tolerance:g}.
+parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), the last model also with context
+parallelism of each kind (cp), on up to {ranks} ranks, in fp64 on gloo, with uneven documents and loss masks;
+recomputation, uneven pipelines, micro-batch and bucket sizes, AdamW and Muon vary over them. Loss, gradient norm, every
+gradient after the clip, every weight and every optimizer moment are held against one process: the largest difference,
+relative to the largest element of each tensor, must be below {tolerance:g}.
 
 - `dense`: RMSNorm, SwiGLU, rope
 - `tied`: tied embeddings, LayerNorm, GELU, learned positions, biases, three dropouts, a vocabulary of 59
 - `gqa`: fewer key/value heads than tensor ranks, query-key norm, a sliding window, a vocabulary of 61
 - `mla`: latent attention, of queries too or tied embeddings; one or two layers that predict further tokens
+- `long`: grouped key/value heads, one layer with a sliding window and one without, soft-capped scores, two dropouts
 
 {count} layouts. The table has a row for each set of dimensions larger than one; errors are rounded up to a power of ten.
 
@@ -69,7 +71,8 @@ def dimensions(case: Case) -> str:
     names = {
         "tp": layout["tp"] > 1, "sp": layout["sp"], "pp": layout["pp"] > 1, "vp": layout["virtual_stages"] > 1,
         layout["schedule"]: layout["schedule"] != "1f1b",
-        "dp": layout["dp"] > 1, f"zero-{layout['zero']}": layout["zero"] > 0 and layout["dp"] > 1,
+        f"cp {layout.get('cp_kind')}": layout["cp"] > 1, "dp": layout["dp"] > 1,
+        f"zero-{layout['zero']}": layout["zero"] > 0 and layout["dp"] * layout["cp"] > 1,
         "copies": "zero3_shard" in layout,
     }  # fmt: skip
     return " + ".join(name for name, used in names.items() if used) or "one process"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from parity.cases import LARGE, OPTIMIZERS, RANKS, RECOMPUTES, ZERO_LEVELS, Case, batch_of, uneven
+from parity.cases import CONTEXT, LARGE, OPTIMIZERS, RANKS, RECOMPUTES, ZERO_LEVELS, Case, batch_of, uneven
 from parity.worker import sweep, verdicts
 from ranks import run_ranks
 
@@ -37,20 +37,22 @@ def _legal(seed: int) -> Iterator[Case]:
 
 def _case(seed: int, rng: random.Random) -> Case:
     tp, pp, v = rng.choice([1, 1, 2, 3, 4, 6, 8]), rng.choice([1, 1, 2, 3, 4]), rng.choice([1, 1, 2, 3])
-    dp = rng.randint(1, max(1, RANKS // (tp * pp)))
+    cp = rng.choice([1, 1, 2, 2, 3, 4])
+    dp = rng.randint(1, max(1, RANKS // (tp * pp * cp)))
     parallel: dict[str, Any] = {
         "tp": tp, "sp": rng.random() < 0.5, "pp": pp, "virtual_stages": v, "zero": rng.choice(ZERO_LEVELS),
         "schedule": rng.choice(["1f1b", {1: "zb-h1", 2: "zbv"}.get(v, "1f1b")]),
+        "cp": cp, "cp_kind": rng.choice(CONTEXT),
     }  # fmt: skip
     layers = pp * v + rng.randint(0, 2)
     if pp * v > 1 and rng.random() < 0.3:
         layers, parallel["pipeline_layout"] = uneven(pp * v, rng)
     batch, micro = batch_of(dp, pp, rng)
     return Case(
-        f"seed {seed}", {**_model(rng), "num_layers": max(1, layers)}, tp * pp * dp,
+        f"seed {seed}", {**_model(rng), "num_layers": max(1, layers)}, tp * pp * cp * dp,
         parallel=parallel, recompute=rng.choice(RECOMPUTES), micro=micro, batch=batch,
         bucket=rng.choice([LARGE, 3000, 500]), closed=rng.random() < 0.7, clip=rng.choice([0.0, 0.1, 1.0]),
-        length=rng.choice([12, 16, 24]), optimizer=rng.choice(OPTIMIZERS),
+        length=rng.choice([12, 16, 24, 48]), optimizer=rng.choice(OPTIMIZERS),
     )  # fmt: skip
 
 
@@ -82,7 +84,8 @@ def _decoder(rng: random.Random, heads: int, kv: int, size: int, position: str) 
         "activation": rng.choice(["swiglu", "geglu", "gelu", "gelu_tanh", "relu2"]),
         "rope": {"theta": rng.choice([100.0, 10_000.0]), "fraction": rng.choice([0.5, 1.0])},
         "qkv_bias": rng.random() < 0.5, "attention_out_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5,
-        "qk_norm": rng.random() < 0.5, "sliding_window": rng.choice([None, None, 2, 5]), "max_position": 24,
+        "qk_norm": rng.random() < 0.5, "sliding_window": rng.choice([None, None, 2, 5]),
+        "attention_softcap": rng.choice([None, None, 2.0]), "max_position": 48,
         **{f"{site}_dropout": rng.choice([0.0, 0.2]) for site in ("embedding", "attention", "residual")},
         "init_std": rng.choice([0.1, 0.2]), "scale_residual_init": rng.random() < 0.5,
         "qk_norm_span": rng.choice(["head", "all"]), "norm_position": rng.choice(["pre", "post"]),

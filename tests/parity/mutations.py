@@ -17,19 +17,21 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from parity.bits import Moved, moved
-from parity.cases import Case, case
+from parity.cases import CONTEXT, Case, case
 from parity.worker import Found, References, Trainer, compare, make_groups, places
 from torch import Tensor
 
+from mega_trainer import batch as batches
 from mega_trainer import rng, step
-from mega_trainer.comm import Group, all_reduce
+from mega_trainer.comm import Group, Passing, all_reduce
 from mega_trainer.model import builder, decoder, loss, mla
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Sequences
 from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.muon import Muon
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel import buckets, deferred, tensor
+from mega_trainer.parallel import buckets, context, deferred, tensor
 from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
 from mega_trainer.parallel.grads import FlatBuffer, FlatStage
 from mega_trainer.parallel.shared import Kind
@@ -51,6 +53,8 @@ ZERO2 = case("dense", 2, parallel={"zero": 2}, micro=2)
 LATENT = case("mla", 2, parallel={"tp": 2, "sp": True})
 AHEAD_DP = case("mla", 2, parallel={"zero": 0}, micro=2)
 AHEAD_PP = case("mla", 2, parallel={"pp": 2}, micro=2)
+RING, GATHER, EXCHANGE = (case("long", 2, parallel={"cp": 2, "cp_kind": kind}) for kind in CONTEXT)
+DROPPING = case("tied", 2, parallel={"cp": 2, "cp_kind": "alltoall"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,8 +288,8 @@ def _dropout_by_rank() -> AbstractContextManager[Any]:
 def _dropout_of_first_part() -> AbstractContextManager[Any]:
     real = rng.Dropout.__init__
 
-    def init(self: Any, seed: int, samples: Any, length: int, part: slice = slice(None)) -> None:
-        real(self, seed, samples, length, slice(0, part.stop - part.start) if part.stop else part)
+    def init(self: Any, seed: int, samples: Any, length: int, part: Any = slice(None)) -> None:
+        real(self, seed, samples, length, slice(0, len(torch.arange(length)[part])))
 
     return swap(rng.Dropout, "__init__", init)
 
@@ -379,6 +383,93 @@ def _ahead_by_each_batch() -> AbstractContextManager[Any]:
     return swap(step, "weigh_ahead", weigh)
 
 
+def _ring_skips_a_block() -> AbstractContextManager[Any]:
+    real = context.Blockwise.blocks
+
+    def blocks(self: Any, length: int, rank: int, see: Any) -> Any:
+        found = list(real(self, length, rank, see))
+        return found if rank == self.group.rank else found[:-1]
+
+    return swap(context.Blockwise, "blocks", blocks)
+
+
+def _blocks_added_without_weights() -> AbstractContextManager[Any]:
+    def merge(y: Tensor, lse: Tensor, block_y: Tensor, block_lse: Tensor) -> None:
+        y += block_y
+        lse.copy_(torch.logaddexp(lse, block_lse))
+
+    return swap(context, "_merge", merge)
+
+
+def _documents_of_the_first_tokens() -> AbstractContextManager[Any]:
+    """Documents taken from the places of a block within its rank, not within the sequence."""
+    real = Sequences.block
+
+    def block(self: Sequences, queries: range, keys: range, window: int | None) -> Any:
+        moved = None if self.documents is None else self.documents.roll(1, -1)
+        return real(replace(self, documents=moved), queries, keys, window)
+
+    return swap(Sequences, "block", block)
+
+
+def _window_within_a_block() -> AbstractContextManager[Any]:
+    real = Sequences.block
+
+    def block(self: Sequences, queries: range, keys: range, window: int | None) -> Any:
+        return real(self, queries, keys, window if queries == keys else None)
+
+    return swap(Sequences, "block", block)
+
+
+def _gradient_stays_away() -> AbstractContextManager[Any]:
+    """The last step of the ring's gradients left out: each rank keeps those of its neighbour's keys."""
+    real = context.Ring.collect
+
+    def collect(self: Any, mine: Tensor, work: Any) -> Tensor:
+        last: list[Passing] = []
+        start = context.start_pass
+
+        def passed(tensor: Tensor, group: Any) -> Passing:
+            last.append(start(tensor, group))
+            return last[-1]
+
+        with swap(context, "start_pass", passed):
+            real(self, mine, work)
+        return last[-1].sent
+
+    return swap(context.Ring, "collect", collect)
+
+
+def _gathered_gradient_not_summed() -> AbstractContextManager[Any]:
+    def own_part(out: Tensor, whole: Tensor, group: Any) -> None:
+        out.copy_(whole.chunk(group.size)[group.rank])
+
+    return swap(context, "reduce_scatter_into", own_part)
+
+
+def _tokens_in_order_of_ranks() -> AbstractContextManager[Any]:
+    return swap(context, "_in_order", lambda parts: parts.movedim(0, 1).flatten(1, 2))
+
+
+def _heads_of_the_first_rank() -> AbstractContextManager[Any]:
+    real = context.AllToAll.attention
+
+    def attention(self: Any, q: Tensor, k: Tensor, v: Tensor, how: Any, see: Any, whole: Any) -> Tensor:
+        return real(self, q, k, v, how, see, lambda q, k, v, how, first: whole(q, k, v, how, 0))
+
+    return swap(context.AllToAll, "attention", attention)
+
+
+def _positions_from_zero() -> AbstractContextManager[Any]:
+    """Every context rank counts positions from the start of its own tokens."""
+    real = batches.MicroBatch.part
+
+    def part(self: Any, places: Tensor, outline: Any) -> Any:
+        return replace(real(self, places, outline), positions=self.positions[:, : len(places)])
+
+    return swap(batches.MicroBatch, "part", part)
+
+
 MUTATIONS = [
     Mutation("row layer: all-reduce dropped", TP, _row_without_sum),
     Mutation("column layer: the sum of dX dropped", TP, _column_without_sum),
@@ -432,6 +523,17 @@ MUTATIONS = [
     Mutation("further tokens: mean of micro-batch means", replace(AHEAD_DP, ranks=1), _ahead_by_each_batch),
     Mutation("further tokens: embedding gradients not summed over the stages", AHEAD_PP, _tied_without_sync),
     Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
+    Mutation("ring skips a block", RING, _ring_skips_a_block),
+    Mutation("ring adds blocks without their weights", RING, _blocks_added_without_weights),
+    Mutation("ring leaves a key's gradient with the neighbour", RING, _gradient_stays_away),
+    Mutation("gathered keys' gradients not summed", GATHER, _gathered_gradient_not_summed),
+    Mutation("heads for sequence: tokens in the order of ranks", EXCHANGE, _tokens_in_order_of_ranks),
+    Mutation("heads for sequence: dropout of the first heads", DROPPING, _heads_of_the_first_rank),
+    Mutation("context ranks divide by their own tokens", RING, _own_tokens),
+    Mutation("context ranks count positions from zero", RING, _positions_from_zero),
+    Mutation("documents of other tokens", GATHER, _documents_of_the_first_tokens),
+    Mutation("window within a block alone", RING, _window_within_a_block),
+    Mutation("dropout of the sequence's first tokens on every context rank", RING, _dropout_of_first_part),
 ]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)

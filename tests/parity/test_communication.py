@@ -1,6 +1,6 @@
 """What a step sends is what theory says, to the byte: nothing is sent twice, nothing that need not be.
 
-Legend: B micro-batch, S sequence, D model width, F feed-forward width, V vocabulary, L layers, M micro-batches of a rank.
+Legend: B micro-batch, N context ranks, S sequence, D model width, F feed-forward width, V vocabulary, L layers, M micro-batches of a rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from parity.cases import Case, case
+from parity.cases import CONTEXT, Case, case
 from parity.worker import Trainer, make_groups
 from ranks import run_ranks
 
@@ -136,6 +136,37 @@ def share_of_rows(shape: tuple[int, ...], ranks: int) -> int:
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
+def context_parallel(one: Case) -> Traffic:
+    """What a layer's attention sends: of a rank's tokens q and y are [s, H d], k and v together [s, 2 K d].
+
+    ring        forward k and v to N - 1 ranks in turn; backward again, and their gradients, which also come home
+    allgather   forward a gather of k and v; backward again, and a reduce-scatter of their gradients
+    alltoall    forward q, k, v and back y; backward the gradients of these. Fewer key/value heads than ranks are sent
+                to several
+
+    Gradients of k and v are summed in at least fp32. A layer that is computed again sends its forward once more.
+    """
+    theory, layout, n = Theory(), one.layout, one.layout["cp"]
+    element, wide = BYTES[one.precision], GRADIENT[one.precision]
+    heads, keys, size = 8 // layout["tp"], 2 // layout["tp"], 8
+    own = one.micro * one.length // n
+    keys_values = own * 2 * keys * size
+    layers = microbatches(one) * L
+    forwards = layers * (2 if layout["recompute"] == "full" else 1)
+    match layout["cp_kind"]:
+        case "ring":
+            theory.expect("cp", "pass", (forwards + layers) * (n - 1), keys_values * element)
+            theory.expect("cp", "pass", layers * n, keys_values * wide)
+        case "allgather":
+            theory.expect("cp", "all_gather", forwards + layers, n * keys_values * element)
+            theory.expect("cp", "reduce_scatter", layers, n * keys_values * wide)
+        case "alltoall":
+            copies = max(keys, n) // keys
+            theory.expect("cp", "all_to_all", forwards + layers, (own * heads * size + copies * keys_values) * element)
+            theory.expect("cp", "all_to_all", forwards + layers, own * heads * size * element)
+    return theory.traffic()
+
+
 TENSOR = [
     case("dense", tp, parallel={"tp": tp, "sp": sp}, micro=micro, precision=precision, recompute={"kind": kind})
     for tp, sp, micro, precision, kind in [
@@ -166,6 +197,15 @@ SHARDED = [
     ]
 ]  # fmt: skip
 
+CONTEXTS = [
+    case("gqa", n * tp, parallel={"cp": n, "cp_kind": kind, "tp": tp}, micro=micro, precision=precision,
+         recompute={"kind": recompute})
+    for kind in CONTEXT
+    for n, tp, micro, precision, recompute in [
+        (2, 1, 8, "fp64", "none"), (4, 1, 4, "bf16", "selective"), (2, 2, 8, "fp32", "full")
+    ]
+]  # fmt: skip
+
 
 def traffic(cases: Sequence[Case]) -> list[Traffic]:
     """On each rank: what passed in one step of each case."""
@@ -183,7 +223,7 @@ def traffic(cases: Sequence[Case]) -> list[Traffic]:
 @pytest.fixture(scope="module")
 def counted() -> dict[Case, list[Traffic]]:
     """By case, what each of its ranks counted."""
-    cases = [*TENSOR, *PIPELINE, *DATA, *SHARDED]
+    cases = [*TENSOR, *PIPELINE, *DATA, *SHARDED, *CONTEXTS]
     results = zip(*run_ranks(traffic, 4, cases, timeout=100), strict=True)
     return {one: list(ranks[: one.ranks]) for one, ranks in zip(cases, results, strict=True)}
 
@@ -225,3 +265,9 @@ def test_data_parallel(counted: Any, one: Case) -> None:
 def test_fully_sharded(counted: Any, one: Case) -> None:
     for counts in counted[one]:
         assert {key: value for key, value in counts.items() if key[0] != "tp"} == fully_sharded(one)
+
+
+@pytest.mark.parametrize("one", CONTEXTS, ids=str)
+def test_context_parallel(counted: Any, one: Case) -> None:
+    for counts in counted[one]:
+        assert only(counts, "cp") == context_parallel(one)

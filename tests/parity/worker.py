@@ -75,7 +75,8 @@ class Trainer:
         config = RunConfig.parse(case.raw, source=str(case))
         groups = build.connect(config, Ranks(rank, case.ranks), maker, log)
         schedule = build.build_schedule(config, groups)
-        builder = Builder(config.model, groups, sp=config.parallel.sp, dtype=build.dtype_of(config))
+        p, dtype = config.parallel, build.dtype_of(config)
+        builder = Builder(config.model, groups, sp=p.sp, cp_kind=p.cp_kind, dtype=dtype)
         stages = build.build_stages(config, builder, schedule)
         with mock.patch.object(build, "Sharing", partial(build.Sharing, bucket_elements=case.bucket)):
             shared = build.share_stages(config, stages)
@@ -91,7 +92,7 @@ class Trainer:
         """Train on the batch of the step at hand, or of another."""
         number = self.state.step if number is None else number
         batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
-        micro = list(micro_batches(batch, self.config, torch.device("cpu")))
+        micro = list(micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
         clip = self.config.optimizer.clip_grad
         data, scale = self.groups.dp_cp, self.state.loss_scale
         result = train_step(self.executor, self.optimizer, micro, lr=1e-2, clip=clip, data=data, loss_scale=scale)

@@ -17,6 +17,7 @@ from mega_trainer.comm import (
     all_to_all,
     reduce_scatter,
     reduce_scatter_into,
+    start_pass,
 )
 
 RANKS = 4
@@ -55,6 +56,8 @@ def collectives() -> dict[str, Any]:
     # rank r sends s + 1 rows to each rank s
     rows = numbered(rank, 10, 2)
     out["all to all"] = all_to_all(rows, world(), [rank + 1] * RANKS, [1, 2, 3, 4])
+    passing = start_pass(numbered(rank, 2, 3), world())
+    out["sent"], out["passed"] = passing.sent, passing.wait()
     return {name: value.tolist() for name, value in out.items()}
 
 
@@ -74,6 +77,8 @@ def test_what_collectives_compute() -> None:
         assert found["gather 1"] == torch.cat(pieces, 1).tolist()
         sent = [numbered(other, 10, 2).split([1, 2, 3, 4])[rank] for other in range(RANKS)]
         assert found["all to all"] == torch.cat(sent).tolist()
+        assert found["sent"] == numbered(rank, 2, 3).tolist()
+        assert found["passed"] == numbered((rank - 1) % RANKS, 2, 3).tolist()
 
 
 LARGE = [1e16, 1.0, -1e16, 1.0]  # ((1e16 + 1) - 1e16) + 1 = 1 in rank order; 0 or 2 in others
@@ -101,6 +106,7 @@ def counted() -> dict[tuple[str, str], list[int]]:
     all_gather(torch.zeros(2, 3), group, 1)
     reduce_scatter(torch.zeros(8), group)
     all_to_all(torch.zeros(4, 2), group, [1] * 4, [1] * 4)
+    start_pass(torch.zeros(7), group).wait()
     all_reduce(torch.zeros(5), Group("world", log=log))
     return log.counts
 
@@ -112,6 +118,7 @@ def test_calls_and_bytes_are_counted() -> None:
             ("world", "all_gather"): [1, 4 * 2 * 3 * 4],
             ("world", "reduce_scatter"): [1, 8 * 4],
             ("world", "all_to_all"): [1, 4 * 2 * 4],
+            ("world", "pass"): [1, 7 * 4],
         }
 
 

@@ -103,8 +103,10 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "virtual_stages": draw(st.sampled_from([1, 1, 2])),
         "schedule": draw(st.sampled_from(["1f1b", "1f1b", "zb-h1", "zbv"])),
         "dp": draw(st.sampled_from([None, None, 2])),
+        "cp": draw(st.sampled_from([1, 1, 2, 3])),
+        "cp_kind": draw(st.sampled_from(["ring", "allgather", "alltoall"])),
     }
-    return run(model, parallel, micro=draw(st.integers(1, 3)), batch=draw(st.integers(1, 24)), length=24)
+    return run(model, parallel, micro=draw(st.integers(1, 3)), batch=draw(st.integers(1, 24)), length=48)
 
 
 @given(runs(), st.integers(1, 16))
@@ -123,9 +125,34 @@ def test_following_the_suggestion_works(raw: dict[str, Any], world: int) -> None
         elif problem.path == "parallel.dp":
             raw = raw | {"parallel": raw["parallel"] | {"dp": None}}
         else:
-            assert problem.hint == "no tp and pp fit; change batch.global or the number of ranks"
+            assert problem.hint == "no degrees fit; change batch.global or the number of ranks"
             assume(False)
     RunConfig.parse(raw).check_ranks(world)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "length", "says"),
+    [
+        ({}, {"cp": 4}, 20, "data.seq_length = 20: must be a multiple of 2 x parallel.cp 4 = 8 -> 16"),
+        ({}, {"cp": 2, "tp": 4, "sp": True}, 8, "multiple of 2 x parallel.cp 2 x parallel.tp 4 (with sp) = 16 -> 16"),
+        ({}, {"tp": 4, "sp": True}, 6, "multiple of parallel.tp 4 (with sp) = 4 -> 4, or sp: false"),
+        ({"attention_dropout": 0.1}, {"cp": 2}, 16, "-> alltoall, or model.attention_dropout: 0"),
+        ({}, {"cp": 4, "tp": 4, "cp_kind": "alltoall"}, 16, "one of [1, 2], or cp_kind: ring"),
+        ({"num_attention_heads": 6, "head_dim": 4, "num_kv_heads": 2}, {"cp": 3, "cp_kind": "alltoall"}, 24,
+         "splits the 6 attention heads of a tensor rank, and its 2 key/value heads -> one of [1, 2, 6]"),
+    ],
+)  # fmt: skip
+def test_a_split_of_the_sequence_that_does_not_fit(
+    model: dict[str, Any], parallel: dict[str, Any], length: int, says: str
+) -> None:
+    assert says in told(run(model, parallel, length=length))
+
+
+def test_a_sequence_may_be_split_further_than_there_are_heads_unless_they_are_exchanged() -> None:
+    parallel = {"cp": 8, "tp": 4}
+    RunConfig.parse(run({"num_kv_heads": 2}, {**parallel, "cp_kind": "ring"}))
+    RunConfig.parse(run({"num_kv_heads": 2}, {"cp": 4, "tp": 2, "cp_kind": "alltoall"}))
+    assert "cp_kind: ring" in told(run({"num_kv_heads": 2}, {**parallel, "cp_kind": "alltoall"}))
 
 
 def test_a_suggestion_is_near_what_was_asked() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
@@ -21,8 +22,13 @@ def runs(stages: list[dict[str, Any]]) -> list[int]:
     return [run(RunConfig.parse(raw), ranks).step for raw in stages]
 
 
+def numbers(folder: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
 def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return numbers(folder, "loss")
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -47,3 +53,19 @@ def test_a_run_goes_on_bit_for_bit(settings: Callable[..., dict[str, Any]], tmp_
         whole = losses(tmp_path / name / "whole")
         assert len(whole) == 4, name
         assert losses(tmp_path / name / "halves") == whole, name
+
+
+def test_context_parallel_runs_train_and_validate_as_one_process_does(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """The last steps go on in another layout."""
+    common = {"train": {"steps": 6, "eval_every": 2, "eval_steps": 2}, "precision": "fp64"}
+    alone = settings(**common, output=str(tmp_path / "alone"))
+    split = settings(**common, output=str(tmp_path / "split"), lr_schedule={"decay_steps": 6})
+    first = {**split, "train": {**common["train"], "steps": 4}, "parallel": {"cp": 2, "zero": 2}}
+    then = {**split, "parallel": {"cp": 2, "cp_kind": "alltoall"}}
+    run(RunConfig.parse(alone), Ranks())
+    assert run_ranks(runs, 2, [first, then], timeout=60) == [[4, 6]] * 2
+    for name in ("loss", "valid_loss", "grad_norm"):
+        found, expected = numbers(tmp_path / "split", name), numbers(tmp_path / "alone", name)
+        assert found == pytest.approx(expected, rel=1e-9), name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,10 @@ from torch import Tensor
 
 from mega_common.errors import DataError
 from mega_data.loader import StepBatch
+from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
+from mega_trainer.model.context import Outline
+from mega_trainer.parallel.context import place_of_tokens
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,17 @@ class Ahead:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples of one forward pass on one rank.
+    """The samples of one forward pass on one rank: all of their S tokens, or those of one context rank.
 
     Attributes:
         tokens, labels, positions: int64 [B, S].
         weights: fp32 [B, S], the weight of each label in the loss (0 where it does not count).
-        documents: int32 [B, S], which document each token belongs to, when attention is closed at document ends.
+        documents: int32, which document each token of the whole samples belongs to, when attention is closed at
+            document ends.
         samples: the global number of each sample.
         ahead: for each of the model's layers that predict further tokens.
+        places: int64 [S], where the tokens stand in the whole samples; None when they are those.
+        outline: of the whole samples, when the tokens are others.
     """
 
     tokens: Tensor
@@ -49,10 +55,25 @@ class MicroBatch:
     documents: Tensor | None
     samples: Sequence[int]
     ahead: Sequence[Ahead] = ()
+    places: Tensor | None = None
+    outline: Outline | None = None
+
+    def part(self, places: Tensor, outline: Outline) -> MicroBatch:
+        """The tokens at some places of whole samples."""
+        tokens, labels, weights, positions = (
+            t[:, places] for t in (self.tokens, self.labels, self.weights, self.positions)
+        )
+        ahead = [Ahead(one.tokens[:, places], one.labels[:, places], one.weights[:, places]) for one in self.ahead]
+        return replace(
+            self, tokens=tokens, labels=labels, weights=weights, positions=positions, ahead=ahead, places=places,
+            outline=outline,
+        )  # fmt: skip
 
 
-def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> Iterator[MicroBatch]:
-    """Cut a step's samples into micro-batches of `config.batch.micro`, in order.
+def micro_batches(
+    batch: StepBatch, config: RunConfig, device: torch.device, context: Group | None = None
+) -> Iterator[MicroBatch]:
+    """Cut a step's samples into micro-batches of `config.batch.micro`, in order; of each the tokens of this context rank.
 
     Raises:
         DataError: for a token that the model's vocabulary does not have.
@@ -65,13 +86,16 @@ def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> 
             hint="the data were made with another tokenizer, or model.vocab_size is too small",
         )
     further = [_ahead(batch, places) for places in range(1, config.model.mtp_layers + 1)]
+    places = None
+    if context is not None and context.size > 1:
+        places = place_of_tokens(config.data.seq_length, context).to(device)
     for start in range(0, len(batch.sample_ids), size):
         part = slice(start, start + size)
 
         def tensor(array: np.ndarray, part: slice = part) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array[part])).to(device, non_blocking=True)
 
-        yield MicroBatch(
+        whole = MicroBatch(
             tokens=tensor(batch.tokens),
             labels=tensor(batch.labels),
             weights=tensor(batch.loss_mask).float(),
@@ -80,6 +104,11 @@ def micro_batches(batch: StepBatch, config: RunConfig, device: torch.device) -> 
             samples=[int(sample) for sample in batch.sample_ids[part]],
             ahead=[Ahead(*map(tensor, arrays)) for arrays in further],
         )
+        if places is None:
+            yield whole
+        else:
+            documents = None if batch.document_ids is None else batch.document_ids[part]
+            yield whole.part(places, Outline.of(batch.position_ids[part], documents))
 
 
 def _ahead(batch: StepBatch, places: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -154,6 +154,31 @@ def all_to_all(tensor: Tensor, group: Group, out_splits: Sequence[int], in_split
     return out
 
 
+@dataclass(frozen=True)
+class Passing:
+    """A tensor on its way around a ring: `sent` to the next rank, what the previous one sent to `arriving`."""
+
+    sent: Tensor
+    arriving: Tensor
+    works: Sequence[Work]
+
+    def wait(self) -> Tensor:
+        """Block until both have arrived; returns the previous rank's tensor."""
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+def start_pass(tensor: Tensor, group: Group) -> Passing:
+    """Begin to pass contiguous `tensor` to the next rank of the group and to receive the previous one's, as large."""
+    arriving = torch.empty_like(tensor)
+    group.count("pass", tensor)
+    after, before = (group.ranks[(group.rank + step) % group.size] for step in (1, -1))
+    send = dist.P2POp(dist.isend, tensor, after, group.handle)
+    receive = dist.P2POp(dist.irecv, arriving, before, group.handle)
+    return Passing(tensor, arriving, dist.batch_isend_irecv([send, receive]))
+
+
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     total = parts[0].clone()
     for part in parts[1:]:

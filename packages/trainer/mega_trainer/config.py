@@ -209,9 +209,8 @@ class RunConfig(Config):
         if model.moe is not None:
             yield Problem("model.moe", "mixtures of experts cannot be trained yet", hint="choose a dense model")
         yield from model_problems(self)
-        for axis in ("cp", "ep"):
-            if getattr(parallel, axis) > 1:
-                yield Problem(f"parallel.{axis}", "only 1 is possible yet", getattr(parallel, axis))
+        if parallel.ep > 1:
+            yield Problem("parallel.ep", "only 1 is possible yet", parallel.ep)
         if parallel.zero == 3 and parallel.pp > 1:
             rule = "3 gathers weights for every micro-batch, which a pipeline has many of"
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")

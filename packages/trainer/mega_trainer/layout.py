@@ -56,10 +56,7 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
             parallel.tp,
             f"one of {[tp for tp in range(1, model.num_attention_heads + 1) if _splits(model, tp)]}",
         )
-    if parallel.sp and config.data.seq_length % parallel.tp:
-        rule = f"with sp, must be a multiple of parallel.tp = {parallel.tp}"
-        shorter = config.data.seq_length // parallel.tp * parallel.tp
-        yield Problem("data.seq_length", rule, config.data.seq_length, f"{shorter or parallel.tp}, or sp: false")
+    yield from context_problems(config)
     try:
         stage_layers(model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout)
     except ConfigError as error:
@@ -75,6 +72,38 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
         make_schedule(parallel.schedule, pp=parallel.pp, microbatches=1, virtual_stages=parallel.virtual_stages)
     except ConfigError as error:
         yield Problem("parallel.schedule", error.message, parallel.schedule, error.hint or "")
+
+
+def context_problems(config: RunConfig) -> Iterator[Problem]:
+    """What of the split of a sequence, over context ranks and under sequence parallelism, does not fit the model."""
+    model, parallel, length = config.model, config.parallel, config.data.seq_length
+    cp, tp = parallel.cp, parallel.tp
+    unit = (2 * cp if cp > 1 else 1) * (tp if parallel.sp else 1)
+    if length % unit:
+        halves = [f"2 x parallel.cp {cp}"] if cp > 1 else []
+        shares = [f"parallel.tp {tp} (with sp)"] if parallel.sp else []
+        fits = f"{length // unit * unit or unit}" + (", or sp: false" if cp == 1 else "")
+        yield Problem("data.seq_length", f"must be a multiple of {' x '.join(halves + shares)} = {unit}", length, fits)
+    if cp == 1:
+        return
+    if model.attention_dropout and parallel.cp_kind != "alltoall":
+        rule = f"{parallel.cp_kind} works block by block, and a head's dropout is drawn as a whole"
+        yield Problem("parallel.cp_kind", rule, parallel.cp_kind, "alltoall, or model.attention_dropout: 0")
+    if parallel.cp_kind == "alltoall" and _splits(model, tp) and not _shares_heads(model, tp, cp):
+        heads, keys = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
+        degrees = [n for n in range(1, heads + 1) if _shares_heads(model, tp, n)]
+        rule = f"alltoall splits the {heads} attention heads of a tensor rank, and its {keys} key/value heads"
+        yield Problem("parallel.cp", rule, cp, f"one of {degrees}, or cp_kind: {_blockwise(model)}")
+
+
+def _blockwise(model: ModelConfig) -> str:
+    return "ring, and model.attention_dropout: 0" if model.attention_dropout else "ring"
+
+
+def _shares_heads(model: ModelConfig, tp: int, cp: int) -> bool:
+    """Whether `cp` ranks can share the heads of a tensor rank: its key/value heads too, or each by equally many."""
+    heads, keys = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
+    return heads % cp == 0 and (keys % cp == 0 or cp % keys == 0)
 
 
 def world_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -112,20 +141,23 @@ def _suggestion(config: RunConfig, world_size: int) -> str:
     """Degrees near the asked ones that this model, this batch and so many ranks allow."""
     parallel = config.parallel
     near = sorted(
-        (abs(tp - parallel.tp) + abs(pp - parallel.pp), tp, pp)
+        (abs(tp - parallel.tp) + abs(pp - parallel.pp) + abs(cp - parallel.cp), tp, pp, cp)
         for tp in range(1, world_size + 1)
         for pp in range(1, world_size // tp + 1)
-        if world_size % (tp * pp * parallel.cp) == 0
+        for cp in range(1, parallel.cp + 1)
+        if world_size % (tp * pp * cp) == 0
     )
-    for _, tp, pp in near:
-        degrees: dict[str, int | str] = {"tp": tp, "pp": pp, "dp": world_size // (tp * pp * parallel.cp)}
+    for _, tp, pp, cp in near:
+        degrees: dict[str, int | str] = {"tp": tp, "pp": pp, "dp": world_size // (tp * pp * cp)}
+        if cp != parallel.cp:
+            degrees["cp"] = cp
         if pp == 1:
             alone: dict[str, int | str] = {"virtual_stages": 1, "schedule": "1f1b"}
             degrees |= {name: value for name, value in alone.items() if getattr(parallel, name) != value}
         changed = config.model_copy(update={"parallel": parallel.model_copy(update=degrees)})
         if not [*model_problems(changed), *world_problems(changed, world_size)]:
             return ", ".join(f"{name}: {degree}" for name, degree in degrees.items())
-    return "no tp and pp fit; change batch.global or the number of ranks"
+    return "no degrees fit; change batch.global or the number of ranks"
 
 
 def _splits(model: ModelConfig, tp: int) -> bool:

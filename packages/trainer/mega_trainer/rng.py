@@ -28,16 +28,16 @@ class Dropout:
         seed: the run's seed.
         samples: the global number of each sample of the micro-batch.
         length: full sequence length, in tokens.
-        part: the slice of the sequence that this rank's residual stream holds, under sequence parallelism.
+        part: the places in the sequence of what this rank's residual stream holds: a slice, or int64 [S'].
     """
 
     seed: int
     samples: Sequence[int]
     length: int
-    part: slice = field(default_factory=lambda: slice(None))
+    part: slice | Tensor = field(default_factory=lambda: slice(None))
 
     def residual(self, x: Tensor, p: float, layer: int, site: str) -> Tensor:
-        """Drop elements of x [B, S or S/T, D]; each sample's mask is drawn whole and cut to the rank's part."""
+        """Drop elements of x [B, S', D]; each sample's mask is drawn whole and cut to the rank's part."""
         if p == 0.0:
             return x
         return x * self._scale(x, p, [(sample, layer, site) for sample in self.samples], (self.length, x.shape[-1]), 0)

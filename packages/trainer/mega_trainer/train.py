@@ -32,6 +32,7 @@ from mega_trainer.build import (
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard, StopSignal
+from mega_trainer.mesh import Groups
 from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
@@ -55,9 +56,10 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
     device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
     groups = connect(config, ranks)
     schedule = build_schedule(config, groups)
-    stages = build_stages(
-        config, Builder(config.model, groups, sp=config.parallel.sp, dtype=dtype, device=device), schedule
+    builder = Builder(
+        config.model, groups, sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dtype=dtype, device=device
     )
+    stages = build_stages(config, builder, schedule)
     shared = share_stages(config, stages)
     optimizer = build_optimizer(config, shared, groups)
     state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
@@ -80,7 +82,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
         left = max(0, config.train.steps - state.step)
         for batch in islice(loader(train_data, consumed_samples=state.consumed_samples), left):
             lr = curve(state.consumed_samples)
-            micro = list(micro_batches(batch, config, device))
+            micro = list(micro_batches(batch, config, device, groups.cp))
             result = train_step(
                 executor, optimizer, micro,
                 lr=lr, clip=config.optimizer.clip_grad, data=groups.dp_cp, loss_scale=state.loss_scale,
@@ -88,7 +90,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
             state.advance(result)
             valid = None
             if valid_data is not None and config.due(state.step, config.train.eval_every):
-                valid = validate(executor, loader(valid_data), config, device, groups.dp_cp)
+                valid = validate(executor, loader(valid_data), config, device, groups)
             metrics.step(
                 state.step, state.consumed_samples, lr, result,
                 valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale,
@@ -144,13 +146,13 @@ def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
             put_file(assets / path.name, path)
 
 
-def validate(executor: Executor, loader: Loader, config: RunConfig, device: torch.device, data: Group) -> float:
+def validate(executor: Executor, loader: Loader, config: RunConfig, device: torch.device, groups: Groups) -> float:
     """Mean loss per token over the first `eval_steps` global batches of the validation set, the same ones each time."""
     for stage in executor.stages.values():
         stage.eval()
     loss = tokens = 0.0
     for batch in islice(loader, config.train.eval_steps):
-        part = evaluate_step(executor, list(micro_batches(batch, config, device)), data)
+        part = evaluate_step(executor, list(micro_batches(batch, config, device, groups.cp)), groups.dp_cp)
         loss, tokens = loss + part[0], tokens + part[1]
     for stage in executor.stages.values():
         stage.train()

@@ -111,3 +111,15 @@ def test_dynamic_grows_only_past_the_length_the_model_was_made_for() -> None:
     plain, _ = frequencies(RopeConfig(), 32, 256, 256)
     for length, same in [(100, True), (256, True), (257, False)]:
         assert torch.equal(frequencies(rope, 32, 256, length)[0], plain) == same
+
+
+def test_a_part_of_a_sequence_is_rotated_as_in_the_whole() -> None:
+    rope = RopeConfig(scaling="dynamic", factor=2.0)
+    config = ModelConfig(
+        num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=8, rope=rope, max_position=8
+    )
+    positions = torch.arange(16)[None]
+    whole = rotation(config, rope, positions, torch.float32)
+    part = rotation(config, rope, positions[:, :4], torch.float32, longest=16)
+    assert torch.equal(part.cos, whole.cos[:, :4])
+    assert not torch.equal(rotation(config, rope, positions[:, :4], torch.float32).cos, part.cos)

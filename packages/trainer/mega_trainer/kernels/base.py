@@ -6,9 +6,13 @@ Legend: B batch, S query length, T key length, H query heads, K key/value heads,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
+
+# Which of a block's keys its queries see: every one, those at or before the query's own place in a square block, or
+# those where a boolean, broadcastable to [B, H, S, T], is True.
+Seen = Tensor | Literal["all", "causal"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,22 @@ class Kernels(Protocol):
 
         q [B, S, H, d], k [B, T, K, d] and v [B, T, K, e] with H a multiple of K -> [B, S, H, e]. `mask` is boolean,
         broadcastable to [B, H, S, T], True where a query sees a key; None means causal, with S == T.
+        """
+
+    def attend_block(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+        """Attention to some of the keys, for one who merges blocks; without sinks, which belong to the whole.
+
+        Shapes as for `attention`. Returns y [B, S, H, e] and the logarithm of the sum of exponentiated scores
+        [B, S, H], in at least fp32; where a query sees no key these are 0 and minus infinity. Not differentiable.
+        """
+
+    def attend_block_backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, seen: Seen, how: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The part of (dq, dk, dv) that comes from one block, each as wide as its operand, in at least fp32.
+
+        `lse` is that of all blocks together, sinks included, and `delta` the sum of y dy over each head, both
+        [B, S, H]: with p = exp(score - lse) the gradient of a score is p (dy v - delta) (arXiv:2205.14135).
         """
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:

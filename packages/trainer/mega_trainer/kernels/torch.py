@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_trainer.kernels.base import Scores
+from mega_trainer.kernels.base import Scores, Seen
+from mega_trainer.kernels.blocks import attend_block, attend_block_backward
 
 
 class TorchKernels:
@@ -36,6 +37,16 @@ class TorchKernels:
             q, k, v, attn_mask=mask, is_causal=causal, scale=how.scale, enable_gqa=grouped
         )
         return y.transpose(1, 2)
+
+    def attend_block(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+        """See `Kernels.attend_block`."""
+        return attend_block(q, k, v, seen, how)
+
+    def attend_block_backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, seen: Seen, how: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernels.attend_block_backward`."""
+        return attend_block_backward(dy, q, k, v, lse, delta, seen, how)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """See `Kernels.gated`."""

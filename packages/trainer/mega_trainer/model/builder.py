@@ -15,6 +15,7 @@ from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
+from mega_trainer.parallel.context import Kind
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.param import make_parameter
 from mega_trainer.parallel.tensor import (
@@ -70,6 +71,7 @@ class Builder:
         config: the architecture.
         groups: who splits what; groups of one by default.
         sp: split the residual stream over the sequence among the tensor ranks.
+        cp_kind: how attention reaches the tokens of other context ranks.
         dtype, device: of parameters and activations.
         deferred: takes the products for weight gradients, where a pipeline puts them off.
     """
@@ -78,6 +80,7 @@ class Builder:
     groups: Groups = field(default_factory=Groups)
     kernels: Kernels = field(default_factory=TorchKernels)
     sp: bool = False
+    cp_kind: Kind = "ring"
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     deferred: Deferred | None = None

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mega_trainer.kernels.base import Seen
 from mega_trainer.model.rope import Rotation
 from mega_trainer.rng import Dropout
 
@@ -27,12 +29,39 @@ class Sight(Protocol):
 
 
 @dataclass(frozen=True)
+class Outline:
+    """What is known of whole sequences in host memory, for one who has parts of them: no device need be asked.
+
+    Attributes:
+        longest: one more than the largest position.
+        begins: int64 [B, S], where the document begins that a token belongs to, if attention is closed at its end.
+    """
+
+    longest: int
+    begins: np.ndarray | None
+
+    @classmethod
+    def of(cls, positions: np.ndarray, documents: np.ndarray | None) -> Outline:
+        """That of sequences with these positions and documents, int [B, S]."""
+        begins = None
+        if documents is not None:
+            new = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+            begins = np.maximum.accumulate(np.where(new, np.arange(documents.shape[1]), 0), axis=1)
+        return cls(int(positions.max()) + 1, begins)
+
+
+@dataclass(frozen=True)
 class Sequences:
-    """Whole sequences: a token sees itself and those before it, under `documents` int [B, S] only its document's."""
+    """Whole sequences: a token sees itself and those before it, under `documents` int [B, S] only its document's.
+
+    Under context parallelism these are the sequences of all ranks, whose masks are made block by block; their `outline`
+    tells which blocks need one.
+    """
 
     length: int
     documents: Tensor | None
     device: torch.device
+    outline: Outline | None = None
     _made: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor | None:
@@ -42,6 +71,24 @@ class Sequences:
                 self.length, window=window, documents=self.documents, device=self.device
             )
         return self._made[window]
+
+    def block(self, queries: range, keys: range, window: int | None) -> Seen | None:
+        """Which of the keys at some places the queries at others see; None: no query sees any."""
+        nearest, farthest = queries.start - keys[-1], queries[-1] - keys.start
+        if farthest < 0 or (window is not None and nearest >= window):
+            return None
+        documents = self.documents
+        if self.outline is not None and self.outline.begins is not None:
+            first, last = self.outline.begins[:, queries.start], self.outline.begins[:, queries[-1]]
+            if first.min() >= keys.stop:
+                return None
+            documents = None if last.max() <= keys.start else documents
+        if documents is None and (window is None or farthest < window):
+            if nearest >= 0:
+                return "all"
+            if queries == keys:
+                return "causal"
+        return _mask(queries, keys, window=window, documents=documents, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -72,12 +119,19 @@ def attention_mask(length: int, *, window: int | None, documents: Tensor | None,
     """
     if documents is None and (window is None or window >= length):
         return None
-    at = torch.arange(length, device=device)
-    distance = at[:, None] - at[None, :]
+    return _mask(range(length), range(length), window=window, documents=documents, device=device)
+
+
+def _mask(queries: range, keys: range, *, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor:
+    """The rows of some queries and the columns of some keys of `attention_mask`: [B or 1, 1, S, T]."""
+    distance = torch.arange(queries.start, queries.stop, device=device)[:, None] - torch.arange(
+        keys.start, keys.stop, device=device
+    )
     mask = distance >= 0
     if window is not None:
         mask &= distance < window
     mask = mask[None, None]
     if documents is not None:
-        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+        rows, columns = documents[:, queries.start : queries.stop], documents[:, keys.start : keys.stop]
+        mask = mask & (rows[:, None, :, None] == columns[:, None, None, :])
     return mask

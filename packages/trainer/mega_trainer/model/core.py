@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.torch import plain_attention
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context
+from mega_trainer.model.context import Context, Sequences
+from mega_trainer.parallel.context import context_parallel
 
 
 class AttentionCore(nn.Module):
@@ -25,7 +26,7 @@ class AttentionCore(nn.Module):
         layer: number of the layer.
         scale: factor on the scores; 1 / sqrt(d) by default.
         sinks: this rank's [H], if the model has them.
-        recompute: the backward computes it again.
+        recompute: the backward computes it again, where whole sequences are at hand: block by block no scores are kept.
     """
 
     def __init__(
@@ -48,17 +49,32 @@ class AttentionCore(nn.Module):
         self.scale, self.sinks = scale or 1 / math.sqrt(config.head_size), sinks
         self.first_head = tp.rank * config.num_attention_heads // tp.size
 
+        self.spread = context_parallel(build.cp_kind, build.groups.cp, build.kernels)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q [B, S, H, d], k [B, T, K, d], v [B, T, K, e] -> [B, S, H, e]."""
-        if self.recompute and self.training:
-            y: Tensor = checkpoint(self._attend, q, k, v, context, use_reentrant=False, preserve_rng_state=False)
-            return y
-        return self._attend(q, k, v, context)
+        how = Scores(self.scale, self.softcap, self.sinks)
+        whole = partial(self._whole, context)
+        if self.spread is None:
+            return whole(q, k, v, how, 0)
+        assert isinstance(context.sight, Sequences)  # training's
+        see = partial(context.sight.block, window=self.window)
+        return self.spread.attention(q, k, v, how, see, whole)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        how, mask = Scores(self.scale, self.softcap, self.sinks), context.sight.mask(self.window)
+    def _whole(self, context: Context, q: Tensor, k: Tensor, v: Tensor, how: Scores, first: int) -> Tensor:
+        """Attention of whole sequences by this rank's heads from its `first` on."""
+        if self.recompute and self.training:
+            y: Tensor = checkpoint(
+                self._attend, context, q, k, v, how, first, use_reentrant=False, preserve_rng_state=False
+            )
+            return y
+        return self._attend(context, q, k, v, how, first)
+
+    def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor, how: Scores, first: int) -> Tensor:
+        mask = context.sight.mask(self.window)
         if context.dropout is not None and self.dropout:
             # the fused kernels draw their own masks, which would depend on the layout
-            drop = partial(context.dropout.scores, p=self.dropout, layer=self.layer, first_head=self.first_head)
+            first_head = self.first_head + first
+            drop = partial(context.dropout.scores, p=self.dropout, layer=self.layer, first_head=first_head)
             return plain_attention(q, k, v, mask, how, drop)
         return self.kernels.attention(q, k, v, mask, how)

@@ -17,7 +17,7 @@ from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import all_gather
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Cache, Context, Sequences, Sight
+from mega_trainer.model.context import Cache, Context, Outline, Sequences, Sight
 from mega_trainer.model.loss import head_loss
 from mega_trainer.model.mtp import Predictor
 from mega_trainer.model.rope import rotation
@@ -116,18 +116,21 @@ class Decoder(nn.Module):
         sight: Sight | None = None,
         cache: Cache | None = None,
         dropout: Dropout | None = None,
+        outline: Outline | None = None,
     ) -> Context:
         """What the layers share for tokens at `positions` int64 [B or 1, S].
 
-        `documents` int [B, S] closes attention at document ends; an explicit `sight` replaces what would be derived,
-        and is required with a cache that already holds tokens.
+        `documents` int [B, S] closes attention at document ends, of all context ranks' tokens; an explicit `sight`
+        replaces what would be derived, and is required with a cache that already holds tokens. `outline` is required
+        where context ranks have other tokens.
         """
         turn = local = None
+        longest = None if outline is None else outline.longest
         if self.config.position == "rope":
-            turn = rotation(self.config, self.config.rope, positions, self.dtype)
+            turn = rotation(self.config, self.config.rope, positions, self.dtype, longest)
             local_rope = self.config.local_rope
-            local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype)
-        sight = sight or Sequences(positions.shape[-1], documents, positions.device)
+            local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype, longest)
+        sight = sight or Sequences(positions.shape[-1] * self.groups.cp.size, documents, positions.device, outline)
         return Context(sight, turn, local, cache, dropout)
 
     def embed(self, tokens: Tensor, positions: Tensor, dropout: Dropout | None = None) -> Tensor:

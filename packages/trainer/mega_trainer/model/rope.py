@@ -33,11 +33,16 @@ class Rotation:
         return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1)
 
 
-def rotation(config: ModelConfig, rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> Rotation:
-    """The rotation at integer `positions` [B or 1, S]. Angles are computed in fp32, as transformers does."""
+def rotation(
+    config: ModelConfig, rope: RopeConfig, positions: Tensor, dtype: torch.dtype, longest: int | None = None
+) -> Rotation:
+    """The rotation at integer `positions` [B or 1, S]. Angles are computed in fp32, as transformers does.
+
+    `longest` is one more than the largest position of the sequences, where `positions` are only some of them.
+    """
     length = rope.original_max_position or config.max_position if rope.scaling == "longrope" else config.max_position
     if rope.scaling in ("dynamic", "longrope"):
-        length = max(length, int(positions.max()) + 1)
+        length = max(length, int(positions.max()) + 1 if longest is None else longest)
     size = config.mla.qk_rope_head_dim if config.mla else config.head_size
     frequency, scale = frequencies(rope, size, config.max_position, length)
     angles = positions.float().unsqueeze(-1) * frequency.to(positions.device)

@@ -1,8 +1,8 @@
 """The norm of the gradient over the whole model, and the clip by it (arXiv:1211.5063).
 
-Squares are added up to twice the digits of fp64, as a sum and what its roundings lost (T. Ogita, S. Rump, S. Oishi,
-"Accurate sum and dot product", 2005). The order of adding could then show in a bit of the norm by the rarest chance
-alone, and with it how the gradient is cut into stages, slices, rows and buckets.
+A clip carries the norm's last bit into every weight, so that bit must not depend on the order of adding: on how the
+gradient is cut into stages, slices, rows and buckets. Hence squares are added up to twice the digits of fp64, as a sum
+and what its roundings lost (T. Ogita, S. Rump, S. Oishi, "Accurate sum and dot product", 2005), and rounded once.
 """
 
 from __future__ import annotations

@@ -228,6 +228,9 @@ class Executor:
             if self.dropout_seed is not None and model.training:
                 length = batch.tokens.shape[1]
                 part = sequence_part(length, model.groups.tp, sp=model.sp)
-                dropout = Dropout(self.dropout_seed, batch.samples, length, part)
-            self._contexts[microbatch] = model.context(batch.positions, documents=batch.documents, dropout=dropout)
+                places = part if batch.places is None else batch.places[part]
+                dropout = Dropout(self.dropout_seed, batch.samples, length * model.groups.cp.size, places)
+            self._contexts[microbatch] = model.context(
+                batch.positions, documents=batch.documents, dropout=dropout, outline=batch.outline
+            )
         return self._contexts[microbatch]

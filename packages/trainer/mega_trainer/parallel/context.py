@@ -1,0 +1,311 @@
+"""Context parallelism: the tokens of a sequence split over the ranks of a group, in three ways.
+
+Under causal attention a token has the more to do the later it stands. So a sequence is cut in 2 N chunks, and rank r
+holds the chunks r and 2 N - 1 - r: of the chunks' N (2 N + 1) visible pairs each rank computes as many.
+
+    ring        k and v go from rank to rank while each computes with those at hand; results are merged by their
+                log-sum-exp, and dK and dV go around with k and v in the backward (arXiv:2310.01889)
+    allgather   k and v of all ranks are gathered, dK and dV reduce-scattered; the backward gathers again
+    alltoall    each rank gets all tokens of its share of the heads, and gives its results back (arXiv:2309.14509)
+
+Legend: B batch, S sequence, N context ranks, s = S/N tokens of a rank, C = s/2 of a chunk, H query heads, K key/value
+heads, d size of queries and keys, e of values; heads are those of one tensor rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mega_trainer.comm import Group, Passing, all_gather_into, all_to_all, reduce_scatter_into, start_pass
+from mega_trainer.kernels.base import Kernels, Scores, Seen
+
+Kind = Literal["ring", "allgather", "alltoall"]
+See = Callable[[range, range], Seen | None]  # which of some keys some queries see, by their places; None: no query any
+Whole = Callable[
+    [Tensor, Tensor, Tensor, Scores, int], Tensor
+]  # attention of whole sequences by heads from a number on
+Places = tuple[range, range]
+
+
+class ContextParallel(Protocol):
+    """Attention of a rank's tokens to those of all ranks."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, how: Scores, see: See, whole: Whole) -> Tensor:
+        """q [B, s, H, d], k [B, s, K, d], v [B, s, K, e] -> [B, s, H, e].
+
+        Kinds that work block by block ask `see`; one that has whole sequences leaves the attention to `whole`.
+        """
+
+
+def context_parallel(kind: Kind, group: Group, kernels: Kernels) -> ContextParallel | None:
+    """That kind of attention over `group`; None where a rank has whole sequences anyway."""
+    if group.size == 1:
+        return None
+    if kind == "alltoall":
+        return AllToAll(group)
+    return Blockwise(Ring(group) if kind == "ring" else Gathered(group), group, kernels)
+
+
+def chunks_of(rank: int, length: int, ranks: int) -> Places:
+    """The places of the two chunks of a sequence of `length` tokens that a rank holds."""
+    chunk = length // (2 * ranks)
+    first, second = rank * chunk, (2 * ranks - 1 - rank) * chunk
+    return range(first, first + chunk), range(second, second + chunk)
+
+
+def place_of_tokens(length: int, group: Group) -> Tensor:
+    """Where each token that this rank holds stands in the sequence: int64 [s]."""
+    if group.size == 1:
+        return torch.arange(length)
+    return torch.tensor([place for chunk in chunks_of(group.rank, length, group.size) for place in chunk])
+
+
+class Passage(Protocol):
+    """How keys and values, packed in one flat tensor, meet the queries of all ranks."""
+
+    def visit(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
+        """Call `work` with each rank's number and keys and values, this rank's first."""
+
+    def collect(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Like `visit`; `work` returns a part of their gradient, and the sum of the parts of mine is returned."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """From rank to rank: what comes next is on its way while `work` runs, and no rank ever holds more than two parts."""
+
+    group: Group
+
+    def visit(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
+        """See `Passage.visit`."""
+        for rank, coming in self._steps():
+            passing = start_pass(mine, self.group) if coming else None
+            work(rank, mine)
+            mine = passing.wait() if passing is not None else mine
+
+    def collect(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """See `Passage.collect`: the sum follows its keys one step behind, and takes one more to come home."""
+        following: Passing | None = None
+        for rank, coming in self._steps():
+            passing = start_pass(mine, self.group) if coming else None
+            gradient = work(rank, mine)
+            if following is not None:
+                gradient += following.wait()
+            following = start_pass(gradient, self.group)
+            mine = passing.wait() if passing is not None else mine
+        assert following is not None
+        return following.wait()
+
+    def _steps(self) -> Iterator[tuple[int, bool]]:
+        """Whose keys and values are at hand, and whether there are more to come."""
+        size = self.group.size
+        for step in range(size):
+            yield (self.group.rank - step) % size, step < size - 1
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """All at once, in the forward and again in the backward, so that only a rank's own are kept between them."""
+
+    group: Group
+
+    def visit(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
+        """See `Passage.visit`."""
+        parts = self._gather(mine)
+        for rank in self._order():
+            work(rank, parts[rank])
+
+    def collect(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """See `Passage.collect`."""
+        parts = self._gather(mine)
+        gradients = {rank: work(rank, parts[rank]) for rank in self._order()}
+        whole = torch.stack([gradients[rank] for rank in range(self.group.size)])
+        reduce_scatter_into(out := torch.empty_like(whole[0]), whole.view(-1), self.group)
+        return out
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        parts = mine.new_empty(self.group.size, mine.numel())
+        all_gather_into(parts.view(-1), mine, self.group)
+        return parts
+
+    def _order(self) -> list[int]:
+        return [(self.group.rank - step) % self.group.size for step in range(self.group.size)]
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """Attention block by block of a chunk's queries and a chunk's keys; blocks that nobody sees into are skipped."""
+
+    passage: Passage
+    group: Group
+    kernels: Kernels
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, how: Scores, see: See, whole: Whole) -> Tensor:
+        """See `ContextParallel.attention`."""
+        y: Tensor = _Blockwise.apply(q, k, v, how.sinks, how, see, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def blocks(self, length: int, rank: int, see: See) -> Iterator[tuple[slice, slice, Seen]]:
+        """The blocks of my queries and the keys of `rank` in which something is seen: where they lie in the ranks'
+        tokens, and what is seen. A chunk's block with itself comes first, so that every query sees some key from then on.
+        A first chunk never sees a second one.
+        """
+        mine = chunks_of(self.group.rank, length, self.group.size)
+        theirs = chunks_of(rank, length, self.group.size)
+        for queries, keys in ((0, 0), (1, 1), (1, 0)):
+            seen = see(mine[queries], theirs[keys])
+            if seen is not None:
+                yield _half(queries, length // self.group.size), _half(keys, length // self.group.size), seen
+
+
+def _half(number: int, tokens: int) -> slice:
+    return slice(0, tokens // 2) if number == 0 else slice(tokens // 2, tokens)
+
+
+class _Blockwise(Function):
+    """Keeps q, k, v, y and a logarithm per query between forward and backward: nothing of any other rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: Scores, see: See, kind: Blockwise
+    ) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        y = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=wide)
+        lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+        length, split = q.shape[1] * kind.group.size, _Packing(k, v)
+
+        def work(rank: int, packed: Tensor) -> None:
+            keys, values = split.open(packed)
+            for here, there, seen in kind.blocks(length, rank, see):
+                part = kind.kernels.attend_block(q[:, here], keys[:, there], values[:, there], seen, how)
+                _merge(y[:, here], lse[:, here], *part)
+
+        kind.passage.visit(split.pack(k, v), work)
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(wide))
+            y *= (lse - total).exp_().unsqueeze(-1)
+            lse = total
+        out = y.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.how, ctx.see, ctx.kind = how, see, kind
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, lse, sinks = ctx.saved_tensors
+        kind: Blockwise = ctx.kind
+        length, split = q.shape[1] * kind.group.size, _Packing(k, v)
+        delta = (y.to(lse.dtype) * dy).sum(-1)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+
+        def work(rank: int, packed: Tensor) -> Tensor:
+            keys, values = split.open(packed)
+            gradient = torch.zeros_like(packed, dtype=lse.dtype)
+            dk, dv = split.open(gradient)
+            for here, there, seen in kind.blocks(length, rank, ctx.see):
+                parts = kind.kernels.attend_block_backward(
+                    dy[:, here],
+                    q[:, here],
+                    keys[:, there],
+                    values[:, there],
+                    lse[:, here],
+                    delta[:, here],
+                    seen,
+                    ctx.how,
+                )
+                for whole, part in zip((dq[:, here], dk[:, there], dv[:, there]), parts, strict=True):
+                    whole += part
+            return gradient
+
+        dk, dv = split.open(kind.passage.collect(split.pack(k, v), work))
+        d_sinks = None if sinks is None else -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
+
+
+def _merge(y: Tensor, lse: Tensor, block_y: Tensor, block_lse: Tensor) -> None:
+    """Add a block's result to what earlier blocks gave, in place: both become shares of the sum of exponentials."""
+    total = torch.logaddexp(lse, block_lse)
+    y *= (lse - total).exp_().unsqueeze(-1)
+    y += block_y * (block_lse - total).exp_().unsqueeze(-1)
+    lse.copy_(total)
+
+
+class _Packing:
+    """k and v of whatever sizes as one flat tensor, which is one message, and back without a copy."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.shapes = (k.shape, v.shape)
+
+    def pack(self, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([k.flatten(), v.flatten()])
+
+    def open(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = torch.split(packed, [shape.numel() for shape in self.shapes])
+        return k.view(self.shapes[0]), v.view(self.shapes[1])
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Heads for sequence: between two exchanges each rank has all S tokens of H/N heads.
+
+    With K < N every key/value head is sent to the N/K ranks that have its query heads.
+    """
+
+    group: Group
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, how: Scores, see: See, whole: Whole) -> Tensor:
+        """See `ContextParallel.attention`."""
+        size, (rows, tokens, heads) = self.group.size, q.shape[:3]
+        if k.shape[2] < size:
+            k, v = (t.repeat_interleave(size // k.shape[2], dim=2) for t in (k, v))
+        shares = [t.reshape(rows, tokens, size, -1) for t in (q, k, v)]
+        received = _in_order(_exchange(torch.cat(shares, -1).movedim(2, 0), self.group))
+        parts = torch.split(received, [share.shape[-1] for share in shares], -1)
+        q, k, v = (part.reshape(rows, size * tokens, -1, t.shape[-1]) for part, t in zip(parts, (q, k, v), strict=True))
+        own = heads // size
+        first = self.group.rank * own
+        if how.sinks is not None:
+            how = Scores(how.scale, how.softcap, how.sinks[first : first + own])
+        y = whole(q, k, v, how, first)
+        mine = _exchange(_by_rank(y.flatten(-2), size), self.group)
+        return mine.movedim(0, 2).reshape(rows, tokens, heads, -1)
+
+
+def _exchange(x: Tensor, group: Group) -> Tensor:
+    """[N, ..]: x[r] goes to rank r, and what rank r sends comes to y[r]."""
+    y: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Exchange(Function):
+    """All-to-all; the gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_to_all(x.contiguous(), group, [1] * group.size, [1] * group.size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _exchange(dy, ctx.group), None
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """[N, B, s, w] of the ranks' tokens -> [B, S, w], as they stand in the sequence."""
+    first, second = parts.chunk(2, 2)
+    return torch.cat([first, second.flip(0)]).movedim(0, 1).flatten(1, 2)
+
+
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """The inverse of `_in_order`: [B, S, w] -> [N, B, s, w]."""
+    first, second = x.view(x.shape[0], 2 * ranks, -1, x.shape[-1]).movedim(1, 0).chunk(2)
+    return torch.cat([first, second.flip(0)], 2)

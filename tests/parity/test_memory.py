@@ -1,0 +1,127 @@
+"""What context parallelism is for: N ranks hold 1/N of the activations each, and a ring never more than its share.
+
+Every tensor that a forward and backward makes is counted while it lives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity.cases import CONTEXT, Case
+from parity.worker import Trainer, make_groups, synthetic
+from ranks import run_ranks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mega_trainer.batch import micro_batches
+
+S, F, RANKS = 256, 128, 8
+MODEL = {
+    "num_layers": 6, "hidden_size": 32, "ffn_hidden_size": F, "num_attention_heads": 8, "vocab_size": 64, "init_std": 0.2,
+}  # fmt: skip
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors made inside, as long as they live; `largest` is the largest single one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = self.largest = 0
+        self._held: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
+                self._count(leaf.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._held:
+            return
+        self._held[key] = weakref.ref(storage, partial(self._gone, key, size))
+        self.now += size
+        self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
+
+    def _gone(self, key: int, size: int, reference: Any) -> None:
+        del self._held[key]
+        self.now -= size
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of one rank: what a forward keeps, the most at any moment, the largest tensor."""
+
+    kept: int
+    peak: int
+    largest: int
+
+
+def measured(cases: list[Case]) -> list[Bytes | None]:
+    """On each rank, of each case."""
+    rank, maker, out = dist.get_rank(), make_groups(cases), []
+    for one in cases:
+        out.append(_measure(Trainer.make(one, rank, maker)) if rank < one.ranks else None)
+    return out
+
+
+def _measure(trainer: Trainer) -> Bytes:
+    (model,) = trainer.executor.stages.values()
+    batch = synthetic(trainer.config, 0, 0, 1, trainer.case.closed)
+    (micro,) = micro_batches(batch, trainer.config, torch.device("cpu"), trainer.groups.cp)
+    with Live() as live:
+        context = model.context(micro.positions, documents=micro.documents, outline=micro.outline)
+        loss, _ = model.whole(micro.tokens, micro.positions, micro.labels, micro.weights, context)
+        kept = live.now
+        loss.backward()
+    return Bytes(kept, live.peak, live.largest)
+
+
+def of(kind: str, ranks: int, *, closed: bool = False) -> Case:
+    return Case(
+        "long", MODEL, ranks, {"cp": ranks, "cp_kind": kind, "zero": 0}, micro=1, batch=1, length=S, precision="fp32",
+        closed=closed,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Bytes]:
+    """The largest of all ranks, by case."""
+    cases = {f"{kind} {n}": of(kind, n) for kind in CONTEXT for n in (1, 2, 4, 8)}
+    cases |= {f"ring {n}, documents": of("ring", n, closed=True) for n in (2, 4, 8)}
+    ranks = zip(*run_ranks(measured, RANKS, list(cases.values())), strict=True)
+    out = {}
+    for name, results in zip(cases, ranks, strict=True):
+        there = [one for one in results if one is not None]
+        out[name] = Bytes(*(max(getattr(one, what) for one in there) for what in ("kept", "peak", "largest")))
+    return out
+
+
+@pytest.mark.parametrize("kind", CONTEXT)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_keeps_its_share(found: dict[str, Bytes], kind: str, ranks: int) -> None:
+    assert found[f"{kind} {ranks}"].kept * ranks < 1.1 * found[f"{kind} 1"].kept
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_peak_of_a_ring_is_a_share(found: dict[str, Bytes], ranks: int) -> None:
+    # a block's scores, which live while the plain kernel computes them, are what the largest blocks pay above their share
+    assert found[f"ring {ranks}"].peak * ranks < 1.15 * found["ring 1"].peak
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("more", ["", ", documents"])
+def test_a_ring_makes_nothing_larger_than_its_tokens_share(found: dict[str, Bytes], ranks: int, more: str) -> None:
+    widest = S // ranks * 2 * F * 4  # gate and up projections of the rank's tokens
+    assert found[f"ring {ranks}{more}"].largest <= widest
+    if ranks == 8:
+        assert found["allgather 8"].largest > widest

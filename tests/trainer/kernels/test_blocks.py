@@ -1,0 +1,70 @@
+"""Attention block by block against attention at once, and its backward against autograd's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_trainer.kernels.base import Scores, Seen
+from mega_trainer.kernels.torch import TorchKernels, plain_attention
+
+B, S, H, K, D, E = 2, 6, 4, 2, 8, 3
+KERNELS = TorchKernels()
+
+
+def operands(*, keys: int = S, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = [(B, S, H, D), (B, keys, K, D), (B, keys, K, E)]
+    return [torch.randn(shape, generator=g, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def kinds() -> Iterator[tuple[Seen, Tensor | None]]:
+    """What is seen, and the same as a mask of all."""
+    drawn = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.5
+    yield "causal", None
+    yield "all", torch.ones(1, 1, S, S, dtype=torch.bool)
+    yield (mask := drawn | torch.eye(S, dtype=torch.bool)), mask
+
+
+@pytest.mark.parametrize("how", [Scores(0.4), Scores(1.5, softcap=2.0)], ids=["plain", "softcap"])
+@pytest.mark.parametrize(("seen", "mask"), kinds(), ids=["causal", "all", "mask"])
+def test_one_block_is_all_of_it(seen: Seen, mask: Tensor | None, how: Scores) -> None:
+    q, k, v = operands()
+    expected = plain_attention(q, k, v, mask, how)
+    y, lse = KERNELS.attend_block(q, k, v, seen, how)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(expected)
+    expected.backward(dy)
+    with torch.no_grad():
+        parts = KERNELS.attend_block_backward(dy, q, k, v, lse, (y * dy).sum(-1), seen, how)
+    for part, whole in zip(parts, (q, k, v), strict=True):
+        torch.testing.assert_close(part, whole.grad)
+
+
+def test_a_query_that_sees_nothing_gives_nothing() -> None:
+    q, k, v = operands(keys=5)
+    mask = torch.ones(1, 1, S, 5, dtype=torch.bool)
+    mask[..., 2, :] = False
+    y, lse = KERNELS.attend_block(q, k, v, mask, Scores(1.0, softcap=3.0))
+    assert torch.isneginf(lse[:, 2]).all()
+    assert not y[:, 2].any()
+    assert y.isfinite().all()
+    total = lse.logaddexp(torch.zeros_like(lse))  # with what other blocks gave
+    parts = KERNELS.attend_block_backward(
+        torch.ones_like(y), q, k, v, total, torch.ones_like(lse), mask, Scores(1.0, 3.0)
+    )
+    assert all(part.isfinite().all() for part in parts)
+    assert not parts[0][:, 2].any()
+
+
+def test_low_precision_keeps_its_sums_wide() -> None:
+    q, k, v = operands(dtype=torch.bfloat16)
+    y, lse = KERNELS.attend_block(q, k, v, "causal", Scores(0.4))
+    assert {y.dtype, lse.dtype} == {torch.float32}
+    wide = plain_attention(q.float(), k.float(), v.float(), None, Scores(0.4))
+    torch.testing.assert_close(y, wide, rtol=2e-2, atol=2e-2)
+    parts = KERNELS.attend_block_backward(y.bfloat16(), q, k, v, lse, (y * y).sum(-1), "causal", Scores(0.4))
+    assert {part.dtype for part in parts} == {torch.float32}

@@ -1,0 +1,231 @@
+"""Context parallelism: where tokens lie, and attention of all ranks against attention of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import Tensor
+
+from mega_trainer.comm import Group
+from mega_trainer.kernels.base import Scores
+from mega_trainer.kernels.torch import TorchKernels, plain_attention
+from mega_trainer.model.context import Outline, Sequences, attention_mask
+from mega_trainer.parallel import context
+from mega_trainer.parallel.context import Blockwise, Kind, Ring, chunks_of, context_parallel, place_of_tokens
+
+RANKS = 4
+CPU = torch.device("cpu")
+
+
+def group(rank: int, size: int) -> Group:
+    return Group("cp", tuple(range(size)), rank)
+
+
+@given(st.integers(1, 6), st.integers(1, 5))
+def test_every_token_lies_on_one_rank(size: int, chunk: int) -> None:
+    length = 2 * size * chunk
+    places = [place_of_tokens(length, group(rank, size)) for rank in range(size)]
+    assert torch.cat(places).sort().values.equal(torch.arange(length))
+    if size > 1:
+        for rank, mine in enumerate(places):
+            assert mine.tolist() == [place for part in chunks_of(rank, length, size) for place in part]
+
+
+@given(st.integers(2, 6), st.integers(1, 4))
+def test_every_rank_has_as_many_scores_to_compute(size: int, chunk: int) -> None:
+    length = 2 * size * chunk
+    sizes = set()
+    for rank in range(size):
+        mine = place_of_tokens(length, group(rank, size))
+        sizes.add(int((mine + 1).sum()))
+    assert len(sizes) == 1
+
+
+@given(st.integers(2, 4), st.integers(1, 4), st.one_of(st.none(), st.integers(1, 20)), st.booleans(), st.randoms())
+def test_blocks_are_cut_from_the_whole_mask_and_none_that_matters_is_skipped(size, chunk, window, closed, rng) -> None:
+    length = 2 * size * chunk
+    ids = np.sort([[rng.randint(0, 2) for _ in range(length)] for _ in range(2)])
+    documents = torch.tensor(ids) if closed else None
+    outline = Outline.of(ids, ids if closed else None)
+    whole = attention_mask(length, window=window, documents=documents, device=CPU)
+    whole = torch.ones(1, 1, length, length, dtype=torch.bool).tril() if whole is None else whole
+    sight = Sequences(length, documents, CPU, outline)
+    seen = torch.zeros_like(whole)
+    for mine in range(size):
+        kind = Blockwise(Ring(group(mine, size)), group(mine, size), TorchKernels())
+        for other in range(size):
+            rows, columns = (place_of_tokens(length, group(r, size)) for r in (mine, other))
+            for here, there, what in kind.blocks(length, other, partial(sight.block, window=window)):
+                square = torch.ones(chunk, chunk, dtype=torch.bool)
+                block = what if isinstance(what, Tensor) else square if what == "all" else square.tril()
+                seen[..., rows[here][:, None], columns[there][None, :]] = block
+                assert not isinstance(what, Tensor) or not (block.equal(square) or block.equal(square.tril()))
+    assert seen.equal(whole)
+
+
+def test_blocks_that_nobody_sees_into_are_skipped() -> None:
+    """Eight chunks on four ranks: rank 1 has the chunks 1 and 6."""
+    size, length = 4, 64
+    ids = np.repeat([[0, 1], [0, 1]], [40, 24], axis=1)  # the second document begins with chunk 5
+    open_, closed = (
+        Sequences(length, None if outline is None else torch.tensor(ids), CPU, outline)
+        for outline in (None, Outline.of(ids, ids))
+    )
+    kind = Blockwise(Ring(group(1, size)), group(1, size), TorchKernels())
+
+    def seen(sight: Sequences, window: int | None) -> list[str]:
+        found = [kind.blocks(length, rank, partial(sight.block, window=window)) for rank in range(size)]
+        return ["mask" if isinstance(what, Tensor) else what for blocks in found for *_, what in blocks]
+
+    assert Counter(seen(open_, None)) == {"causal": 2, "all": 1 + 6}
+    assert Counter(seen(open_, 5)) == {"mask": 4}  # of each chunk itself and the one before
+    assert Counter(seen(closed, None)) == {"causal": 2, "all": 1 + 1}  # chunk 0, and chunk 5
+    assert Counter(seen(closed, 5)) == {"mask": 4}
+
+
+def test_order_of_ranks_and_of_the_sequence() -> None:
+    size, length = 3, 12
+    parts = torch.stack([place_of_tokens(length, group(rank, size)) for rank in range(size)])[:, None, :, None]
+    assert context._in_order(parts).flatten().equal(torch.arange(length))
+    assert context._by_rank(context._in_order(parts), size).equal(parts)
+
+
+@dataclass
+class Recorded:
+    """A ring of which one rank is seen: what it does, in order."""
+
+    done: list[str]
+
+    def start(self, tensor: Tensor, group: Group) -> Recorded:
+        self.done.append(f"start {tensor.item():.0f}")
+        return Recorded(self.done)
+
+    def wait(self) -> Tensor:
+        self.done.append("wait")
+        return torch.tensor([2.0])
+
+
+def test_what_comes_next_is_on_its_way_while_a_block_is_computed() -> None:
+    for gradient, expected in {
+        False: ["start 1", "work 1", "wait", "start 2", "work 0", "wait", "work 2"],
+        True: [
+            "start 1", "work 1", "start 100", "wait",  # keys under way, then my part of their gradient
+            "start 2", "work 0", "wait", "start 102", "wait",  # the gradient so far is awaited after mine is computed
+            "work 2", "wait", "start 102", "wait",  # the sum of the last rank goes home
+        ],
+    }.items():  # fmt: skip
+        recorded, ring = Recorded([]), Ring(group(1, 3))
+
+        def work(rank: int, packed: Tensor, done: list[str] = recorded.done) -> Tensor:
+            done.append(f"work {rank}")
+            return torch.tensor([100.0])
+
+        with mock.patch.object(context, "start_pass", recorded.start):
+            (ring.collect if gradient else ring.visit)(torch.tensor([1.0]), work)  # type: ignore[arg-type]
+        assert recorded.done == expected
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention: sizes as in the module's legend."""
+
+    heads: int = 4
+    keys: int = 2
+    d: int = 6
+    e: int = 6
+    window: int | None = None
+    closed: bool = False
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: torch.dtype = torch.float64
+
+
+SHAPES = {
+    "plain": Shape(),
+    "each head its own key": Shape(keys=4),
+    "one key": Shape(keys=1),
+    "values of another size": Shape(keys=4, d=6, e=3),
+    "window": Shape(window=5),
+    "documents": Shape(closed=True),
+    "all": Shape(window=9, closed=True, softcap=1.5, sinks=True, e=10),
+    "sinks": Shape(sinks=True),
+    "bf16": Shape(sinks=True, dtype=torch.bfloat16),
+}
+LENGTH, ROWS = 24, 2
+
+
+def tensors(shape: Shape) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """q, k, v and sinks; the gradient of y; documents. Whole."""
+    g = torch.Generator().manual_seed(5)
+    sizes = [(shape.heads, shape.d), (shape.keys, shape.d), (shape.keys, shape.e)]
+    made = [torch.randn(ROWS, LENGTH, *size, generator=g, dtype=torch.float64).to(shape.dtype) for size in sizes]
+    made += [torch.randn(shape.heads, generator=g, dtype=torch.float64).to(shape.dtype)] if shape.sinks else []
+    dy = torch.randn(ROWS, LENGTH, shape.heads, shape.e, generator=g, dtype=torch.float64).to(shape.dtype)
+    documents = (torch.rand(ROWS, LENGTH, generator=g) < 0.2).cumsum(-1) if shape.closed else None
+    return made, dy, documents
+
+
+def at_once(shape: Shape) -> list[Tensor]:
+    """y and the gradients of all operands, on one rank, in fp64 whatever the precision."""
+    made, dy, documents = tensors(shape)
+    operands = [t.double().requires_grad_() for t in made]
+    how = Scores(0.7, shape.softcap, operands[3] if shape.sinks else None)
+    mask = attention_mask(LENGTH, window=shape.window, documents=documents, device=CPU)
+    y = plain_attention(*operands[:3], mask, how)
+    y.backward(dy.double())
+    return [y.detach(), *(t.grad for t in operands if t.grad is not None)]
+
+
+def together(kind: Kind, shapes: dict[str, Shape]) -> dict[str, list[Tensor]]:
+    """The same of a rank's tokens."""
+    cp = Group("cp", tuple(range(RANKS)), dist.get_rank(), dist.group.WORLD)
+    places, out = place_of_tokens(LENGTH, cp), {}
+    for name, shape in shapes.items():
+        made, dy, documents = tensors(shape)
+        operands = [t[:, places] for t in made[:3]] + made[3:]
+        for t in operands:
+            t.requires_grad_()
+        how = Scores(0.7, shape.softcap, operands[3] if shape.sinks else None)
+        sight = Sequences(LENGTH, documents, CPU)
+        mask = sight.mask(shape.window)
+        attend = context_parallel(kind, cp, TorchKernels())
+        assert attend is not None
+        y = attend.attention(
+            *operands[:3], how, partial(sight.block, window=shape.window),
+            lambda q, k, v, how, first, mask=mask: plain_attention(q, k, v, mask, how),
+        )  # fmt: skip
+        y.backward(dy[:, places])
+        if shape.sinks:
+            sinks = operands[3].grad
+            assert sinks is not None
+            dist.all_reduce(sinks)
+        out[name] = [y.detach(), *(t.grad for t in operands if t.grad is not None)]
+    return out
+
+
+@pytest.fixture(scope="module", params=["ring", "allgather", "alltoall"])
+def found(request: Any) -> list[dict[str, list[Tensor]]]:
+    return run_ranks(together, RANKS, request.param, SHAPES)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_all_ranks_compute_what_one_does(found: list[dict[str, list[Tensor]]], name: str) -> None:
+    shape, expected = SHAPES[name], at_once(SHAPES[name])
+    near = {"rtol": 3e-2, "atol": 3e-2} if shape.dtype == torch.bfloat16 else {"rtol": 1e-12, "atol": 1e-12}
+    for rank, mine in enumerate(found):
+        places = place_of_tokens(LENGTH, group(rank, RANKS))
+        assert len(mine[name]) == len(expected)
+        for part, whole in zip(mine[name], expected, strict=True):
+            assert part.dtype == shape.dtype
+            torch.testing.assert_close(part.double(), whole[:, places] if whole.dim() > 1 else whole, **near)
