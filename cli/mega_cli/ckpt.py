@@ -7,11 +7,14 @@ import json
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mega_common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mega_ckpt.remote import Place
 
 app = typer.Typer(
     no_args_is_help=True, help="Convert, inspect, verify, compare, prune, average, push and pull checkpoints."
@@ -49,7 +52,7 @@ def convert(
             help="A mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder; a path or a URL."
         ),
     ],
-    destination: Annotated[Path, typer.Argument(help="The folder to make.")],
+    destination: Annotated[str, typer.Argument(help="The folder to make; a URL with --to mega.")],
     to: Annotated[Target, typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from.")],
     dtype: Annotated[Dtype | None, typer.Option(help="Cast the weights; default: as they are.")] = None,
     family: Annotated[
@@ -87,7 +90,7 @@ def convert(
     print(destination)
 
 
-def _logits_check(source: str, data: Path | None) -> Callable[[Path], None] | None:
+def _logits_check(source: str, data: Path | None) -> Callable[[Place], None] | None:
     """Compares what was made with `source` by its logits; None where the package that runs models is not installed."""
     from mega_common.log import logger
 
@@ -99,7 +102,7 @@ def _logits_check(source: str, data: Path | None) -> Callable[[Path], None] | No
         logger.warning("--verify compares tensors, but no logits: %s is not installed", error.name)
         return None
 
-    def check(made: Path) -> None:
+    def check(made: Place) -> None:
         logger.info("%s", compare_logits(source, made, data))
 
     return check
@@ -149,7 +152,7 @@ def diff(
 @app.command(epilog="Example: mega ckpt prune runs/llama3-8b/checkpoints/step-00001000 out/weights")
 def prune(
     source: Checkpoint,
-    destination: Annotated[Path, typer.Argument(help="The folder to make.")],
+    destination: Annotated[str, typer.Argument(help="The folder to make; a path or a URL.")],
 ) -> None:
     """Copy a mega checkpoint without the optimizer and the trainer's state: a fraction of its size, to load from."""
     from mega_ckpt.combine import prune
@@ -165,7 +168,7 @@ def average(
     sources: Annotated[
         list[str], typer.Argument(help="Two or more of: mega checkpoint, run folder (its newest), HuggingFace folder.")
     ],
-    output: Annotated[Path, typer.Option(help="The mega checkpoint to make, in the dtype of the first source.")],
+    output: Annotated[str, typer.Option(help="The mega checkpoint to make, in the dtype of the first source.")],
     weights: Annotated[
         str | None, typer.Option(help="Their shares, divided by their sum: 0.5,0.3,0.2; default: all alike.")
     ] = None,

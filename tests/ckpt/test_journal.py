@@ -11,6 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import object_stores
 import pytest
 import torch
 from hf_models import content, save_model
@@ -20,7 +21,9 @@ from mega_ckpt import shards, stream
 from mega_ckpt.convert import Options, convert
 from mega_ckpt.formats.hf import HfSource
 from mega_ckpt.journal import CONTENT, JOURNAL, continued
-from mega_ckpt.source import MegaSource
+from mega_ckpt.remote import place
+from mega_ckpt.source import MegaSource, open_source
+from mega_ckpt.verify import diff, verify
 from mega_common.errors import CheckpointError
 
 FILE_BYTES = 4000
@@ -194,3 +197,41 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
     ):
         pass
     assert journal.finished == {}
+
+
+def test_on_an_object_store(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    object_stores.put({})
+    out = place("watched://bucket/llama")
+    with monkeypatch.context() as patch:
+        interrupt(patch, 14, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            convert(llama, out, "mega")
+    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
+        open_source(out)
+    kept = {path for path in object_stores.content() if path.endswith(".safetensors") and "/finished/" not in path}
+    noted = {path for path in object_stores.content() if "/finished/" in path}
+    assert len(kept) > 2
+    assert len(noted) in (len(kept), len(kept) - 1)  # in memory an object is there before it is whole
+    with monkeypatch.context() as patch:
+        names = written(patch)
+        convert(llama, out, "mega", verify=True)
+    assert not {path.rpartition("/")[2] for path in noted} & set(names)
+    assert verify(out).ok
+    assert not verify(out).extra
+    convert(llama, tmp_path / "straight", "mega")
+    assert diff(out, tmp_path / "straight").same
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(llama, out, "mega", overwrite=True)
+    with pytest.raises(CheckpointError, match="only checkpoints of mega"):
+        convert(llama, "watched://bucket/hf", "hf")
+
+
+def test_what_proves_wrong_on_an_object_store_goes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    object_stores.put({})
+
+    def wrong(_: object) -> None:
+        raise CheckpointError("not the same")
+
+    with pytest.raises(CheckpointError, match="not the same"):
+        convert(llama, "watched://bucket/llama", "mega", check=wrong)
+    assert object_stores.content() == {}

@@ -115,7 +115,12 @@ def test_urls(run: Path, tmp_path: Path) -> None:
     assert "are the same, bit for bit" in call("diff", url, run)
     call("convert", url, tmp_path / "hf", "--to", "hf", "--verify")
     call("prune", url, tmp_path / "pruned")
-    call("average", url, run, "--output", tmp_path / "mean")
+    call("average", url, run, "--output", f"{url}/mean")
+    call("prune", f"{url}/mean", f"{url}/pruned")
+    call("convert", run, f"{url}/converted", "--to", "mega", "--verify")
+    assert json.loads(call("diff", run, f"{url}/converted", "--json", status=2))["tensors"] == []
+    assert json.loads(call("diff", run, f"{url}/mean", "--json", status=2))["tensors"] == []
+    assert "are the same, bit for bit" in call("diff", f"{url}/mean", f"{url}/pruned")
 
 
 def test_prune(run: Path, tmp_path: Path) -> None:

@@ -87,9 +87,7 @@ class ByRename:
     def commit(self, folder: Place, manifest: Manifest) -> None:
         """The manifest, then the rename."""
         try:
-            with NewFile(folder / MANIFEST) as file:
-                file.write(manifest.encode())
-                file.close()
+            put_manifest(folder, manifest)
             fsync_folder(self._root / folder.name)
             self._rename(self._root / folder.name, manifest.step)
         except Exception:
@@ -161,10 +159,9 @@ class ByManifest:
 
     def commit(self, folder: Place, manifest: Manifest) -> None:
         """One put. When its answer is lost, nobody knows whether it came through, so the files stay."""
-        final = step_folder(self._root, manifest.step)
-        (final / MANIFEST).write_bytes(manifest.model_copy(update={"folder": folder.name}).encode())
+        put_manifest(folder, manifest)
         with contextlib.suppress(RemoteError):
-            self._clear(final, keep=folder.name)
+            self._clear(step_folder(self._root, manifest.step), keep=folder.name)
 
     def discard(self, folder: Place) -> None:
         """All objects below. What the store does not delete now is left to `sweep`."""
@@ -207,6 +204,16 @@ class ByManifest:
 def commits_of(root: Place) -> Commits:
     """How checkpoints below `root` come and go."""
     return ByManifest(root) if isinstance(root, Remote) else ByRename(root)
+
+
+def put_manifest(folder: Place, manifest: Manifest) -> None:
+    """Write the manifest of the files in `folder`: beside them, or on an object store above them, in one put."""
+    if isinstance(folder, Remote):
+        (folder.parent / MANIFEST).write_bytes(manifest.model_copy(update={"folder": folder.name}).encode())
+        return
+    with NewFile(folder / MANIFEST) as file:
+        file.write(manifest.encode())
+        file.close()
 
 
 def step_folder(root: P, step: int) -> P:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
 from mega_ckpt.journal import Journal, continued
-from mega_ckpt.remote import Place, place
+from mega_ckpt.manifest import MANIFEST
+from mega_ckpt.remote import Place, Remote, place
 from mega_ckpt.shards import Slab
 from mega_ckpt.source import BUFFERS, WEIGHTS, Source, checkpoint_folder, open_source
 from mega_ckpt.storage import folder_at
@@ -47,23 +48,24 @@ class Options:
 
 def convert(
     source: str | Place,
-    destination: str | Path,
+    destination: str | Place,
     to: str,
     *,
     options: Options = Options(),
     verify: bool = False,
-    check: Callable[[Path], object] | None = None,
+    check: Callable[[Place], object] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write the model at `source` to the folder `destination` in the format `to`.
 
     Args:
         source: a mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.
-        destination: the folder to make: a HuggingFace folder, or a mega checkpoint.
+        destination: the folder to make: a HuggingFace folder, or a mega checkpoint, which may be a URL.
         to: the format: "hf" or "mega".
         options: what to change on the way.
         verify: read the output back and compare every element before it gets its name.
-        check: called with the folder of the output before it gets its name; its error is the conversion's.
+        check: called with the folder of the output before it gets its name; its error is the conversion's. (On an object
+            store the name comes first, and goes again when there is an error.)
         overwrite: replace `destination`, once the new one is complete.
 
     Raises:
@@ -73,19 +75,19 @@ def convert(
     """
     if to not in _WRITERS:
         raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(_WRITERS)}")
-    final = Path(os.path.abspath(destination))
-    if final.exists() and not overwrite:
-        raise CheckpointError(f"{destination}: exists already", hint="choose another folder, or overwrite it")
+    final = _absolute(place(destination))
+    _check_destination(final, _absolute(place(source)), to, overwrite)
     given = open_source(source)
-    if final.exists() and not _replaceable(final, place(source)):
-        raise CheckpointError(f"{destination}: is not a folder of a model, or holds the source; it is not replaced")
     with continued(final, _identity(source, to, options)) as journal:
         try:
-            _WRITERS[to](given, journal.folder, options, journal)
+            if isinstance(journal.folder, Path):
+                _WRITERS[to](given, journal.folder, options, journal)
+            else:
+                _write_mega(given, journal.folder, options, journal)
             if verify:
-                _compare(given, open_source(journal.folder), options.dtype)
+                _compare(given, open_source(journal.made), options.dtype)
             if check is not None:
-                check(journal.folder)
+                check(journal.made)
         except KeyboardInterrupt:
             if journal.finished:
                 logger.warning("%d file(s) are finished; the same command goes on", len(journal.finished))
@@ -96,7 +98,7 @@ def _identity(source: str | Place, to: str, options: Options) -> dict[str, Any]:
     """All that decides what is written."""
     folder = checkpoint_folder(source)
     return {
-        "source": str(folder.absolute()) if isinstance(folder, Path) else folder,
+        "source": str(_absolute(folder)),
         "files": folder_at(folder).stamps(),
         "to": to,
         "options": {name: str(value) for name, value in dataclasses.asdict(options).items()},
@@ -110,7 +112,7 @@ def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) 
         write_folder(source, plan, folder, bar.advance, journal.once)
 
 
-def _write_mega(source: Source, folder: Path, options: Options, journal: Journal) -> None:
+def _write_mega(source: Source, folder: Place, options: Options, journal: Journal) -> None:
     def kind(name: str) -> torch.dtype:
         return _cast(source.dtype(name), options.dtype)
 
@@ -158,6 +160,28 @@ def _compare(one: Source, other: Source, dtype: torch.dtype | None) -> None:
 def _bits(tensor: Tensor) -> Tensor:
     """Bytes, so that NaN equals itself."""
     return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def _absolute(path: Place) -> Place:
+    return Path(os.path.abspath(path)) if isinstance(path, Path) else path
+
+
+def _check_destination(final: Place, source: Place, to: str, overwrite: bool) -> None:
+    """Refuse what cannot be made, or would be lost."""
+    if isinstance(final, Remote):
+        if to != "mega":
+            raise CheckpointError(
+                f"{final}: on an object store only checkpoints of mega are made", hint="convert here, and upload that"
+            )
+        if (final / MANIFEST).is_file():
+            raise CheckpointError(f"{final}: exists already", hint="choose another place, or remove it")
+        return
+    if not final.exists():
+        return
+    if not overwrite:
+        raise CheckpointError(f"{final}: exists already", hint="choose another folder, or overwrite it")
+    if not _replaceable(final, source):
+        raise CheckpointError(f"{final}: is not a folder of a model, or holds the source; it is not replaced")
 
 
 def _replaceable(final: Path, source: Place) -> bool:

@@ -17,18 +17,18 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import xxhash
 from pydantic import ValidationError
 
-from mega_ckpt.manifest import Checksum, FileEntry
-from mega_ckpt.remote import RemoteError
+from mega_ckpt.manifest import MANIFEST, Checksum, FileEntry
+from mega_ckpt.remote import Place, Remote, RemoteError
 from mega_common.config import Config
 from mega_common.errors import CheckpointError, MegaError
 from mega_common.files import install_folder
 
-JOURNAL, CONTENT = "journal.jsonl", "content"
+JOURNAL, CONTENT, NOTES = "journal.jsonl", "content", "finished"
 READ_BYTES = 1 << 22
 
 
@@ -48,16 +48,34 @@ def always(_name: str, _header: bytes, make: Callable[[], Finished]) -> Finished
     return make()
 
 
-class Journal:
-    """The files of `folder` that are finished, as `stream` tells. Removes all others.
+class Journal(Protocol):
+    """What is finished of a folder that is being filled.
 
-    `advance` is told the bytes of a file that is kept.
+    Attributes:
+        folder: it.
+        made: where its content can be read when it is complete.
+        finished: by name, what was finished when it was last written.
+        advance: is told the bytes of a file that is kept.
     """
 
+    folder: Place
+    made: Place
+    finished: dict[str, Finished]
+    advance: Callable[[int], object]
+
+    def once(self, name: str, header: bytes, make: Callable[[], Finished]) -> Finished:
+        """See `Once`."""
+
+
+class LocalJournal:
+    """The files of `folder` that are finished, as `stream` tells. Removes all others."""
+
     def __init__(self, folder: Path, stream: IO[str], title: str) -> None:
-        self.folder, self.finished = folder, dict[str, Finished]()
+        self.folder: Place = folder
+        self.made: Place = folder
+        self.finished: dict[str, Finished] = {}
         self.advance: Callable[[int], object] = lambda _: None
-        self._stream = stream
+        self._folder, self._stream = folder, stream
         self._read(title)
         for path in [path for path in folder.rglob("*") if not path.is_dir()]:
             if path.relative_to(folder).as_posix() not in self.finished:
@@ -66,7 +84,7 @@ class Journal:
     def once(self, name: str, header: bytes, make: Callable[[], Finished]) -> Finished:
         """See `Once`."""
         if name not in self.finished or not self._is_sound(name, header):
-            (self.folder / name).unlink(missing_ok=True)
+            (self._folder / name).unlink(missing_ok=True)
             self.finished[name] = make()
             self._write({"name": name, "finished": self.finished[name].model_dump(mode="json")})
         return self.finished[name]
@@ -82,7 +100,7 @@ class Journal:
                     self.finished[fields["name"]] = Finished.model_validate_json(json.dumps(fields["finished"]))
                 elif line != title:
                     break
-            except (ValueError, KeyError, ValidationError):
+            except (ValueError, KeyError, TypeError, ValidationError):
                 break
             position = self._stream.tell()
         self._stream.seek(position)
@@ -100,7 +118,7 @@ class Journal:
         os.fsync(self._stream.fileno())
 
     def _is_sound(self, name: str, header: bytes) -> bool:
-        path, expected = self.folder / name, self.finished[name].file
+        path, expected = self._folder / name, self.finished[name].file
         if not path.is_file() or path.stat().st_size != expected.bytes:
             return False
         digest = xxhash.xxh3_128()
@@ -116,12 +134,42 @@ class Journal:
         return True
 
 
-@contextlib.contextmanager
-def continued(final: Path, identity: Mapping[str, Any]) -> Iterator[Journal]:
+class RemoteJournal:
+    """The objects below `folder` that are finished: each has a small one beside it that says so."""
+
+    def __init__(self, folder: Remote) -> None:
+        self.folder: Place = folder
+        self.made: Place = folder.parent
+        self.advance: Callable[[int], object] = lambda _: None
+        self._notes = folder / NOTES
+        self.finished = {note.name: Finished.model_validate_json(note.read_bytes()) for note in self._notes.iterdir()}
+
+    def once(self, name: str, header: bytes, make: Callable[[], Finished]) -> Finished:
+        """An object is whole, so that its length and its header tell enough."""
+        if name not in self.finished or not self._is_sound(name, header):
+            self.finished[name] = make()
+            (self._notes / name).write_bytes(self.finished[name].model_dump_json().encode())
+        return self.finished[name]
+
+    def _is_sound(self, name: str, header: bytes) -> bool:
+        place, expected = Remote(self.folder) / name, self.finished[name].file.bytes
+        if not place.is_file() or place.size() != expected or place.read_bytes(0, len(header)) != header:
+            return False
+        self.advance(expected - len(header))
+        return True
+
+    def close(self) -> None:
+        """Remove what was only needed to go on."""
+        self._notes.remove()
+
+
+def continued(final: Place, identity: Mapping[str, Any]) -> contextlib.AbstractContextManager[Journal]:
     """A folder to fill, which becomes `final` on leaving without an error.
 
     After an error that would come again, nothing is left. After any other one, an interrupt or a kill, the finished files
     are, and the same call goes on with them.
+
+    On an object store it lies below `final`, and whoever puts a manifest into that makes it so.
 
     Args:
         final: the folder to make; one that is there is replaced.
@@ -132,22 +180,43 @@ def continued(final: Path, identity: Mapping[str, Any]) -> Iterator[Journal]:
     """
     title = json.dumps(identity, sort_keys=True) + "\n"
     key = hashlib.sha256(title.encode()).hexdigest()[:12]
+    return _continued_there(final, key) if isinstance(final, Remote) else _continued_here(final, key, title)
+
+
+@contextlib.contextmanager
+def _continued_there(final: Remote, key: str) -> Iterator[Journal]:
+    journal = RemoteJournal(final / key)
+    try:
+        yield journal
+    except BaseException as error:
+        if _comes_again(error):
+            (final / MANIFEST).remove()
+            (final / key).remove()
+        raise
+    journal.close()
+
+
+@contextlib.contextmanager
+def _continued_here(final: Path, key: str, title: str) -> Iterator[Journal]:
     partial = final.with_name(f".{final.name}.{key}.partial")
     (partial / CONTENT).mkdir(parents=True, exist_ok=True)
     with open(partial / JOURNAL, "a+", encoding="utf-8") as stream:
         if not _locked(stream):
             raise CheckpointError(f"{final}: another process is making it", hint="wait for it, or end it")
-        journal = Journal(partial / CONTENT, stream, title)
+        journal = LocalJournal(partial / CONTENT, stream, title)
         try:
             yield journal
         except BaseException as error:
-            comes_again = isinstance(error, MegaError) and not isinstance(error, RemoteError)
-            if comes_again or not journal.finished:
+            if _comes_again(error) or not journal.finished:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         install_folder(partial / CONTENT, final)
         shutil.rmtree(partial, ignore_errors=True)
     _remove_others(final)
+
+
+def _comes_again(error: BaseException) -> bool:
+    return isinstance(error, MegaError) and not isinstance(error, RemoteError)
 
 
 def _remove_others(final: Path) -> None:
