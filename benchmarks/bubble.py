@@ -1,6 +1,6 @@
 """The bubble of each pipeline schedule, measured on ranks whose stages sleep instead of computing.
 
-    python benchmarks/bubble.py [--pp 4] [--milliseconds 150] [--rounds 3]
+    python benchmarks/bubble.py [--pp 4] [--milliseconds 100] [--rounds 5]
 
 The trainer's own executor runs each schedule on processes that talk over gloo. Forward, input gradient and weight
 gradient of all layers of a rank take one unit of time each, however many stages the rank has. The bubble is the share of
@@ -10,7 +10,6 @@ the step in which the ranks do not sleep; beside it stand the simulated one and 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -37,7 +36,7 @@ Case = tuple[str, int, int]  # schedule, stages per rank, micro-batches
 class Sleeper(nn.Module):
     """What the executor sees of a `Decoder`; each of its three operations sleeps for `seconds`."""
 
-    sp, dtype, borrows_head = False, torch.float32, False
+    sp, dtype, borrows = False, torch.float32, False
     groups, config = SimpleNamespace(tp=Group("tp")), SimpleNamespace(hidden_size=1)
 
     def __init__(self, seconds: float, *, splits_backward: bool) -> None:
@@ -63,8 +62,8 @@ class Sleeper(nn.Module):
     def forward(self, x: Tensor, context: object) -> Tensor:
         return _Sleep.apply(x, self.weight, self)
 
-    def loss(self, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-        return x.sum(), x
+    def objective(self, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        return x.sum(), torch.zeros(2)
 
 
 class _Sleep(Function):
@@ -107,37 +106,42 @@ def measure(case: Case, seconds: float) -> float:
 
 
 def run(rank: int, pp: int, rounds: int, seconds: float, store: str) -> None:
-    """All cases, on each rank; rank 0 writes them down."""
+    """All cases in turn, `rounds` times, on each rank; rank 0 writes them down."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=pp)
+    cases = [(name, stages, count) for count in MICROBATCHES for name, stages in SCHEDULES]
+    found: dict[Case, list[float]] = {case: [] for case in cases}
     measure(("1f1b", 1, 1), seconds)  # connections are made at the first message
-    rows = []
-    for count in MICROBATCHES:
-        for name, virtual_stages in SCHEDULES:
-            found = [measure((name, virtual_stages, count), seconds) for _ in range(rounds)]
-            schedule = make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
-            formula, simulated = bubble_formula(schedule), simulate(schedule).mean_bubble
-            row = {
-                "schedule": name, "stages_per_rank": virtual_stages, "microbatches": count,
-                "measured": round(statistics.median(found), 4), "simulated": round(simulated, 4),
-                "formula": formula and round(formula, 4), "rounds": [round(share, 4) for share in found],
-            }  # fmt: skip
-            rows.append(row)
-            if rank == 0:
-                print(row, flush=True)
+    for _ in range(rounds):
+        for case in cases:
+            found[case].append(measure(case, seconds))
     if rank == 0:
+        rows = [row(case, shares, pp) for case, shares in found.items()]
+        print(*rows, sep="\n")
         results = {"pp": pp, "milliseconds": 1000 * seconds, "bubbles": rows}
         print("written to", record.write("bubble", results, ["torch"]))
     dist.destroy_process_group()
+
+
+def row(case: Case, shares: list[float], pp: int) -> dict[str, Any]:
+    """What was measured, beside theory. The least of the rounds: whatever else the machine does only adds."""
+    name, stages, count = case
+    schedule = make_schedule(name, pp=pp, microbatches=count, virtual_stages=stages)
+    formula = bubble_formula(schedule)
+    return {
+        "schedule": name, "stages_per_rank": stages, "microbatches": count, "measured": round(min(shares), 4),
+        "simulated": round(simulate(schedule).mean_bubble, 4), "formula": formula and round(formula, 4),
+        "rounds": [round(share, 4) for share in shares],
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument(
-        "--milliseconds", type=float, default=150.0, help="of a rank's forward, or half of its backward"
+        "--milliseconds", type=float, default=100.0, help="of a rank's forward, or half of its backward"
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         given = (options.pp, options.rounds, options.milliseconds / 1000, str(Path(folder) / "store"))

@@ -23,6 +23,19 @@ NEOX: dict[str, Any] = {
     "hidden_size": 32, "norm": "layernorm", "activation": "gelu", "qkv_bias": True, "attention_out_bias": True,
     "mlp_bias": True, "parallel_residual": True, "rope": {"fraction": 0.25},
 }  # fmt: skip
+GEMMA: dict[str, Any] = {
+    "norm_position": "both", "zero_centered_norm": True, "scale_embeddings": True, "activation": "geglu",
+    "tie_embeddings": True, "num_kv_heads": 2, "head_dim": 10, "sliding_window": 7,
+}  # fmt: skip
+GEMMA2: dict[str, Any] = {
+    **GEMMA, "full_attention_layers": [1], "attention_softcap": 3.0, "logit_softcap": 2.0, "attention_scale": 20**-0.5,
+}  # fmt: skip
+GEMMA3: dict[str, Any] = {
+    **GEMMA, "full_attention_layers": [0], "qk_norm": True, "rope": {"theta": 5000.0}, "local_rope": {"theta": 100.0},
+}  # fmt: skip
+LONG: dict[str, Any] = {
+    "scaling": "longrope", "original_max_position": 16, "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0],
+}  # fmt: skip
 LLAMA3 = {"scaling": "llama3", "factor": 4.0, "original_max_position": 16, "theta": 1000.0}
 YARN = {"scaling": "yarn", "factor": 4.0, "original_max_position": 16, "beta_fast": 4.0}
 
@@ -51,6 +64,41 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window-biased": {"sliding_window": 7, "qkv_bias": True},
     "partial": {"hidden_size": 32, "rope": {"fraction": 0.5, "theta": 1000.0}},
     "partial-grouped-window": {"head_dim": 12, "num_kv_heads": 2, "rope": {"fraction": 0.67}, "sliding_window": 7},
+    "windows-in-some": {"sliding_window": 7, "full_attention_layers": [0], "head_dim": 10},
+    "windows-in-some-biased": {"sliding_window": 7, "full_attention_layers": [0], "qkv_bias": True},
+    "windows-in-some-normed": {"sliding_window": 7, "full_attention_layers": [1], "qk_norm": True},
+    "long": {"rope": LONG},
+    "long-within-the-original": {"rope": {**LONG, "original_max_position": 32}},
+    "long-partial": {
+        "hidden_size": 48,
+        "rope": {**LONG, "fraction": 0.5, "attention_factor": 1.3},
+        "num_kv_heads": 2,
+    },
+    "long-factor": {"rope": {**LONG, "factor": 8.0}},
+    "gemma2": GEMMA2,
+    "gemma2-plain": {
+        **GEMMA,
+        "sliding_window": None,
+        "tie_embeddings": False,
+        "qkv_bias": True,
+        "attention_out_bias": True,
+    },
+    "gemma2-one-cap": {**GEMMA2, "attention_softcap": None, "rope": {"scaling": "linear", "factor": 2.0}},
+    "gemma3": GEMMA3,
+    "gemma3-scaled-cap": {
+        **GEMMA3,
+        "logit_softcap": 2.0,
+        "rope": {"scaling": "linear", "factor": 8.0},
+        "attention_scale": 12**-0.5,
+    },
+    "gemma3-two-scalings": {
+        **GEMMA3,
+        "rope": YARN,
+        "local_rope": {**LLAMA3, "theta": 50.0},
+        "qkv_bias": True,
+        "attention_out_bias": True,
+        "tie_embeddings": False,
+    },
     "window-normed": {"sliding_window": 7, "qk_norm": True},
     "olmo2": OLMO2,
     "olmo2-grouped-head": {**OLMO2, "num_kv_heads": 2, "head_dim": 10, "tie_embeddings": True},

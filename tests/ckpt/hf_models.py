@@ -19,12 +19,23 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16.0,
     "mscale": 1.0, "mscale_all_dim": 0.5,
 }  # fmt: skip
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0],
+}  # fmt: skip
+KINDS = ["full_attention", "sliding_attention", "full_attention"]
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 _SIZES = {
     "vocab_size": 97, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_GEMMA = {**_SIZES, "head_dim": 10, "pad_token_id": 0}
+_EXPERTS = {**_SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_DEEPSEEK = {
+    **_EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 8,
+    "q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
 }  # fmt: skip
 _GPT2 = {
     "vocab_size": 97,
@@ -47,12 +58,20 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama-mha-dynamic": ("llama", {**_SIZES, "num_key_value_heads": 4, "rope_parameters": DYNAMIC}),
     "llama-mqa-yarn": ("llama", {**_SIZES, "num_key_value_heads": 1, "rope_parameters": YARN}),
     "mistral-window": ("mistral", {**_SIZES, "sliding_window": 8}),
+    "ministral": ("ministral", {**_SIZES, "sliding_window": 8, "head_dim": 6}),
+    "ministral-kinds": (
+        "ministral", {**_SIZES, "sliding_window": 8, "layer_types": KINDS, "head_dim": 14, "tie_word_embeddings": True},
+    ),
     "mistral-head": ("mistral", {**_SIZES, "sliding_window": None, "head_dim": 14, "hidden_size": 22}),
     "qwen2": ("qwen2", _SIZES),
     "qwen2-tied-window": (
         "qwen2", {**_SIZES, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 16,
                   "max_window_layers": 0},
     ),
+    "qwen2-window-above": (
+        "qwen2", {**_SIZES, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "qwen2-window-kinds": ("qwen2", {**_SIZES, "use_sliding_window": True, "sliding_window": 16, "layer_types": KINDS}),
     "qwen2-unused-window": (
         "qwen2", {**_SIZES, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3},
     ),
@@ -60,7 +79,17 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-tied-bias-yarn": (
         "qwen3", {**_SIZES, "head_dim": 12, "tie_word_embeddings": True, "attention_bias": True, "rope_parameters": YARN},
     ),
+    "qwen3-window": (
+        "qwen3", {**_SIZES, "head_dim": 8, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    ),
     "phi3": ("phi3", {**_SIZES, "pad_token_id": None}),
+    "phi3-long": (
+        "phi3", {**_SIZES, "pad_token_id": None, "rope_parameters": LONG, "original_max_position_embeddings": 32},
+    ),
+    "phi3-long-partial-factor": (
+        "phi3", {**_SIZES, "pad_token_id": None, "original_max_position_embeddings": 32, "hidden_size": 48,
+                 "rope_parameters": {**LONG, "partial_rotary_factor": 0.5, "attention_factor": 1.25}},
+    ),
     "phi3-partial-window": (
         "phi3", {**_SIZES, "hidden_size": 32, "pad_token_id": None, "partial_rotary_factor": 0.5, "sliding_window": 8,
                  "tie_word_embeddings": True, "resid_pdrop": 0.1},
@@ -68,6 +97,59 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "olmo2": ("olmo2", _SIZES),
     "olmo2-tied-bias-linear": (
         "olmo2", {**_SIZES, "tie_word_embeddings": True, "attention_bias": True, "rope_parameters": LINEAR},
+    ),
+    "gemma2": ("gemma2", {**_GEMMA, "sliding_window": 8}),
+    "gemma2-untied-bias-scalar": (
+        "gemma2", {**_GEMMA, "tie_word_embeddings": False, "attention_bias": True, "query_pre_attn_scalar": 24,
+                   "attn_logit_softcapping": None, "final_logit_softcapping": 5.0, "layer_types": KINDS},
+    ),
+    "gemma2-no-window": (
+        "gemma2", {**_GEMMA, "layer_types": ["full_attention"] * 3, "query_pre_attn_scalar": 10, "rope_parameters": LINEAR,
+                   "num_key_value_heads": 1, "attn_logit_softcapping": 3.0},
+    ),
+    "gemma3": ("gemma3_text", {**_GEMMA, "sliding_window": 8}),
+    "gemma3-kinds-linear": (
+        "gemma3_text", {**_GEMMA, "sliding_window": 8, "layer_types": KINDS, "final_logit_softcapping": 4.0,
+                        "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6},
+                                            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}},
+    ),
+    "gemma3-untied-bias": (
+        "gemma3_text", {**_GEMMA, "tie_word_embeddings": False, "attention_bias": True, "query_pre_attn_scalar": 7,
+                        "layer_types": ["full_attention"] * 3, "head_dim": 14},
+    ),
+    "mixtral": ("mixtral", {**_SIZES, "num_local_experts": 4}),
+    "mixtral-window-tied-head": (
+        "mixtral", {**_SIZES, "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 8, "head_dim": 10,
+                    "tie_word_embeddings": True, "router_aux_loss_coef": 0.02, "output_router_logits": True},
+    ),
+    "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 20}),
+    "qwen2_moe-dense-window": (
+        "qwen2_moe", {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1],
+                      "norm_topk_prob": True, "qkv_bias": False, "use_sliding_window": True, "sliding_window": 8,
+                      "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe": ("qwen3_moe", {**_EXPERTS, "num_experts": 6, "head_dim": 10, "norm_topk_prob": True}),
+    "qwen3_moe-steps-bias-window": (
+        "qwen3_moe", {**_EXPERTS, "num_experts": 4, "head_dim": 6, "decoder_sparse_step": 2, "attention_bias": True,
+                      "use_sliding_window": True, "sliding_window": 8, "rope_parameters": YARN},
+    ),
+    "gpt_oss": ("gpt_oss", {**_SIZES, "head_dim": 10, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss-kinds-no-bias": (
+        "gpt_oss", {**_SIZES, "head_dim": 6, "num_local_experts": 3, "num_experts_per_tok": 3, "layer_types": KINDS,
+                    "attention_bias": False, "sliding_window": 8, "swiglu_limit": 2.5, "tie_word_embeddings": True,
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "deepseek_v2": ("deepseek_v2", {**_DEEPSEEK, "first_k_dense_replace": 1, "n_shared_experts": 2}),
+    "deepseek_v2-groups-plain-queries": (
+        "deepseek_v2", {**_DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4,
+                        "topk_group": 2, "routed_scaling_factor": 16.0, "attention_bias": True, "n_shared_experts": 1,
+                        "rope_parameters": YARN, "tie_word_embeddings": True},
+    ),
+    "deepseek_v3": ("deepseek_v3", {**_DEEPSEEK, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}),
+    "deepseek_v3-bias-yarn": (
+        "deepseek_v3", {**_DEEPSEEK, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "attention_bias": True,
+                        "norm_topk_prob": False, "routed_scaling_factor": 1.5, "rope_parameters": YARN | {"mscale": 0.5},
+                        "q_lora_rank": None, "num_nextn_predict_layers": 0},
     ),
     "gpt_neox": ("gpt_neox", _NEOX),
     "gpt_neox-no-bias": (
@@ -91,6 +173,9 @@ def save_model(folder: Path, case: str, *, dtype: torch.dtype = torch.float32, s
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.data = torch.randn(buffer.shape)  # in fp32, whatever the weights are
     with contextlib.redirect_stderr(io.StringIO()):
         model.save_pretrained(folder, max_shard_size=shard)
     return folder

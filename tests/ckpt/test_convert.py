@@ -130,6 +130,17 @@ GPT = {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "t
        "attention_out_bias": True, "mlp_bias": True, "max_position": 32}  # fmt: skip
 
 
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
+LONG = {"scaling": "longrope", "original_max_position": 64, "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+GEMMA = {"norm_position": "both", "zero_centered_norm": True, "scale_embeddings": True, "activation": "geglu",
+         "sliding_window": 8, "full_attention_layers": [1]}  # fmt: skip
+OSS = {"sliding_window": 8, "full_attention_layers": [1], "attention_sinks": True, "mlp_bias": True, "qkv_bias": True,
+       "attention_out_bias": True, "activation_limit": 7.0, "moe": {**MOE, "router_bias": True}}  # fmt: skip
+LATENT = {"mla": {"kv_lora_rank": 6, "q_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3},
+          "rope": {"interleaved": True}}  # fmt: skip
+V3 = {"score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 16, "layers": [1]}
+
+
 def trained(root: Path, changes: dict[str, Any], assets: Path | None = None, step: int = 7) -> Path:
     """A checkpoint that the trainer would write: no HuggingFace folder ever stood behind it."""
     model = ModelConfig.parse(SMALL | changes)
@@ -151,6 +162,16 @@ def trained(root: Path, changes: dict[str, Any], assets: Path | None = None, ste
         ({"rope": {"fraction": 0.5}, "hidden_size": 16}, "phi3"),
         ({"norm_position": "post", "qk_norm": True, "qk_norm_span": "all"}, "olmo2"),
         ({**GPT, "position": "rope", "parallel_residual": True}, "gpt_neox"),
+        ({"sliding_window": 8, "full_attention_layers": [1]}, "ministral"),
+        ({"rope": LONG}, "phi3"),
+        ({**GEMMA, "attention_softcap": 5.0}, "gemma2"),
+        ({**GEMMA, "qk_norm": True, "local_rope": {"theta": 100.0}}, "gemma3_text"),
+        ({"moe": MOE}, "mixtral"),
+        ({"moe": {**MOE, "layers": [1]}, "qk_norm": True}, "qwen3_moe"),
+        ({"moe": {**MOE, "shared_ffn_hidden_size": 12, "shared_gate": True}}, "qwen2_moe"),
+        (OSS, "gpt_oss"),
+        ({**LATENT, "moe": {**MOE, **V3}}, "deepseek_v3"),
+        ({**LATENT, "moe": {**MOE, "normalize": False, "shared_ffn_hidden_size": 8}}, "deepseek_v2"),
     ],
 )  # fmt: skip
 def test_a_model_that_mega_trained_is_loaded_by_transformers(
@@ -165,6 +186,58 @@ def test_a_model_that_mega_trained_is_loaded_by_transformers(
     assert same(weights(open_source(tmp_path / "out")), weights(open_source(checkpoint)))
     model.save_pretrained(tmp_path / "theirs")
     assert same(weights(open_source(tmp_path / "theirs")), weights(open_source(checkpoint)))
+
+
+@pytest.fixture
+def predictor(tmp_path: Path) -> Path:
+    """A DeepSeek-V3 folder as its makers wrote it: a further predictor behind the layers, with both ends again."""
+    moe = {**MOE, **V3, "layers": [1, 2]}
+    source = open_source(trained(tmp_path / "run", {**LATENT, "moe": moe, "mtp_layers": 1}))
+    convert(tmp_path / "run", tmp_path / "hf", "hf", options=Options(dtype=torch.bfloat16, max_shard=4000), verify=True)
+    disk = {
+        name: tensor for file in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    ends = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    for copy, name in ends.items():
+        assert torch.equal(disk[f"model.layers.2.{copy}.weight"], source.read(f"{name}.weight").bfloat16())
+    assert {"model.layers.2.enorm.weight", "model.layers.2.eh_proj.weight"} <= disk.keys()
+    assert "model.layers.2.mlp.experts.3.up_proj.weight" in disk
+    return tmp_path / "hf"
+
+
+def test_further_predictors_come_back_with_their_copies(predictor: Path, tmp_path: Path) -> None:
+    convert(predictor, tmp_path / "mega", "mega", verify=True)
+    assert open_source(tmp_path / "mega").model.mtp_layers == 1
+    convert(tmp_path / "mega", tmp_path / "back", "hf", verify=True)
+    assert content(tmp_path / "back") == content(predictor)
+
+
+def test_a_selection_bias_stays_in_fp32(predictor: Path, tmp_path: Path) -> None:
+    convert(predictor, tmp_path / "mega", "mega", options=Options(dtype=torch.float16), verify=True)
+    for folder in (predictor, tmp_path / "mega"):
+        source = open_source(folder)
+        others = {source.dtype(name) for name in source.keys() if not name.endswith("correction_bias")}  # noqa: SIM118
+        assert source.dtype("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
+        assert others == {torch.bfloat16 if folder == predictor else torch.float16}
+
+
+def test_predictors_that_are_left_out_and_copies_that_differ(predictor: Path, tmp_path: Path) -> None:
+    disk = {name: tensor for file in predictor.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for file in predictor.glob("model*"):
+        file.unlink()
+    without = {name: tensor for name, tensor in disk.items() if not name.startswith("model.layers.2.")}
+    save_file(without, predictor / "model.safetensors")
+    source = open_source(predictor)
+    assert (source.model.mtp_layers, source.model.moe and source.model.moe.layers) == (0, [1])
+    convert(predictor, tmp_path / "mega", "mega")
+    convert(tmp_path / "mega", tmp_path / "back", "hf")
+    assert content(tmp_path / "back") == content(predictor)
+    name = "model.layers.2.embed_tokens.weight"
+    save_file({key: tensor for key, tensor in disk.items() if key != name}, predictor / "model.safetensors")
+    assert open_source(predictor).model.mtp_layers == 1
+    save_file(disk | {name: disk[name] + 1}, predictor / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} differs from model.embed_tokens.weight, .* that they are one"):
+        open_source(predictor)
 
 
 def test_a_model_that_was_changed_after_it_came_from_hf(llama: Path, tmp_path: Path) -> None:

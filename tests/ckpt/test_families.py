@@ -10,7 +10,7 @@ from hf_models import LLAMA3, MODELS, YARN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_ckpt.families import FAMILIES, family_for, family_named, family_of, same_model
+from mega_ckpt.families import FAMILIES, Family, family_for, family_named, family_of, same_model
 from mega_ckpt.families.layouts import TRANSPOSED, OneExpert, Rule, disk_tensors
 from mega_ckpt.names import tensors_of
 from mega_common.errors import CheckpointError
@@ -25,6 +25,12 @@ PHI3 = {**LLAMA, "model_type": "phi3"}
 NEOX = {
     **{key: value for key, value in LLAMA.items() if key not in ("rms_norm_eps", "num_key_value_heads")},
     "model_type": "gpt_neox", "rotary_pct": 1.0,
+}  # fmt: skip
+GEMMA = {**LLAMA, "model_type": "gemma3_text"}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
+V3 = {
+    **LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "kv_lora_rank": 6, "q_lora_rank": 5, "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2, "v_head_dim": 3, "n_routed_experts": 16, "moe_intermediate_size": 8,
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 32}
 
@@ -49,13 +55,14 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
     back = transformers.AutoConfig.from_pretrained(tmp_path)
     loaded = json.loads(back.to_json_string(use_diff=False))
     assert same_model(family.read_config(loaded), model)
-    # Values that say the same in two ways: when a window starts, and defaults of rope that are written out.
-    spelled = {"max_window_layers", "use_sliding_window", "sliding_window", "rope_parameters"}
+    # Values that say the same in two ways: when a window starts, and defaults of heads and rope that are written out.
+    spelled = {"max_window_layers", "use_sliding_window", "sliding_window", "rope_parameters", "head_dim"}
+    spelled |= {"decoder_sparse_step", "mlp_only_layers", "num_experts", "num_local_experts", "n_group", "topk_group"}
     for key in {key for entry in family.entries for key in entry.keys} & raw.keys() - spelled:
         assert loaded[key] == raw[key], key
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", [case for case, (kind, _) in MODELS.items() if not family_named(kind).by_expert])
 def test_tensors_are_those_of_transformers(case: str) -> None:
     transformers = pytest.importorskip("transformers")
     kind, chosen = MODELS[case]
@@ -72,10 +79,18 @@ def test_tensors_are_those_of_transformers(case: str) -> None:
 def test_defaults_of_absent_keys_are_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     for family in FAMILIES:
-        full = json.loads(transformers.AutoConfig.for_model(family.name).to_json_string(use_diff=False))
-        required = {key for entry in family.entries for key in entry.keys if getattr(entry, "default", None) is ...}
-        sparse = {key: full[key] for key in required} | {"model_type": family.name}
+        few = {"num_experts_per_tok": 2} if family.name == "deepseek_v2" else {}
+        full = json.loads(transformers.AutoConfig.for_model(family.name, **few).to_json_string(use_diff=False))
+        sparse = {key: full[key] for key in full if _is_required(family, full, key)} | {"model_type": family.name}
         assert same_model(family.read_config(sparse), family.read_config(full)), family.name
+
+
+def _is_required(family: Family, full: dict[str, Any], key: str) -> bool:
+    try:
+        family.read_config({other: value for other, value in full.items() if other != key})
+    except CheckpointError as error:
+        return "missing" in str(error)
+    return False
 
 
 @pytest.mark.parametrize(
@@ -108,7 +123,7 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
     [
         ({**LLAMA, "attention_multiplier": 0.5}, "attention_multiplier = 0.5"),
         ({**LLAMA, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
-        ({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate = False"),
+        ({**LLAMA, "rope_scaling": {"type": "llama3", "factor": 2.0, "truncate": False}}, "truncate = False"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor of rope_type 'linear' is missing"),
         ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "not one set of parameters"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -119,18 +134,35 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**LLAMA, "num_attention_heads": "four"}, "num_attention_heads"),
         ({**LLAMA, "num_key_value_heads": 3}, "must divide num_attention_heads"),
         ({key: value for key, value in LLAMA.items() if key != "hidden_size"}, "hidden_size is missing"),
-        ({**QWEN, "use_sliding_window": True, "max_window_layers": 1}, "layer_types of several kinds"),
+        ({**QWEN, "layer_types": ["full_attention"]}, "layer_types names 1 layers, but num_hidden_layers = 3"),
+        ({**QWEN, "layer_types": ["sliding_attention"] * 3}, "there is no sliding_window"),
+        ({**QWEN, "num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000 is more than"),
         ({**QWEN, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({**QWEN, "layer_types": 3}, "layer_types"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = False"),
         ({**GPT2, "n_ctx": 16}, "n_ctx = 16"),
-        ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_type = 'longrope'"),
+        ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope' wants 3 numbers"),
         (
             {**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}},
-            "rope_type = 'yarn' is not supported (known: default)",
+            "rope_type = 'yarn' is not supported (known: default, longrope)",
         ),
         ({**NEOX, "rope_theta": 500.0}, "rope_theta = 500.0"),
+        ({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, "the weights are quantised (mxfp4)"),
+        ({**MIXTRAL, "num_local_experts": 2, "num_experts_per_tok": 3}, "moe.top_k"),
+        ({**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        ({key: value for key, value in MIXTRAL.items() if key != "num_local_experts"}, "num_local_experts is missing"),
+        ({**V3, "scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({**V3, "topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ({**V3, "moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ({**V3, "rope_interleave": False}, "rope_interleave = False"),
+        ({**V3, "num_key_value_heads": 2}, "num_key_value_heads = 2 must be 4"),
+        ({**V3, "head_dim": 7}, "head_dim = 7 must be 2"),
+        ({key: value for key, value in V3.items() if key != "kv_lora_rank"}, "kv_lora_rank: missing"),
+        ({**V3, "model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob = True"),
+        ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({**GEMMA, "hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        ({**GEMMA, "rope_parameters": {"rope_type": "default"}}, "not one set of parameters for each of"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name(raw: dict[str, Any], told: str) -> None:
@@ -162,6 +194,25 @@ def test_unknown_model_type_names_the_known_ones() -> None:
         family_of({"hidden_size": 3})
 
 
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
+GEMMA_LIKE = {
+    "norm_position": "both", "zero_centered_norm": True, "scale_embeddings": True, "activation": "geglu",
+    "sliding_window": 8, "full_attention_layers": [1],
+}  # fmt: skip
+OSS = {
+    "sliding_window": 8, "full_attention_layers": [1], "attention_sinks": True, "mlp_bias": True, "qkv_bias": True,
+    "attention_out_bias": True, "activation_limit": 7.0, "moe": {**MOE, "router_bias": True},
+}  # fmt: skip
+MLA = {"kv_lora_rank": 6, "q_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3}
+DEEPSEEK = {
+    "mla": MLA, "rope": {"interleaved": True}, "mtp_layers": 1,
+    "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "groups": 2, "top_groups": 1, "group_score": "top2",
+            "shared_ffn_hidden_size": 16, "layers": [1, 2]},
+}  # fmt: skip
+DEEPSEEK2 = {
+    "mla": {**MLA, "q_lora_rank": None}, "rope": {"interleaved": True},
+    "moe": {**MOE, "normalize": False, "shared_ffn_hidden_size": 8, "scaling": 3.0},
+}  # fmt: skip
 SIZES = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
 BIASES = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
 
@@ -179,10 +230,61 @@ BIASES = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
         ({"rope": {"fraction": 0.5}}, "phi3"),
         ({"norm_position": "post", "qk_norm": True, "qk_norm_span": "all"}, "olmo2"),
         ({"norm": "layernorm", "activation": "gelu", "parallel_residual": True, **BIASES}, "gpt_neox"),
+        ({"sliding_window": 8, "full_attention_layers": [1]}, "ministral"),
+        ({"sliding_window": 8, "full_attention_layers": [0, 1]}, "llama"),
+        ({"sliding_window": 8, "full_attention_layers": []}, "mistral"),
+        ({"sliding_window": 8, "full_attention_layers": [1], "qkv_bias": True}, "qwen2"),
+        (
+            {
+                "rope": {
+                    "scaling": "longrope",
+                    "original_max_position": 64,
+                    "short_factor": [1.0, 1.0],
+                    "long_factor": [2.0, 3.0],
+                }
+            },
+            "phi3",
+        ),
+        ({**GEMMA_LIKE, "attention_softcap": 50.0, "logit_softcap": 30.0}, "gemma2"),
+        ({**GEMMA_LIKE, "qk_norm": True, "local_rope": {"theta": 100.0}}, "gemma3_text"),
+        ({"moe": MOE}, "mixtral"),
+        ({"moe": {**MOE, "layers": [0, 1], "aux_loss": 0.1, "z_loss": 0.1}}, "mixtral"),
+        ({"moe": {**MOE, "normalize": False}, "qk_norm": True}, "qwen3_moe"),
+        ({"moe": {**MOE, "layers": [1]}, "qk_norm": True, "sliding_window": 8}, "qwen3_moe"),
+        ({"moe": {**MOE, "shared_ffn_hidden_size": 12, "shared_gate": True}}, "qwen2_moe"),
+        (OSS, "gpt_oss"),
+        (DEEPSEEK, "deepseek_v3"),
+        (DEEPSEEK2, "deepseek_v2"),
     ],
 )
 def test_the_first_family_that_fits(changes: dict[str, Any], name: str) -> None:
-    assert family_for(ModelConfig.parse(SIZES | changes)).name == name
+    model = ModelConfig.parse(SIZES | changes)
+    family = family_for(model)
+    assert family.name == name
+    assert same_model(family.read_config(json.loads(json.dumps(family.write_config(model)))), model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"moe": {**MOE, "score": "sigmoid"}}, "moe.score = 'sigmoid' has no counterpart"),
+        ({"moe": {**MOE, "layers": [1]}}, "mixtral: moe.layers must name every layer"),
+        ({"attention_sinks": True}, "llama: attention_sinks = True has no counterpart"),
+        ({"logit_softcap": 3.0}, "llama: logit_softcap = 3.0 has no counterpart"),
+        ({**GEMMA_LIKE, "attention_scale": 0.3}, "attention_scale must be 1 / sqrt(a whole number), not 0.3"),
+        ({"norm_position": "both"}, "llama: norm_position = 'both' has no counterpart"),
+        ({**OSS, "sliding_window": None, "activation_limit": None}, "gpt_oss: activation_limit must be given"),
+        ({**DEEPSEEK, "attention_scale": 0.5}, "deepseek_v3: attention_scale = 0.5 has no counterpart"),
+        (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "group_score": "max"}}, "moe.group_score must be 'top2', not 'max'"),
+        (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "layers": [0]}}, "moe.layers must be all layers from 0 on"),
+        (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "shared_ffn_hidden_size": 9}}, "must be a multiple of 8, at least one"),
+        ({"mla": MLA}, "llama: mla = MlaConfig("),
+    ],
+)  # fmt: skip
+def test_a_model_that_none_can_express_is_told_why(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(CheckpointError, match="no HuggingFace family") as caught:
+        family_for(ModelConfig.parse(SIZES | changes))
+    assert told in str(caught.value)
 
 
 def test_no_family_fits_and_each_says_why() -> None:
@@ -213,7 +315,14 @@ def test_a_model_that_fits_survives_its_config(
         assert same_model(family.read_config(written), model), family.name
 
 
-@pytest.mark.parametrize("raw", [GPT2, PHI3, NEOX], ids=lambda raw: raw["model_type"])
+def raw_of(changes: dict[str, Any]) -> dict[str, Any]:
+    model = ModelConfig.parse(SIZES | changes)
+    return family_for(model).write_config(model)
+
+
+@pytest.mark.parametrize(
+    "raw", [GPT2, PHI3, NEOX, raw_of({"moe": MOE}), raw_of(OSS), raw_of(DEEPSEEK2)], ids=lambda raw: raw["model_type"]
+)
 def test_every_disk_tensor_is_views_that_tile_the_canonical_ones(raw: dict[str, Any]) -> None:
     model = read(raw)
     found = {name: torch.zeros(shape) for name, shape in tensors_of(model).items()}
@@ -232,6 +341,26 @@ def test_fused_and_transposed_as_gpt2_computes_it() -> None:
     parts = {slab.name: view for slab, view in disk.views(weight)}
     for name, expected in zip("qkv", (x @ weight).split(24, dim=1), strict=True):
         torch.testing.assert_close(x @ parts[f"model.layers.1.self_attn.{name}_proj.weight"].t(), expected)
+
+
+def test_experts_whose_rows_take_turns() -> None:
+    """x @ W + b, its even columns the gate's and its odd ones the up projection's, is what each canonical part gives."""
+    table = family_named("gpt_oss").table(ModelConfig.parse(SIZES | OSS))
+    disk, bias = (table[f"model.layers.1.mlp.experts.gate_up_proj{kind}"] for kind in ("", "_bias"))
+    assert (disk.shape, bias.shape) == ((4, 16, 16), (4, 16))
+    weight, offset = torch.randn(disk.shape, dtype=torch.float64), torch.randn(bias.shape, dtype=torch.float64)
+    weights, offsets = ([view for _, view in each.views(value)] for each, value in ((disk, weight), (bias, offset)))
+    x = torch.randn(4, 5, 16, dtype=torch.float64)
+    y = x @ weight + offset[:, None]
+    for index in range(2):
+        torch.testing.assert_close(x @ weights[index].mT + offsets[index][:, None], y[..., index::2])
+    whole = torch.zeros(disk.shape)
+    for part, number in zip(disk.portions(), range(4), strict=True):
+        assert part.shape == (1, 16, 16)
+        for slab, view in part.views(whole[number : number + 1]):
+            assert slab.offset == (number, 0, 0)
+            view += 1
+    assert (whole == 1).all()
 
 
 def test_heads_that_follow_each_other() -> None:

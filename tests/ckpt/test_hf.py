@@ -176,6 +176,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "the tensor model.layers.0.lora is not one of a llama model",
     ),
     "wrong shape": (larger_vocabulary, r"has shape \[97, 24\], but config.json makes it \[98, 24\]"),
+    "too many experts": (
+        lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="qwen3_moe", num_experts=10**12, mlp_bias=None)),
+        "1000000000000 experts by config.json, but only .* tensors",
+    ),
     "too many layers": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(num_hidden_layers=10**12)), "but only .* tensors",
     ),

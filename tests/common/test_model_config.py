@@ -32,6 +32,7 @@ def test_what_follows_from_what_is_given() -> None:
         ({"rope": {"scaling": "linear", "factor": 0.5}}, "rope.factor = 0.5: must be at least 1"),
         ({"rope": {"theta": 0}}, "rope.theta = 0: input should be greater than 0"),
         ({"moe": {"num_experts": 2, "top_k": 3, "ffn_hidden_size": 8}}, "moe.top_k = 3: must be at most"),
+        ({"activation_limit": 7.0, "activation": "geglu"}, "activation_limit = 7.0: bounds swiglu alone"),
         ({"mla": LATENT, "qk_norm": True}, "mla: has its own head sizes and norms"),
         ({"mla": LATENT, "num_kv_heads": 2}, "-> leave out head_dim, num_kv_heads, qk_norm and attention_sinks"),
         ({"mla": {**LATENT, "qk_rope_head_dim": 3}}, "mla = 3: must rotate an even part of the head size 11"),

@@ -52,7 +52,19 @@ PROMPTS = ["3 5 8 13 21 34 55 1 2", "7", "60 0 0 60 1", "9 9", "4 8 15 16 23 42"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("llama", "grouped"), ("qwen3", "qk-norm"), ("gpt2", "gpt2"), ("mistral", "window"), ("llama", "dynamic")],
+    [
+        ("llama", "grouped"),
+        ("qwen3", "qk-norm"),
+        ("gpt2", "gpt2"),
+        ("mistral", "window"),
+        ("llama", "dynamic"),
+        ("gemma2", "gemma2"),
+        ("gemma3_text", "gemma3"),
+        ("ministral", "windows-in-some"),
+        ("qwen2", "windows-in-some-biased"),
+        ("phi3", "long-within-the-original"),
+        ("phi3", "long"),
+    ],
 )
 def test_greedy_is_that_of_transformers(tmp_path: Path, family: str, name: str, dtype: torch.dtype):
     pytest.importorskip("transformers", reason="the reference implementation")

@@ -26,6 +26,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 61, "qk_norm": True,
         "qkv_bias": True, "activation": "geglu", "sliding_window": 11, "rope": {"theta": 100.0, "fraction": 0.5},
     },
+    "gemma": {
+        "num_attention_heads": 8, "num_kv_heads": 4, "head_dim": 6, "vocab_size": 53, "tie_embeddings": True,
+        "norm_position": "both", "zero_centered_norm": True, "qk_norm": True, "scale_embeddings": True,
+        "attention_softcap": 2.0, "logit_softcap": 1.5, "attention_sinks": True, "attention_scale": 0.5,
+        "sliding_window": 5, "full_attention_layers": [1], "rope": {"theta": 500.0}, "local_rope": {"theta": 20.0},
+        "activation_limit": 0.7, "mlp_bias": True,
+    },
     "mla": {
         "num_attention_heads": 8, "vocab_size": 61, "qkv_bias": True, "rope": {"theta": 100.0, "interleaved": True},
         "mtp_layers": 1,
@@ -38,12 +45,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_softcap": 5.0, "embedding_dropout": 0.1, "residual_dropout": 0.1,
     },
 }  # fmt: skip
+LENGTHS = {"long": 32}
+CONTEXT = ("ring", "allgather", "alltoall")
 # Of which each layout draws one.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
 }
-LENGTHS = {"long": 32}
-CONTEXT = ("ring", "allgather", "alltoall")
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
 
@@ -103,7 +110,7 @@ class Case:
     def layout(self) -> dict[str, Any]:
         """The layout's degrees, all of them."""
         usual = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "schedule": "1f1b", "cp": 1, "zero": 1}
-        degrees = usual | dict(self.parallel)
+        degrees = {**usual, **self.parallel}
         dp = self.ranks // (degrees["tp"] * degrees["pp"] * degrees["cp"])
         return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none"), "optimizer": self.optimizer}
 
@@ -122,8 +129,8 @@ def model(name: str, layers: int = 2) -> dict[str, Any]:
 
 def case(name: str, ranks: int, *, layers: int = 2, variant: Mapping[str, Any] | None = None, **more: Any) -> Case:
     """A case of the named model, but for the fields of `variant`; `more` are `Case`'s fields."""
-    fields = {**model(name, layers), **(variant or {})}
-    return Case(name, fields, ranks, **{"length": LENGTHS.get(name, 16), **more})
+    fields = {"length": LENGTHS.get(name, 16), **more}
+    return Case(name, {**model(name, layers), **(variant or {})}, ranks, **fields)
 
 
 def degrees(ranks: int, tps: Sequence[int], cp: int = 1) -> Iterator[dict[str, Any]]:
@@ -153,13 +160,16 @@ def all_layouts() -> list[Case]:
 
 
 def context_layouts() -> list[Case]:
-    """Every layout with context parallelism, of each kind."""
-    return [
-        _with_choices("long", ranks, {**parallel, "cp": cp, "cp_kind": kind})
+    """Every layout with context parallelism: of each kind for the long model, of one that is drawn for others."""
+    layouts = [
+        (ranks, {**parallel, "cp": cp})
         for ranks in range(2, RANKS + 1)
-        for cp, kind in product((2, 4, 8), CONTEXT)
+        for cp in (2, 4, 8)
         for parallel in degrees(ranks, (1, 2, 4), cp)
     ]
+    long = [_with_choices("long", ranks, {**at, "cp_kind": kind}) for ranks, at in layouts for kind in CONTEXT]
+    rng = random.Random("kinds")
+    return long + [_with_choices("mla", ranks, {**at, "cp_kind": rng.choice(CONTEXT)}) for ranks, at in layouts]
 
 
 def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:

@@ -22,15 +22,17 @@ INTRODUCTION = """\
 
 Written by `make parity`; do not edit. Five models train three steps in every combination of tensor parallelism (tp),
 sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV), interleaved stages (vp), data
-parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), the last model also with context
-parallelism of each kind (cp), on up to {ranks} ranks, in fp64 on gloo, with uneven documents and loss masks;
-recomputation, uneven pipelines, micro-batch and bucket sizes, AdamW and Muon vary over them. Loss, gradient norm, every
-gradient after the clip, every weight and every optimizer moment are held against one process: the largest difference,
-relative to the largest element of each tensor, must be below {tolerance:g}.
+parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), two of them also with context parallelism
+of each kind (cp), on up to {ranks} ranks, in fp64 on gloo, with uneven documents and loss masks; recomputation, uneven
+pipelines, micro-batch and bucket sizes, AdamW and Muon vary over them. Loss, gradient norm, every gradient after the
+clip, every weight and every optimizer moment are held against one process: the largest difference, relative to the
+largest element of each tensor, must be below {tolerance:g}.
 
 - `dense`: RMSNorm, SwiGLU, rope
 - `tied`: tied embeddings, LayerNorm, GELU, learned positions, biases, three dropouts, a vocabulary of 59
 - `gqa`: fewer key/value heads than tensor ranks, query-key norm, a sliding window, a vocabulary of 61
+- `gemma`: norms before and after, zero-centred; soft caps, sinks, bounded SwiGLU, scaled tied embeddings, a window and
+  a rotation of its own in every layer but one, a vocabulary of 53
 - `mla`: latent attention, of queries too or tied embeddings; one or two layers that predict further tokens
 - `long`: grouped key/value heads, one layer with a sliding window and one without, soft-capped scores, two dropouts
 
@@ -69,10 +71,10 @@ def dimensions(case: Case) -> str:
     """The dimensions in which a case is larger than one process: `tp + sp + dp + zero-1`."""
     layout = case.layout
     names = {
-        "tp": layout["tp"] > 1, "sp": layout["sp"], "pp": layout["pp"] > 1, "vp": layout["virtual_stages"] > 1,
-        layout["schedule"]: layout["schedule"] != "1f1b",
-        f"cp {layout.get('cp_kind')}": layout["cp"] > 1, "dp": layout["dp"] > 1,
-        f"zero-{layout['zero']}": layout["zero"] > 0 and layout["dp"] * layout["cp"] > 1,
+        "tp": layout["tp"] > 1, "sp": layout["sp"], "pp": layout["pp"] > 1,
+        "vp": layout["virtual_stages"] > 1 and layout["schedule"] == "1f1b",
+        layout["schedule"]: layout["schedule"] != "1f1b", f"cp {layout.get('cp_kind')}": layout["cp"] > 1,
+        "dp": layout["dp"] > 1, f"zero-{layout['zero']}": layout["zero"] > 0 and layout["dp"] * layout["cp"] > 1,
         "copies": "zero3_shard" in layout,
     }  # fmt: skip
     return " + ".join(name for name, used in names.items() if used) or "one process"

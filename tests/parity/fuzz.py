@@ -41,8 +41,8 @@ def _case(seed: int, rng: random.Random) -> Case:
     dp = rng.randint(1, max(1, RANKS // (tp * pp * cp)))
     parallel: dict[str, Any] = {
         "tp": tp, "sp": rng.random() < 0.5, "pp": pp, "virtual_stages": v, "zero": rng.choice(ZERO_LEVELS),
-        "schedule": rng.choice(["1f1b", {1: "zb-h1", 2: "zbv"}.get(v, "1f1b")]),
         "cp": cp, "cp_kind": rng.choice(CONTEXT),
+        "schedule": rng.choice(["1f1b", {1: "zb-h1", 2: "zbv"}.get(v, "1f1b")]),
     }  # fmt: skip
     layers = pp * v + rng.randint(0, 2)
     if pp * v > 1 and rng.random() < 0.3:
@@ -85,11 +85,15 @@ def _decoder(rng: random.Random, heads: int, kv: int, size: int, position: str) 
         "rope": {"theta": rng.choice([100.0, 10_000.0]), "fraction": rng.choice([0.5, 1.0])},
         "qkv_bias": rng.random() < 0.5, "attention_out_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5,
         "qk_norm": rng.random() < 0.5, "sliding_window": rng.choice([None, None, 2, 5]),
-        "attention_softcap": rng.choice([None, None, 2.0]), "max_position": 48,
+        "max_position": 48,
         **{f"{site}_dropout": rng.choice([0.0, 0.2]) for site in ("embedding", "attention", "residual")},
         "init_std": rng.choice([0.1, 0.2]), "scale_residual_init": rng.random() < 0.5,
-        "qk_norm_span": rng.choice(["head", "all"]), "norm_position": rng.choice(["pre", "post"]),
+        "qk_norm_span": rng.choice(["head", "all"]), "norm_position": rng.choice(["pre", "post", "both"]),
         "parallel_residual": rng.random() < 0.5,
+        "zero_centered_norm": rng.random() < 0.5, "scale_embeddings": rng.random() < 0.3,
+        "attention_scale": rng.choice([None, 0.3]), "attention_softcap": rng.choice([None, 2.0]),
+        "attention_sinks": rng.random() < 0.3, "logit_softcap": rng.choice([None, 2.0]),
+        "full_attention_layers": rng.choice([None, [0]]), "local_rope": rng.choice([None, {"theta": 50.0}]),
     }  # fmt: skip
 
 

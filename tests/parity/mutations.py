@@ -44,17 +44,19 @@ swap = mock.patch.object
 TP = case("gqa", 2, parallel={"tp": 2})
 SP = case("tied", 2, parallel={"tp": 2, "sp": True})
 SHARED = case("gqa", 4, parallel={"tp": 4})  # every key/value head on two ranks
+SINKS = case("gemma", 2, parallel={"tp": 2})
 PP = case("tied", 2, parallel={"pp": 2}, micro=2)
 ZB = case("dense", 2, layers=4, parallel={"pp": 2, "schedule": "zb-h1"}, micro=2)
 ZBV = case("tied", 2, layers=4, parallel={"pp": 2, "schedule": "zbv", "virtual_stages": 2}, micro=2)
 DP = case("dense", 2, parallel={"zero": 0}, micro=2)
 ZERO = case("dense", 2, parallel={"zero": 1}, micro=4)
 ZERO2 = case("dense", 2, parallel={"zero": 2}, micro=2)
-LATENT = case("mla", 2, parallel={"tp": 2, "sp": True})
-AHEAD_DP = case("mla", 2, parallel={"zero": 0}, micro=2)
-AHEAD_PP = case("mla", 2, parallel={"pp": 2}, micro=2)
 RING, GATHER, EXCHANGE = (case("long", 2, parallel={"cp": 2, "cp_kind": kind}) for kind in CONTEXT)
 DROPPING = case("tied", 2, parallel={"cp": 2, "cp_kind": "alltoall"})
+LATENT = case("mla", 2, parallel={"tp": 2, "sp": True})
+AHEAD_DP = case("mla", 2, parallel={"zero": 0}, micro=2)
+AHEAD_CP = case("mla", 2, parallel={"cp": 2})
+AHEAD_PP = case("mla", 2, parallel={"pp": 2}, micro=2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +111,17 @@ def _tied_without_sync() -> AbstractContextManager[Any]:
     return swap(builder, "vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
 
 
+def _sinks_left_out() -> AbstractContextManager[Any]:
+    """Every rank but the first takes its sinks for copies of the first's."""
+    real = Builder._parameter
+
+    def parameter(self: Builder, shape: Any, pieces: Any, **options: Any) -> Any:
+        copies = {"replicas": (self.groups.tp,)} if pieces[0].name.endswith(".sinks") else {}
+        return real(self, shape, pieces, **{**options, **copies})
+
+    return swap(Builder, "_parameter", parameter)
+
+
 def _norm_counts_copies() -> AbstractContextManager[Any]:
     return swap(Kind, "counts_here", property(lambda self: True))
 
@@ -125,17 +138,17 @@ def _norm_of_this_rank() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _mean_of_means() -> Any:
-    real = Decoder.loss
+    real = Decoder._head_loss
 
     def count_batches(batches: Sequence[Any], data: Any) -> float:
         count = torch.tensor(float(len(batches)), dtype=torch.float64)
         all_reduce(count, data)
         return count.item()
 
-    def mean(self: Decoder, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return real(self, x, labels, weights / weights.sum())
+    def mean(self: Decoder, hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        return real(self, hidden, labels, weights / weights.sum(), head)
 
-    with swap(step, "count_tokens", count_batches), swap(Decoder, "loss", mean):
+    with swap(step, "count_tokens", count_batches), swap(Decoder, "_head_loss", mean):
         yield
 
 
@@ -307,10 +320,15 @@ def _dropout_of_first_heads() -> AbstractContextManager[Any]:
 def _padding_takes_part() -> AbstractContextManager[Any]:
     real = loss._chunk
 
-    def chunk(hidden: Tensor, head: Tensor, labels: Tensor, group: Any, vocab_size: int) -> Any:
-        return real(hidden, head, labels, group, head.shape[0] * group.size)
+    def chunk(hidden: Tensor, head: Tensor, labels: Tensor, group: Any, vocab_size: int, softcap: Any) -> Any:
+        return real(hidden, head, labels, group, head.shape[0] * group.size, softcap)
 
     return swap(loss, "_chunk", chunk)
+
+
+def _cap_without_slope() -> AbstractContextManager[Any]:
+    real = loss._chunk
+    return swap(loss, "_chunk", lambda *args: (*real(*args)[:-1], None))
 
 
 def _loss_of_local_logits() -> AbstractContextManager[Any]:
@@ -357,30 +375,6 @@ def _first_kv_head() -> AbstractContextManager[Any]:
     """Every rank takes the first key/value head."""
     real = Builder.shared_rows
     return swap(Builder, "shared_rows", lambda self, blocks, index, **rest: real(self, blocks, index=0, **rest))
-
-
-def _latent_norms_without_sync() -> AbstractContextManager[Any]:
-    real = Builder.replicated
-
-    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
-        return real(replace(self, sp=False) if "a_layernorm" in name else self, name, shape, **options)
-
-    return swap(Builder, "replicated", replicated)
-
-
-def _ahead_by_own_counts() -> AbstractContextManager[Any]:
-    real = step.weigh_ahead
-    return swap(step, "weigh_ahead", lambda batches, tokens, data: real(batches, tokens / data.size, Group("alone")))
-
-
-def _ahead_by_each_batch() -> AbstractContextManager[Any]:
-    """The mean of each micro-batch's mean."""
-    real = step.weigh_ahead
-
-    def weigh(batches: Sequence[Any], tokens: float, data: Any) -> list[Any]:
-        return [real([batch], tokens / len(batches) / data.size, Group("alone"))[0] for batch in batches]
-
-    return swap(step, "weigh_ahead", weigh)
 
 
 def _ring_skips_a_block() -> AbstractContextManager[Any]:
@@ -470,6 +464,41 @@ def _positions_from_zero() -> AbstractContextManager[Any]:
     return swap(batches.MicroBatch, "part", part)
 
 
+def _latent_norms_without_sync() -> AbstractContextManager[Any]:
+    real = Builder.replicated
+
+    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        return real(replace(self, sp=False) if "a_layernorm" in name else self, name, shape, **options)
+
+    return swap(Builder, "replicated", replicated)
+
+
+def _ahead_by_own_counts() -> AbstractContextManager[Any]:
+    real = step.weigh_ahead
+    return swap(step, "weigh_ahead", lambda batches, tokens, data: real(batches, tokens / data.size, Group("alone")))
+
+
+def _ahead_of_own_tokens() -> AbstractContextManager[Any]:
+    """The next token of the rank's, across the gap between its chunks too."""
+    real = batches.MicroBatch.part
+
+    def part(self: Any, places: Tensor, outline: Any) -> Any:
+        own = real(self, places, outline)
+        return replace(own, ahead=[replace(one, tokens=own.tokens.roll(-1, 1)) for one in own.ahead])
+
+    return swap(batches.MicroBatch, "part", part)
+
+
+def _ahead_by_each_batch() -> AbstractContextManager[Any]:
+    """The mean of each micro-batch's mean."""
+    real = step.weigh_ahead
+
+    def weigh(batches: Sequence[Any], tokens: float, data: Any) -> list[Any]:
+        return [real([batch], tokens / len(batches) / data.size, Group("alone"))[0] for batch in batches]
+
+    return swap(step, "weigh_ahead", weigh)
+
+
 MUTATIONS = [
     Mutation("row layer: all-reduce dropped", TP, _row_without_sum),
     Mutation("column layer: the sum of dX dropped", TP, _column_without_sum),
@@ -486,6 +515,8 @@ MUTATIONS = [
     Mutation("mean of micro-batch means, one rank", replace(DP, ranks=1), _mean_of_means),
     Mutation("each rank divides by its own tokens", DP, _own_tokens),
     Mutation("norm counts a replicated tensor on every rank", TP, _norm_counts_copies),
+    Mutation("norm leaves sinks out but on the first rank", SINKS, _sinks_left_out),
+    Mutation("logits are capped, their gradient is not", SINKS, _cap_without_slope),
     Mutation("norm of this rank's part alone, tensor parallel", TP, _norm_of_this_rank),
     Mutation("norm of this rank's part alone, pipeline", PP, _norm_of_this_rank),
     Mutation("norm counts the tied embedding on both stages", PP, _norm_counts_copies),
@@ -513,16 +544,6 @@ MUTATIONS = [
     Mutation("positions of the sequence's first part on every rank", SP, _positions_of_first_part),
     Mutation("padded vocabulary takes part in the softmax", TP, _padding_takes_part),
     Mutation("cross entropy of the local logits", TP, _loss_of_local_logits),
-    Mutation("latents: gradient of a norm not summed under sequence parallelism", LATENT, _latent_norms_without_sync),
-    Mutation(
-        "latents: gradient of this rank's heads alone",
-        replace(LATENT, parallel={"tp": 2}),
-        lambda: swap(mla, "sum_gradient", lambda x, g: x),
-    ),
-    Mutation("further tokens: each rank divides by its own", AHEAD_DP, _ahead_by_own_counts),
-    Mutation("further tokens: mean of micro-batch means", replace(AHEAD_DP, ranks=1), _ahead_by_each_batch),
-    Mutation("further tokens: embedding gradients not summed over the stages", AHEAD_PP, _tied_without_sync),
-    Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
     Mutation("ring skips a block", RING, _ring_skips_a_block),
     Mutation("ring adds blocks without their weights", RING, _blocks_added_without_weights),
     Mutation("ring leaves a key's gradient with the neighbour", RING, _gradient_stays_away),
@@ -534,6 +555,18 @@ MUTATIONS = [
     Mutation("documents of other tokens", GATHER, _documents_of_the_first_tokens),
     Mutation("window within a block alone", RING, _window_within_a_block),
     Mutation("dropout of the sequence's first tokens on every context rank", RING, _dropout_of_first_part),
+    Mutation("latents: gradient of a norm not summed under sequence parallelism", LATENT, _latent_norms_without_sync),
+    Mutation(
+        "latents: gradient of this rank's heads alone",
+        replace(LATENT, parallel={"tp": 2}),
+        lambda: swap(mla, "sum_gradient", lambda x, g: x),
+    ),
+    Mutation("further tokens: each rank divides by its own", AHEAD_DP, _ahead_by_own_counts),
+    Mutation("further tokens: each context rank divides by its own", AHEAD_CP, _ahead_by_own_counts),
+    Mutation("further tokens: the next of a context rank's own tokens", AHEAD_CP, _ahead_of_own_tokens),
+    Mutation("further tokens: mean of micro-batch means", replace(AHEAD_DP, ranks=1), _ahead_by_each_batch),
+    Mutation("further tokens: embedding gradients not summed over the stages", AHEAD_PP, _tied_without_sync),
+    Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
 ]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)

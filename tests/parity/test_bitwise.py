@@ -41,8 +41,9 @@ def pipelines(precision: str) -> list[Case]:
             precision=precision,
         )
         for shape in shapes
-        for model, micro in [("gqa", 1), ("dense", 4), ("tied", 2)]
-        if model != "tied" or shape.get("schedule") == "zbv"  # which has both uses of a tied embedding on one rank
+        for model, micro in [("gqa", 1), ("dense", 4), ("tied", 2), ("mla", 2)]
+        # which has both uses of an embedding on one rank
+        if model not in ("tied", "mla") or shape.get("schedule") == "zbv"
     ]  # fmt: skip
 
 
@@ -73,6 +74,8 @@ def zero_levels() -> list[tuple[Case, Case]]:
         ("tied", 4, {"pp": 2}, 1000, "adamw", "fp32"),
         ("tied", 3, {}, 1000, "adamw", "bf16"),
         ("gqa", 4, {"pp": 2, "schedule": "zb-h1"}, LARGE, "adamw", "bf16"),
+        ("mla", 4, {"tp": 2, "sp": True}, 1000, "muon", "bf16"),
+        ("mla", 4, {"pp": 2}, LARGE, "adamw", "fp64"),
         ("tied", 4, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 1000, "muon", "fp64"),
     ]
     plain = [
@@ -145,6 +148,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
         ("dense", 2, {"zero": 1}, "fp32", "adamw"),
         ("tied", 4, {"tp": 2, "zero": 1}, "bf16", "muon"),
         ("tied", 4, {"pp": 2, "virtual_stages": 2, "zero": 1}, "fp32", "adamw"),
+        ("tied", 4, {"pp": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 1}, "bf16", "adamw"),
         *(("dense", 4, {"zero": zero}, "bf16", "adamw") for zero in ZERO_LEVELS),
     ]
     cases = [
@@ -157,9 +161,9 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
 def moves() -> list[tuple[Case, Case]]:
     """From each layout to the next, with the models in turn."""
     shapes = [
-        (1, {}), (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"pp": 4}), (4, {"pp": 2, "virtual_stages": 2, "zero": 1}),
+        (1, {}), (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"pp": 4}), (4, {"pp": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 1}),
         (4, {"tp": 2, "pp": 2, "zero": 0}), (3, {"zero": 1}), (8, {"tp": 8}), (3, {"pp": 3, "pipeline_layout": [0, 3, 1]}),
-        (4, {"tp": 2, "zero": 3}), (2, {"pp": 2}), (8, {"tp": 2, "pp": 2, "zero": 1}), (1, {}),
+        (4, {"tp": 2, "zero": 3}), (2, {"pp": 2, "schedule": "zb-h1"}), (8, {"tp": 2, "pp": 2, "zero": 1}), (1, {}),
     ]  # fmt: skip
     rules = cycle([("tied", "adamw"), ("gqa", "muon"), ("dense", "adamw")])
     return [

@@ -77,6 +77,29 @@ def tensor_parallel(one: Case) -> Traffic:
     return theory.traffic()
 
 
+def latents(one: Case) -> Traffic:
+    """Under sequence parallelism attention gathers latents, once, rather than the stream, and the MLP as ever.
+
+    A layer that predicts further tokens adds a layer, a look-up and a use of the head.
+    """
+    theory, m = Theory(), microbatches(one)
+    token = one.micro * S * BYTES[one.precision]
+    width = 20 + 12 + 4  # of the queries' latent, the other, and the shared part of the key
+    layers, uses = L + 1, 2
+    theory.expect("tp", "all_gather", m * layers, width * token)
+    theory.expect("tp", "reduce_scatter", m * layers, width * token)
+    theory.expect("tp", "all_gather", m * (layers * (1 + 3) + uses * 2), D * token)
+    theory.expect("tp", "reduce_scatter", m * (layers * (1 + 2) + uses * 2), D * token)
+    vectors = layers * (2 * D + (20 + 12) + (20 + 12 + 4)) + D + 3 * D  # norms and biases; the last norms
+    for elements in (layers * width * D + 2 * D * D, vectors):
+        theory.expect("tp", "all_reduce", 1, padded(elements, 1) * GRADIENT[one.precision])
+    statistic = one.micro * S * GRADIENT[one.precision]
+    theory.expect("tp", "all_reduce", m * uses, statistic)
+    theory.expect("tp", "all_reduce", m * uses, 2 * statistic)
+    theory.expect("tp", "all_gather", 1, one.layout["tp"] * NORM)
+    return theory.traffic()
+
+
 def pipeline(one: Case, rank: int) -> Traffic:
     """Each boundary between stages of different ranks is crossed once forward and once backward a micro-batch."""
     theory, m, layout = Theory(), microbatches(one), one.layout
@@ -107,33 +130,6 @@ def data_parallel(one: Case) -> Traffic:
     theory.expect("dp_cp", "all_gather", 1 if zero else 0, ranks * NORM)
     theory.expect("dp_cp", "all_reduce", 2, SCALAR)  # tokens and loss
     return theory.traffic()
-
-
-def fully_sharded(one: Case) -> Traffic:
-    """Level 3 gathers each layer before its forward and before its backward and scatters its gradients after, in each
-    micro-batch; the rest of the model stays from forward to backward. Copies are summed once a step.
-    """
-    theory, m, tp = Theory(), microbatches(one), one.layout["tp"]
-    ranks = one.layout.get("zero3_shard", one.layout["dp"])
-    copies = one.layout["dp"] // ranks
-    group = "shard" if copies > 1 else "dp_cp"
-    layer = [(3 * D // tp, D), (D, D // tp), (2 * F // tp, D), (D, F // tp), (D,), (D,)]
-    rest = [(V // tp, D), (V // tp, D), (D,)]
-    for unit, times, gathers in ((layer, L, 2), (rest, 1, 1)):
-        elements = ranks * sum(share_of_rows(shape, ranks) for shape in unit)
-        theory.expect(group, "all_gather", m * times * gathers, elements * BYTES[one.precision])
-        theory.expect(group, "reduce_scatter", m * times, elements * GRADIENT[one.precision])
-    theory.expect(group, "all_gather", 1, ranks * NORM)
-    for axes in (2, 1) if copies > 1 else ():  # with decay, without
-        elements = sum(share_of_rows(shape, ranks) for shape in L * layer + rest if len(shape) == axes)
-        theory.expect("replicate", "all_reduce", 1, elements * GRADIENT[one.precision])
-    theory.expect("dp_cp", "all_reduce", 2, SCALAR)  # tokens and loss
-    return theory.traffic()
-
-
-def share_of_rows(shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of a rank's rows, as many as the first has."""
-    return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
 def context_parallel(one: Case) -> Traffic:
@@ -167,6 +163,33 @@ def context_parallel(one: Case) -> Traffic:
     return theory.traffic()
 
 
+def fully_sharded(one: Case) -> Traffic:
+    """Level 3 gathers each layer before its forward and before its backward and scatters its gradients after, in each
+    micro-batch; the rest of the model stays from forward to backward. Copies are summed once a step.
+    """
+    theory, m, tp = Theory(), microbatches(one), one.layout["tp"]
+    ranks = one.layout.get("zero3_shard", one.layout["dp"])
+    copies = one.layout["dp"] // ranks
+    group = "shard" if copies > 1 else "dp_cp"
+    layer = [(3 * D // tp, D), (D, D // tp), (2 * F // tp, D), (D, F // tp), (D,), (D,)]
+    rest = [(V // tp, D), (V // tp, D), (D,)]
+    for unit, times, gathers in ((layer, L, 2), (rest, 1, 1)):
+        elements = ranks * sum(share_of_rows(shape, ranks) for shape in unit)
+        theory.expect(group, "all_gather", m * times * gathers, elements * BYTES[one.precision])
+        theory.expect(group, "reduce_scatter", m * times, elements * GRADIENT[one.precision])
+    theory.expect(group, "all_gather", 1, ranks * NORM)
+    for axes in (2, 1) if copies > 1 else ():  # with decay, without
+        elements = sum(share_of_rows(shape, ranks) for shape in L * layer + rest if len(shape) == axes)
+        theory.expect("replicate", "all_reduce", 1, elements * GRADIENT[one.precision])
+    theory.expect("dp_cp", "all_reduce", 2, SCALAR)  # tokens and loss
+    return theory.traffic()
+
+
+def share_of_rows(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of a rank's rows, as many as the first has."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
 TENSOR = [
     case("dense", tp, parallel={"tp": tp, "sp": sp}, micro=micro, precision=precision, recompute={"kind": kind})
     for tp, sp, micro, precision, kind in [
@@ -174,6 +197,7 @@ TENSOR = [
         (4, True, 8, "bf16", "selective"), (2, False, 4, "fp32", "full"), (2, False, 8, "bf16", "selective"),
     ]
 ]  # fmt: skip
+LATENT = [case("mla", tp, parallel={"tp": tp, "sp": True}, micro=4, precision="fp32") for tp in (2, 4)]
 PIPELINE = [
     case(
         "dense", pp * tp, layers=4, micro=2, precision="bf16",
@@ -189,20 +213,19 @@ DATA = [
     case("dense", dp, parallel={"zero": zero}, micro=1, precision=precision)
     for dp, zero, precision in [(2, 0, "bf16"), (4, 0, "fp32"), (2, 1, "fp64"), (4, 1, "bf16"), (4, 2, "bf16")]
 ]
-SHARDED = [
-    case("dense", ranks, parallel={"zero": 3, **parallel}, micro=1, batch=batch, precision=precision, recompute=recompute)
-    for ranks, parallel, batch, precision, recompute in [
-        (2, {}, 2, "fp32", {}), (4, {}, 8, "bf16", {}), (3, {}, 6, "fp64", {}), (4, {}, 8, "bf16", {"kind": "full"}),
-        (4, {"tp": 2}, 4, "bf16", {}), (4, {"zero3_shard": 2}, 8, "bf16", {}),
-    ]
-]  # fmt: skip
-
 CONTEXTS = [
     case("gqa", n * tp, parallel={"cp": n, "cp_kind": kind, "tp": tp}, micro=micro, precision=precision,
          recompute={"kind": recompute})
     for kind in CONTEXT
     for n, tp, micro, precision, recompute in [
         (2, 1, 8, "fp64", "none"), (4, 1, 4, "bf16", "selective"), (2, 2, 8, "fp32", "full")
+    ]
+]  # fmt: skip
+SHARDED = [
+    case("dense", ranks, parallel={"zero": 3, **parallel}, micro=1, batch=batch, precision=precision, recompute=recompute)
+    for ranks, parallel, batch, precision, recompute in [
+        (2, {}, 2, "fp32", {}), (4, {}, 8, "bf16", {}), (3, {}, 6, "fp64", {}), (4, {}, 8, "bf16", {"kind": "full"}),
+        (4, {"tp": 2}, 4, "bf16", {}), (4, {"zero3_shard": 2}, 8, "bf16", {}),
     ]
 ]  # fmt: skip
 
@@ -223,7 +246,7 @@ def traffic(cases: Sequence[Case]) -> list[Traffic]:
 @pytest.fixture(scope="module")
 def counted() -> dict[Case, list[Traffic]]:
     """By case, what each of its ranks counted."""
-    cases = [*TENSOR, *PIPELINE, *DATA, *SHARDED, *CONTEXTS]
+    cases = [*TENSOR, *LATENT, *PIPELINE, *DATA, *SHARDED, *CONTEXTS]
     results = zip(*run_ranks(traffic, 4, cases, timeout=100), strict=True)
     return {one: list(ranks[: one.ranks]) for one, ranks in zip(cases, results, strict=True)}
 
@@ -236,6 +259,12 @@ def only(counts: Traffic, group: str) -> Traffic:
 def test_tensor_parallel(counted: Any, one: Case) -> None:
     for counts in counted[one]:
         assert counts == tensor_parallel(one)
+
+
+@pytest.mark.parametrize("one", LATENT, ids=str)
+def test_latents(counted: Any, one: Case) -> None:
+    for counts in counted[one]:
+        assert counts == latents(one)
 
 
 @pytest.mark.parametrize("one", PIPELINE, ids=str)
@@ -261,13 +290,13 @@ def test_data_parallel(counted: Any, one: Case) -> None:
         assert counts == data_parallel(one)
 
 
-@pytest.mark.parametrize("one", SHARDED, ids=str)
-def test_fully_sharded(counted: Any, one: Case) -> None:
-    for counts in counted[one]:
-        assert {key: value for key, value in counts.items() if key[0] != "tp"} == fully_sharded(one)
-
-
 @pytest.mark.parametrize("one", CONTEXTS, ids=str)
 def test_context_parallel(counted: Any, one: Case) -> None:
     for counts in counted[one]:
         assert only(counts, "cp") == context_parallel(one)
+
+
+@pytest.mark.parametrize("one", SHARDED, ids=str)
+def test_fully_sharded(counted: Any, one: Case) -> None:
+    for counts in counted[one]:
+        assert {key: value for key, value in counts.items() if key[0] != "tp"} == fully_sharded(one)

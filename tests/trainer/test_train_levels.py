@@ -36,6 +36,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zero 3, bf16, offload": {"parallel": {"zero": 3}, "precision": "bf16", "optimizer": {"offload": True}},
     "zero 2, muon": {"parallel": {"zero": 2}, "optimizer": {"name": "muon"}},
     "zero 2, fp16": {"parallel": {"zero": 2}, "precision": "fp16"},
+    "zb-h1, fp16": {"parallel": {"pp": 2, "schedule": "zb-h1"}, "precision": "fp16"},
+    "zbv, tied": {
+        "model": {"tie_embeddings": True, "num_layers": 4},
+        "parallel": {"pp": 2, "virtual_stages": 2, "schedule": "zbv"},
+    },
 }
 
 

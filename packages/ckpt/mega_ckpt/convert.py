@@ -21,7 +21,7 @@ from mega_ckpt.journal import Journal, continued
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.remote import Place, Remote, place
 from mega_ckpt.shards import Slab
-from mega_ckpt.source import BUFFERS, WEIGHTS, Source, checkpoint_folder, open_source
+from mega_ckpt.source import BUFFERS, WEIGHTS, Source, cast_dtype, checkpoint_folder, open_source
 from mega_ckpt.storage import folder_at
 from mega_ckpt.stream import blocks, slabs_of, write_checkpoint
 from mega_common.errors import CheckpointError
@@ -114,7 +114,7 @@ def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) 
 
 def _write_mega(source: Source, folder: Place, options: Options, journal: Journal) -> None:
     def kind(name: str) -> torch.dtype:
-        return _cast(source.dtype(name), options.dtype)
+        return cast_dtype(source, name, options.dtype)
 
     slabs = [slab for name in source.keys() for slab in slabs_of(WEIGHTS + name, kind(name), source.shape(name))]  # noqa: SIM118
     for name in source.buffers():
@@ -139,17 +139,13 @@ def _block(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> T
     return tensor[tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
 
 
-def _cast(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and stored.is_floating_point else stored
-
-
 def _compare(one: Source, other: Source, dtype: torch.dtype | None) -> None:
     """Check that `other` holds the elements of `one`, bit for bit after the cast."""
     names = list(one.keys())
     total = sum(other.dtype(name).itemsize * torch.Size(other.shape(name)).numel() for name in names)
     with ProgressBar("comparing", total=total, unit="bytes") as bar:
         for name in names:
-            kind = _cast(one.dtype(name), dtype)
+            kind = cast_dtype(one, name, dtype)
             for offset, shape in blocks(one.shape(name), kind):
                 left, right = (each.read_slice(name, offset, shape) for each in (one, other))
                 if right.dtype != kind or not torch.equal(_bits(left.to(kind)), _bits(right)):

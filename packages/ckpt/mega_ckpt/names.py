@@ -12,6 +12,7 @@ from mega_ckpt.pieces import Shape
 from mega_common.model_config import ModelConfig
 
 Tensors = dict[str, Shape]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def tensors_of(config: ModelConfig) -> Tensors:
@@ -20,14 +21,14 @@ def tensors_of(config: ModelConfig) -> Tensors:
     A layer's experts are one tensor stacked on axis 0. `lm_head.weight` is absent when it is the embedding.
     """
     width, vocab = config.hidden_size, config.vocab_size
-    out: Tensors = {"model.embed_tokens.weight": (vocab, width)}
+    out: Tensors = {EMBEDDING: (vocab, width)}
     if config.position == "learned":
         out["model.embed_positions.weight"] = (config.max_position, width)
     for index in range(config.num_layers):
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _layer(config, index).items()}
     out |= _norm(config, "model.norm")
     if not config.tie_embeddings:
-        out["lm_head.weight"] = (vocab, width)
+        out[HEAD] = (vocab, width)
     for index in range(config.num_layers, config.num_layers + config.mtp_layers):
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _predictor(config, index).items()}
     return out

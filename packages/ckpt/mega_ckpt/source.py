@@ -57,6 +57,14 @@ class Source(Protocol):
         """Files that travel with the weights, {path inside the assets folder: file or its content}."""
 
 
+def cast_dtype(source: Source, name: str, wanted: torch.dtype | None) -> torch.dtype:
+    """What a tensor becomes in a cast to `wanted`: that, but for whole numbers and for the small steps of a router's
+    selection bias, which the hub too keeps in fp32."""
+    stored = source.dtype(name)
+    kept = not stored.is_floating_point or name.endswith("e_score_correction_bias")
+    return stored if wanted is None or kept else wanted
+
+
 class MegaSource:
     """The weights in a checkpoint of mega."""
 

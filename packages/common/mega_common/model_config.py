@@ -223,6 +223,8 @@ class ModelConfig(Config):
         if self.mtp_layers and self.position == "learned":
             rule = "embeds further tokens without their positions"
             yield Problem("mtp_layers", rule, self.mtp_layers, "0, or position: rope")
+        if self.activation_limit and self.activation != "swiglu":
+            yield Problem("activation_limit", "bounds swiglu alone", self.activation_limit, "activation: swiglu")
 
 
 def _rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[Problem]:

@@ -62,19 +62,23 @@ class Batch:
     def __init__(self, model: Decoder) -> None:
         self._model = model
         self._cache = KeyValueCache(model.config.num_layers)
-        self._padding = torch.empty(0)
+        self._padding = self._tokens = torch.empty(0)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Take the prompts, none of them empty; logits [B, V] of what follows each."""
         longest, device = max(map(len, prompts)), self._model.head_weight.device
         self._padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        self._tokens = torch.empty((len(prompts), 0), dtype=torch.int64, device=device)
         return self.feed(torch.tensor(padded, device=device))
 
     @torch.inference_mode()
     def feed(self, tokens: Tensor) -> Tensor:
         """Append tokens int64 [B, S]; logits [B, V] of what follows the last."""
         model, before = self._model, self._cache.columns
+        self._tokens = torch.cat([self._tokens, tokens], dim=1)
+        if before and self._outgrown(before):
+            self._cache, tokens, before = KeyValueCache(model.config.num_layers), self._tokens, 0
         columns = torch.arange(before, before + tokens.shape[1], device=tokens.device)
         positions = (columns - self._padding[:, None]).clamp(min=0)
         # A prompt that is alone needs no mask of its own: plain causal attention has the faster kernel.
@@ -84,10 +88,17 @@ class Batch:
         x = model(model.embed(tokens, positions), context)
         return model.logits(x[:, -1:])[:, 0]
 
+    def _outgrown(self, before: int) -> bool:
+        """Whether a row has become too long for the angles that its `before` first keys were turned by (LongRoPE)."""
+        config, now = self._model.config, self._tokens.shape[1]
+        ropes = [rope for rope in (config.rope, config.local_rope) if rope and rope.scaling == "longrope"]
+        bounds = [self._padding + (rope.original_max_position or 0) for rope in ropes]
+        return any(bool(((before <= bound) & (bound < now)).any()) for bound in bounds)
+
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but those."""
         index = torch.tensor(rows, device=self._padding.device)
-        self._padding = self._padding[index]
+        self._padding, self._tokens = self._padding[index], self._tokens[index]
         self._cache.keep(index)
 
 

@@ -75,7 +75,7 @@ def compare_logits(one: str | Place, other: str | Place, data: Path | None = Non
     apart[left.isnan() & right.isnan()] = 0
     found = Comparison(
         difference=float(apart.nan_to_num(nan=math.inf).max()),
-        tolerance=TOLERANCES[rounded] * max(1.0, float(left.nan_to_num().abs().max())),
+        tolerance=TOLERANCES.get(rounded, 2 * _roundoff(rounded)) * max(1.0, float(left.nan_to_num().abs().max())),
         tokens=len(tokens),
         what=what,
     )

@@ -63,10 +63,9 @@ class MicroBatch:
         tokens, labels, weights, positions = (
             t[:, places] for t in (self.tokens, self.labels, self.weights, self.positions)
         )
-        ahead = [Ahead(one.tokens[:, places], one.labels[:, places], one.weights[:, places]) for one in self.ahead]
         return replace(
-            self, tokens=tokens, labels=labels, weights=weights, positions=positions, ahead=ahead, places=places,
-            outline=outline,
+            self, tokens=tokens, labels=labels, weights=weights, positions=positions, places=places, outline=outline,
+            ahead=[Ahead(one.tokens[:, places], one.labels[:, places], one.weights[:, places]) for one in self.ahead],
         )  # fmt: skip
 
 
@@ -86,9 +85,9 @@ def micro_batches(
             hint="the data were made with another tokenizer, or model.vocab_size is too small",
         )
     further = [_ahead(batch, places) for places in range(1, config.model.mtp_layers + 1)]
-    places = None
+    own = None
     if context is not None and context.size > 1:
-        places = place_of_tokens(config.data.seq_length, context).to(device)
+        own = place_of_tokens(config.data.seq_length, context).to(device)
     for start in range(0, len(batch.sample_ids), size):
         part = slice(start, start + size)
 
@@ -104,11 +103,11 @@ def micro_batches(
             samples=[int(sample) for sample in batch.sample_ids[part]],
             ahead=[Ahead(*map(tensor, arrays)) for arrays in further],
         )
-        if places is None:
+        if own is None:
             yield whole
         else:
             documents = None if batch.document_ids is None else batch.document_ids[part]
-            yield whole.part(places, Outline.of(batch.position_ids[part], documents))
+            yield whole.part(own, Outline.of(batch.position_ids[part], documents))
 
 
 def _ahead(batch: StepBatch, places: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -27,7 +27,9 @@ class ParallelConfig(Config):
     sp: bool = Field(False, description="split the residual stream over the sequence among the tensor ranks")
     pp: PositiveInt = 1
     virtual_stages: PositiveInt = 1
-    schedule: Literal["1f1b", "zb-h1", "zbv"] = "1f1b"
+    schedule: Literal["1f1b", "zb-h1", "zbv"] = Field(
+        "1f1b", description="zb-h1 and zbv (which has 2 virtual stages) fill waits with weight gradients put off"
+    )
     pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
     cp: PositiveInt = 1
     cp_kind: Literal["ring", "allgather", "alltoall"] = "ring"

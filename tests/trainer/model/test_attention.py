@@ -48,8 +48,12 @@ def by_loops(made: Attention, x: torch.Tensor, mask: torch.Tensor) -> torch.Tens
             mine, shared = slice(h * HEAD, (h + 1) * HEAD), slice(h * K // H * HEAD, (h * K // H + 1) * HEAD)
             for s in range(S):
                 seen = mask[b % mask.shape[0], 0, s]
-                scores = (k[b, seen][:, shared] @ q[b, s, mine]) / math.sqrt(HEAD)
-                out[b, s, h] = scores.softmax(0) @ v[b, seen][:, shared]
+                scores = (k[b, seen][:, shared] @ q[b, s, mine]) * made.core.scale
+                if made.core.softcap:
+                    scores = made.core.softcap * torch.tanh(scores / made.core.softcap)
+                weights = scores.exp()
+                rest = 0.0 if made.core.sinks is None else made.core.sinks[h].exp()
+                out[b, s, h] = weights / (weights.sum() + rest) @ v[b, seen][:, shared]
     result: torch.Tensor = made.out(out.flatten(-2))
     return result
 
@@ -65,9 +69,17 @@ def masks() -> dict[str, torch.Tensor | None]:
     }
 
 
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": {}, "scale": {"attention_scale": 0.3}, "cap": {"attention_softcap": 0.5}, "sinks": {"attention_sinks": True},
+    "all": {"attention_scale": 0.3, "attention_softcap": 0.5, "attention_sinks": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("kind", ["causal", "window", "documents", "both"])
-def test_is_what_loops_compute_with_and_without_the_dropout_path(kind: str) -> None:
-    made, mask = attention(), masks()[kind]
+def test_is_what_loops_compute_with_and_without_the_dropout_path(kind: str, scores: str) -> None:
+    made, mask = attention(**SCORES[scores]), masks()[kind]
+    assert (made.core.scale == 1 / math.sqrt(HEAD)) == ("attention_scale" not in SCORES[scores])
     x = torch.randn(2, S, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     causal = torch.ones(1, 1, S, S, dtype=torch.bool).tril()
     expected = by_loops(made, x, causal if mask is None else mask)

@@ -15,6 +15,7 @@ from trainer.fake import decoders
 
 from mega_ckpt.names import tensors_of
 from mega_common.model_config import ModelConfig
+from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.layout import Layout
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder, Recompute, Stage
@@ -36,7 +37,8 @@ def models(draw: st.DrawFn) -> tuple[ModelConfig, Layout]:
     heads = draw(st.sampled_from([2, 4, 12]))
     kv = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
     tps = [tp for tp in (1, 2, 3, 4, 6) if heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
-    own: dict[str, Any] = {"num_kv_heads": kv, "head_dim": 4, "qk_norm": draw(st.booleans())}
+    own: dict[str, Any] = {"num_kv_heads": kv, "head_dim": 4}
+    own |= {name: draw(st.booleans()) for name in ("qk_norm", "attention_sinks")}
     latent = {"kv_lora_rank": 5, "q_lora_rank": draw(st.sampled_from([None, 3])), **LATENT}
     fields = draw(st.sampled_from([{"position": "learned"}, {"mtp_layers": draw(st.integers(0, 2))}]))
     if "mtp_layers" in fields and draw(st.booleans()):
@@ -44,7 +46,7 @@ def models(draw: st.DrawFn) -> tuple[ModelConfig, Layout]:
     model = config(
         num_attention_heads=heads, vocab_size=draw(st.integers(3, 40)), tie_embeddings=draw(st.booleans()),
         norm=draw(st.sampled_from(["rmsnorm", "layernorm"])), activation=draw(st.sampled_from(["swiglu", "gelu"])),
-        qk_norm_span=draw(st.sampled_from(["head", "all"])), norm_position=draw(st.sampled_from(["pre", "post"])),
+        qk_norm_span=draw(st.sampled_from(["head", "all"])), norm_position=draw(st.sampled_from(["pre", "post", "both"])),
         max_position=8, **own, **fields, **{bias: draw(st.booleans()) for bias in BIASES},
     )  # fmt: skip
     return model, Layout(tp=draw(st.sampled_from(tps)), pp=draw(st.integers(1, 4)))
@@ -108,14 +110,65 @@ def test_stages_in_a_row_are_the_whole(tied: bool) -> None:
     assert torch.equal(last.head_weight, whole.head_weight)
 
 
-def test_loss_is_the_cross_entropy_of_the_logits() -> None:
-    model, weights = config(), torch.tensor([[1.0, 0, 2, 1, 0, 0.5], [0, 0, 0, 1, 1, 1]])
+@pytest.mark.parametrize("softcap", [None, 0.2])
+def test_loss_is_the_cross_entropy_of_the_logits(softcap: float | None) -> None:
+    model, weights = config(logit_softcap=softcap), torch.tensor([[1.0, 0, 2, 1, 0, 0.5], [0, 0, 0, 1, 1, 1]])
     data, decoder = batch(model), made(model)
     x = through(decoder, data)
     total, each = decoder.loss(x, data["labels"], weights)
     expected = F.cross_entropy(decoder.logits(x).flatten(0, 1), data["labels"].flatten(), reduction="none").view(2, 6)
     torch.testing.assert_close(each, expected)
     torch.testing.assert_close(total, (expected * weights).sum())
+
+
+def test_zero_centred_norms_start_from_zero_and_compute_what_plain_ones_do() -> None:
+    fields = {"norm_position": "both", "qk_norm": True, "norm": "layernorm"}
+    plain, centred = made(config(**fields)), made(config(**fields, zero_centered_norm=True))
+    data, norms = batch(plain.config), 0
+    for mine, theirs in zip(plain.parameters(), centred.parameters(), strict=True):
+        name = info_of(mine).pieces[0].name
+        if name.endswith("norm.weight"):
+            assert (mine == 1).all()
+            assert (theirs == 0).all()
+            norms += 1
+            with torch.no_grad():
+                mine.normal_()
+                theirs.copy_(mine - 1)
+    assert norms == 4 * 6 + 1
+    assert torch.equal(plain.norm(torch.ones(3, 16).double()), centred.norm(torch.ones(3, 16).double()))
+    torch.testing.assert_close(centred.logits(through(centred, data)), plain.logits(through(plain, data)))
+
+
+def test_zero_centred_norms_round_once() -> None:
+    """In bf16, 1 + weight is not rounded, nor the product before the end: as Gemma does it."""
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(50, 16, generator=g).bfloat16(), (torch.randn(16, generator=g) / 100).bfloat16()
+    wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * (1 + weight.float())
+    assert torch.equal(TorchKernels().rms_norm(x, weight, 1e-6, zero_centered=True), wide.bfloat16())
+
+
+def test_embeddings_are_scaled_before_positions_are_added() -> None:
+    fields = {"position": "learned", "max_position": 8}
+    plain, scaled = made(config(**fields)), made(config(**fields, scale_embeddings=True))
+    data = batch(plain.config)
+    given = data["tokens"], data["positions"]
+    at = torch.nn.functional.embedding(data["positions"], plain.positions)
+    torch.testing.assert_close(scaled.embed(*given) - at, 4 * (plain.embed(*given) - at))
+
+
+def test_layers_with_a_window_have_a_rotation_of_their_own() -> None:
+    """Only a layer without a window sees far, and only it turns by `rope`."""
+    fields = {"num_layers": 2, "sliding_window": 2, "full_attention_layers": [1]}
+    one, other = (made(config(**fields, local_rope={"theta": theta})) for theta in (50.0, 5000.0))
+    data = batch(one.config)
+    x = one.embed(data["tokens"], data["positions"])
+    first, second = (m.context(data["positions"]) for m in (one, other))
+    assert not torch.allclose(one.layers[0](x, first), one.layers[0](x, second))
+    assert torch.equal(one.layers[1](x, first), one.layers[1](x, second))
+    far = x.clone()
+    far[:, 0] += 1
+    assert torch.equal(one.layers[0](far, first)[:, 2:], one.layers[0](x, first)[:, 2:])
+    assert not torch.equal(one.layers[1](far, first)[:, 2:], one.layers[1](x, first)[:, 2:])
 
 
 def test_later_tokens_and_other_documents_do_not_matter() -> None:

@@ -28,23 +28,29 @@ def inputs(tokens: int, vocab: int, width: int = 5, rows: int | None = None, see
     }
 
 
-def expected(given: dict[str, torch.Tensor], vocab: int, scale: float) -> list[torch.Tensor]:
+def expected(
+    given: dict[str, torch.Tensor], vocab: int, scale: float, softcap: float | None = None
+) -> list[torch.Tensor]:
     logits = given["hidden"] @ given["head"][:vocab].t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     losses = F.cross_entropy(logits, given["labels"], reduction="none")
     total = (losses * given["weights"]).sum()
     return [total, losses, *torch.autograd.grad(total * scale, (given["hidden"], given["head"]))]
 
 
 @settings(deadline=None)
-@given(st.integers(1, 70), st.integers(2, 30), st.integers(0, 9), st.sampled_from([1, 16 * 30, 1 << 22]))
-def test_is_torchs_cross_entropy(tokens: int, vocab: int, padding: int, chunk: int) -> None:
+@given(
+    st.integers(1, 70), st.integers(2, 30), st.integers(0, 9), st.sampled_from([1, 16 * 30, 1 << 22]),
+    st.sampled_from([None, 0.5, 30.0]),
+)  # fmt: skip
+def test_is_torchs_cross_entropy(tokens: int, vocab: int, padding: int, chunk: int, softcap: float | None) -> None:
     data = inputs(tokens, vocab, rows=vocab + padding)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk)
-        total, losses = head_loss(**data, group=Group("tp"), vocab_size=vocab)
+        total, losses = head_loss(**data, group=Group("tp"), vocab_size=vocab, softcap=softcap)
     (total * 0.25).backward()
     found = [total, losses, data["hidden"].grad, data["head"].grad]
-    for mine, reference in zip(found, expected(data, vocab, 0.25), strict=True):
+    for mine, reference in zip(found, expected(data, vocab, 0.25, softcap), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
 
 
@@ -90,6 +96,7 @@ def test_low_precision_sums_in_fp32() -> None:
 
 
 VOCABS = (2, 3, 9, 13, 16)  # of some, ranks hold padding alone
+CAPS = {2: None, 3: 0.7, 9: 2.0, 13: None, 16: 5.0}
 
 
 def split_head() -> dict[int, Any]:
@@ -104,7 +111,7 @@ def split_head() -> dict[int, Any]:
         head = data["head"].detach()[rank * rows : (rank + 1) * rows].clone().requires_grad_()
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(loss.CHUNK_ELEMENTS, "cpu", 16 * rows)
-            total, _ = head_loss(**{**data, "head": head}, group=group, vocab_size=vocab)
+            total, _ = head_loss(**{**data, "head": head}, group=group, vocab_size=vocab, softcap=CAPS[vocab])
         total.backward()
         out[vocab] = (total.item(), data["hidden"].grad, head.grad, log.counts["tp", "all_reduce"][0])
     return out
@@ -114,7 +121,7 @@ def test_a_vocabulary_split_over_ranks() -> None:
     found = run_ranks(split_head, 4)
     for vocab in VOCABS:
         data = inputs(40, vocab, rows=-(-vocab // 4) * 4)
-        total, _, hidden, head = expected(data, vocab, 1.0)
+        total, _, hidden, head = expected(data, vocab, 1.0, CAPS[vocab])
         assert all(rank[vocab][0] == pytest.approx(total.item(), rel=1e-12) for rank in found)
         torch.testing.assert_close(sum(rank[vocab][1] for rank in found), hidden)
         torch.testing.assert_close(torch.cat([rank[vocab][2] for rank in found]), head)

@@ -22,12 +22,19 @@ FORMULAS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("activation", FORMULAS)
+def bounded(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.minimum(torch.tensor(0.3)), up.maximum(torch.tensor(-0.3)).minimum(torch.tensor(0.3))
+    return (up + 1) * gate / (1 + (-1.702 * gate).exp())
+
+
+@pytest.mark.parametrize("activation", [*FORMULAS, "bounded"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_formula(activation: str, recompute: bool) -> None:
+    formula = bounded if activation == "bounded" else FORMULAS[activation]
+    kind = {"activation": "swiglu", "activation_limit": 0.3} if activation == "bounded" else {"activation": activation}
     config = ModelConfig.model_validate({
         "num_layers": 1, "hidden_size": 6, "ffn_hidden_size": 10, "num_attention_heads": 1, "vocab_size": 8,
-        "activation": activation, "mlp_bias": True, "init_std": 0.5,
+        **kind, "mlp_bias": True, "init_std": 0.5,
     })  # fmt: skip
     mlp = Mlp(Builder(config, dtype=torch.float64), 0, recompute=recompute)
     init_weights(mlp, 1)
@@ -36,7 +43,7 @@ def test_formula(activation: str, recompute: bool) -> None:
         mlp.down.bias.normal_()
     x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
     parts = (x @ mlp.up.weights[0].t() + mlp.up.biases[0]).split(10, dim=-1)
-    expected = FORMULAS[activation](*parts) @ mlp.down.weight.t() + mlp.down.bias
+    expected = formula(*parts) @ mlp.down.weight.t() + mlp.down.bias
     y = mlp(x)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(

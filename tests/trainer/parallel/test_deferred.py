@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mega_trainer.kernels.torch import TorchKernels
-from mega_trainer.parallel.deferred import Deferred, deferring, deliver
+from mega_trainer.parallel.deferred import Deferred, Linear, deferring, deliver
 
 KERNELS = TorchKernels()
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def parameters(*shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -21,7 +21,7 @@ from mega_trainer.model.decoder import Decoder, Recompute, Stage
 from mega_trainer.model.init import init_weights
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.param import info_of
-from mega_trainer.pipeline.run import Executor
+from mega_trainer.pipeline.run import IN_FLIGHT, Executor
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.flops import RecomputeKind
@@ -183,6 +183,23 @@ def two_ranks() -> list[tuple[float, float, dict[str, torch.Tensor], bool]]:
             evaluated = run.run(batches(count), 1.0)[0].item()
         out.append((loss, evaluated, gradients(list(run.stages.values())), kept or any(left_over(run))))
     return out
+
+
+def most_leaving() -> list[int]:
+    peak, group = [0], Group("pp", (0, 1), dist.get_rank(), dist.group.WORLD)
+
+    @contextmanager
+    def around(stage: int, last: bool) -> Iterator[None]:
+        peak[0] = max(peak[0], len(run._leaving))
+        yield
+
+    run = executor(make_schedule("1f1b", pp=2, microbatches=20), group, around_backward=around)
+    run.run(batches(20), SCALE)
+    return peak
+
+
+def test_what_was_sent_is_dropped_during_the_step() -> None:
+    assert max(peak for (peak,) in run_ranks(most_leaving, 2)) == IN_FLIGHT * 2
 
 
 def test_stages_on_two_ranks() -> None:

@@ -38,6 +38,7 @@ def test_parameters_of_norms_after_the_blocks_and_over_all_heads() -> None:
     assert count_parameters(olmo).total == sum(p.numel() for p in built.parameters())
 
 
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 10, "shared_ffn_hidden_size": 14}
 MLA = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 
 
@@ -45,6 +46,9 @@ MLA = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head
     "fields",
     [
         {"mla": MLA}, {"mla": {**MLA, "q_lora_rank": 20}, "qkv_bias": True, "attention_out_bias": True},
+        {"norm_position": "both", "attention_sinks": True, "norm": "layernorm", "tie_embeddings": True},
+        {"moe": {**MOE, "layers": [1], "shared_gate": True}, "mlp_bias": True}, {"moe": {**MOE, "selection_bias": True}},
+        {"moe": {**MOE, "layers": [2, 3], "router_bias": True}, "mtp_layers": 1, "activation": "gelu"},
         {"mla": MLA, "mtp_layers": 2, "norm": "layernorm"}, {"mtp_layers": 1, "num_kv_heads": 2, "qk_norm": True},
     ],
 )  # fmt: skip
@@ -119,6 +123,26 @@ def test_visible_keys_are_counted_one_by_one(seq_length, window) -> None:
     seen = [sum(0 <= query - key < (window or seq_length) for key in range(seq_length)) for query in range(seq_length)]
     assert visible_keys(windowed, seq_length) == pytest.approx(sum(seen) / seq_length)
     assert visible_keys(windowed, seq_length, causal=False) == max(seen)
+
+
+def test_windows_in_some_layers_are_counted_layer_by_layer() -> None:
+    mixed = model("tiny", num_layers=5, sliding_window=16, full_attention_layers=[1, 4])
+    full, local = (model("tiny", sliding_window=window) for window in (None, 16))
+    for causal in (True, False):
+        far, near = (visible_keys(each, 100, causal=causal) for each in (full, local))
+        assert visible_keys(mixed, 100, causal=causal) == pytest.approx((2 * far + 3 * near) / 5)
+    scores = forward_flops(mixed, 100)["attention scores"]
+    assert scores == pytest.approx(2 * 4 * 64 * visible_keys(full, 100) + 3 * 4 * 64 * visible_keys(local, 100))
+
+
+def test_experts_in_some_layers_are_counted_layer_by_layer() -> None:
+    moe = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 10, "shared_ffn_hidden_size": 7, "shared_gate": True}
+    mixed = model("tiny", num_layers=3, moe={**moe, "layers": [1]})
+    one = 3 * 64 * 10
+    assert count_parameters(mixed).active == count_parameters(mixed).total - 6 * one
+    assert [layer.experts for layer in count_parameters(mixed).layers] == [0, 8 * one, 0]
+    sparse, dense = 2 * 64 * (3 * (2 * 10 + 7) + 8 + 1), 2 * 64 * 3 * 192
+    assert forward_flops(mixed, 100)["feed-forward"] == 2 * dense + sparse
 
 
 def test_recompute_is_work_of_the_hardware_only() -> None:

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import difflib
 
-from mega_ckpt.families.base import TRAINING_FIELDS, Family
+from mega_ckpt.families.base import Family
+from mega_ckpt.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from mega_ckpt.families.gemma2 import GEMMA2
+from mega_ckpt.families.gemma3 import GEMMA3
 from mega_ckpt.families.gpt2 import GPT2
 from mega_ckpt.families.gpt_neox import GPT_NEOX
+from mega_ckpt.families.gpt_oss import GPT_OSS
 from mega_ckpt.families.keys import Raw
 from mega_ckpt.families.llama import LLAMA
+from mega_ckpt.families.ministral import MINISTRAL
 from mega_ckpt.families.mistral import MISTRAL
+from mega_ckpt.families.mixtral import MIXTRAL
 from mega_ckpt.families.olmo2 import OLMO2
 from mega_ckpt.families.phi3 import PHI3
+from mega_ckpt.families.plain import same_model
 from mega_ckpt.families.qwen2 import QWEN2
+from mega_ckpt.families.qwen2_moe import QWEN2_MOE
 from mega_ckpt.families.qwen3 import QWEN3
+from mega_ckpt.families.qwen3_moe import QWEN3_MOE
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
 __all__ = ["FAMILIES", "Family", "family_for", "family_named", "family_of", "same_model"]
 
 # In order of preference: a model that several can express becomes the first.
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, OLMO2, GPT_NEOX)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, OLMO2, GPT_NEOX, GEMMA2, GEMMA3, MINISTRAL, MIXTRAL, QWEN3_MOE, QWEN2_MOE,
+    GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2,
+)  # fmt: skip
 
 
 def family_named(name: object, source: str = "family") -> Family:
@@ -47,6 +59,8 @@ def family_of(raw: Raw, source: str = "config.json") -> Family:
     """
     if "model_type" not in raw:
         raise CheckpointError(f"{source}: has no model_type", hint="is this the config.json of a language model?")
+    if raw["model_type"] == MISTRAL.name and "layer_types" in raw:  # as transformers takes it
+        return MINISTRAL
     return family_named(raw["model_type"], source)
 
 
@@ -62,13 +76,3 @@ def family_for(model: ModelConfig) -> Family:
             return family
     reasons = "\n".join(f"  {family.name}: {'; '.join(problems)}" for family, problems in found)
     raise CheckpointError(f"no HuggingFace family can express this model:\n{reasons}")
-
-
-def same_model(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether two configurations compute the same from the same weights: defaults filled in, training set aside."""
-    return _resolved(one) == _resolved(other)
-
-
-def _resolved(model: ModelConfig) -> ModelConfig:
-    plain = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
-    return model.model_copy(update={**plain, "num_kv_heads": model.kv_heads, "head_dim": model.head_size})

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mega_ckpt.families.keys import Entry, MismatchError, Only, Raw
+from mega_ckpt.families.keys import Entry, MismatchError, Only, Quantised, Raw
 from mega_ckpt.families.layouts import DiskTensor, Rule, disk_tensors
-from mega_ckpt.names import tensors_of
+from mega_ckpt.families.plain import TRAINING_FIELDS, plain
+from mega_ckpt.names import EMBEDDING, HEAD, tensors_of
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
 
@@ -25,13 +26,14 @@ CARRIED = _words(
     encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
     forced_eos_token_id gradient_checkpointing id2label initializer_factor label2id length_penalty max_length min_length
     model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_past output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values
+    output_hidden_states output_past output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values
     repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
     tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p unk_token_id
     use_bfloat16 use_cache"""
 )
 
 # Keys of every family that must say that there is nothing unusual.
+_QUANTISED = Quantised()
 _USUAL = Only(
     {
         "add_cross_attention": (False,),
@@ -42,9 +44,6 @@ _USUAL = Only(
         "tie_encoder_decoder": (False,),
     }
 )
-
-# How a model is trained rather than what it is: a config.json that cannot say it loses nothing that inference needs.
-TRAINING_FIELDS = _words("embedding_dropout attention_dropout residual_dropout init_std scale_residual_init")
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Family:
             for key in raw
             if key not in self.known_keys and raw[key] is not None
         ]
-        for entry in (*self.entries, _USUAL):
+        for entry in (*self.entries, _QUANTISED, _USUAL):
             try:
                 fields |= entry.read(raw)
             except MismatchError as error:
@@ -106,11 +105,11 @@ class Family:
     @property
     def known_keys(self) -> frozenset[str]:
         """Keys of config.json that are understood or known to be harmless."""
-        return CARRIED.union(self.carried, _USUAL.keys, *(entry.keys for entry in self.entries))
+        return CARRIED.union(self.carried, _USUAL.keys, _QUANTISED.keys, *(entry.keys for entry in self.entries))
 
     def problems(self, model: ModelConfig) -> list[str]:
         """The settings of `model` that this family's config.json cannot express; empty when it fits."""
-        found = []
+        found, model = [], plain(model)
         for entry in self.entries:
             try:
                 entry.write(model)
@@ -126,7 +125,7 @@ class Family:
         """The config.json of `model`, which fits (`problems` is empty)."""
         out: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
         for entry in self.entries:
-            out |= entry.write(model)
+            out |= entry.write(plain(model))
         return out
 
     def table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
@@ -136,17 +135,46 @@ class Family:
         embeddings twice.
         """
         names = set(names) if names is not None else None
-        table = disk_tensors(self.rules, tensors_of(model), model.num_layers, model.num_attention_heads)
+        layers = model.num_layers + model.mtp_layers
+        table = disk_tensors(self.rules, tensors_of(model), layers, model.num_attention_heads)
+        for copy, name in self.copies(model).items():
+            if copy != self.head if names is None else copy in names:
+                original = next(disk for disk in table.values() if disk.slabs[0].name == name)
+                table[copy] = replace(original, name=copy)
         if names is not None and not any(name.startswith(self.prefix) for name in names):
             table = {disk.name: disk for disk in (_without(self.prefix, disk) for disk in table.values())}
-        if names is not None and model.tie_embeddings and self.head in names:
-            embedding = next(disk for disk in table.values() if disk.slabs[0].name == "model.embed_tokens.weight")
-            table[self.head] = replace(embedding, name=self.head)
         return table
+
+    def copies(self, model: ModelConfig) -> dict[str, str]:
+        """Disk tensors that repeat a canonical one: a tied head, where it is stored, and the ends of further predictors."""
+        head = EMBEDDING if model.tie_embeddings else HEAD
+        found = {self.head: EMBEDDING} if model.tie_embeddings else {}
+        for index in range(model.num_layers, model.num_layers + model.mtp_layers):
+            found[f"{self.prefix}layers.{index}.embed_tokens.weight"] = EMBEDDING
+            found[f"{self.prefix}layers.{index}.shared_head.head.weight"] = head
+        return found
+
+    def as_held(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
+        """The part of `model` that is among these disk tensors: further predictors are often left out, all of them."""
+        first = f"{self.prefix}layers.{model.num_layers}."
+        there = not model.mtp_layers or any(name.startswith(first) for name in names)
+        if there:
+            return model
+        moe = model.moe and model.moe.model_copy(update={"layers": _below(model.num_layers, model.moe.layers)})
+        return model.model_copy(update={"mtp_layers": 0, "moe": moe})
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether every expert has disk tensors of its own."""
+        return any("{e}" in rule.disk for rule in self.rules)
 
     def is_buffer(self, name: str) -> bool:
         """Whether a disk tensor is no weight of the model."""
         return re.fullmatch(self.buffers, name) is not None
+
+
+def _below(bound: int, layers: list[int] | None) -> list[int] | None:
+    return layers and [layer for layer in layers if layer < bound]
 
 
 def _without(prefix: str, disk: DiskTensor) -> DiskTensor:

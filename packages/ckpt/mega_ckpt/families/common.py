@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.keys import Entry, Fixed, Key, MismatchError, Raw
+from mega_ckpt.families.keys import Entry, Fixed, Heads, Key, MismatchError, Only, Raw
 from mega_common.model_config import ModelConfig
 
 # The keys that nearly every decoder has.
@@ -16,23 +17,68 @@ SIZES: tuple[Entry, ...] = (
     Key("num_hidden_layers", "num_layers"),
     Key("num_attention_heads", "num_attention_heads"),
     Key("max_position_embeddings", "max_position"),
-    Key("tie_word_embeddings", "tie_embeddings", False),
     Key("initializer_range", "init_std", 0.02),
     Key("attention_dropout", "attention_dropout", 0.0),
 )
+
+
+TIED = Key("tie_word_embeddings", "tie_embeddings", False)
 
 
 def decoder(norm_eps: float = 1e-6) -> tuple[Entry, ...]:
     """The keys of Llama and everything shaped like it; `norm_eps` is what transformers takes for an absent one."""
     return (
         *SIZES,
+        TIED,
         Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
         Key("rms_norm_eps", "norm_eps", norm_eps),
-        Fixed({"norm": "rmsnorm", "position": "rope", "moe": None}),
+        Fixed({"norm": "rmsnorm", "position": "rope"}),
     )
 
 
 DECODER = decoder()
+
+
+def gemma() -> tuple[Entry, ...]:
+    """What Gemma 2 and 3 share."""
+    return (
+        *SIZES,
+        Key("tie_word_embeddings", "tie_embeddings", True),
+        Key("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
+        Key("rms_norm_eps", "norm_eps", 1e-6),
+        Key("attention_bias", "qkv_bias attention_out_bias", False),
+        Heads(kv_default=4, dim_default=256, divisible=True),
+        QueryScalar(256),
+        Fixed(
+            {"norm": "rmsnorm", "position": "rope", "norm_position": "both", "zero_centered_norm": True,
+             "scale_embeddings": True, "mlp_bias": False}
+        ),
+        Only({"use_bidirectional_attention": (None, False), "hidden_act": ("gelu_pytorch_tanh",)}),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QueryScalar:
+    """Gemma's `query_pre_attn_scalar`, a whole number: scores are divided by its square root."""
+
+    default: int
+    keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})
+    fields: frozenset[str] = frozenset({"attention_scale"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """The factor, where it is not the usual one."""
+        scalar = raw.get("query_pre_attn_scalar", self.default)
+        usual = scalar == (raw.get("head_dim") or self.default)
+        return {"attention_scale": None if usual else scalar**-0.5}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The number whose square root divides."""
+        if model.attention_scale is None:
+            return {"query_pre_attn_scalar": model.head_size}
+        scalar = round(model.attention_scale**-2)
+        if scalar < 1 or not math.isclose(scalar**-0.5, model.attention_scale, rel_tol=1e-12):
+            raise MismatchError(f"attention_scale must be 1 / sqrt(a whole number), not {model.attention_scale!r}")
+        return {"query_pre_attn_scalar": scalar}
 
 
 @dataclass(frozen=True)
@@ -53,41 +99,3 @@ class OwnHeads:
         if model.head_size * model.num_attention_heads != model.hidden_size:
             raise MismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.head_size}")
         return {}
-
-
-@dataclass(frozen=True)
-class QwenWindow:
-    """Qwen's sliding window: a switch, a size, the first layer that has it, and the list of layers that says it again."""
-
-    size: int = 4096
-    first: int = 28
-    keys: frozenset[str] = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
-    fields: frozenset[str] = frozenset({"sliding_window"})
-
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """One window for all layers, or none."""
-        layers, first = raw.get("num_hidden_layers", 0), raw.get("max_window_layers", self.first)
-        size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
-        kinds = raw.get("layer_types") or _kinds(first if size and first < layers else layers, layers)
-        if set(kinds) == {"full_attention"}:
-            return {"sliding_window": None}
-        if set(kinds) == {"sliding_attention"} and size:
-            return {"sliding_window": size}
-        raise MismatchError(
-            f"layer_types of several kinds ({', '.join(sorted(set(kinds)))}) with sliding_window = {size}"
-        )
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The same for every layer."""
-        size = model.sliding_window
-        return {
-            "use_sliding_window": size is not None,
-            "sliding_window": size,
-            "max_window_layers": 0 if size else model.num_layers,
-            "layer_types": ["sliding_attention" if size else "full_attention"] * model.num_layers,
-        }
-
-
-def _kinds(full: int, layers: int) -> list[str]:
-    """Which kinds of layers there are when the first `full` of `layers` have no window."""
-    return ["full_attention"] * (full > 0) + ["sliding_attention"] * (full < layers)

@@ -66,7 +66,7 @@ GPT2 = Family(
         Only({"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
               "reorder_and_upcast_attn": (False, True)}),
         Fixed({"norm": "layernorm", "position": "learned", "qkv_bias": True, "attention_out_bias": True,
-               "mlp_bias": True, "qk_norm": False, "sliding_window": None, "moe": None}),
+               "mlp_bias": True, "qk_norm": False, "sliding_window": None}),
     ),
     rules=(
         Rule("transformer.wte.weight", ("model.embed_tokens.weight",)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mega_ckpt.families.base import Family
-from mega_ckpt.families.common import SIZES, OwnHeads
+from mega_ckpt.families.common import SIZES, TIED, OwnHeads
 from mega_ckpt.families.keys import Fixed, Key
 from mega_ckpt.families.layouts import Rule
 from mega_ckpt.families.rope import Rope
@@ -27,6 +27,7 @@ GPT_NEOX = Family(
     buffers=r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
     entries=(
         *SIZES,
+        TIED,
         Key("hidden_act", "activation", "gelu",
             {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}),
         Key("layer_norm_eps", "norm_eps", 1e-5),
@@ -35,8 +36,7 @@ GPT_NEOX = Family(
         Key("attention_bias", "qkv_bias attention_out_bias", True),
         OwnHeads(),
         Rope(fraction=0.25, partial=True, theta_key="rotary_emb_base", fraction_key="rotary_pct"),
-        Fixed({"norm": "layernorm", "position": "rope", "mlp_bias": True, "qk_norm": False, "sliding_window": None,
-               "moe": None}),
+        Fixed({"norm": "layernorm", "position": "rope", "mlp_bias": True, "qk_norm": False, "sliding_window": None}),
     ),
     rules=(
         Rule("gpt_neox.embed_in.weight", ("model.embed_tokens.weight",)),

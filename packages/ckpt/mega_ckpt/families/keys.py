@@ -1,7 +1,7 @@
 """How keys of a HuggingFace config.json and fields of `ModelConfig` say the same thing, one declaration for both directions.
 
 A family is a list of `Entry`s. Each names the keys and the fields it answers for, so that a key or a field that nobody
-answers for is noticed, and refused rather than dropped.
+answers for is noticed, and refused rather than dropped. `Key`, `Fixed` and `Only` serve sections such as `moe` too.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mega_common.config import Config
 from mega_common.model_config import ModelConfig
 
 Raw = Mapping[str, Any]
+
+
+MOST_LAYERS = 10_000  # a pattern is a list as long as the model: no number in a file may make it take all memory
 
 
 class MismatchError(ValueError):
@@ -42,21 +46,23 @@ class Key:
     """One key that is one field, or several fields which then must agree.
 
     Attributes:
-        key: the key's name.
+        key: the key's name, and after spaces others that are read where it is absent.
         names: the fields' names, separated by spaces.
         default: what transformers takes for an absent key. `...` marks a key that must be there.
         values: how values are called there and here; by default they are the same. The first match is written.
+        given: neither side may be null.
     """
 
     key: str
     names: str
     default: Any = ...
     values: Mapping[str, str] | None = None
+    given: bool = False
 
     @property
     def keys(self) -> frozenset[str]:
-        """The one key."""
-        return frozenset({self.key})
+        """The key and its other names."""
+        return frozenset(self.key.split())
 
     @property
     def fields(self) -> frozenset[str]:
@@ -65,28 +71,33 @@ class Key:
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """The key's value in each field."""
-        value = raw.get(self.key, self.default)
+        written, *_ = self.key.split()
+        value = next((raw[key] for key in self.key.split() if key in raw), self.default)
         if value is ...:
-            raise MismatchError(f"{self.key} is missing")
+            raise MismatchError(f"{written} is missing")
+        if value is None and self.given:
+            raise MismatchError(f"{written} = None is not supported")
         if self.values is not None:
             if not isinstance(value, str) or value not in self.values:
-                raise MismatchError(f"{self.key} = {value!r} is not supported (only {_list(self.values)})")
+                raise MismatchError(f"{written} = {value!r} is not supported (only {_list(self.values)})")
             value = self.values[value]
         return dict.fromkeys(self.names.split(), value)
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: Config) -> dict[str, Any]:
         """The fields' common value under the key."""
         first, *others = self.names.split()
         value = getattr(model, first)
         for other in others:
             if getattr(model, other) != value:
                 raise MismatchError(f"{first} = {value!r} and {other} = {getattr(model, other)!r} must be the same")
+        if value is None and self.given:
+            raise MismatchError(f"{first} must be given")
         if self.values is not None:
             there = [name for name, here in self.values.items() if here == value]
             if not there:
                 raise MismatchError(f"{first} must be {_list(self.values.values())}, not {value!r}")
             value = there[0]
-        return {self.key: value}
+        return {self.key.split()[0]: value}
 
 
 @dataclass(frozen=True)
@@ -139,7 +150,7 @@ class Fixed:
         """The fixed values."""
         return dict(self.values)
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: Config) -> dict[str, Any]:
         """Nothing, when the model agrees."""
         wrong = [
             f"{name} must be {value!r}, not {getattr(model, name)!r}"
@@ -174,9 +185,44 @@ class Only:
             raise MismatchError("; ".join(wrong))
         return {}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: Config) -> dict[str, Any]:
         """Nothing."""
         return {}
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Weights in a form that only some software computes with, which the config.json tells."""
+
+    keys: frozenset[str] = frozenset({"quantization_config"})
+    fields: frozenset[str] = frozenset()
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """Nothing, when there is none."""
+        given = raw.get("quantization_config")
+        if given:
+            method = given.get("quant_method") if isinstance(given, Mapping) else given
+            raise MismatchError(
+                f"quantization_config: the weights are quantised ({method}), which is not read; have transformers "
+                "dequantise them to bf16, and save them"
+            )
+        return {}
+
+    def write(self, model: Config) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+def layer_numbers(raw: Raw) -> range:
+    """The numbers of a model's layers.
+
+    Raises:
+        MismatchError: when they are too many to be listed.
+    """
+    layers = raw.get("num_hidden_layers", 0)
+    if layers > MOST_LAYERS:
+        raise MismatchError(f"num_hidden_layers = {layers} is more than {MOST_LAYERS}")
+    return range(layers)
 
 
 def _list(values: Any) -> str:

@@ -6,8 +6,8 @@ serves reading, writing, slices and whole tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -25,12 +25,17 @@ class Layout(Protocol):
     def views(self, disk: Tensor, parts: Sequence[Shape]) -> list[Tensor]:
         """One view of the disk tensor for each canonical part, of the part's shape."""
 
+    @property
+    def by_slab(self) -> bool:
+        """Whether the first axis of disk and canonical tensors is the same, so that parts along it stand alone."""
+
 
 @dataclass(frozen=True)
 class Joined:
     """Canonical tensors one after another on axis 0; with `transposed`, the whole is stored as (in, out)."""
 
     transposed: bool = False
+    by_slab: bool = False
 
     def shape(self, parts: Sequence[Shape]) -> Shape:
         """Rows add up, the other axes agree."""
@@ -47,6 +52,8 @@ class Joined:
 class OneExpert:
     """One slab of a stack of experts, stored without the expert axis."""
 
+    by_slab: bool = False
+
     def shape(self, parts: Sequence[Shape]) -> Shape:
         """The slab without its axis of length one."""
         (slab,) = parts
@@ -55,6 +62,22 @@ class OneExpert:
     def views(self, disk: Tensor, parts: Sequence[Shape]) -> list[Tensor]:
         """The tensor with that axis again."""
         return [disk.unsqueeze(0)]
+
+
+@dataclass(frozen=True)
+class InTurns:
+    """Stacks of experts [E, F, D] or [E, F] whose rows take turns, each expert's matrix stored as (in, out): GPT-OSS."""
+
+    by_slab: bool = True
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        """[E, D, F times the number of parts]."""
+        (experts, rows, *rest), *_ = parts
+        return (experts, *rest, rows * len(parts))
+
+    def views(self, disk: Tensor, parts: Sequence[Shape]) -> list[Tensor]:
+        """Every so many columns."""
+        return [disk[..., index :: len(parts)].movedim(-1, 1) for index in range(len(parts))]
 
 
 PLAIN = Joined()
@@ -96,6 +119,15 @@ class DiskTensor:
     def views(self, disk: Tensor) -> list[tuple[Slab, Tensor]]:
         """Each slab with the view of the disk tensor that it is."""
         return list(zip(self.slabs, self.layout.views(disk, [slab.shape for slab in self.slabs]), strict=True))
+
+    def portions(self) -> Iterator[DiskTensor]:
+        """The tensor in contiguous parts that need little memory: those of one expert each, or all of it."""
+        if not self.layout.by_slab:
+            yield self
+            return
+        for index in range(self.shape[0]):
+            slabs = [replace(slab, offset=(index, *slab.offset[1:]), shape=(1, *slab.shape[1:])) for slab in self.slabs]
+            yield replace(self, shape=(1, *self.shape[1:]), slabs=tuple(slabs))
 
 
 def disk_tensors(

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 without long rope (arXiv:2404.14219): Llama with its projections fused on disk and a partial rotation."""
+"""Phi-3 and Phi-4 (arXiv:2404.14219): Llama with its projections fused on disk, a partial rotation and long rope."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PHI3 = Family(
     entries=(
         *decoder(norm_eps=1e-5),
         Heads(explicit_dim=False),
-        Rope(partial=True, scalings=frozenset({"none"})),
+        Rope(partial=True, scalings=frozenset({"none", "longrope"}), aliases={"su": "longrope"}, original=4096),
         Key("sliding_window", "sliding_window", None),
         Key("embd_pdrop", "embedding_dropout", 0.0),
         Key("resid_pdrop", "residual_dropout", 0.0),
@@ -27,6 +27,5 @@ PHI3 = Family(
         Rule(f"{_ATTENTION}.qkv_proj.weight", tuple(f"{_ATTENTION}.{name}_proj.weight" for name in "qkv")),
         Rule(f"{_MLP}.gate_up_proj.weight", (f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight")),
     ),
-    carried=frozenset({"original_max_position_embeddings"}),
     tokens=("eos_token_id", "pad_token_id"),
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mega_ckpt.families.base import Family
-from mega_ckpt.families.common import DECODER, QwenWindow
+from mega_ckpt.families.common import DECODER
 from mega_ckpt.families.keys import Fixed, Heads
 from mega_ckpt.families.rope import Rope
+from mega_ckpt.families.windows import QwenWindow
 
 QWEN2 = Family(
     name="qwen2",

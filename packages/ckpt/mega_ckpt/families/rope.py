@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mega_ckpt.families.keys import MismatchError, Raw
 from mega_common.model_config import ModelConfig, RopeConfig
 
 # Parameters of each rope_type: {key: field of RopeConfig}. transformers warns of others and ignores them; we refuse.
-_YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-_ORIGINAL = {"original_max_position_embeddings": "original_max_position"}
+_YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+_ORIGINAL_KEY = "original_max_position_embeddings"
+_ORIGINAL = {_ORIGINAL_KEY: "original_max_position"}
 _PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "none": {},
     "linear": {"factor": "factor"},
     "dynamic": {"factor": "factor"},
     "llama3": {key: key for key in ("factor", "low_freq_factor", "high_freq_factor")} | _ORIGINAL,
     "yarn": {key: key for key in ("factor", *_YARN)} | _ORIGINAL,
+    "longrope": {key: key for key in ("factor", "short_factor", "long_factor", "attention_factor")} | _ORIGINAL,
 }
-_ANSWERED = {"theta", "fraction", "scaling"}.union(*(fields.values() for fields in _PARAMETERS.values()))
+_SETS = ("full_attention", "sliding_attention")
+_OPTIONAL_FACTOR = frozenset({"longrope"})  # derived from the two lengths where it is not given
+_UNSAID = {"truncate": True, "factor": 1.0}  # not written at these values, which are what an absent key means
+_ANSWERED = {"theta", "fraction", "interleaved", "scaling"}.union(*(fields.values() for fields in _PARAMETERS.values()))
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -32,6 +37,11 @@ class Rope:
         partial: whether the family's model code can rotate only a part of each head.
         theta_key, fraction_key: what older folders of the family call them.
         scalings: the kinds that the family's configuration accepts.
+        aliases: older names of kinds.
+        absent: parameters that a folder without any stands for.
+        original: the original length, where the family has a key beside the parameters for it, which then is the one
+            that counts.
+        interleaved: whether the family's model code rotates neighbours.
     """
 
     theta: float = 10_000.0
@@ -39,21 +49,26 @@ class Rope:
     partial: bool = False
     theta_key: str = "rope_theta"
     fraction_key: str = "partial_rotary_factor"
-    scalings: frozenset[str] = frozenset(_PARAMETERS)
+    scalings: frozenset[str] = frozenset(_PARAMETERS) - {"longrope"}
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    original: int | None = None
+    interleaved: bool = False
     fields: frozenset[str] = frozenset({"rope"})
 
     @property
     def keys(self) -> frozenset[str]:
         """The keys of either form."""
-        return frozenset({"rope_parameters", "rope_scaling", self.theta_key, self.fraction_key})
+        own = {_ORIGINAL_KEY} if self.original else set()
+        return frozenset({"rope_parameters", "rope_scaling", self.theta_key, self.fraction_key, *own})
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """`rope` from either form; where a folder carries both, from the older one, as transformers does."""
-        given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.absent
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
             raise MismatchError(f"rope_parameters = {given!r} is not one set of parameters for all layers")
         kind = given.get("rope_type", given.get("type", "default"))
-        scaling = "none" if kind == "default" else kind
+        scaling = "none" if kind == "default" else self.aliases.get(kind, kind)
         if scaling not in self.scalings:
             known = ", ".join(["default", *(name for name in _PARAMETERS if name in self.scalings - {"none"})])
             raise MismatchError(f"rope_type = {kind!r} is not supported (known: {known})")
@@ -61,8 +76,11 @@ class Rope:
             "theta": given.get("rope_theta") or raw.get(self.theta_key) or self.theta,
             "fraction": given.get("partial_rotary_factor") or raw.get(self.fraction_key) or self.fraction,
             "scaling": scaling,
+            "interleaved": self.interleaved,
             **_read_parameters(scaling, given, raw),
         }
+        if self.original and scaling == "longrope":
+            out["original_max_position"] = raw.get(_ORIGINAL_KEY, self.original)
         self._check(out["fraction"])
         return {"rope": out}
 
@@ -70,12 +88,17 @@ class Rope:
         """Both forms, so that software of either age reads the model: each ignores or confirms the other."""
         rope = model.rope
         self._check(rope.fraction)
+        if rope.interleaved != self.interleaved:
+            raise MismatchError(f"rope.interleaved must be {self.interleaved}")
         if rope.scaling not in self.scalings:
             raise MismatchError(f"rope.scaling must be {' or '.join(sorted(self.scalings))}, not {rope.scaling!r}")
         kind = "default" if rope.scaling == "none" else rope.scaling
         parameters = {"rope_type": kind, **_write_parameters(rope)}
         partial = {"partial_rotary_factor": rope.fraction} if self.partial else {}
+        beside = self.original is not None and rope.scaling == "longrope"
+        original = {_ORIGINAL_KEY: rope.original_max_position} if beside else {}
         return {
+            **original,
             self.theta_key: rope.theta,
             **({self.fraction_key: rope.fraction} if self.partial else {}),
             "rope_scaling": None if kind == "default" else dict(parameters),
@@ -89,9 +112,8 @@ class Rope:
 
 def _read_parameters(scaling: str, given: Raw, raw: Raw) -> dict[str, Any]:
     names = _PARAMETERS[scaling]
-    ignorable = {"truncate": True} if scaling == "yarn" else {}
     for key, value in given.items():
-        if key not in names and key not in _COMMON and value is not None and value != ignorable.get(key):
+        if key not in names and key not in _COMMON and value is not None:
             raise MismatchError(f"{key} = {value!r} of rope_type {scaling!r} is not supported")
     out = {field: given[key] for key, field in names.items() if given.get(key) is not None}
     longest = raw.get("max_position_embeddings")
@@ -99,14 +121,53 @@ def _read_parameters(scaling: str, given: Raw, raw: Raw) -> dict[str, Any]:
         out.setdefault("original_max_position", raw.get("original_max_position_embeddings", longest))
     if scaling == "yarn" and "factor" not in out and longest and out["original_max_position"]:
         out["factor"] = longest / out["original_max_position"]
-    if "factor" in names and "factor" not in out:
+    if "factor" in names and "factor" not in out and scaling not in _OPTIONAL_FACTOR:
         raise MismatchError(f"factor of rope_type {scaling!r} is missing")
     return out
 
 
 def _write_parameters(rope: RopeConfig) -> dict[str, Any]:
-    for name, field in RopeConfig.model_fields.items():
-        if name not in _ANSWERED and getattr(rope, name) != field.default:
+    for name, info in RopeConfig.model_fields.items():
+        if name not in _ANSWERED and getattr(rope, name) != info.default:
             raise MismatchError(f"rope.{name} = {getattr(rope, name)!r} has no counterpart")
     found = {key: getattr(rope, field) for key, field in _PARAMETERS[rope.scaling].items()}
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in found.items() if value is not None and _UNSAID.get(key) != value}
+
+
+@dataclass(frozen=True)
+class TwoRopes:
+    """One set of parameters for layers without a window and one for those with, as in Gemma 3.
+
+    Attributes:
+        rope, local: what each set's keys are and stand for.
+        local_key: what older folders call the base of the second, which they only have without scaling.
+    """
+
+    rope: Rope
+    local: Rope
+    local_key: str = "rope_local_base_freq"
+    fields: frozenset[str] = frozenset({"rope", "local_rope"})
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of either form."""
+        return self.rope.keys | {self.local_key}
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """Both sets; `rope_scaling` speaks of layers without a window alone."""
+        given = raw.get("rope_parameters") or {}
+        if not isinstance(given, Mapping) or not given.keys() <= set(_SETS):
+            raise MismatchError(f"rope_parameters = {given!r} is not one set of parameters for each of {_SETS}")
+        full, local = (given.get(name) or {} for name in _SETS)
+        rest = {key: value for key, value in raw.items() if key not in ("rope_parameters", "rope_scaling")}
+        base = raw.get(self.local_key) or self.local.theta
+        rope = self.rope.read({**rest, "rope_parameters": {**full, **(raw.get("rope_scaling") or {})}})
+        windowed = self.local.read({**rest, "rope_parameters": local, "rope_theta": base})
+        return {**rope, "local_rope": windowed["rope"]}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Both forms, as `Rope.write`."""
+        full = self.rope.write(model)
+        local = self.local.write(model.model_copy(update={"rope": model.local_rope or model.rope}))
+        sets = zip(_SETS, (full["rope_parameters"], local["rope_parameters"]), strict=True)
+        return {**full, self.local_key: local["rope_theta"], "rope_parameters": dict(sets)}

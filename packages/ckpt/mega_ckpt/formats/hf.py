@@ -40,9 +40,10 @@ class HfSource:
         self.folder = folder
         raw = read_config(folder)
         self.family = family_of(raw, str(folder / CONFIG))
-        self.model: ModelConfig = self.family.read_config(raw, str(folder / CONFIG))
         self.files = _open_files(folder)
         self._file_of = {name: file for file in self.files for name in file.header.entries}
+        described = self.family.read_config(raw, str(folder / CONFIG))
+        self.model: ModelConfig = self.family.as_held(described, self._file_of)
         table = checked_table(
             self.family,
             self.model,
@@ -51,7 +52,7 @@ class HfSource:
         )
         self._shapes = tensors_of(self.model)
         self._places = _places(table)
-        self._check_tied(table)
+        self._check_copies(table)
         self._buffers = [name for name in self._file_of if name not in table]
 
     def keys(self) -> Sequence[str]:
@@ -80,7 +81,8 @@ class HfSource:
             return self._view(*places[0])[window]
         out = torch.empty(shape, dtype=self.dtype(name))
         for disk, slab in places:
-            copy_overlap(Box(offset, out), Box(slab.offset, self._view(disk, slab)))
+            if all(a < b + n and b < a + m for a, m, b, n in zip(offset, shape, slab.offset, slab.shape, strict=True)):
+                copy_overlap(Box(offset, out), Box(slab.offset, self._view(disk, slab)))
         return out
 
     def buffers(self) -> Sequence[str]:
@@ -103,18 +105,20 @@ class HfSource:
         views = disk.views(self._file_of[disk.name].read(disk.name))
         return next(view for each, view in views if each == slab)
 
-    def _check_tied(self, table: Mapping[str, DiskTensor]) -> None:
-        """A folder may store tied embeddings twice; they must then be one."""
-        head = self.family.head
-        if not (self.model.tie_embeddings and head in table):
-            return
-        (embedding, _), *_ = self._places["model.embed_tokens.weight"]
-        one, other = (self._file_of[name].read(name) for name in (embedding.name, head))
-        if one.dtype != other.dtype or not torch.equal(one, other):
-            raise CheckpointError(
-                f"{self.folder}: {head} differs from {embedding.name}, but {CONFIG} says that they are tied",
-                hint='set "tie_word_embeddings": false in config.json if both are meant',
-            )
+    def _check_copies(self, table: Mapping[str, DiskTensor]) -> None:
+        """A folder may store a tensor twice, such as tied embeddings; the two must then be one."""
+        for copy, name in self.family.copies(self.model).items():
+            (place, _), *_ = self._places[name]
+            if copy not in table or copy == place.name:
+                continue
+            one, other = (self._file_of[each].read(each) for each in (place.name, copy))
+            if one.dtype != other.dtype or not torch.equal(one, other):
+                tied = copy == self.family.head
+                raise CheckpointError(
+                    f"{self.folder}: {copy} differs from {place.name}, but {CONFIG} says that they are "
+                    + ("tied" if tied else "one"),
+                    hint='set "tie_word_embeddings": false in config.json if both are meant' if tied else None,
+                )
 
 
 def _places(table: Mapping[str, DiskTensor]) -> Mapping[str, list[tuple[DiskTensor, Slab]]]:
@@ -136,6 +140,8 @@ def checked_table(
     """
     if model.num_layers > len(held):
         raise CheckpointError(f"{source}: {model.num_layers} layers by {CONFIG}, but only {len(held)} tensors")
+    if model.moe and family.by_expert and model.moe.num_experts > len(held):
+        raise CheckpointError(f"{source}: {model.moe.num_experts} experts by {CONFIG}, but only {len(held)} tensors")
     table = family.table(model, held)
     missing = table.keys() - held.keys()
     if missing:

@@ -25,7 +25,7 @@ from mega_ckpt.formats.hf import CONFIG, INDEX, LAYOUT, SINGLE, checked_table, d
 from mega_ckpt.formats.safetensors import Header, write_file
 from mega_ckpt.journal import Finished, Once, always
 from mega_ckpt.pieces import Shape
-from mega_ckpt.source import Source, put_file
+from mega_ckpt.source import Source, cast_dtype, put_file
 from mega_ckpt.stream import blocks
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -67,7 +67,9 @@ class Origin:
         """
         try:
             family = family_of(self.raw)
-            return family, family.read_config(self.raw)
+            held = [name for header in self.headers.values() for name in header.entries]
+            model = family.read_config(self.raw)
+            return family, family.as_held(model, held) if held else model
         except CheckpointError:
             return None
 
@@ -113,7 +115,7 @@ def plan_folder(
     headers = origin.headers if same else {}
     held = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
     table = checked_table(chosen, source.model, held, LAYOUT) if held else chosen.table(source.model)
-    tensors = {name: (_dtype(source, disk, dtype), disk.shape) for name, disk in table.items()}
+    tensors = {name: (cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
     buffers = {name: (source.read_buffer(name).dtype, held[name]) for name in source.buffers() if name in held}
     if headers and max_shard is None:
         files = _regrouped(headers, tensors | buffers)
@@ -155,15 +157,16 @@ def _tensors(source: Source, plan: Plan, header: Header) -> Iterator[Tensor]:
 
 
 def _parts(source: Source, disk: DiskTensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A disk tensor from the canonical tensors that it holds: in blocks of rows where it is one of them, else whole."""
+    """A disk tensor from the canonical tensors that it holds: in blocks of rows where it is one of them, else by expert."""
     if disk.layout == PLAIN and len(disk.slabs) == 1:
         for offset, shape in blocks(disk.shape, dtype):
             yield source.read_slice(disk.slabs[0].name, offset, shape).to(dtype)
         return
-    out = torch.empty(disk.shape, dtype=dtype)
-    for slab, view in disk.views(out):
-        view.copy_(source.read_slice(slab.name, slab.offset, slab.shape))
-    yield out
+    for portion in disk.portions():
+        out = torch.empty(portion.shape, dtype=dtype)
+        for slab, view in portion.views(out):
+            view.copy_(source.read_slice(slab.name, slab.offset, slab.shape))
+        yield out
 
 
 def _choose(model: ModelConfig, family: str | None, described: tuple[Family, ModelConfig] | None) -> Family:
@@ -177,11 +180,6 @@ def _choose(model: ModelConfig, family: str | None, described: tuple[Family, Mod
     if described is not None and not described[0].problems(model):
         return described[0]
     return family_for(model)
-
-
-def _dtype(source: Source, disk: DiskTensor, wanted: torch.dtype | None) -> torch.dtype:
-    stored = source.dtype(disk.slabs[0].name)
-    return wanted if wanted is not None and stored.is_floating_point else stored
 
 
 def _regrouped(headers: Mapping[str, Header], tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> dict[str, Header]:

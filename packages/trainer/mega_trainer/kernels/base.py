@@ -36,11 +36,16 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[.., D] x [N, D] -> [.., N]."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last axis (arXiv:1910.07467), statistics in at least fp32."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+        """x / rms(x) * weight over the last axis (arXiv:1910.07467), statistics in at least fp32.
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """(x - mean) / std * weight + bias over the last axis (arXiv:1607.06450)."""
+        With `zero_centered` the factor is 1 + weight, and the product too is in at least fp32, as in Gemma.
+        """
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
+    ) -> Tensor:
+        """(x - mean) / std * weight + bias over the last axis (arXiv:1607.06450); `zero_centered` as for `rms_norm`."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
         """Scaled dot-product attention with grouped queries.
@@ -65,5 +70,8 @@ class Kernels(Protocol):
         [B, S, H]: with p = exp(score - lse) the gradient of a score is p (dy v - delta) (arXiv:2205.14135).
         """
 
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu or geglu (arXiv:2002.05202)."""
+    def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
+        """act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu or geglu (arXiv:2002.05202).
+
+        With a `limit` it is swiglu as in GPT-OSS: gate sigmoid(1.702 gate) (up + 1), with gate <= limit, |up| <= limit.
+        """

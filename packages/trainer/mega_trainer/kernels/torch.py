@@ -19,12 +19,19 @@ class TorchKernels:
         """See `Kernels.linear`."""
         return F.linear(x, weight, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         """See `Kernels.rms_norm`."""
+        if zero_centered:
+            return F.rms_norm(_wide(x), (x.shape[-1],), 1 + _wide(weight), eps).to(x.dtype)
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
+    ) -> Tensor:
         """See `Kernels.layer_norm`."""
+        if zero_centered:
+            offset = None if bias is None else _wide(bias)
+            return F.layer_norm(_wide(x), (x.shape[-1],), 1 + _wide(weight), offset, eps).to(x.dtype)
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
@@ -48,10 +55,17 @@ class TorchKernels:
         """See `Kernels.attend_block_backward`."""
         return attend_block_backward(dy, q, k, v, lse, delta, seen, how)
 
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
         """See `Kernels.gated`."""
         gate, up = gate_up.chunk(2, dim=-1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return (up + 1) * gate * torch.sigmoid(1.702 * gate)
         return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def plain_attention(

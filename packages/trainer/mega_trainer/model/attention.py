@@ -24,7 +24,8 @@ class Attention(nn.Module):
         self.layer, self.size = layer, config.head_size
         self.heads = config.num_attention_heads // tp.size
         self.kv_heads = max(1, config.kv_heads // tp.size)
-        self.core = AttentionCore(build, layer, scale=config.attention_scale, recompute=recompute)
+        sinks = build.sinks(f"{name}.sinks") if config.attention_sinks else None
+        self.core = AttentionCore(build, layer, scale=config.attention_scale, sinks=sinks, recompute=recompute)
         self.qkv = self._projection(build, name)
         self.out = build.row(f"{name}.o_proj", config.num_attention_heads * self.size, bias=config.attention_out_bias)
         self.q_norm = build.qk_norm(f"{name}.q_norm", config.num_attention_heads) if config.qk_norm else None

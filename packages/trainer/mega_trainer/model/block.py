@@ -1,4 +1,4 @@
-"""One layer: attention and feed-forward, each with a norm before or after it and a residual around both."""
+"""One layer: attention and feed-forward, each with a norm before it, after it or both, and a residual around each."""
 
 from __future__ import annotations
 
@@ -14,21 +14,28 @@ from mega_trainer.model.mlp import Mlp
 class Block(nn.Module):
     """x + attention(norm x), then x + mlp(norm x).
 
-    With `norm_position` post it is norm(attention x) and norm(mlp x) (arXiv:2501.00656); with `parallel_residual` the
-    MLP sees what attention sees (arXiv:2204.06745).
+    With `norm_position` post it is norm(attention x) and norm(mlp x) (arXiv:2501.00656), with both it is
+    norm(attention(norm x)) and so on (arXiv:2408.00118); with `parallel_residual` the MLP sees what attention sees
+    (arXiv:2204.06745).
     """
 
     def __init__(self, build: Builder, layer: int, *, selective: bool = False) -> None:
         super().__init__()
-        name = f"model.layers.{layer}"
+        name, position = f"model.layers.{layer}", build.config.norm_position
         self.layer, self.dropout = layer, build.config.residual_dropout
-        self.post, self.parallel = build.config.norm_position == "post", build.config.parallel_residual
-        norms = ("post_attention", "post_feedforward") if self.post else ("input", "post_attention")
-        self.attention_norm = build.norm(f"{name}.{norms[0]}_layernorm")
+        self.parallel = build.config.parallel_residual
+
+        def norm(which: str, there: bool) -> nn.Module:
+            return build.norm(f"{name}.{which}_layernorm") if there else nn.Identity()
+
+        before, after = position != "post", position != "pre"
+        self.before_attention = norm("input", before)
         attention = LatentAttention if build.config.mla else Attention
         self.attention = attention(build, layer, recompute=selective)
-        self.mlp_norm = build.norm(f"{name}.{norms[1]}_layernorm")
+        self.after_attention = norm("post_attention", after)
+        self.before_mlp = norm("pre_feedforward" if after else "post_attention", before)
         self.mlp = Mlp(build, layer, recompute=selective)
+        self.after_mlp = norm("post_feedforward", after)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """The residual stream [B, S or S/T, D], one layer further."""
@@ -36,15 +43,11 @@ class Block(nn.Module):
         return y + self._drop(self._feed(x if self.parallel else y), context, "mlp")
 
     def _attend(self, x: Tensor, context: Context) -> Tensor:
-        y: Tensor = (
-            self.attention_norm(self.attention(x, context))
-            if self.post
-            else self.attention(self.attention_norm(x), context)
-        )
+        y: Tensor = self.after_attention(self.attention(self.before_attention(x), context))
         return y
 
     def _feed(self, x: Tensor) -> Tensor:
-        y: Tensor = self.mlp_norm(self.mlp(x)) if self.post else self.mlp(self.mlp_norm(x))
+        y: Tensor = self.after_mlp(self.mlp(self.before_mlp(x)))
         return y
 
     def _drop(self, x: Tensor, context: Context, site: str) -> Tensor:

@@ -16,7 +16,7 @@ from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.parallel.context import Kind
-from mega_trainer.parallel.deferred import Deferred
+from mega_trainer.parallel.deferred import Deferred, Linear, deferring
 from mega_trainer.parallel.param import make_parameter
 from mega_trainer.parallel.tensor import (
     ColumnLinear,
@@ -30,18 +30,26 @@ from mega_trainer.parallel.tensor import (
 
 
 class Norm(nn.Module):
-    """RMSNorm, or LayerNorm when it has a bias, over the last axis."""
+    """RMSNorm, or LayerNorm when it has a bias, over the last axis; `zero_centered` ones multiply by 1 + weight."""
 
-    def __init__(self, kernels: Kernels, weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        eps: float,
+        *,
+        zero_centered: bool = False,
+    ) -> None:
         super().__init__()
-        self.kernels, self.eps = kernels, eps
+        self.kernels, self.eps, self.zero_centered = kernels, eps, zero_centered
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., D] -> [.., D]."""
         if self.bias is None:
-            return self.kernels.rms_norm(x, self.weight, self.eps)
-        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
+            return self.kernels.rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
 
 
 class HeadsNorm(nn.Module):
@@ -51,16 +59,17 @@ class HeadsNorm(nn.Module):
     that several ranks hold count as often on each, which leaves the mean as it is.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float, group: Group) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, group: Group, *, zero_centered: bool) -> None:
         super().__init__()
-        self.weight, self.eps, self.group = weight, eps, group
+        self.weight, self.eps, self.group, self.zero_centered = weight, eps, group, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H/T, d] -> the same shape; statistics in at least fp32."""
         wide = x.flatten(-2).to(torch.promote_types(x.dtype, torch.float32))
         mean = wide.square().mean(-1, keepdim=True) / self.group.size
         mean = sum_gradient(sum_over(mean, self.group, sp=False), self.group)
-        return (wide * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype).view_as(x)
+        factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
+        return (wide * torch.rsqrt(mean + self.eps) * factor).to(x.dtype).view_as(x)
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,11 @@ class Builder:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     deferred: Deferred | None = None
+
+    @property
+    def linear(self) -> Linear:
+        """For layers that split no weight: Y = X W^T + b by the kernels, its product for dW put off where others' are."""
+        return deferring(self.kernels, self.deferred)
 
     @property
     def residual_std(self) -> float:
@@ -156,15 +170,31 @@ class Builder:
         """The norm of the residual stream that the configuration asks for."""
         config, shape = self.config, (self.config.hidden_size,)
         bias = self.replicated(f"{name}.bias", shape) if config.norm == "layernorm" else None
-        return Norm(self.kernels, self.replicated(f"{name}.weight", shape, fill=1.0), bias, config.norm_eps)
+        weight = self.replicated(f"{name}.weight", shape, fill=self.norm_fill)
+        return Norm(self.kernels, weight, bias, config.norm_eps, zero_centered=config.zero_centered_norm)
+
+    @property
+    def norm_fill(self) -> float:
+        """What the weight of a norm starts from."""
+        return 0.0 if self.config.zero_centered_norm else 1.0
 
     def qk_norm(self, name: str, heads: int) -> Norm | HeadsNorm:
         """The norm of queries or keys that the configuration asks for: over each head, or over all of them."""
-        size, eps = self.config.head_size, self.config.norm_eps
+        size, eps, centered = self.config.head_size, self.config.norm_eps, self.config.zero_centered_norm
         if self.config.qk_norm_span == "all":
-            return HeadsNorm(self._heads_weight(f"{name}.weight", heads), eps, self.groups.tp)
+            weight = self._heads_weight(f"{name}.weight", heads)
+            return HeadsNorm(weight, eps, self.groups.tp, zero_centered=centered)
         # a rank sees only its own heads, so the gradient is partial
-        return Norm(self.kernels, self.replicated(f"{name}.weight", (size,), fill=1.0, partial_grad=True), None, eps)
+        weight = self.replicated(f"{name}.weight", (size,), fill=self.norm_fill, partial_grad=True)
+        return Norm(self.kernels, weight, None, eps, zero_centered=centered)
+
+    def sinks(self, name: str) -> nn.Parameter:
+        """This rank's part [H/T] of a number for each head."""
+        heads, tp = self.config.num_attention_heads, self.groups.tp
+        own = heads // tp.size
+        return self._parameter(
+            (own,), [Piece(name, (heads,), (tp.rank * own,), (0,), (own,))], std=self.config.init_std
+        )
 
     def _heads_weight(self, name: str, heads: int) -> nn.Parameter:
         """This rank's part of a weight over all heads; fewer heads than ranks are shared in the kv group."""
@@ -172,7 +202,7 @@ class Builder:
         own = (max(1, heads // tp.size) * size,)
         shared = (self.groups.kv,) if heads < tp.size else ()
         piece = Piece(name, (heads * size,), (tp.rank * heads // tp.size * size,), (0,), own)
-        return self._parameter(own, [piece], fill=1.0, grad_sync=shared, replicas=shared)
+        return self._parameter(own, [piece], fill=self.norm_fill, grad_sync=shared, replicas=shared)
 
     def vocabulary(self, name: str, *, shared: Sequence[Group] = ()) -> nn.Parameter:
         """A [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""

@@ -33,11 +33,11 @@ class Outline:
     """What is known of whole sequences in host memory, for one who has parts of them: no device need be asked.
 
     Attributes:
-        longest: one more than the largest position.
+        lengths: of each sequence, one more than its largest position.
         begins: int64 [B, S], where the document begins that a token belongs to, if attention is closed at its end.
     """
 
-    longest: int
+    lengths: list[int]
     begins: np.ndarray | None
 
     @classmethod
@@ -47,7 +47,7 @@ class Outline:
         if documents is not None:
             new = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
             begins = np.maximum.accumulate(np.where(new, np.arange(documents.shape[1]), 0), axis=1)
-        return cls(int(positions.max()) + 1, begins)
+        return cls((positions.max(axis=1) + 1).tolist(), begins)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel rank
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -125,21 +126,25 @@ class Decoder(nn.Module):
         where context ranks have other tokens.
         """
         turn = local = None
-        longest = None if outline is None else outline.longest
+        lengths = None if outline is None else outline.lengths
         if self.config.position == "rope":
-            turn = rotation(self.config, self.config.rope, positions, self.dtype, longest)
+            turn = rotation(self.config, self.config.rope, positions, self.dtype, lengths)
             local_rope = self.config.local_rope
-            local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype, longest)
+            local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype, lengths)
         sight = sight or Sequences(positions.shape[-1] * self.groups.cp.size, documents, positions.device, outline)
         return Context(sight, turn, local, cache, dropout)
 
     def embed(self, tokens: Tensor, positions: Tensor, dropout: Dropout | None = None) -> Tensor:
         """Tokens and positions, int64 [B, S], to the residual stream [B, S or S/T, D]."""
-        x: Tensor = self.embedding(tokens)
+        x = self._scaled(self.embedding(tokens))
         if self.config.position == "learned":
             part = sequence_part(tokens.shape[1], self.groups.tp, sp=self.sp)
             x = x + nn.functional.embedding(positions[:, part], self.positions)
         return self._drop(x, dropout, -1)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """Embeddings as the layers want them; the factor is rounded to their dtype, as Gemma was trained."""
+        return x * x.new_tensor(math.sqrt(self.config.hidden_size)) if self.config.scale_embeddings else x
 
     def _drop(self, x: Tensor, dropout: Dropout | None, layer: int) -> Tensor:
         """Dropout of embeddings that are for that layer; -1 for those of the model's first."""
@@ -186,7 +191,7 @@ class Decoder(nn.Module):
             return total, torch.stack([total.detach(), further])
         table = self.embedding.weight if borrowed is None else borrowed
         for index, (predictor, ahead) in enumerate(zip(self.predictors, batch.ahead, strict=True)):
-            embedded = embed_tokens(ahead.tokens, table, self.groups.tp, sp=self.sp)
+            embedded = self._scaled(embed_tokens(ahead.tokens, table, self.groups.tp, sp=self.sp))
             embedded = self._drop(embedded, context.dropout, self.config.num_layers + index)
             hidden = self._run(predictor, len(self.layers) + index, embedded, hidden, context)
             loss, _ = self._head_loss(hidden, ahead.labels, ahead.weights, head)
@@ -201,13 +206,14 @@ class Decoder(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Logits [B, S, V] of the residual stream, whole on every tensor rank. Not for training."""
         local = nn.functional.linear(self._gathered(self.norm(x)), self.head_weight)
-        return all_gather(local, self.groups.tp, -1)[..., : self.config.vocab_size]
+        logits, cap = all_gather(local, self.groups.tp, -1)[..., : self.config.vocab_size], self.config.logit_softcap
+        return logits if cap is None else cap * (logits / cap).tanh()
 
     def _head_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
         """As `loss`, of what has been normed, through the output matrix [V/T, D]."""
         total, losses = head_loss(
             self._gathered(hidden).flatten(0, 1), head, labels.flatten(), weights.flatten(),
-            self.groups.tp, self.config.vocab_size,
+            self.groups.tp, self.config.vocab_size, self.config.logit_softcap,
         )  # fmt: skip
         return total, losses.view(labels.shape)
 

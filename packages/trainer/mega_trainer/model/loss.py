@@ -24,7 +24,14 @@ CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
 class _HeadLoss(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, group: Group, vocab_size: int
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        group: Group,
+        vocab_size: int,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         differentiable = hidden.requires_grad or head.requires_grad
         rows = head.shape[0]
@@ -34,12 +41,14 @@ class _HeadLoss(Function):
         d_head = torch.zeros_like(head, dtype=losses.dtype) if differentiable else None
         for start in range(0, hidden.shape[0], step):
             part = slice(start, start + step)
-            losses[part], softmax, target, mine = _chunk(hidden[part], head, labels[part], group, vocab_size)
+            losses[part], softmax, target, mine, slope = _chunk(
+                hidden[part], head, labels[part], group, vocab_size, softcap
+            )
             if d_hidden is not None and d_head is not None:
                 weight = weights[part].to(losses.dtype)
                 softmax.mul_(weight.unsqueeze(-1))
                 softmax.scatter_add_(1, target.unsqueeze(-1), -(weight * mine).unsqueeze(-1))
-                d_logits = softmax.to(hidden.dtype)
+                d_logits = (softmax if slope is None else softmax.mul_(slope)).to(hidden.dtype)
                 torch.mm(d_logits, head, out=d_hidden[part])
                 if d_head.dtype == head.dtype:
                     d_head.addmm_(d_logits.t(), hidden[part])
@@ -56,11 +65,17 @@ class _HeadLoss(Function):
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # not in low precision: rounding the scale itself would change all gradients alike
         d_hidden, d_head = ((d.to(scale.dtype) * scale).to(d.dtype) for d in ctx.saved_tensors)
-        return d_hidden, d_head, None, None, None, None
+        return d_hidden, d_head, None, None, None, None, None
 
 
 def head_loss(
-    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, group: Group, vocab_size: int
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    group: Group,
+    vocab_size: int,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy of `hidden` through `head` against `labels`.
 
@@ -71,21 +86,29 @@ def head_loss(
         weights: fp32 [N], the weight of each token in the sum.
         group: the ranks that split the vocabulary.
         vocab_size: V, unpadded.
+        softcap: logits become cap tanh(logits / cap) (arXiv:2408.00118).
 
     Returns:
         The weighted sum of the losses (a scalar to differentiate), and each token's loss [N] in at least fp32.
     """
-    result: tuple[Tensor, Tensor] = _HeadLoss.apply(hidden, head, labels, weights, group, vocab_size)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _HeadLoss.apply(hidden, head, labels, weights, group, vocab_size, softcap)  # type: ignore[no-untyped-call]
     return result
 
 
 def _chunk(
-    hidden: Tensor, head: Tensor, labels: Tensor, group: Group, vocab_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses [n], softmax over this rank's rows [n, R], local label [n] and whether the label is ours [n]."""
+    hidden: Tensor, head: Tensor, labels: Tensor, group: Group, vocab_size: int, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Losses [n], softmax over this rank's rows [n, R], local label [n], whether the label is ours [n].
+
+    And the derivative [n, R] of the soft cap, if there is one.
+    """
     rows = head.shape[0]
     first = group.rank * rows
-    logits = (hidden @ head.t()).to(_at_least_fp32(hidden.dtype))
+    logits, slope = (hidden @ head.t()).to(_at_least_fp32(hidden.dtype)), None
+    if softcap is not None:
+        bent = logits.div_(softcap).tanh_()
+        slope = 1 - bent.square()
+        logits = bent.mul_(softcap)
     if first + rows > vocab_size:
         logits[:, max(0, vocab_size - first) :] = float("-inf")
     top = logits.amax(-1)
@@ -99,7 +122,7 @@ def _chunk(
     sums = torch.stack([logits.exp_().sum(-1), label_logit])
     all_reduce(sums, group)
     softmax = logits.mul_(sums[0].reciprocal().unsqueeze(-1))
-    return sums[0].log() - sums[1], softmax, target, mine
+    return sums[0].log() - sums[1], softmax, target, mine, slope
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:

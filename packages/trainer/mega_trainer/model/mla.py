@@ -41,7 +41,7 @@ class LatentAttention(nn.Module):
         assert mla is not None
         name, heads = f"model.layers.{layer}.self_attn", config.num_attention_heads
         self.layer, self.mla, self.size = layer, mla, config.head_size
-        self.kernels, self.tp, self.sp = build.kernels, tp, build.sp
+        self.linear, self.tp, self.sp = build.linear, tp, build.sp
         self.core = AttentionCore(build, layer, scale=score_scale(config), recompute=recompute)
         if mla.q_lora_rank is None:
             self.query = build.column([(f"{name}.q_proj", heads * self.size)], bias=False)
@@ -78,7 +78,7 @@ class LatentAttention(nn.Module):
             return self.query(x), latent, k_rot
         joined = self._whole(torch.cat([self.query_latent(x), self.latent(x)], -1))
         q, latent, k_rot = torch.split(joined, [self.mla.q_lora_rank, *widths], -1)
-        return self.kernels.linear(q, self.query_heads, None), latent, k_rot
+        return self.linear(q, self.query_heads, None), latent, k_rot
 
     def _whole(self, x: Tensor) -> Tensor:
         """[B, S or S/T, w] -> [B, S, w]. Each rank's heads give a part of the gradient."""
@@ -87,7 +87,7 @@ class LatentAttention(nn.Module):
     def _attend(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, context: Context) -> Tensor:
         """[B, S, H, e], with keys and values of every head."""
         heads, widths = q.shape[-2], [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
-        key_value = self.kernels.linear(latent, self.key_value_heads, None)
+        key_value = self.linear(latent, self.key_value_heads, None)
         k, v = torch.split(torch.unflatten(key_value, -1, (heads, -1)), widths, -1)
         k = torch.cat([k, k_rot.expand(-1, -1, heads, -1)], -1)
         y: Tensor = self.core(torch.cat([q, q_rot], -1), k, v, context)
@@ -112,7 +112,7 @@ class Latent(nn.Module):
         super().__init__()
         config, mla = build.config, build.config.mla
         assert mla is not None
-        self.kernels, self.width = build.kernels, width
+        self.linear, self.width = build.linear, width
         rows = width + more
         self.weight = build.replicated(f"{projection}.weight", (rows, config.hidden_size), std=config.init_std)
         self.bias = build.replicated(f"{projection}.bias", (rows,)) if config.qkv_bias else None
@@ -120,7 +120,7 @@ class Latent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S or S/T, D] -> [B, S or S/T, width + more]."""
-        y = self.kernels.linear(x, self.weight, self.bias)
+        y = self.linear(x, self.weight, self.bias)
         normed: Tensor = self.norm(y[..., : self.width])
         return normed if y.shape[-1] == self.width else torch.cat([normed, y[..., self.width :]], -1)
 

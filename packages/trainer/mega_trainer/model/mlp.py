@@ -6,9 +6,9 @@ Legend: B batch, S sequence, D model width, F feed-forward width, T tensor-paral
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from mega_trainer.model.activation import activate
 from mega_trainer.model.builder import Builder
 
 
@@ -20,7 +20,7 @@ class Mlp(nn.Module):
         config = build.config
         name, width = f"model.layers.{layer}.mlp", config.ffn_hidden_size
         parts = ["gate_proj", "up_proj"] if config.gated else ["up_proj"]
-        self.activation, self.recompute, self.kernels = config.activation, recompute, build.kernels
+        self.config, self.recompute, self.kernels = config, recompute, build.kernels
         self.up = build.column([(f"{name}.{part}", width) for part in parts], bias=config.mlp_bias)
         self.down = build.row(f"{name}.down_proj", width, bias=config.mlp_bias)
 
@@ -36,12 +36,4 @@ class Mlp(nn.Module):
 
     def _activate(self, x: Tensor) -> Tensor:
         """[B, S, F/T or 2F/T] -> [B, S, F/T]."""
-        match self.activation:
-            case "swiglu" | "geglu":
-                return self.kernels.gated(x, self.activation)
-            case "relu2":  # arXiv:2109.08668
-                return F.relu(x).square()
-            case "gelu_tanh":
-                return F.gelu(x, approximate="tanh")
-            case _:
-                return F.gelu(x)
+        return activate(x, self.config, self.kernels)

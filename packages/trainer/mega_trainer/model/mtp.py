@@ -29,7 +29,7 @@ class Predictor(nn.Module):
     def __init__(self, build: Builder, layer: int, *, selective: bool = False) -> None:
         super().__init__()
         name, width = f"model.layers.{layer}", build.config.hidden_size
-        self.layer, self.kernels = layer, build.kernels
+        self.layer, self.linear = layer, build.linear
         self.embedding_norm, self.hidden_norm = build.norm(f"{name}.enorm"), build.norm(f"{name}.hnorm")
         self.join = build.replicated(f"{name}.eh_proj.weight", (width, 2 * width), std=build.config.init_std)
         self.block = Block(build, layer, selective=selective)
@@ -38,5 +38,5 @@ class Predictor(nn.Module):
     def forward(self, embedded: Tensor, hidden: Tensor, context: Context) -> Tensor:
         """Embeddings of the tokens k places on, and h of the layer before, [B, S or S/T, D] -> this layer's h."""
         joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
-        y: Tensor = self.norm(self.block(self.kernels.linear(joined, self.join, None), context))
+        y: Tensor = self.norm(self.block(self.linear(joined, self.join, None), context))
         return y

@@ -8,6 +8,7 @@ an order that they share does not change.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,17 +35,24 @@ class Rotation:
 
 
 def rotation(
-    config: ModelConfig, rope: RopeConfig, positions: Tensor, dtype: torch.dtype, longest: int | None = None
+    config: ModelConfig,
+    rope: RopeConfig,
+    positions: Tensor,
+    dtype: torch.dtype,
+    lengths: Sequence[int] | None = None,
 ) -> Rotation:
     """The rotation at integer `positions` [B or 1, S]. Angles are computed in fp32, as transformers does.
 
-    `longest` is one more than the largest position of the sequences, where `positions` are only some of them.
+    What depends on the length at hand depends on that of each row by itself, not on its neighbours'; `lengths` are those
+    of whole rows, where `positions` are only some of theirs.
     """
-    length = rope.original_max_position or config.max_position if rope.scaling == "longrope" else config.max_position
-    if rope.scaling in ("dynamic", "longrope"):
-        length = max(length, int(positions.max()) + 1 if longest is None else longest)
+    if rope.scaling not in ("dynamic", "longrope"):
+        lengths = [0]
+    elif lengths is None:
+        lengths = (positions.amax(-1) + 1).tolist()
     size = config.mla.qk_rope_head_dim if config.mla else config.head_size
-    frequency, scale = frequencies(rope, size, config.max_position, length)
+    made = [frequencies(rope, size, config.max_position, length) for length in lengths]
+    frequency, scale = torch.stack([row for row, _ in made]).unsqueeze(1), made[0][1]
     angles = positions.float().unsqueeze(-1) * frequency.to(positions.device)
     cos, sin = angles.cos() * scale, angles.sin() * scale
     return Rotation(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype), rope.interleaved)

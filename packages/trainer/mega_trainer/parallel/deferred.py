@@ -24,6 +24,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mega_trainer.kernels.base import Kernels
 
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of X, W and b
+
 
 @dataclass(frozen=True)
 class Product:
@@ -114,7 +116,7 @@ def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return dy.flatten(0, -2).t().mm(x.flatten(0, -2))
 
 
-def deferring(kernels: Kernels, deferred: Deferred | None) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+def deferring(kernels: Kernels, deferred: Deferred | None) -> Linear:
     """`kernels.linear`, or one with the same values and gradients that puts the weight's off."""
     if deferred is None:
         return kernels.linear

@@ -5,6 +5,7 @@ Legend: B micro-batch, S sequence, D model width.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from mega_trainer.rng import Dropout
 
 Key = tuple[int, int]  # (stage, microbatch)
 Known = list[tuple[Tensor, Tensor]]  # parameters and gradients of theirs
+IN_FLIGHT = 4  # messages of a rank that may be under way, in numbers of ranks: it runs ahead of others by about as many
 FORWARD_ONLY = frozenset({"F", "SEND_F", "RECV_F"})
 
 
@@ -52,7 +54,7 @@ class Executor:
     _borrowed: dict[int, Tensor] = field(default_factory=dict)
     _put_off: dict[Key, tuple[list[Product], Known]] = field(default_factory=dict)
     _arriving: dict[tuple[str, Key], tuple[Tensor, Work]] = field(default_factory=dict)
-    _leaving: list[tuple[Tensor, Work]] = field(default_factory=list)
+    _leaving: deque[tuple[Tensor, Work]] = field(default_factory=deque)
     _contexts: dict[int, Context] = field(default_factory=dict)
 
     def run(self, batches: Sequence[MicroBatch], scale: float) -> Tensor:
@@ -219,6 +221,8 @@ class Executor:
         work = dist.isend(tensor, self.group.ranks[self.schedule.owner(to_stage)], group=self.group.handle)
         assert work is not None
         self._leaving.append((tensor, work))
+        if len(self._leaving) > IN_FLIGHT * self.group.size:
+            self._leaving.popleft()[1].wait()  # the common order of messages lets a send block anywhere
 
     def _context(self, microbatch: int, batch: MicroBatch) -> Context:
         """Positions, masks and dropout of a micro-batch, made once for all stages of this rank."""

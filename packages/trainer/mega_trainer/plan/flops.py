@@ -11,96 +11,102 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from mega_ckpt.names import tensors_of
 from mega_common.model_config import ModelConfig
 
 RecomputeKind = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
+class LayerParameters:
+    """Numbers of parameters of one layer.
+
+    Attributes:
+        split: what tensor parallelism splits.
+        whole: what every tensor rank holds: norms, latents, routers.
+        experts: all routed experts.
+    """
+
+    split: int
+    whole: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.split + self.whole + self.experts
+
+
+@dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters. `attention`, `feed_forward`, `experts` and `norms` are those of one layer.
+    """Numbers of parameters.
 
     Attributes:
         embedding: tables of tokens and of learned positions.
         head: the output matrix; 0 where it is the token table.
-        attention: projections, with their biases.
-        feed_forward: the dense block, or, in a mixture of experts, router and shared expert.
-        experts: all routed experts of a layer.
-        norms: all norms of a layer.
         final_norm: the norm before the head.
-        layers: L.
-        whole: those of a layer's attention and norms that tensor parallelism does not split: norms, and latents.
-        predictors: layers behind the L that predict further tokens.
-        joins: what each of these has beside a layer: a projection and three norms.
+        layers: of each layer.
+        predictors: of each layer behind these that predicts further tokens, with the projection and norms it has besides.
         top_k, num_experts: how many of a layer's experts see a token; 0 of 1 without experts.
     """
 
     embedding: int
     head: int
-    attention: int
-    feed_forward: int
-    experts: int
-    norms: int
     final_norm: int
-    layers: int
-    whole: int
-    predictors: int = 0
-    joins: int = 0
+    layers: tuple[LayerParameters, ...]
+    predictors: tuple[LayerParameters, ...]
     top_k: int = 0
     num_experts: int = 1
 
     @property
+    def experts(self) -> int:
+        """All routed experts of all layers."""
+        return sum(layer.experts for layer in (*self.layers, *self.predictors))
+
+    @property
     def total(self) -> int:
         """All parameters."""
-        layer = self.attention + self.feed_forward + self.experts + self.norms
-        ends = self.embedding + self.final_norm + self.head + self.predictors * self.joins
-        return ends + (self.layers + self.predictors) * layer
+        ends = self.embedding + self.final_norm + self.head
+        return ends + sum(layer.total for layer in (*self.layers, *self.predictors))
 
     @property
     def active(self) -> int:
         """Parameters that a token meets: without the experts that it is not sent to."""
-        idle = self.experts * (self.num_experts - self.top_k) // self.num_experts
-        return self.total - (self.layers + self.predictors) * idle
+        return self.total - self.experts * (self.num_experts - self.top_k) // self.num_experts
 
 
 def count_parameters(model: ModelConfig) -> Parameters:
-    """Count the parameters of `model`."""
-    width, query, key_value = _widths(model)
-    qk_norm = query + key_value if model.qk_norm_span == "all" else 2 * model.head_size
-    norm = width * (2 if model.norm == "layernorm" else 1)
-    matrices, latents = projections(model)
-    norms = 2 * norm + (qk_norm if model.qk_norm else 0)
-    norms += (model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank if model.mla else 0
-    biased = sum(rows for rows, _ in latents) if model.mla else query + 2 * key_value
-    attention = _elements(matrices) + _elements(latents) + biased * model.qkv_bias + width * model.attention_out_bias
-    positions = model.max_position if model.position == "learned" else 0
-    moe = model.moe
-    dense = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size
-    up = (2 if model.gated else 1) * dense
-    feed_forward = width * (up + dense) + ((up + width) * model.mlp_bias if dense else 0)
-    experts = 0
-    if moe:
-        feed_forward += width * moe.num_experts
-        experts = moe.num_experts * width * moe.ffn_hidden_size * (3 if model.gated else 2)
+    """Count the parameters of `model`, tensor by tensor."""
+    ends: Counter[str] = Counter()
+    layers = [Counter[str]() for _ in range(model.num_layers + model.mtp_layers)]
+    for name, shape in tensors_of(model).items():
+        within = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        if within:
+            layers[int(within[1])][_share(within[2])] += math.prod(shape)
+        else:
+            ends[name.split(".")[-2]] += math.prod(shape)
+    found = [LayerParameters(each["split"], each["whole"], each["experts"]) for each in layers]
     return Parameters(
-        embedding=(model.vocab_size + positions) * width,
-        head=0 if model.tie_embeddings else model.vocab_size * width,
-        attention=attention,
-        feed_forward=feed_forward,
-        experts=experts,
-        norms=norms,
-        final_norm=norm,
-        layers=model.num_layers,
-        whole=norms + _elements(latents) + sum(rows for rows, _ in latents) * model.qkv_bias,
-        predictors=model.mtp_layers,
-        joins=2 * width * width + 3 * norm,
-        top_k=moe.top_k if moe else 0,
-        num_experts=moe.num_experts if moe else 1,
+        embedding=ends["embed_tokens"] + ends["embed_positions"],
+        head=ends["lm_head"],
+        final_norm=ends["norm"],
+        layers=tuple(found[: model.num_layers]),
+        predictors=tuple(found[model.num_layers :]),
+        top_k=model.moe.top_k if model.moe else 0,
+        num_experts=model.moe.num_experts if model.moe else 1,
     )
+
+
+def _share(name: str) -> str:
+    """Which field of `LayerParameters` a tensor of a layer counts in."""
+    if name.startswith("mlp.experts."):
+        return "experts"
+    return "whole" if re.search(r"norm\b|_a_proj|^mlp\.gate\.|expert_gate|^eh_proj", name) else "split"
 
 
 def projections(model: ModelConfig) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -116,15 +122,15 @@ def projections(model: ModelConfig) -> tuple[list[tuple[int, int]], list[tuple[i
 
 
 def visible_keys(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """How many keys a query sees, on average over a sequence of `seq_length` tokens.
+    """How many keys a query sees, on average over a sequence of `seq_length` tokens and over the layers.
 
     `causal` counts only keys that are not masked; without it, all that a dense product computes: the whole sequence, or
     the window.
     """
-    window = min(model.sliding_window or seq_length, seq_length)
-    if not causal:
-        return float(window)
-    return window - window * (window - 1) / (2 * seq_length)
+    layers = range(model.num_layers + model.mtp_layers)
+    windows = [min(model.window(layer) or seq_length, seq_length) for layer in layers]
+    seen = [window - causal * window * (window - 1) / (2 * seq_length) for window in windows]
+    return sum(seen) / len(layers)
 
 
 def forward_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> dict[str, float]:
@@ -136,20 +142,26 @@ def forward_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -
     width, layers = model.hidden_size, model.num_layers + model.mtp_layers
     head_widths = model.num_attention_heads * (model.head_size + model.value_size)
     split, latents = projections(model)
-    matrices = 3 if model.gated else 2
-    moe = model.moe
-    dense = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
-    router = moe.num_experts if moe else 0
-    layer = {
-        "attention projections": 2.0 * (_elements(split) + _elements(latents)),
-        "attention scores": 2.0 * visible_keys(model, seq_length, causal=causal) * head_widths,
-        "feed-forward": 2.0 * width * (matrices * dense + router),
-    }
     return {
-        **{part: flops * layers for part, flops in layer.items()},
+        "attention projections": layers * 2.0 * (_elements(split) + _elements(latents)),
+        "attention scores": layers * 2.0 * visible_keys(model, seq_length, causal=causal) * head_widths,
+        "feed-forward": sum(2.0 * width * _columns(model, layer) for layer in range(layers)),
         **({"further tokens": 4.0 * width * width * model.mtp_layers} if model.mtp_layers else {}),
         "head": 2.0 * width * model.vocab_size * (1 + model.mtp_layers),
     }
+
+
+def ffn_width(model: ModelConfig, layer: int) -> int:
+    """The feed-forward width that a token meets in that layer: of the experts it is sent to, together."""
+    moe = model.moe if model.has_experts(layer) else None
+    return moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size if moe else model.ffn_hidden_size
+
+
+def _columns(model: ModelConfig, layer: int) -> int:
+    """Columns of all the matrices [.., D] of a layer's feed-forward block that a token meets."""
+    moe = model.moe if model.has_experts(layer) else None
+    router = moe.num_experts + moe.shared_gate if moe else 0
+    return (3 if model.gated else 2) * ffn_width(model, layer) + router
 
 
 def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:

@@ -8,12 +8,13 @@ Legend: D model width, F feed-forward width, H heads, Q head size, K key/value h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.pipeline.schedules import make_schedule, peak_held
 from mega_trainer.pipeline.stages import stage_layers
-from mega_trainer.plan.flops import RecomputeKind, count_parameters
+from mega_trainer.plan.flops import RecomputeKind, count_parameters, ffn_width
 
 _ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
@@ -62,27 +63,29 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
     stages = stage_layers(model.num_layers, run.pp, run.virtual_stages)
     schedule = make_schedule(run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages)
     table = _embedding_bytes(model, run)
-    layer, put_off = activation_bytes(model, run), put_off_bytes(model, run)
-    kept = _residual_bytes(model, run) if run.recompute == "full" else layer
-    activations = [len(part) * kept for part in stages]
-    waiting = [len(part) * put_off for part in stages]
+    numbers = range(model.num_layers + model.mtp_layers)
+    layers = [activation_bytes(model, run, layer) for layer in numbers]
+    put_off = [put_off_bytes(model, run, layer) for layer in numbers]
+    kept = [_residual_bytes(model, run)] * len(numbers) if run.recompute == "full" else layers
+    activations = [sum(kept[layer] for layer in part) for part in stages]
+    waiting = [sum(put_off[layer] for layer in part) for part in stages]
     activations[-1] += _last_bytes(model, run)
     waiting[0] += table
-    waiting[-1] += table + model.mtp_layers * (table + put_off)
+    waiting[-1] += table + model.mtp_layers * table + sum(put_off[model.num_layers :])
     ranks = []
     for rank in range(run.pp):
         mine = schedule.stages(rank)
-        layers = sum(len(stages[stage]) for stage in mine)
+        own = [layer for stage in mine for layer in stages[stage]]
         held = peak_held(schedule, rank, activations, waiting)
         # one layer at a time is computed again, and then holds everything
-        held += layer if run.recompute == "full" else 0.0
-        states = _states(model, run, layers, first=0 in mine, last=len(stages) - 1 in mine)
+        held += max(layers) if run.recompute == "full" else 0.0
+        states = _states(model, run, own, first=0 in mine, last=len(stages) - 1 in mine)
         ranks.append({**states, "activations": round(held)})
     return ranks
 
 
-def activation_bytes(model: ModelConfig, run: RunShape) -> float:
-    """Bytes that one layer keeps of one microbatch from forward to backward, on one rank.
+def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float:
+    """Bytes that a layer keeps of one microbatch from forward to backward, on one rank.
 
     For a GPT with dropout and without fused attention these are the paper's S B D (34 + 5 H S / D) bytes.
     """
@@ -95,9 +98,8 @@ def activation_bytes(model: ModelConfig, run: RunShape) -> float:
     elif run.recompute != "selective":
         per_score = element + (1 + element if model.attention_dropout else 0)
         split += model.num_attention_heads * keys * per_score
-    dense, moe = model.ffn_hidden_size, model.moe
-    if moe:
-        dense = moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
+    dense, moe = ffn_width(model, layer), model.moe
+    if moe and model.has_experts(layer):
         inputs += element * moe.top_k * width + 4 * moe.num_experts
     gated = 4 if run.recompute == "none" else 3  # gate, up, their product; torch keeps the activated gate besides
     split += element * (gated if model.gated else 2) * dense
@@ -118,17 +120,14 @@ def _attention_widths(model: ModelConfig) -> tuple[int, int]:
     return 2 * query + unfolded + values, (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
 
 
-def put_off_bytes(model: ModelConfig, run: RunShape) -> float:
-    """Bytes that one layer keeps of one microbatch where the products for its weight gradients are put off.
+def put_off_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float:
+    """Bytes that a layer keeps of one microbatch where the products for its weight gradients are put off.
 
     They are the inputs of its linear layers and the gradients of their outputs; sequence parallelism splits neither
     output of a row layer, whose gradient is gathered for the product.
     """
     split, latents = _attention_widths(model)
-    dense, moe = model.ffn_hidden_size, model.moe
-    if moe:
-        dense = moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
-    split += (3 if model.gated else 2) * dense
+    split += (3 if model.gated else 2) * ffn_width(model, layer)
     inputs, outputs = 2 * model.hidden_size / (run.tp if run.sp else 1), 2 * (model.hidden_size + latents)
     return _tokens(run) * _ELEMENT[run.precision] * (inputs + outputs + split / run.tp)
 
@@ -141,7 +140,9 @@ def _last_bytes(model: ModelConfig, run: RunShape) -> float:
     """What comes with the head, for one microbatch: the head once, and again for each layer behind it."""
     head = 3 * _residual_bytes(model, run) + _embedding_bytes(model, run)
     # its norms' inputs, their outputs side by side, and the layer
-    return head + model.mtp_layers * (head + 4 * _residual_bytes(model, run) + activation_bytes(model, run))
+    return head + model.mtp_layers * (
+        head + 4 * _residual_bytes(model, run) + activation_bytes(model, run, model.num_layers)
+    )
 
 
 def _embedding_bytes(model: ModelConfig, run: RunShape) -> float:
@@ -153,18 +154,17 @@ def _tokens(run: RunShape) -> float:
     return run.micro_batch * run.seq_length / run.cp
 
 
-def _states(model: ModelConfig, run: RunShape, layers: int, *, first: bool, last: bool) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer of a pipeline rank with so many layers and those ends."""
+def _states(model: ModelConfig, run: RunShape, own: Sequence[int], *, first: bool, last: bool) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer of a pipeline rank with those layers and ends."""
     count = count_parameters(model)
-    layers += count.predictors if last else 0
-    split = count.attention + count.feed_forward + count.norms - count.whole
-    dense = layers * (split / run.tp + count.whole)
+    layers = [*(count.layers[layer] for layer in own), *(count.predictors if last else ())]
+    dense = sum(layer.split / run.tp + layer.whole for layer in layers)
     dense += count.embedding / run.tp if first else 0
     if last:
-        copied = not first and (model.tie_embeddings or count.predictors > 0)
-        dense += count.final_norm + count.predictors * count.joins
+        copied = not first and (model.tie_embeddings or len(count.predictors) > 0)
+        dense += count.final_norm
         dense += (count.head + model.vocab_size * model.hidden_size * copied) / run.tp
-    experts = layers * count.experts / (run.tp * run.ep)
+    experts = sum(layer.experts for layer in layers) / (run.tp * run.ep)
     element = _ELEMENT[run.precision]
     whole = max(4, element)
     sizes = {"weights": (element, 3), "gradients": (whole, 2), "optimizer": (2 * whole + (4 if element == 2 else 0), 1)}

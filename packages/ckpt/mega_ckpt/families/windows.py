@@ -1,0 +1,121 @@
+"""Sliding windows in config.json: which layers have one, and how long it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mega_ckpt.families.keys import MismatchError, Raw, layer_numbers
+from mega_common.model_config import ModelConfig
+
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class LayerTypes:
+    """A window's size, and a list of the layers' kinds; where that is absent, every so many layers one is full.
+
+    Attributes:
+        size: the window where the key is absent.
+        every: layers `every - 1`, `2 every - 1`, ... have no window; None: all have.
+        every_keys: keys that say so, if the family has one.
+    """
+
+    size: int | None
+    every: int | None
+    every_keys: tuple[str, ...] = ()
+    fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Size, kinds and pattern."""
+        return frozenset({"sliding_window", "layer_types", *self.every_keys})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """The window and the layers without."""
+        layers, size = layer_numbers(raw), raw.get("sliding_window", self.size)
+        every = next((raw[key] for key in self.every_keys if raw.get(key)), self.every)
+
+        full = [(layer + 1) % every == 0 if every else not size for layer in layers]
+        return window_fields(raw.get("layer_types") or _kinds(full), size, layers)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The kinds of all layers; a size even where no layer uses it, since some classes insist."""
+        return {"sliding_window": model.sliding_window or self.size, "layer_types": layer_kinds(model)}
+
+
+@dataclass(frozen=True)
+class QwenWindow:
+    """Qwen's sliding window: a switch, a size, the first layer that has it, and the list of layers that says it again.
+
+    Attributes:
+        size, first: what transformers takes where the keys are absent.
+        alternating: without a list, every second of the layers *before* `max_window_layers` has a window instead.
+    """
+
+    size: int = 4096
+    first: int = 28
+    alternating: bool = False
+    keys: frozenset[str] = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+    fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """The window and the layers without."""
+        layers, first = layer_numbers(raw), raw.get("max_window_layers", self.first)
+        size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
+
+        full = [layer % 2 == 1 or layer >= first if self.alternating else layer < first for layer in layers]
+        return window_fields(raw.get("layer_types") or _kinds([each or not size for each in full]), size, layers)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The kinds of all layers, and the first with a window."""
+        kinds = layer_kinds(model)
+        used = _LOCAL in kinds
+        return {
+            "use_sliding_window": used,
+            "sliding_window": model.sliding_window if used else None,
+            "max_window_layers": kinds.index(_LOCAL) if used else model.num_layers,
+            "layer_types": kinds,
+        }
+
+
+@dataclass(frozen=True)
+class SwitchedWindow:
+    """A window in every layer or none, with Qwen's switch before it."""
+
+    size: int = 4096
+    keys: frozenset[str] = frozenset({"use_sliding_window", "sliding_window", "max_window_layers"})
+    fields: frozenset[str] = frozenset({"sliding_window"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """The window, if it is switched on; transformers does nothing with `max_window_layers`."""
+        return {"sliding_window": raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Switch and size."""
+        return {"use_sliding_window": model.sliding_window is not None, "sliding_window": model.sliding_window}
+
+
+def layer_kinds(model: ModelConfig) -> list[str]:
+    """What transformers calls each layer of `model`."""
+    return _kinds([model.window(layer) is None for layer in range(model.num_layers)])
+
+
+def _kinds(full: Sequence[bool]) -> list[str]:
+    return [_FULL if each else _LOCAL for each in full]
+
+
+def window_fields(kinds: Any, size: int | None, layers: Sequence[int]) -> dict[str, Any]:
+    """`ModelConfig`'s fields for layers of these kinds."""
+    if not isinstance(kinds, list) or not set(kinds) <= {_FULL, _LOCAL}:
+        strange = sorted(set(map(str, kinds)) - {_FULL, _LOCAL}) if isinstance(kinds, list) else kinds
+        raise MismatchError(f"layer_types: {strange} is not supported (only {_FULL} and {_LOCAL})")
+    if len(kinds) != len(layers):
+        raise MismatchError(f"layer_types names {len(kinds)} layers, but num_hidden_layers = {len(layers)}")
+    if _LOCAL not in kinds:
+        return {"sliding_window": None}
+    if not size:
+        raise MismatchError(f"layer_types has layers of {_LOCAL}, but there is no sliding_window")
+    full = [layer for layer, kind in enumerate(kinds) if kind == _FULL]
+    return {"sliding_window": size, "full_attention_layers": full or None}
