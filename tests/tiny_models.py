@@ -137,7 +137,13 @@ def save_tiny(
     raw["pad_token_id"] = None  # some families' default lies outside a tiny vocabulary
     config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
     torch.manual_seed(seed)
-    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    made = (
+        transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", experts_implementation="eager"
+        )
+        .to(dtype)
+        .eval()
+    )
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn(parameter.shape, dtype=dtype), alpha=0.1)

@@ -58,13 +58,20 @@ def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
     shape = RunShape(
         seq_length=config.data.seq_length, micro_batch=config.batch.micro, microbatches=micro, tp=parallel.tp,
         sp=parallel.sp, pp=parallel.pp, virtual_stages=parallel.virtual_stages, schedule=parallel.schedule,
-        cp=parallel.cp, ep=parallel.ep, dp=dp, zero=parallel.zero, zero3_shard=parallel.zero3_shard,
+        cp=parallel.cp, ep=parallel.ep, expert_tp=parallel.expert_tp, dp=dp, zero=parallel.zero, zero3_shard=parallel.zero3_shard,
         precision=config.precision, recompute=config.recompute.kind,
     )  # fmt: skip
     tokens = config.batch.global_ * config.data.seq_length
     return {
         "parameters": count_parameters(config.model).total,
-        "ranks": {"world": ranks, "tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "dp": dp},
+        "ranks": {
+            "world": ranks,
+            "tp": parallel.tp,
+            "pp": parallel.pp,
+            "cp": parallel.cp,
+            "dp": dp,
+            **({"ep": parallel.ep, "expert_tp": parallel.expert_tp} if config.model.moe else {}),
+        },
         "microbatches": micro,
         "tokens_per_step": tokens,
         "flops_per_step": tokens * model_flops(config.model, config.data.seq_length),

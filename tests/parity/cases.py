@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 64, "sliding_window": 19, "full_attention_layers": [1],
         "attention_softcap": 5.0, "embedding_dropout": 0.1, "residual_dropout": 0.1,
     },
+    "moe": {
+        "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 61, "mlp_bias": True,
+        "moe": {
+            "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24,
+            "shared_ffn_hidden_size": 16, "shared_gate": True, "selection_bias": True, "bias_rate": 0.01, "router_bias": True,
+            "aux_loss": 0.1, "z_loss": 0.01, "scaling": 1.5,
+        },
+    },
+}  # fmt: skip
+MODELS["deepseek"] = MODELS["mla"] | {
+    "moe": {
+        "num_experts": 8, "top_k": 3, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16, "score": "sigmoid",
+        "groups": 4, "top_groups": 2, "group_score": "top2", "selection_bias": True, "bias_rate": 0.01,
+        "aux_loss": 0.1, "scaling": 2.5,
+    },
 }  # fmt: skip
 LENGTHS = {"long": 32}
 CONTEXT = ("ring", "allgather", "alltoall")
@@ -51,6 +67,7 @@ CONTEXT = ("ring", "allgather", "alltoall")
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
 }
+VARIANTS["deepseek"] = VARIANTS["mla"]
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
 
@@ -110,7 +127,7 @@ class Case:
     def layout(self) -> dict[str, Any]:
         """The layout's degrees, all of them."""
         usual = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "schedule": "1f1b", "cp": 1, "zero": 1}
-        degrees = {**usual, **self.parallel}
+        degrees = {**usual, "ep": 1, "expert_tp": 1, **self.parallel}
         dp = self.ranks // (degrees["tp"] * degrees["pp"] * degrees["cp"])
         return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none"), "optimizer": self.optimizer}
 
@@ -124,7 +141,10 @@ class Case:
 
 def model(name: str, layers: int = 2) -> dict[str, Any]:
     """The fields of one of the models, with so many layers."""
-    return {**COMMON, **MODELS[name], "num_layers": layers}
+    fields = {**COMMON, **MODELS[name], "num_layers": layers}
+    if "moe" in fields:
+        fields["moe"] = {**fields["moe"], "layers": list(range(1, layers + fields.get("mtp_layers", 0)))}
+    return fields
 
 
 def case(name: str, ranks: int, *, layers: int = 2, variant: Mapping[str, Any] | None = None, **more: Any) -> Case:
@@ -147,6 +167,19 @@ def degrees(ranks: int, tps: Sequence[int], cp: int = 1) -> Iterator[dict[str, A
             yield shape if schedule == "1f1b" else {**shape, "schedule": schedule}
 
 
+def expert_degrees(name: str, ranks: int, shape: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A layout with every combination of ep and expert_tp, where the model has experts; some draw one."""
+    if "moe" not in MODELS[name]:
+        yield dict(shape)
+        return
+    stage = ranks // shape["pp"]
+    degrees = [pair for pair in product((1, 2, 4, 8), (1, 2, 4)) if stage % math.prod(pair) == 0 and shape["zero"] < 3]
+    if degrees and (name == "deepseek" or "cp" in shape):
+        degrees = [random.Random(f"{ranks} {shape}").choice(degrees)]
+    for ep, expert_tp in degrees:
+        yield {**shape, "ep": ep, "expert_tp": expert_tp}
+
+
 def all_layouts() -> list[Case]:
     """Every layout of up to eight ranks, for each model; what else there is to choose is drawn, the same each time."""
     whole = [
@@ -154,7 +187,8 @@ def all_layouts() -> list[Case]:
         for name in MODELS
         if name not in LENGTHS
         for ranks in range(1, RANKS + 1)
-        for parallel in degrees(ranks, (1, 2, 4, 8))
+        for shape in degrees(ranks, (1, 2, 4, 8))
+        for parallel in expert_degrees(name, ranks, shape)
     ]
     return whole + context_layouts()
 
@@ -169,7 +203,13 @@ def context_layouts() -> list[Case]:
     ]
     long = [_with_choices("long", ranks, {**at, "cp_kind": kind}) for ranks, at in layouts for kind in CONTEXT]
     rng = random.Random("kinds")
-    return long + [_with_choices("mla", ranks, {**at, "cp_kind": rng.choice(CONTEXT)}) for ranks, at in layouts]
+    others = [
+        _with_choices(name, ranks, {**parallel, "cp_kind": rng.choice(CONTEXT)})
+        for name in ("mla", "moe", "deepseek")
+        for ranks, at in layouts
+        for parallel in expert_degrees(name, ranks, at)
+    ]
+    return long + others
 
 
 def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:

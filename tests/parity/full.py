@@ -20,13 +20,14 @@ SMALLEST = 1e-11  # errors below it are rounding, which differs from machine to 
 INTRODUCTION = """\
 # Any layout computes what one process computes
 
-Written by `make parity`; do not edit. Five models train three steps in every combination of tensor parallelism (tp),
+Written by `make parity`; do not edit. Seven models train three steps in every combination of tensor parallelism (tp),
 sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV), interleaved stages (vp), data
-parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), two of them also with context parallelism
-of each kind (cp), on up to {ranks} ranks, in fp64 on gloo, with uneven documents and loss masks; recomputation, uneven
-pipelines, micro-batch and bucket sizes, AdamW and Muon vary over them. Loss, gradient norm, every gradient after the
-clip, every weight and every optimizer moment are held against one process: the largest difference, relative to the
-largest element of each tensor, must be below {tolerance:g}.
+parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), three of them also with context
+parallelism of each kind (cp), two with expert parallelism (ep), experts split as well (expert-tp), on up to {ranks}
+ranks, in fp64 on gloo, with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and bucket
+sizes, AdamW and Muon vary over them. Loss, gradient norm, every gradient after the clip, every weight and every optimizer
+moment are held against one process: the largest difference, relative to the largest element of each tensor, must be
+below {tolerance:g}.
 
 - `dense`: RMSNorm, SwiGLU, rope
 - `tied`: tied embeddings, LayerNorm, GELU, learned positions, biases, three dropouts, a vocabulary of 59
@@ -35,6 +36,9 @@ largest element of each tensor, must be below {tolerance:g}.
   a rotation of its own in every layer but one, a vocabulary of 53
 - `mla`: latent attention, of queries too or tied embeddings; one or two layers that predict further tokens
 - `long`: grouped key/value heads, one layer with a sliding window and one without, soft-capped scores, two dropouts
+- `moe`: a dense layer, then layers of eight experts of which a token takes two, and one that all take behind a gate;
+  grouped heads, biases, a router's two losses, a bias of the choice that follows the load
+- `deepseek`: `mla` with such experts, by sigmoid scores and within groups of them
 
 {count} layouts. The table has a row for each set of dimensions larger than one; errors are rounded up to a power of ten.
 
@@ -75,7 +79,7 @@ def dimensions(case: Case) -> str:
         "vp": layout["virtual_stages"] > 1 and layout["schedule"] == "1f1b",
         layout["schedule"]: layout["schedule"] != "1f1b", f"cp {layout.get('cp_kind')}": layout["cp"] > 1,
         "dp": layout["dp"] > 1, f"zero-{layout['zero']}": layout["zero"] > 0 and layout["dp"] * layout["cp"] > 1,
-        "copies": "zero3_shard" in layout,
+        "ep": layout["ep"] > 1, "expert-tp": layout["expert_tp"] > 1, "copies": "zero3_shard" in layout,
     }  # fmt: skip
     return " + ".join(name for name, used in names.items() if used) or "one process"
 

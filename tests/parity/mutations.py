@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from parity.bits import Moved, moved
 from parity.cases import CONTEXT, Case, case
+from parity.expert_mutations import EXPERTS
 from parity.worker import Found, References, Trainer, compare, make_groups, places
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Sequences
 from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.optim import clip
 from mega_trainer.optim.muon import Muon
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel import buckets, context, deferred, tensor
@@ -126,14 +128,10 @@ def _norm_counts_copies() -> AbstractContextManager[Any]:
     return swap(Kind, "counts_here", property(lambda self: True))
 
 
-def _norm_of_this_rank() -> AbstractContextManager[Any]:
-    real = Optimizer.grad_norm
-
-    def grad_norm(self: Optimizer) -> Tensor:
-        with swap(self, "model_groups", []):
-            return real(self)
-
-    return swap(Optimizer, "grad_norm", grad_norm)
+def _norm_of_this_rank(axis: str) -> Patch:
+    """Norms are not summed over the ranks of an axis."""
+    real = clip.all_gather
+    return lambda: swap(clip, "all_gather", lambda x, group: x if group.name == axis else real(x, group))
 
 
 @contextmanager
@@ -226,9 +224,10 @@ def _head_of_a_tied_embedding_lost() -> AbstractContextManager[Any]:
 def _labels_of_another() -> AbstractContextManager[Any]:
     real = Executor.run
 
-    def run(self: Executor, batches: Sequence[Any], scale: float) -> Tensor:
+    def run(self: Executor, batches: Sequence[Any], *scales: float) -> Tensor:
         labels = [batch.labels for batch in batches]
-        return real(self, [replace(b, labels=x) for b, x in zip(batches, labels[1:] + labels[:1], strict=True)], scale)
+        others = [replace(b, labels=x) for b, x in zip(batches, labels[1:] + labels[:1], strict=True)]
+        return real(self, others, *scales)
 
     return swap(Executor, "run", run)
 
@@ -517,8 +516,8 @@ MUTATIONS = [
     Mutation("norm counts a replicated tensor on every rank", TP, _norm_counts_copies),
     Mutation("norm leaves sinks out but on the first rank", SINKS, _sinks_left_out),
     Mutation("logits are capped, their gradient is not", SINKS, _cap_without_slope),
-    Mutation("norm of this rank's part alone, tensor parallel", TP, _norm_of_this_rank),
-    Mutation("norm of this rank's part alone, pipeline", PP, _norm_of_this_rank),
+    Mutation("norm of this rank's part alone, tensor parallel", TP, _norm_of_this_rank("tp")),
+    Mutation("norm of this rank's part alone, pipeline", PP, _norm_of_this_rank("pp")),
     Mutation("norm counts the tied embedding on both stages", PP, _norm_counts_copies),
     Mutation("pipeline: gradients of two micro-batches swapped", PP, _gradients_swapped),
     Mutation("pipeline: a micro-batch's gradient lost", PP, _gradient_lost),
@@ -568,6 +567,7 @@ MUTATIONS = [
     Mutation("further tokens: embedding gradients not summed over the stages", AHEAD_PP, _tied_without_sync),
     Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
 ]
+MUTATIONS += [Mutation(*one) for one in EXPERTS]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)
 MUON = case("gqa", 2, parallel={"tp": 2}, optimizer="muon")

@@ -228,7 +228,7 @@ def make_groups(cases: Iterable[Case]) -> GroupMaker:
     for case in cases:
         config = RunConfig.parse(case.raw, source=str(case))
         p = config.parallel
-        layout = Layout(tp=p.tp, pp=p.pp, cp=p.cp, dp=config.data_parallel(case.ranks))
+        layout = Layout(tp=p.tp, pp=p.pp, cp=p.cp, dp=config.data_parallel(case.ranks), ep=p.ep, expert_tp=p.expert_tp)
         for rank in range(case.ranks):
             build_groups(layout, rank, kv_heads=config.model.kv_heads, shard=p.zero3_shard, maker=listing)
     maker = GroupMaker()

@@ -23,7 +23,7 @@ from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.parallel.param import info_of
+from mega_trainer.parallel.param import info_of, kept_of
 
 PRECISIONS: Mapping[str, torch.dtype] = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -42,7 +42,8 @@ def load_model(path: str | Place, *, dtype: torch.dtype = torch.float32, device:
     source = open_source(path)
     config = source.model.model_copy(update={"mtp_layers": 0})
     model = Decoder(Builder(config, dtype=dtype, device=torch.device(device)))
-    boxes = boxes_of((parameter.detach(), info_of(parameter).pieces) for parameter in model.parameters())
+    held = [(parameter.detach(), info_of(parameter).pieces) for parameter in model.parameters()]
+    boxes = boxes_of([*held, *kept_of(model)])
     unused = sorted(set(source.keys()) - tensors_of(source.model).keys())
     if unused:
         raise CheckpointError(f"{path}: the model has no place for the tensor {unused[0]} ({len(unused)} such)")

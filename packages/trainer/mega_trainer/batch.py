@@ -44,6 +44,7 @@ class MicroBatch:
             document ends.
         samples: the global number of each sample.
         ahead: for each of the model's layers that predict further tokens.
+        matters: bool [B, S], tokens with a label that counts at or behind them; the others influence nothing. None: all.
         places: int64 [S], where the tokens stand in the whole samples; None when they are those.
         outline: of the whole samples, when the tokens are others.
     """
@@ -55,6 +56,7 @@ class MicroBatch:
     documents: Tensor | None
     samples: Sequence[int]
     ahead: Sequence[Ahead] = ()
+    matters: Tensor | None = None
     places: Tensor | None = None
     outline: Outline | None = None
 
@@ -65,6 +67,7 @@ class MicroBatch:
         )
         return replace(
             self, tokens=tokens, labels=labels, weights=weights, positions=positions, places=places, outline=outline,
+            matters=None if self.matters is None else self.matters[:, places],
             ahead=[Ahead(one.tokens[:, places], one.labels[:, places], one.weights[:, places]) for one in self.ahead],
         )  # fmt: skip
 
@@ -84,6 +87,7 @@ def micro_batches(
             f"{config.model.vocab_size}",
             hint="the data were made with another tokenizer, or model.vocab_size is too small",
         )
+    matters = np.logical_or.accumulate(batch.loss_mask[:, ::-1], axis=1)[:, ::-1]
     further = [_ahead(batch, places) for places in range(1, config.model.mtp_layers + 1)]
     own = None
     if context is not None and context.size > 1:
@@ -102,6 +106,7 @@ def micro_batches(
             documents=None if batch.document_ids is None else tensor(batch.document_ids),
             samples=[int(sample) for sample in batch.sample_ids[part]],
             ahead=[Ahead(*map(tensor, arrays)) for arrays in further],
+            matters=tensor(matters),
         )
         if own is None:
             yield whole

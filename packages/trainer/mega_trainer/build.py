@@ -38,7 +38,10 @@ def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, lo
     """
     config.check_ranks(ranks.world_size)
     parallel = config.parallel
-    layout = Layout(tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, dp=config.data_parallel(ranks.world_size))
+    layout = Layout(
+        tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, dp=config.data_parallel(ranks.world_size),
+        ep=parallel.ep, expert_tp=parallel.expert_tp,
+    )  # fmt: skip
     return build_groups(
         layout,
         ranks.rank,
@@ -97,7 +100,7 @@ def build_optimizer(config: RunConfig, shared: Mapping[int, SharedStage], groups
         list(shared.values()),
         adamw=adamw,
         apart=apart if settings.name == "muon" else None,
-        model_groups=(groups.tp, groups.pp),
+        model_groups=(groups.pp,),
         offload=settings.offload,
     )
 

@@ -33,7 +33,10 @@ class ParallelConfig(Config):
     pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
     cp: PositiveInt = 1
     cp_kind: Literal["ring", "allgather", "alltoall"] = "ring"
-    ep: PositiveInt = 1
+    ep: PositiveInt = Field(
+        1, description="split the experts among so many ranks, of all data, context and tensor ranks"
+    )
+    expert_tp: PositiveInt = Field(1, description="split each expert among so many ranks, besides ep")
     dp: PositiveInt | None = Field(None, description="follows from the number of ranks when left out")
     zero: Literal[0, 1, 2, 3] = Field(
         1, description="what data ranks share: 1 optimizer state, 2 also gradients, 3 also weights"
@@ -208,11 +211,7 @@ class RunConfig(Config):
         model, data, parallel = self.model, self.data, self.parallel
         if model.position == "learned" and data.seq_length > model.max_position:
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
-        if model.moe is not None:
-            yield Problem("model.moe", "mixtures of experts cannot be trained yet", hint="choose a dense model")
         yield from model_problems(self)
-        if parallel.ep > 1:
-            yield Problem("parallel.ep", "only 1 is possible yet", parallel.ep)
         if parallel.zero == 3 and parallel.pp > 1:
             rule = "3 gathers weights for every micro-batch, which a pipeline has many of"
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")

@@ -18,20 +18,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism. Their product is the number of ranks.
+    """Degrees of parallelism. The product of tp, pp, cp and dp is the number of ranks.
 
-    Ranks are ordered pp, dp, cp, tp with tp fastest, so that the groups that talk most lie on one machine.
+    Ranks are ordered pp, dp, cp, tp with tp fastest, so that the groups that talk most lie on one machine. For experts
+    those of a stage are cut in another way, without regard to dp, cp and tp: in blocks of ep x expert_tp neighbours that
+    hold all experts, expert_tp fastest.
     """
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
     dp: int = 1
+    ep: int = 1
+    expert_tp: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks of a pipeline stage."""
+        return self.tp * self.cp * self.dp
 
     def rank(self, *, pp: int, dp: int, cp: int, tp: int) -> int:
         """The global rank at the given coordinates."""
@@ -51,12 +60,13 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
     if not _splits(model, parallel.tp):
         yield Problem(
             "parallel.tp",
-            f"must divide {model.num_attention_heads} attention heads and ffn_hidden_size {model.ffn_hidden_size}, "
+            f"must divide {model.num_attention_heads} attention heads and the ffn_hidden_size {' and '.join(map(str, sorted(_widths(model))))}, "
             f"and divide or be a multiple of {model.kv_heads} key/value heads",
             parallel.tp,
             f"one of {[tp for tp in range(1, model.num_attention_heads + 1) if _splits(model, tp)]}",
         )
     yield from context_problems(config)
+    yield from expert_problems(config)
     try:
         stage_layers(model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout)
     except ConfigError as error:
@@ -106,6 +116,33 @@ def _shares_heads(model: ModelConfig, tp: int, cp: int) -> bool:
     return heads % cp == 0 and (keys % cp == 0 or cp % keys == 0)
 
 
+def expert_problems(config: RunConfig) -> Iterator[Problem]:
+    """What of the degrees of the experts does not fit the model."""
+    moe, parallel = config.model.moe, config.parallel
+    if moe is None:
+        for name in ("ep", "expert_tp"):
+            if getattr(parallel, name) > 1:
+                yield Problem(
+                    f"parallel.{name}", "splits experts, and the model has none", getattr(parallel, name), "1"
+                )
+        return
+    if moe.num_experts % parallel.ep:
+        rule = f"must divide the {moe.num_experts} experts"
+        yield Problem("parallel.ep", rule, parallel.ep, f"one of {_expert_degrees(config.model)}")
+    if moe.ffn_hidden_size % parallel.expert_tp:
+        widths = [n for n in range(1, moe.ffn_hidden_size + 1) if moe.ffn_hidden_size % n == 0 and n <= 16]
+        rule = f"must divide the experts' ffn_hidden_size {moe.ffn_hidden_size}"
+        yield Problem("parallel.expert_tp", rule, parallel.expert_tp, f"one of {widths}")
+    if parallel.zero == 3:
+        rule = "3 shards weights over all data ranks alike, and experts have data ranks of their own"
+        yield Problem("parallel.zero", rule, parallel.zero, "at most 2")
+
+
+def _expert_degrees(model: ModelConfig) -> list[int]:
+    experts = model.moe.num_experts if model.moe else 1
+    return [n for n in range(1, experts + 1) if experts % n == 0]
+
+
 def world_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """What of the degrees and the batch does not fit `world_size` ranks."""
     parallel, batch = config.parallel, config.batch
@@ -121,6 +158,11 @@ def world_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if parallel.dp not in (None, dp):
         hint = f"leave it out, or start {model_ranks * (parallel.dp or 1)} ranks"
         yield Problem("parallel.dp", f"{world_size} ranks make dp = {dp}", parallel.dp, hint)
+    stage, block = dp * parallel.cp * parallel.tp, parallel.ep * parallel.expert_tp
+    if stage % block:
+        rule = f"ep {parallel.ep} x expert_tp {parallel.expert_tp} = {block} must divide the {stage} ranks of a stage"
+        fitting = [n for n in _expert_degrees(config.model) if stage % (n * parallel.expert_tp) == 0]
+        yield Problem("parallel.ep", rule, parallel.ep, f"one of {fitting}" if fitting else "expert_tp: 1, ep: 1")
     ranks, shard = dp * parallel.cp, parallel.zero3_shard
     if shard is not None and ranks % shard:
         fitting = [size for size in range(2, ranks + 1) if ranks % size == 0]
@@ -163,4 +205,11 @@ def _suggestion(config: RunConfig, world_size: int) -> str:
 def _splits(model: ModelConfig, tp: int) -> bool:
     """Whether `tp` ranks can share the heads and the feed-forward width."""
     heads, kv = model.num_attention_heads, model.kv_heads
-    return heads % tp == 0 and model.ffn_hidden_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+    return heads % tp == 0 and all(width % tp == 0 for width in _widths(model)) and (kv % tp == 0 or tp % kv == 0)
+
+
+def _widths(model: ModelConfig) -> set[int]:
+    """Of the feed-forward blocks that the tensor ranks split: of layers without experts, and of shared experts."""
+    shared = {model.moe.shared_ffn_hidden_size} if model.moe else set()
+    dense = all(model.has_experts(layer) for layer in range(model.num_layers + model.mtp_layers))
+    return shared if dense else shared | {model.ffn_hidden_size}

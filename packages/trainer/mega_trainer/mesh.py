@@ -44,6 +44,8 @@ class Groups:
     `shard` are neighbours among them that share one copy of the weights under ZeRO-3, `replicate` those that hold the
     same part of different copies;
     `kv` are the tensor ranks that hold the same key/value head, when there are fewer of those than tensor ranks;
+    `ep` are the neighbours that hold all experts of a stage, of which `expert_tp` share the same ones, a part of each; and
+    `expert_data` those that hold the same part of the same experts;
     `embedding` joins the first and the last pipeline stage, which share a tied embedding.
     """
 
@@ -56,6 +58,9 @@ class Groups:
     dp_cp: Group = field(default_factory=lambda: Group("dp_cp"))
     shard: Group = field(default_factory=lambda: Group("shard"))
     replicate: Group = field(default_factory=lambda: Group("replicate"))
+    ep: Group = field(default_factory=lambda: Group("ep"))
+    expert_tp: Group = field(default_factory=lambda: Group("expert_tp"))
+    expert_data: Group = field(default_factory=lambda: Group("expert_data"))
     embedding: Group = field(default_factory=lambda: Group("embedding"))
     kv: Group = field(default_factory=lambda: Group("kv"))
 
@@ -94,6 +99,10 @@ def build_groups(
     dp_cp = [layout.rank(**{**at, "dp": d, "cp": c}) for d in range(layout.dp) for c in range(layout.cp)]
     data, size = group("dp_cp", dp_cp), shard or len(dp_cp)
     begin, place = data.rank // size * size, data.rank % size
+    stage = at["pp"] * layout.stage_size  # its first rank
+    block, inner = layout.ep * layout.expert_tp, rank - stage
+    experts = stage + inner // block * block  # the first rank of those that hold all experts
+    part = stage + inner // layout.expert_tp * layout.expert_tp
     share = max(1, layout.tp // kv_heads)  # tensor ranks with the same key/value head
     first = at["tp"] // share * share
     ends = sorted({0, layout.pp - 1})
@@ -108,6 +117,9 @@ def build_groups(
         shard=data if size == len(dp_cp) else group("shard", dp_cp[begin : begin + size]),
         replicate=group("replicate", dp_cp[place::size]),
         kv=group("kv", [layout.rank(**{**at, "tp": first + i}) for i in range(share)]),
+        ep=group("ep", list(range(experts, experts + block))),
+        expert_tp=group("expert_tp", list(range(part, part + layout.expert_tp))),
+        expert_data=group("expert_data", list(range(stage + inner % block, stage + layout.stage_size, block))),
         # last: torch names a group that its members alone make by how many groups each of them has, so those that
         # not every rank makes come after those that every rank does
         embedding=group("embedding", [layout.rank(**{**at, "pp": stage}) for stage in ends]),

@@ -20,7 +20,7 @@ from mega_trainer.config import RunConfig, check_changes
 from mega_trainer.guard import Guard
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel.param import info_of, local_of
+from mega_trainer.parallel.param import info_of, kept_of, local_of
 from mega_trainer.precision import LossScale
 from mega_trainer.step import StepResult
 
@@ -99,12 +99,14 @@ class TrainState:
 def weights_of(stages: Mapping[int, Decoder], *, prefix: str = "", computed: bool = False) -> dict[str, Sharded]:
     """The weights of these stages by canonical name, as boxes that are views of the parameters.
 
-    With `computed` they are what the model computes with, which under ZeRO-3 is a rounded copy of what it keeps.
+    With `computed` they are what the model computes with, which under ZeRO-3 is a rounded copy of what it keeps. Those
+    that no gradient moves are always as they are kept.
     """
     parts = []
     for stage in stages.values():
         held = [(local_of(parameter), info_of(parameter).pieces) for parameter in stage.parameters()]
         parts.append(boxes_of((t.to(stage.dtype) if computed else t, pieces) for t, pieces in held))
+        parts.append(boxes_of(kept_of(stage)))
     return {prefix + name: held for name, held in merge(parts).items()}
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import Group, all_reduce
+from mega_trainer.model.router import Router, balance
+from mega_trainer.model.routing import SUMS, loads_of_all, routing_metrics
 from mega_trainer.optim.clip import clip_factor
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.pipeline.run import Executor
@@ -28,6 +30,7 @@ class StepResult:
         mtp_loss: of the layers that predict further tokens: each one's mean per token, and the mean of these.
         loss_scale: that of this step, in fp16.
         overflowed: the gradient was too large for fp16 under this loss scale; a smaller one may mend it.
+        routing: of models with experts, as `routing_metrics` tells it.
     """
 
     loss: float
@@ -37,6 +40,7 @@ class StepResult:
     mtp_loss: float | None = None
     loss_scale: float | None = None
     overflowed: bool = False
+    routing: Mapping[str, float] = field(default_factory=dict)
 
 
 def train_step(
@@ -54,14 +58,14 @@ def train_step(
     The loss is the mean over all tokens that count, of all micro-batches and data ranks: their number is known before
     the first forward, so each token's gradient is divided by it once, at its source. Nothing is updated when the
     gradient is not finite. With a `loss_scale` the gradient is made larger by it, and the norm and the update are of
-    the gradient as it would be without: unscale, check, clip, step.
+    the gradient as it would be without: unscale, check, clip, step. Losses of routers join the gradient, not the loss.
     """
     factor = 1.0 if loss_scale is None else loss_scale.value
     tokens = count_tokens(batches, data)
     batches = weigh_ahead(batches, tokens, data)
     for stage in optimizer.stages:
         stage.begin_step()
-    sums = executor.run(batches, factor / max(tokens, 1.0))
+    sums = executor.run(batches, factor / max(tokens, 1.0), factor)
     for stage in optimizer.stages:
         stage.finish()
     loss = mean_loss(sums[0], tokens, data, executor.group)
@@ -70,11 +74,26 @@ def train_step(
     finite = math.isfinite(loss) and math.isfinite(norm)
     if finite:
         optimizer.update(lr, clip_factor(norm, clip) / factor)
+    routing = finish_routing(executor, factor, move=finite)
     if loss_scale is None:
-        return StepResult(loss, norm, tokens, finite, mtp_loss)
+        return StepResult(loss, norm, tokens, finite, mtp_loss, routing=routing)
     overflowed = loss_scale.mends(loss_finite=math.isfinite(loss), norm_finite=math.isfinite(norm))
     loss_scale.advance(overflowed=overflowed)
-    return StepResult(loss, norm, tokens, finite, mtp_loss, factor, overflowed)
+    return StepResult(loss, norm, tokens, finite, mtp_loss, factor, overflowed, routing)
+
+
+def finish_routing(executor: Executor, loss_scale: float, *, move: bool) -> dict[str, float]:
+    """What the routers did in the step; their selection biases move by it if the weights did."""
+    model = next(iter(executor.stages.values()))
+    config, moe = model.config, model.config.moe
+    if moe is None:
+        return {}
+    layers = [layer for layer in range(config.num_layers + config.mtp_layers) if config.has_experts(layer)]
+    table = loads_of_all(executor.loads, layers, moe.num_experts, model.groups.world)
+    if move:
+        modules = (module for stage in executor.stages.values() for module in stage.modules())
+        balance([module for module in modules if isinstance(module, Router)], table[:, SUMS:], layers)
+    return routing_metrics(table, moe.top_k, loss_scale)
 
 
 @torch.no_grad()

@@ -93,7 +93,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
                 valid = validate(executor, loader(valid_data), config, device, groups)
             metrics.step(
                 state.step, state.consumed_samples, lr, result,
-                valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale,
+                valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
             )  # fmt: skip
             stopping = agreed(stop.name is not None, groups.world)
             if stopping or config.due(state.step, config.checkpoint.every):

@@ -36,7 +36,7 @@ def test_formula(activation: str, recompute: bool) -> None:
         "num_layers": 1, "hidden_size": 6, "ffn_hidden_size": 10, "num_attention_heads": 1, "vocab_size": 8,
         **kind, "mlp_bias": True, "init_std": 0.5,
     })  # fmt: skip
-    mlp = Mlp(Builder(config, dtype=torch.float64), 0, recompute=recompute)
+    mlp = Mlp(Builder(config, dtype=torch.float64), "mlp", 10, recompute=recompute)
     init_weights(mlp, 1)
     with torch.no_grad():
         mlp.up.biases[0].normal_()

@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from mega_trainer.kernels.grouped import Rows
+
 # Which of a block's keys its queries see: every one, those at or before the query's own place in a square block, or
 # those where a boolean, broadcastable to [B, H, S, T], is True.
 Seen = Tensor | Literal["all", "causal"]
@@ -35,6 +37,12 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[.., D] x [N, D] -> [.., N]."""
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        """Each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]. Not differentiated: see `parallel.expert`."""
+
+    def grouped_outer(self, y: Tensor, x: Tensor, rows: Rows) -> Tensor:
+        """Sum of each group's outer products: [M, N] x [M, D] -> [G, N, D], the gradient of a grouped linear's weight."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         """x / rms(x) * weight over the last axis (arXiv:1910.07467), statistics in at least fp32.

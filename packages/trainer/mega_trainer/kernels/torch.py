@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mega_trainer.kernels import grouped
 from mega_trainer.kernels.base import Scores, Seen
 from mega_trainer.kernels.blocks import attend_block, attend_block_backward
+from mega_trainer.kernels.grouped import Rows
 
 
 class TorchKernels:
@@ -18,6 +20,14 @@ class TorchKernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""
         return F.linear(x, weight, bias)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        """See `Kernels.grouped_linear`."""
+        return grouped.product(x, weight.mT, rows)
+
+    def grouped_outer(self, y: Tensor, x: Tensor, rows: Rows) -> Tensor:
+        """See `Kernels.grouped_outer`."""
+        return grouped.outer(y, x, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         """See `Kernels.rms_norm`."""

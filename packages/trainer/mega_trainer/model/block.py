@@ -9,6 +9,7 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.mla import LatentAttention
 from mega_trainer.model.mlp import Mlp
+from mega_trainer.model.moe import Moe
 
 
 class Block(nn.Module):
@@ -34,20 +35,25 @@ class Block(nn.Module):
         self.attention = attention(build, layer, recompute=selective)
         self.after_attention = norm("post_attention", after)
         self.before_mlp = norm("pre_feedforward" if after else "post_attention", before)
-        self.mlp = Mlp(build, layer, recompute=selective)
+        self.mlp = (
+            Moe(build, layer, recompute=selective)
+            if build.config.has_experts(layer)
+            else Mlp(build, f"{name}.mlp", build.config.ffn_hidden_size, recompute=selective)
+        )
         self.after_mlp = norm("post_feedforward", after)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """The residual stream [B, S or S/T, D], one layer further."""
         y = x + self._drop(self._attend(x, context), context, "attention")
-        return y + self._drop(self._feed(x if self.parallel else y), context, "mlp")
+        return y + self._drop(self._feed(x if self.parallel else y, context), context, "mlp")
 
     def _attend(self, x: Tensor, context: Context) -> Tensor:
         y: Tensor = self.after_attention(self.attention(self.before_attention(x), context))
         return y
 
-    def _feed(self, x: Tensor) -> Tensor:
-        y: Tensor = self.after_mlp(self.mlp(self.before_mlp(x)))
+    def _feed(self, x: Tensor, context: Context) -> Tensor:
+        x = self.before_mlp(x)
+        y: Tensor = self.after_mlp(self.mlp(x, context) if isinstance(self.mlp, Moe) else self.mlp(x))
         return y
 
     def _drop(self, x: Tensor, context: Context, site: str) -> Tensor:

@@ -147,6 +147,59 @@ class Builder:
         offset = self.replicated(f"{name}.bias", (out,)) if bias else None
         return RowLinear(self.kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
 
+    def expert_rows(self, names: Sequence[str], *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Fused projections [F, D] of this rank's experts, split by rows: [E/P, n F/Q, D], and their biases [E/P, n F/Q]."""
+        own, width = self._expert_width()
+        out: list[nn.Parameter] = []
+        for suffix, tail in (("weight", (self.config.hidden_size,)), ("bias", ()))[: 1 + bias]:
+            pieces = [
+                self._expert_piece(f"{name}.{suffix}", (width, *tail), axis=0, place=i) for i, name in enumerate(names)
+            ]
+            std = self.config.init_std if suffix == "weight" else None
+            out.append(self._expert_parameter((own * len(names), *tail), pieces, std=std))
+        return out[0], out[1] if bias else None
+
+    def expert_columns(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """A projection [D, F] of this rank's experts, split by columns: [E/P, D, F/Q], and its bias, whole: [E/P, D]."""
+        own, width = self._expert_width()
+        out = self.config.hidden_size
+        piece = self._expert_piece(f"{name}.weight", (out, width), axis=1)
+        weight = self._expert_parameter((out, own), [piece], std=self.residual_std)
+        if not bias:
+            return weight, None
+        same = (self.groups.expert_tp,)
+        whole = self._expert_piece(f"{name}.bias", (out,), axis=None)
+        return weight, self._expert_parameter((out,), [whole], replicas=same)
+
+    def _expert_width(self) -> tuple[int, int]:
+        """F/Q and F of an expert."""
+        assert self.config.moe is not None
+        width = self.config.moe.ffn_hidden_size
+        return width // self.groups.expert_tp.size, width
+
+    def _expert_piece(self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0) -> Piece:
+        """This rank's part of a stack of `shape`, split over the ranks of `expert_tp` by one of its axes.
+
+        Locally it is the part number `place` of several, one after another on the first axis.
+        """
+        assert self.config.moe is not None
+        groups, experts = self.groups, self.config.moe.num_experts
+        holders = groups.ep.size // groups.expert_tp.size
+        first = groups.ep.rank // groups.expert_tp.size * (experts // holders)
+        own = [n // groups.expert_tp.size if i == axis else n for i, n in enumerate(shape)]
+        offset = [groups.expert_tp.rank * n if i == axis else 0 for i, n in enumerate(own)]
+        start = [place * own[0], *(0 for _ in own[1:])]
+        return Piece(name, (experts, *shape), (first, *offset), (0, *start), (experts // holders, *own))
+
+    def _expert_parameter(
+        self, shape: Sequence[int], pieces: Sequence[Piece], *, std: float | None = None, replicas: Sequence[Group] = ()
+    ) -> nn.Parameter:
+        groups = self.groups
+        return make_parameter(
+            (pieces[0].shape[0], *shape), pieces, data=groups.expert_data, dtype=self.dtype, device=self.device,
+            std=std, parts=groups.ep, split=groups.expert_tp, grad_sync=replicas, replicas=replicas,
+        )  # fmt: skip
+
     def replicated(
         self,
         name: str,
@@ -209,6 +262,7 @@ class Builder:
         return vocab_parameter(
             name, self.config.vocab_size, self.config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
             dtype=self.dtype, device=self.device, std=self.config.init_std, grad_sync=shared, replicas=shared,
+            parts=self.groups.tp,
         )  # fmt: skip
 
     def embedding(self, weight: nn.Parameter) -> VocabEmbedding:
@@ -227,5 +281,5 @@ class Builder:
     ) -> nn.Parameter:
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
-            std=std, fill=fill, grad_sync=grad_sync, replicas=replicas,
+            std=std, fill=fill, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
         )  # fmt: skip

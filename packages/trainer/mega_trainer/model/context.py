@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mega_trainer.kernels.base import Seen
 from mega_trainer.model.rope import Rotation
+from mega_trainer.model.routing import Routing
 from mega_trainer.rng import Dropout
 
 
@@ -100,6 +101,7 @@ class Context:
         rotation, local_rotation: rotary angles of layers without and with a sliding window, or None.
         cache: keys and values of earlier tokens, or None.
         dropout: the micro-batch's dropout, or None outside training.
+        routing: what routers of experts need to know of the training step, or None outside training.
     """
 
     sight: Sight
@@ -107,6 +109,7 @@ class Context:
     local_rotation: Rotation | None = None
     cache: Cache | None = None
     dropout: Dropout | None = None
+    routing: Routing | None = None
 
 
 def attention_mask(length: int, *, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor | None:

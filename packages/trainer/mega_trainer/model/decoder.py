@@ -22,6 +22,7 @@ from mega_trainer.model.context import Cache, Context, Outline, Sequences, Sight
 from mega_trainer.model.loss import head_loss
 from mega_trainer.model.mtp import Predictor
 from mega_trainer.model.rope import rotation
+from mega_trainer.model.routing import Routing
 from mega_trainer.parallel.grads import Unit
 from mega_trainer.parallel.tensor import embed_tokens, gather_sequence, sequence_part, sum_gradient
 from mega_trainer.rng import Dropout
@@ -118,6 +119,7 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         dropout: Dropout | None = None,
         outline: Outline | None = None,
+        routing: Routing | None = None,
     ) -> Context:
         """What the layers share for tokens at `positions` int64 [B or 1, S].
 
@@ -132,7 +134,7 @@ class Decoder(nn.Module):
             local_rope = self.config.local_rope
             local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype, lengths)
         sight = sight or Sequences(positions.shape[-1] * self.groups.cp.size, documents, positions.device, outline)
-        return Context(sight, turn, local, cache, dropout)
+        return Context(sight, turn, local, cache, dropout, routing)
 
     def embed(self, tokens: Tensor, positions: Tensor, dropout: Dropout | None = None) -> Tensor:
         """Tokens and positions, int64 [B, S], to the residual stream [B, S or S/T, D]."""

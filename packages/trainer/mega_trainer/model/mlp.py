@@ -13,12 +13,18 @@ from mega_trainer.model.builder import Builder
 
 
 class Mlp(nn.Module):
-    """down(act(gate x) * up x), or down(act(up x)) without a gate."""
+    """down(act(gate x) * up x), or down(act(up x)) without a gate.
 
-    def __init__(self, build: Builder, layer: int, *, recompute: bool = False) -> None:
+    Args:
+        build: of the model.
+        name: of its tensors.
+        width: F.
+        recompute: the backward computes the activation again.
+    """
+
+    def __init__(self, build: Builder, name: str, width: int, *, recompute: bool = False) -> None:
         super().__init__()
         config = build.config
-        name, width = f"model.layers.{layer}.mlp", config.ffn_hidden_size
         parts = ["gate_proj", "up_proj"] if config.gated else ["up_proj"]
         self.config, self.recompute, self.kernels = config, recompute, build.kernels
         self.up = build.column([(f"{name}.{part}", width) for part in parts], bias=config.mlp_bias)
@@ -28,12 +34,8 @@ class Mlp(nn.Module):
         """[B, S or S/T, D] -> the same shape."""
         x = self.up(x)
         if self.recompute and self.training:
-            x = checkpoint(self._activate, x, use_reentrant=False, preserve_rng_state=False)
+            x = checkpoint(activate, x, self.config, self.kernels, use_reentrant=False, preserve_rng_state=False)
         else:
-            x = self._activate(x)
+            x = activate(x, self.config, self.kernels)
         y: Tensor = self.down(x)
         return y
-
-    def _activate(self, x: Tensor) -> Tensor:
-        """[B, S, F/T or 2F/T] -> [B, S, F/T]."""
-        return activate(x, self.config, self.kernels)

@@ -24,22 +24,27 @@ def grad_norm(buffers: Sequence[Buffer], model_groups: Sequence[Group]) -> Tenso
 
     Args:
         buffers: this rank's, with their reduced gradients.
-        model_groups: the groups over which different ranks hold different parameters (tp, pp).
+        model_groups: the groups over which different ranks hold different parameters, besides the buffers' `parts`.
     """
-    held: dict[Group | None, list[Tensor]] = {}
+    zero = buffers[0].shards[0].grads.new_zeros(1, 2, dtype=torch.float64)
+    held: dict[Group | None, dict[Group | None, list[Tensor]]] = {}
     for buffer in buffers:
+        own = held.setdefault(buffer.kind.parts, {})
         if buffer.kind.counts_here:
-            grads = held.setdefault(buffer.kind.data if buffer.sharded else None, [])
-            grads += [shard.grads for shard in buffer.shards]
-    sums = [buffers[0].shards[0].grads.new_zeros(1, 2, dtype=torch.float64)]
-    for sharers, grads in held.items():
-        mine = sum_of_squares(grads)
-        sums.append(all_gather(mine, sharers) if sharers else mine)
+            own.setdefault(buffer.kind.data if buffer.sharded else None, []).extend(s.grads for s in buffer.shards)
+    sums = [zero]
+    for parts, own in held.items():
+        mine = _folded(torch.cat([zero, *(_gathered(sum_of_squares(grads), data) for data, grads in own.items())]))
+        sums.append(_gathered(mine, parts))
     total = _folded(torch.cat(sums))
     for group in model_groups:
         total = _folded(all_gather(total, group))
     high, low = total[0]
     return torch.where(high.isfinite(), high + low, high).sqrt()
+
+
+def _gathered(sums: Tensor, group: Group | None) -> Tensor:
+    return sums if group is None else all_gather(sums, group)
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:

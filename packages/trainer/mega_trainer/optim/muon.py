@@ -64,8 +64,9 @@ def update_scale(rows: int, columns: int) -> float:
 
 def is_hidden_matrix(parameter: nn.Parameter) -> bool:
     """Whether Muon is for it: a matrix (or a stack of them) of a layer, not embedding, head, norm or bias."""
-    pieces = info_of(parameter).pieces
-    return parameter.dim() > 1 and bool(pieces) and all(piece.name.startswith("model.layers.") for piece in pieces)
+    names = [piece.name for piece in info_of(parameter).pieces]
+    hidden = all(name.startswith("model.layers.") and not name.endswith(".bias") for name in names)
+    return parameter.dim() > 1 and bool(names) and hidden
 
 
 class Muon:
@@ -73,7 +74,7 @@ class Muon:
 
     Args:
         slots: what it updates: slices of buckets of hidden matrices.
-        tensor_group: the ranks that split matrices among them.
+        tensor_group: the ranks that split matrices among them, but those that say otherwise.
         momentum, nesterov: of the gradient, as in torch's SGD.
         lr_factor: its learning rate as a multiple of the one given to `step`.
         weight_decay: decoupled, as AdamW's.
@@ -138,7 +139,7 @@ class Muon:
             matrix = part.new_zeros(*part.shape[:-2], rows, columns)
             if all(group.rank == 0 for group in info.replicas):
                 matrix[..., top : top + height, left : left + width] = part
-            all_reduce(matrix, self.tensor_group)
+            all_reduce(matrix, info.split or self.tensor_group)
         update = orthogonalize(matrix, steps=self.rounds, dtype=dtype) * update_scale(rows, columns)
         return update[..., top : top + height, left : left + width]
 

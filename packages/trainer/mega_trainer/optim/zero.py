@@ -26,7 +26,7 @@ class Optimizer:
         stages: all of this rank's stages.
         adamw: makes the rule for ordinary slots.
         apart: makes the rule for those of buffers that are kept apart, where there are any.
-        model_groups: the groups over which different ranks hold different parameters (tp, pp), for the norm.
+        model_groups: the groups over which different ranks hold different layers, for the norm.
         offload: main weights and the rules' state live in host memory (arXiv:2101.06840).
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +21,11 @@ class ParamInfo:
         pieces: where its elements live in the canonical tensors; padding belongs to no piece.
         std: standard deviation of the normal distribution it starts from; None for a constant `fill`.
         fill: the constant it starts from when `std` is None.
-        data: the group over which the data-parallel gradient is averaged and ZeRO slices are cut.
+        data: the group over which the data-parallel gradient is summed and ZeRO slices are cut.
         grad_sync: further groups whose ranks each see a part of its gradient, to be summed.
         replicas: groups whose ranks hold the same values, so that norms count it on the first rank alone.
+        parts: the ranks of a pipeline stage that hold the rest of such tensors, over which norms are summed.
+        split: the ranks that hold the rest of each of its matrices, where those are not the tensor ranks.
     """
 
     pieces: tuple[Piece, ...]
@@ -32,6 +34,8 @@ class ParamInfo:
     fill: float = 0.0
     grad_sync: tuple[Group, ...] = ()
     replicas: tuple[Group, ...] = ()
+    parts: Group | None = None
+    split: Group | None = None
 
 
 def make_parameter(
@@ -45,12 +49,14 @@ def make_parameter(
     fill: float = 0.0,
     grad_sync: Sequence[Group] = (),
     replicas: Sequence[Group] = (),
+    parts: Group | None = None,
+    split: Group | None = None,
 ) -> nn.Parameter:
     """A parameter of the local `shape`, not initialised, with its description attached."""
     parameter = nn.Parameter(torch.zeros(tuple(shape), dtype=dtype, device=device))
     sync = tuple(group for group in grad_sync if group.size > 1)
     copies = tuple(group for group in replicas if group.size > 1)
-    parameter.mega = ParamInfo(tuple(pieces), data, std, fill, sync, copies)  # type: ignore[attr-defined]
+    parameter.mega = ParamInfo(tuple(pieces), data, std, fill, sync, copies, parts, split)  # type: ignore[attr-defined]
     return parameter
 
 
@@ -64,3 +70,26 @@ def info_of(parameter: Tensor) -> ParamInfo:
     """The description that `make_parameter` attached."""
     info: ParamInfo = parameter.mega  # type: ignore[attr-defined]
     return info
+
+
+class Kept(nn.Module):
+    """A tensor of the model that no gradient moves, whole on every rank of its stage. Zero until it is loaded.
+
+    Args:
+        name: canonical.
+        shape, dtype, device: of `values`.
+    """
+
+    values: Tensor
+
+    def __init__(self, name: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.pieces = (Piece.whole(name, shape),)
+        self.register_buffer("values", torch.zeros(*shape, dtype=dtype, device=device))
+
+
+def kept_of(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
+    """Such tensors of a model, with their pieces."""
+    for module in model.modules():
+        if isinstance(module, Kept):
+            yield module.values, module.pieces

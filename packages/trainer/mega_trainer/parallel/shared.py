@@ -21,8 +21,8 @@ class Kind:
     """What parameters that are treated alike have in common.
 
     Attributes:
-        data, grad_sync, replicas: as in `ParamInfo`.
-        decay: whether weight decay applies: to matrices, not to biases and norms.
+        data, grad_sync, replicas, parts: as in `ParamInfo`.
+        decay: whether weight decay applies: to matrices, not to biases (which experts have stacks of) and norms.
         apart: whether an optimizer beside AdamW is for them.
         dtype: that they are computed with.
     """
@@ -33,6 +33,7 @@ class Kind:
     decay: bool
     apart: bool
     dtype: torch.dtype
+    parts: Group | None = None
 
     @property
     def counts_here(self) -> bool:
@@ -48,7 +49,8 @@ def by_kind(
     for parameter in model.parameters():
         info = info_of(parameter)
         special = apart is not None and apart(parameter)
-        kind = Kind(info.data, info.grad_sync, info.replicas, parameter.dim() > 1, special, dtype)
+        decay = parameter.dim() > 1 and not any(piece.name.endswith(".bias") for piece in info.pieces)
+        kind = Kind(info.data, info.grad_sync, info.replicas, decay, special, dtype, info.parts)
         kinds.setdefault(kind, []).append(parameter)
     return kinds
 

@@ -19,6 +19,7 @@ from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import Group, Work
 from mega_trainer.model.context import Context
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.routing import Routing, routings, summed_loads
 from mega_trainer.parallel.deferred import Product, deliver
 from mega_trainer.parallel.tensor import sequence_part
 from mega_trainer.pipeline.schedules import Schedule
@@ -41,6 +42,7 @@ class Executor:
         dropout_seed: seed of the dropout masks; None when the model has no dropout.
         around_backward: what each backward runs in, given the stage's number and whether it is the stage's last of the
             step; it takes the gradients. Where a backward is cut in two, that is the half of the weights.
+        loads: what the routers of each layer did with this rank's tokens in the last run, as in `Routing.loads`.
     """
 
     schedule: Schedule
@@ -48,6 +50,8 @@ class Executor:
     group: Group
     dropout_seed: int | None = None
     around_backward: Callable[[int, bool], AbstractContextManager[None]] = lambda stage, last: nullcontext()
+    loads: dict[int, Tensor] = field(default_factory=dict)
+    _routings: Sequence[Routing] = ()
     _inputs: dict[Key, Tensor] = field(default_factory=dict)
     _outputs: dict[Key, Tensor] = field(default_factory=dict)
     _edges: dict[Key, GradientEdge] = field(default_factory=dict)
@@ -57,7 +61,7 @@ class Executor:
     _leaving: deque[tuple[Tensor, Work]] = field(default_factory=deque)
     _contexts: dict[int, Context] = field(default_factory=dict)
 
-    def run(self, batches: Sequence[MicroBatch], scale: float) -> Tensor:
+    def run(self, batches: Sequence[MicroBatch], scale: float, loss_scale: float = 1.0) -> Tensor:
         """All operations of a step; gradients end up where the parameters' hooks put them.
 
         Where gradients are disabled only the forward operations run: any part of the common order of all ranks that
@@ -66,12 +70,15 @@ class Executor:
         Args:
             batches: this rank's micro-batches (every stage has them all: labels, positions, documents).
             scale: factor on the sum of the losses before differentiation, usually 1 / tokens of the step.
+            loss_scale: factor on losses that are no sums over tokens.
 
         Returns:
             Sums of the weighted losses of this rank's micro-batches, fp64 [2], as `Decoder.objective` tells them; zero
             but on the last stage.
         """
         total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
+        model = next(iter(self.stages.values()))
+        self._routings = routings(batches, model.groups.dp, loss_scale) if model.config.moe and model.training else ()
         left = dict.fromkeys(self.stages, len(batches))
         for op in self.schedule.ranks[self.group.rank]:
             key = (op.stage, op.microbatch)
@@ -97,6 +104,7 @@ class Executor:
                     self._send(self._input_gradient(key), op.stage - 1)
         for _, work in self._leaving:
             work.wait()
+        self.loads = summed_loads(self._routings)
         for left_over in (self._leaving, self._contexts, self._inputs, self._borrowed):
             left_over.clear()
         return total
@@ -234,7 +242,12 @@ class Executor:
                 part = sequence_part(length, model.groups.tp, sp=model.sp)
                 places = part if batch.places is None else batch.places[part]
                 dropout = Dropout(self.dropout_seed, batch.samples, length * model.groups.cp.size, places)
+            routing = self._routings[microbatch] if self._routings else None
             self._contexts[microbatch] = model.context(
-                batch.positions, documents=batch.documents, dropout=dropout, outline=batch.outline
+                batch.positions,
+                documents=batch.documents,
+                dropout=dropout,
+                outline=batch.outline,
+                routing=routing,
             )
         return self._contexts[microbatch]

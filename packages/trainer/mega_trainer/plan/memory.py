@@ -42,6 +42,7 @@ class RunShape:
     schedule: str = "1f1b"
     cp: int = 1
     ep: int = 1
+    expert_tp: int = 1
     dp: int = 1
     zero: int = 0
     zero3_shard: int | None = None
@@ -85,7 +86,7 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
 
 
 def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float:
-    """Bytes that a layer keeps of one microbatch from forward to backward, on one rank.
+    """Bytes that one layer keeps of one microbatch from forward to backward, on one rank; of experts an even load.
 
     For a GPT with dropout and without fused attention these are the paper's S B D (34 + 5 H S / D) bytes.
     """
@@ -98,13 +99,14 @@ def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float
     elif run.recompute != "selective":
         per_score = element + (1 + element if model.attention_dropout else 0)
         split += model.num_attention_heads * keys * per_score
-    dense, moe = ffn_width(model, layer), model.moe
+    routed, moe = 0.0, model.moe
     if moe and model.has_experts(layer):
-        inputs += element * moe.top_k * width + 4 * moe.num_experts
+        # each of a token's rows at its experts, and as they come back; logits and scores in fp32
+        routed = element * moe.top_k * width * (run.expert_tp + 1) + 2 * 4 * moe.num_experts
     gated = 4 if run.recompute == "none" else 3  # gate, up, their product; torch keeps the activated gate besides
-    split += element * (gated if model.gated else 2) * dense
+    split += element * (gated if model.gated else 2) * ffn_width(model, layer)
     inputs += element * latents
-    return _tokens(run) * (inputs / (run.tp if run.sp else 1) + element * latents + split / run.tp)
+    return _tokens(run) * (inputs / (run.tp if run.sp else 1) + element * latents + (split + routed) / run.tp)
 
 
 def _attention_widths(model: ModelConfig) -> tuple[int, int]:
@@ -121,13 +123,15 @@ def _attention_widths(model: ModelConfig) -> tuple[int, int]:
 
 
 def put_off_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float:
-    """Bytes that a layer keeps of one microbatch where the products for its weight gradients are put off.
+    """Bytes that one layer keeps of one microbatch where the products for its weight gradients are put off.
 
     They are the inputs of its linear layers and the gradients of their outputs; sequence parallelism splits neither
     output of a row layer, whose gradient is gathered for the product.
     """
     split, latents = _attention_widths(model)
     split += (3 if model.gated else 2) * ffn_width(model, layer)
+    if model.moe and model.has_experts(layer):
+        split += 2 * model.hidden_size * model.moe.top_k * run.expert_tp  # a row's input and the gradient of its output
     inputs, outputs = 2 * model.hidden_size / (run.tp if run.sp else 1), 2 * (model.hidden_size + latents)
     return _tokens(run) * _ELEMENT[run.precision] * (inputs + outputs + split / run.tp)
 
@@ -164,7 +168,8 @@ def _states(model: ModelConfig, run: RunShape, own: Sequence[int], *, first: boo
         copied = not first and (model.tie_embeddings or len(count.predictors) > 0)
         dense += count.final_norm
         dense += (count.head + model.vocab_size * model.hidden_size * copied) / run.tp
-    experts = sum(layer.experts for layer in layers) / (run.tp * run.ep)
+    block = run.ep * run.expert_tp  # ranks that hold all experts
+    experts = sum(layer.experts for layer in layers) / block
     element = _ELEMENT[run.precision]
     whole = max(4, element)
     sizes = {"weights": (element, 3), "gradients": (whole, 2), "optimizer": (2 * whole + (4 if element == 2 else 0), 1)}
@@ -172,6 +177,6 @@ def _states(model: ModelConfig, run: RunShape, own: Sequence[int], *, first: boo
     table = {}
     for kind, (size, level) in sizes.items():
         shared = run.zero >= level
-        parts = (sharers, max(1, sharers // run.ep)) if shared else (1, 1)
+        parts = (sharers, max(1, run.dp * run.cp * run.tp // block)) if shared else (1, 1)
         table[kind] = round(size * (dense / parts[0] + experts / parts[1]))
     return table

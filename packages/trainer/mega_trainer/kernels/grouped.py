@@ -1,0 +1,65 @@
+"""Products of consecutive rows with a matrix for each group of them, as experts need.
+
+Legend: M rows, G groups, D input width, N output width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which of M rows belong to which group: the first `counts[0]` to group 0, and so on; a group may have none.
+
+    Attributes:
+        counts: rows of each group.
+        ends: int32 [G], where each group's rows end, on the device of the rows.
+    """
+
+    counts: tuple[int, ...]
+    ends: Tensor
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: torch.device) -> Rows:
+        """From the number of rows of each group."""
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
+        return cls(tuple(counts), ends)
+
+    @property
+    def slices(self) -> list[slice]:
+        """Each group's rows."""
+        return [slice(first, stop) for first, stop in pairwise(accumulate(self.counts, initial=0))]
+
+
+def product(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+    """Each row times its group's matrix: [M, D] x [G, D, N] -> [M, N]."""
+    if _at_once(x, weight.shape[-1]):
+        y: Tensor = F.grouped_mm(x, weight, offs=rows.ends)
+        return y
+    y = x.new_empty(x.shape[0], weight.shape[-1])
+    for matrix, own in zip(weight, rows.slices, strict=True):
+        torch.mm(x[own], matrix, out=y[own])
+    return y
+
+
+def outer(y: Tensor, x: Tensor, rows: Rows) -> Tensor:
+    """The sum of outer products of each group's rows, zero where it has none: [M, N] x [M, D] -> [G, N, D]."""
+    if _at_once(x, y.shape[-1]):
+        sums: Tensor = F.grouped_mm(y.t(), x, offs=rows.ends)
+        return sums
+    sums = x.new_empty(len(rows.counts), y.shape[-1], x.shape[-1])
+    for matrix, own in zip(sums, rows.slices, strict=True):
+        torch.mm(y[own].t(), x[own], out=matrix)
+    return sums
+
+
+def _at_once(x: Tensor, width: int) -> bool:
+    """Whether torch has one kernel for all groups: for bf16 on a GPU, where rows are multiples of 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 and width % 8 == 0

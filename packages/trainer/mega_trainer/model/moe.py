@@ -1,0 +1,106 @@
+"""A mixture of experts in place of the feed-forward block (arXiv:1701.06538, arXiv:2401.06066).
+
+Legend: B batch, S sequence, D model width, F width of an expert, E experts, M rows of this rank's experts, Q = expert_tp,
+P = ep, T tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mega_trainer.kernels.grouped import Rows
+from mega_trainer.model.activation import activate
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Context
+from mega_trainer.model.mlp import Mlp
+from mega_trainer.model.router import Router
+from mega_trainer.model.routing import Tokens
+from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_linear, own_share
+
+
+class Moe(nn.Module):
+    """The weighted sum of each token's experts, and the expert that all tokens pass, if there is one."""
+
+    def __init__(self, build: Builder, layer: int, *, recompute: bool = False) -> None:
+        super().__init__()
+        moe, name, groups = build.config.moe, f"model.layers.{layer}.mlp", build.groups
+        assert moe is not None
+        self.tp, self.sp = groups.tp, build.sp
+        self.sharers = groups.cp.size * (groups.tp.size if build.sp else 1)  # ranks that share a sequence's positions
+        self.router = Router(build, layer)
+        self.experts = Experts(build, f"{name}.experts", recompute=recompute)
+        self.dispatch = AllToAll(moe.num_experts, groups.ep, groups.expert_tp.size)
+        self.shared = self.shared_gate = None
+        if moe.shared_ffn_hidden_size:
+            self.shared = Mlp(build, f"{name}.shared_expert", moe.shared_ffn_hidden_size, recompute=recompute)
+        if moe.shared_gate:
+            shape = (1, build.config.hidden_size)
+            self.shared_gate = build.replicated(f"{name}.shared_expert_gate.weight", shape, std=build.config.init_std)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """[B, S or S/T, D] -> the same shape."""
+        flat = x.flatten(0, 1)
+        # every tensor rank has tokens of its own, so that no expert computes anything twice
+        own = flat if self.sp else own_share(flat, self.tp)
+        chosen, weights = self.router(own, self._tokens(x, context), context.routing)
+        y = self.dispatch(own, chosen, weights, self.experts)
+        y = (y if self.sp else all_shares(y, self.tp, flat.shape[0])).view_as(x)
+        if self.shared is None:
+            return y
+        shared: Tensor = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * torch.sigmoid(nn.functional.linear(x, self.shared_gate))
+        return y + shared
+
+    def _tokens(self, x: Tensor, context: Context) -> Tokens:
+        """What this rank's tokens are."""
+        rows, length = x.shape[:2]
+        first = self.tp.rank * length if self.sp else 0
+        part = slice(first, first + length)
+        places = torch.arange(part.start, part.stop, device=x.device)
+        matter = torch.ones(rows, length, dtype=torch.bool, device=x.device)
+        if context.routing is not None:
+            matter = matter if context.routing.matters is None else context.routing.matters[:, part]
+            places = places if context.routing.places is None else context.routing.places[part]
+        row = torch.arange(rows, device=x.device).repeat_interleave(length)
+        fields = [row, places.repeat(rows), matter.flatten()]
+        row, place, matter = fields if self.sp else [own_share(field, self.tp) for field in fields]
+        return Tokens(row, place, matter, rows, length * self.sharers)
+
+
+class Experts(nn.Module):
+    """This rank's E/P experts, of each F/Q of its width: the sum over its parts is the expert's output.
+
+    Their gradients are summed over the ranks that hold the same, wherever those stand.
+    """
+
+    def __init__(self, build: Builder, name: str, *, recompute: bool) -> None:
+        super().__init__()
+        config = build.config
+        self.config, self.kernels, self.recompute = config, build.kernels, recompute
+        self.linear = partial(grouped_linear, kernels=build.kernels, deferred=build.deferred)
+        self.first_part = build.groups.expert_tp.rank == 0
+        parts = ["gate_proj", "up_proj"] if config.gated else ["up_proj"]
+        self.up, self.up_bias = build.expert_rows([f"{name}.{part}" for part in parts], bias=config.mlp_bias)
+        self.down, self.down_bias = build.expert_columns(f"{name}.down_proj", bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """Rows sorted by expert, [M, D] -> [M, D]."""
+        h = self._add(self.linear(x, self.up, rows), self.up_bias, rows)
+        if self.recompute and self.training:
+            h = checkpoint(activate, h, self.config, self.kernels, use_reentrant=False, preserve_rng_state=False)
+        else:
+            h = activate(h, self.config, self.kernels)
+        # once among the parts
+        bias = self.down_bias if self.down_bias is None or self.first_part else self.down_bias * 0
+        return self._add(self.linear(h, self.down, rows), bias, rows)
+
+    def _add(self, x: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
+        if bias is None:
+            return x
+        counts = torch.tensor(rows.counts, device=x.device)
+        return x + bias.repeat_interleave(counts, 0, output_size=x.shape[0])

@@ -1,0 +1,103 @@
+"""What routers are told of a training step, and what they tell of it.
+
+Legend: B sequences, S positions of each, N tokens of this rank, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mega_trainer.comm import Group, all_reduce
+
+if TYPE_CHECKING:
+    from mega_trainer.batch import MicroBatch
+
+SUMS = 5  # numbers of a layer before those of its experts
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the routers of all layers share for one micro-batch of a training step.
+
+    Attributes:
+        matters: bool [B, S], the tokens that count; None: all.
+        places: int64 [S], where they stand in their sequences, where context ranks have others; None: all are here.
+        sequence_weight: of one sequence in the losses: (loss scale) / sequences of the step, over all ranks.
+        batch_weight: of one micro-batch: (loss scale) / micro-batches of the step.
+        loads: by layer, what its router did with this rank's tokens. Set, not added to: a forward may be repeated.
+            For a layer fp64 [5 + E]: tokens, dropped choices, entropies, the two losses as weighted, and then the
+            choices of each expert.
+    """
+
+    matters: Tensor | None
+    places: Tensor | None
+    sequence_weight: float
+    batch_weight: float
+    loads: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """This rank's N tokens of a micro-batch.
+
+    Attributes:
+        row, place: int64 [N], sequence in the micro-batch, and position in it.
+        matter: bool [N].
+        sequences, length: B, and the positions of a sequence.
+    """
+
+    row: Tensor
+    place: Tensor
+    matter: Tensor
+    sequences: int
+    length: int
+
+
+def routings(batches: Sequence[MicroBatch], data: Group, loss_scale: float) -> list[Routing]:
+    """What the routers need to know of each of a rank's micro-batches of a step; `data` are the ranks with others."""
+    sequences = sum(len(batch.tokens) for batch in batches) * data.size
+    return [
+        Routing(batch.matters, batch.places, loss_scale / sequences, loss_scale / len(batches)) for batch in batches
+    ]
+
+
+def summed_loads(routings: Sequence[Routing]) -> dict[int, Tensor]:
+    """The loads of all micro-batches, by layer."""
+    layers = routings[0].loads if routings else {}
+    return {layer: torch.stack([one.loads[layer] for one in routings]).sum(0) for layer in layers}
+
+
+def loads_of_all(loads: Mapping[int, Tensor], layers: Sequence[int], experts: int, world: Group) -> Tensor:
+    """The sums over all ranks, where some have other layers: fp64 [layers, 5 + E], each row as in `Routing.loads`.
+
+    In host memory, as tokens are counted.
+    """
+    none = torch.zeros(SUMS + experts, dtype=torch.float64)
+    table = torch.stack([loads[layer].cpu() if layer in loads else none for layer in layers])
+    all_reduce(table, world)
+    return table
+
+
+def routing_metrics(table: Tensor, top_k: int, loss_scale: float) -> dict[str, float]:
+    """A step in numbers, from `loads_of_all`.
+
+    `aux_loss` and `z_loss` as they are in what training makes small; `expert_load_max` and `expert_load_min`: most and
+    fewest choices of an expert, in multiples of the mean of its layer; `drop_rate`: of the choices; `router_entropy`: of
+    a token's distribution over the experts, in nats, the mean of tokens and layers.
+    """
+    tokens, dropped, entropy, aux, z = table[:, :SUMS].sum(0).tolist()
+    counts = table[:, SUMS:]
+    relative = counts / counts.mean(-1, keepdim=True).clamp(min=1)
+    return {
+        "aux_loss": aux / loss_scale,
+        "z_loss": z / loss_scale,
+        "expert_load_max": relative.max().item(),
+        "expert_load_min": relative.min().item(),
+        "drop_rate": dropped / max(tokens * top_k, 1.0),
+        "router_entropy": entropy / max(tokens, 1.0),
+    }

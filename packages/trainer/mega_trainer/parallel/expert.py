@@ -1,0 +1,267 @@
+"""Expert parallelism: tokens travel to the ranks that hold their experts, and back (arXiv:2006.16668).
+
+Each rank brings tokens of its own: under sequence parallelism its part of the sequence, without it a share of those that
+all tensor ranks hold alike. The ranks of a stage, of all data, context and tensor ranks, are cut into groups of
+ep x expert_tp neighbours that hold all experts between them; so ep need not divide dp.
+
+    rank of a group   p q, p < ep, q < expert_tp: part q of the experts p E/ep to (p + 1) E/ep
+    there             each chosen token to every part of its expert: an all-to-all with uneven splits
+    back              the same way; the parts are summed, then the experts of a token by their weights
+
+Legend: N tokens of this rank, K experts of a token, E experts, M rows (a row is a token for one expert), D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mega_trainer.comm import Group, all_gather, all_to_all
+from mega_trainer.kernels.base import Kernels
+from mega_trainer.kernels.grouped import Rows
+from mega_trainer.parallel.deferred import Deferred
+
+Experts = Callable[[Tensor, Rows], Tensor]  # the rows [M, D] of this rank's experts, sorted by expert -> [M, D]
+
+
+class Dispatcher(Protocol):
+    """Brings tokens to experts and their outputs back. The order of the collectives must not depend on the tokens."""
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        """The weighted sum of each token's experts.
+
+        Args:
+            x: [N, D].
+            chosen: int64 [N, K], the experts of each token; -1 for none.
+            weights: [N, K].
+            experts: what this rank's experts do with rows.
+
+        Returns:
+            [N, D], zero for tokens without any expert.
+        """
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """A `Dispatcher` by one all-to-all each way.
+
+    Attributes:
+        num_experts: E.
+        group: the ep x expert_tp ranks that hold all experts.
+        parts: expert_tp, the ranks that share an expert.
+    """
+
+    num_experts: int
+    group: Group
+    parts: int = 1
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        """See `Dispatcher`."""
+        slots = sorted_slots(chosen)
+        trip = self._plan(torch.bincount(chosen.flatten()[slots], minlength=self.num_experts))
+        rows: Tensor = _Spread.apply(x, slots, chosen.shape[1])  # type: ignore[no-untyped-call]
+        rows = experts(self._there(rows, trip), trip.rows)
+        rows = self._back(rows, trip)
+        outputs: Tensor = _Collect.apply(rows, slots, tuple(chosen.shape))  # type: ignore[no-untyped-call]
+        return torch.einsum("nk,nkd->nd", weights.to(outputs.dtype), outputs)
+
+    def _plan(self, counts: Tensor) -> _Trip:
+        """Tell every rank how many rows come to each of its experts, from `counts` int64 [E] of this rank's."""
+        own = counts.view(self.group.size // self.parts, -1)
+        sent = own.repeat_interleave(self.parts, 0)
+        ones = [1] * self.group.size
+        received = all_to_all(sent, self.group, ones, ones)
+        expert = torch.arange(received.shape[1], device=counts.device).repeat(self.group.size)
+        order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
+        table = torch.cat([sent, received]).tolist()  # the one wait for the device
+        leaving, coming = table[: self.group.size], table[self.group.size :]
+        rows = Rows.of([sum(column) for column in zip(*coming, strict=True)], counts.device)
+        return _Trip([sum(row) for row in leaving], [sum(row) for row in coming], order, rows)
+
+    def _there(self, rows: Tensor, trip: _Trip) -> Tensor:
+        """Rows sorted by expert, of this rank's tokens -> of this rank's experts."""
+        if self.group.size == 1:
+            return rows
+        if self.parts > 1:
+            pieces = torch.split(rows, trip.leaving[:: self.parts])
+            rows = torch.cat([piece for piece in pieces for _ in range(self.parts)])
+        rows = exchange(rows, self.group, trip.coming, trip.leaving)
+        sorted_rows: Tensor = _Permute.apply(rows, trip.order, trip.order.argsort())  # type: ignore[no-untyped-call]
+        return sorted_rows
+
+    def _back(self, rows: Tensor, trip: _Trip) -> Tensor:
+        """The way of `_there` backwards."""
+        if self.group.size == 1:
+            return rows
+        rows = _Permute.apply(rows, trip.order.argsort(), trip.order)  # type: ignore[no-untyped-call]
+        rows = exchange(rows, self.group, trip.leaving, trip.coming)
+        if self.parts == 1:
+            return rows
+        pieces = torch.split(rows, trip.leaving)
+        return torch.cat([sum(pieces[i + 1 : i + self.parts], pieces[i]) for i in range(0, len(pieces), self.parts)])
+
+
+@dataclass(frozen=True)
+class _Trip:
+    """Rows to and from each rank of the group, the order that sorts those that came by expert, and how many each has."""
+
+    leaving: list[int]
+    coming: list[int]
+    order: Tensor
+    rows: Rows
+
+
+def sorted_slots(chosen: Tensor) -> Tensor:
+    """The places in `chosen` [N, K], flattened, that hold an expert, sorted by expert and then by token."""
+    flat = chosen.flatten()
+    return flat.argsort(stable=True)[(flat < 0).sum() :]
+
+
+class _Spread(Function):
+    """Tokens [N, D] to a row for each slot [M, D]; not by index_select, whose gradient adds in any order on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.shape = (x.shape[0], choices)
+        return x[slots // choices]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return _placed(dy, slots, ctx.shape).sum(1), None, None
+
+
+class _Collect(Function):
+    """Rows [M, D] to their slots [N, K, D], zero where there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(slots)
+        return _placed(rows, slots, shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return dy.flatten(0, 1)[slots], None, None
+
+
+def _placed(rows: Tensor, slots: Tensor, shape: tuple[int, int]) -> Tensor:
+    out = rows.new_zeros(shape[0] * shape[1], rows.shape[-1])
+    out[slots] = rows
+    return out.view(*shape, rows.shape[-1])
+
+
+class _Permute(Function):
+    """Rows in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return dy[inverse], None, None
+
+
+class _Exchange(Function):
+    """An all-to-all of rows; the gradient goes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group, coming: Sequence[int], leaving: Sequence[int]) -> Tensor:
+        ctx.group, ctx.coming, ctx.leaving = group, coming, leaving
+        return all_to_all(rows, group, coming, leaving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(dy, ctx.group, ctx.leaving, ctx.coming), None, None, None
+
+
+def exchange(rows: Tensor, group: Group, coming: Sequence[int], leaving: Sequence[int]) -> Tensor:
+    """Send `leaving[r]` rows to each rank r of the group and receive `coming[r]` from it."""
+    out: Tensor = _Exchange.apply(rows, group, coming, leaving)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _GroupedLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels, deferred: Deferred | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rows, ctx.kernels, ctx.deferred = rows, kernels, deferred
+        return kernels.grouped_linear(x, weight, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gradient, dweight = partial(ctx.kernels.grouped_outer, dy, x, ctx.rows), None
+        if ctx.deferred is not None:
+            ctx.deferred.put(weight, gradient)
+        elif ctx.needs_input_grad[1]:
+            dweight = gradient()
+        return ctx.kernels.grouped_linear(dy, weight.mT, ctx.rows), dweight, None, None, None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels, deferred: Deferred | None = None) -> Tensor:
+    """Each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]; a group without rows has a gradient of zero.
+
+    `deferred` takes the product for the weight's gradient, where a backward puts it off.
+    """
+    y: Tensor = _GroupedLinear.apply(x, weight, rows, kernels, deferred)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _OwnShare(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.tokens = group, x.shape[0]
+        return _share(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_gather(dy, ctx.group)[: ctx.tokens], None
+
+
+class _AllShares(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, tokens: int) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)[:tokens]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _share(dy, ctx.group), None, None
+
+
+def _share(x: Tensor, group: Group) -> Tensor:
+    size = -(-x.shape[0] // group.size)
+    own = x[group.rank * size : (group.rank + 1) * size]
+    return torch.cat([own, own.new_zeros(size - own.shape[0], *x.shape[1:])])
+
+
+def own_share(x: Tensor, group: Group) -> Tensor:
+    """This rank's of the tokens [N, ..] that all ranks hold: [ceil(N / ranks), ..], filled up with zeros.
+
+    The gradients of all ranks make up the whole one, which each gets.
+    """
+    return x if group.size == 1 else _OwnShare.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def all_shares(x: Tensor, group: Group, tokens: int) -> Tensor:
+    """All ranks' shares [ceil(N / ranks), ..] as the N = `tokens` they are of; each rank takes its gradient from its own."""
+    return x if group.size == 1 else _AllShares.apply(x, group, tokens)  # type: ignore[no-untyped-call]

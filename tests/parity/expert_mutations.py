@@ -1,0 +1,161 @@
+"""Bugs of mixtures of experts and of expert parallelism, for `mutations`: name, a layout in which it shows, the patch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from parity.cases import Case, case
+from torch import Tensor
+
+from mega_trainer import build, step
+from mega_trainer.mesh import Groups
+from mega_trainer.model import builder, moe, router, routing
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.moe import Experts
+from mega_trainer.optim import clip
+from mega_trainer.parallel import expert
+from mega_trainer.parallel.buckets import Bucket
+from mega_trainer.pipeline import run
+
+Patch = Callable[[], AbstractContextManager[Any]]
+swap = mock.patch.object
+
+EP = case("moe", 2, parallel={"ep": 2}, micro=2)
+TP = case("moe", 2, parallel={"tp": 2}, micro=4)
+SP = case("moe", 2, parallel={"tp": 2, "sp": True, "ep": 2}, micro=4)
+DP = case("moe", 2, micro=2)
+BOTH = case("moe", 4, parallel={"tp": 2, "ep": 4}, micro=4)
+PARTS = case("moe", 4, parallel={"ep": 2, "expert_tp": 2}, micro=2)
+MASKED = case("moe", 1, micro=2)
+
+
+def _routings(**changes: Callable[[Any, Any], Any]) -> Patch:
+    """Tell the routers something else: by field, a function of what they are told and of the data group."""
+    real = routing.routings
+
+    def told(batches: Sequence[Any], data: Any, loss_scale: float) -> list[Any]:
+        return [
+            replace(one, **{name: change(getattr(one, name), data) for name, change in changes.items()})
+            for one in real(batches, data, loss_scale)
+        ]
+
+    return lambda: swap(run, "routings", told)
+
+
+def _groups(**changes: Callable[[Groups], Any]) -> Patch:
+    """Put other ranks together: by name, a function of the groups."""
+    real = build.build_groups
+
+    def wrong(*args: Any, **options: Any) -> Groups:
+        groups = real(*args, **options)
+        return replace(groups, **{name: change(groups) for name, change in changes.items()})
+
+    return lambda: swap(build, "build_groups", wrong)
+
+
+def _router_without_sync() -> AbstractContextManager[Any]:
+    real = builder.make_parameter
+
+    def make(shape: Any, pieces: Any, **options: Any) -> Any:
+        gate = any(".mlp.gate." in piece.name for piece in pieces)
+        return real(shape, pieces, **{**options, "grad_sync": ()} if gate else options)
+
+    return swap(builder, "make_parameter", make)
+
+
+def _expert_gradients_averaged() -> AbstractContextManager[Any]:
+    real = Bucket._sum
+
+    def averaged(self: Bucket, whole: Tensor, out: Tensor) -> Any:
+        whole /= self.data.size if self.data.name == "expert_data" else 1
+        return real(self, whole, out)
+
+    return swap(Bucket, "_sum", averaged)
+
+
+def _every_tensor_rank_sends_all_tokens() -> AbstractContextManager[Any]:
+    return mock.patch.multiple(moe, own_share=lambda x, group: x, all_shares=lambda x, group, tokens: x)
+
+
+def _load_of_own_tokens() -> AbstractContextManager[Any]:
+    return swap(router, "summed", lambda tensor, groups: tensor)
+
+
+def _bias_by_own_load() -> AbstractContextManager[Any]:
+    return swap(routing, "all_reduce", lambda tensor, group: None)
+
+
+def _bias_stays() -> AbstractContextManager[Any]:
+    return swap(step, "balance", lambda routers, loads, layers: None)
+
+
+def _first_experts() -> AbstractContextManager[Any]:
+    """Every rank takes the first experts."""
+    real = Builder._expert_piece
+
+    def piece(self: Builder, *args: Any, **options: Any) -> Any:
+        found = real(self, *args, **options)
+        return replace(found, global_offset=(0, *found.global_offset[1:]))
+
+    return swap(Builder, "_expert_piece", piece)
+
+
+def _bias_of_every_part() -> AbstractContextManager[Any]:
+    real = Experts.__init__
+
+    def init(self: Experts, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        self.first_part = True
+
+    return swap(Experts, "__init__", init)
+
+
+def _weights_of_the_choice() -> AbstractContextManager[Any]:
+    """The selection bias gets into the weights of the experts."""
+    real = router.choose
+
+    def choose(scores: Tensor, config: Any, bias: Tensor | None) -> Tensor:
+        chosen = real(scores, config, bias)
+        scores.data.add_(0 if bias is None else bias)
+        return chosen
+
+    return swap(router, "choose", choose)
+
+
+def _rows_in_order_of_arrival() -> AbstractContextManager[Any]:
+    return swap(expert._Permute, "forward", staticmethod(lambda ctx, rows, order, inverse: _kept(ctx, rows, inverse)))
+
+
+def _kept(ctx: Any, rows: Tensor, inverse: Tensor) -> Tensor:
+    ctx.save_for_backward(torch.arange(len(inverse)))
+    return rows.clone()
+
+
+def _norm_without(axis: str) -> Patch:
+    real = clip.all_gather
+    return lambda: swap(clip, "all_gather", lambda x, group: x if group.name == axis else real(x, group))
+
+
+EXPERTS: list[tuple[str, Case, Patch]] = [
+    ("experts: losses of routers scaled by ep", EP, _routings(sequence_weight=lambda w, data: w * data.size)),
+    ("experts: losses of routers not divided among data ranks", DP, _routings(sequence_weight=lambda w, data: w * 2)),
+    ("experts: router gradient not summed under sequence parallelism", SP, _router_without_sync),
+    ("experts: router gradient not summed over tensor ranks", TP, _router_without_sync),
+    ("experts: a router counts masked tokens", MASKED, _routings(matters=lambda matters, data: None)),
+    ("experts: gradients summed over all data ranks", EP, _groups(expert_data=lambda groups: groups.dp_cp)),
+    ("experts: gradients averaged over the ranks that hold them", DP, _expert_gradients_averaged),
+    ("experts: every tensor rank sends all tokens", TP, _every_tensor_rank_sends_all_tokens),
+    ("experts: load of this rank's tokens alone", SP, _load_of_own_tokens),
+    ("experts: selection bias moved by this rank's load", EP, _bias_by_own_load),
+    ("experts: selection bias stays", MASKED, _bias_stays),
+    ("experts: selection bias in the weights", MASKED, _weights_of_the_choice),
+    ("experts: every rank takes the first ones", EP, _first_experts),
+    ("experts: bias added by every part", PARTS, _bias_of_every_part),
+    ("experts: rows not sorted on arrival", EP, _rows_in_order_of_arrival),
+    ("experts: norm of this rank's experts alone", BOTH, _norm_without("ep")),
+]
