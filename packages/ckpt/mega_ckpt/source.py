@@ -19,6 +19,7 @@ from mega_ckpt.formats.megatron import MegatronSource, is_megatron
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Shape, Sharded
+from mega_ckpt.remote import Place, content_of, place
 from mega_ckpt.store import Checkpoint, latest
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -112,12 +113,12 @@ class MegaSource:
 
     def assets(self) -> Mapping[str, Path | bytes]:
         """The files of the assets folder."""
-        root = self._checkpoint.folder
-        files = [Path(name) for name in self._checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
-        return {path.relative_to(ASSETS).as_posix(): root / path for path in files}
+        names = [name for name in self._checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
+        places = {name.removeprefix(f"{ASSETS}/"): self._checkpoint.files / name for name in names}
+        return {name: content_of(path) for name, path in places.items()}
 
 
-def _checked(model: ModelConfig, held: Mapping[str, Shape], folder: Path) -> Sequence[str]:
+def _checked(model: ModelConfig, held: Mapping[str, Shape], folder: Place) -> Sequence[str]:
     """The canonical names of `model`, when `held` are exactly its tensors."""
     if model.num_layers > len(held):
         raise CheckpointError(f"{folder}: {model.num_layers} layers, but only {len(held)} tensors of weights")
@@ -134,7 +135,7 @@ def _checked(model: ModelConfig, held: Mapping[str, Shape], folder: Path) -> Seq
     return list(expected)
 
 
-def open_source(path: str | Path, *, settings: Mapping[str, Any] | None = None) -> Source:
+def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None) -> Source:
     """Open what lies at `path`: a checkpoint of mega, a run folder (its newest checkpoint), a HuggingFace or a Megatron folder.
 
     `settings` are fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says.
@@ -142,7 +143,7 @@ def open_source(path: str | Path, *, settings: Mapping[str, Any] | None = None) 
     Raises:
         CheckpointError: when it is none of these, or one that cannot be used.
     """
-    folder = Path(path)
+    folder = place(path)
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "no such folder"
         raise CheckpointError(
@@ -154,15 +155,18 @@ def open_source(path: str | Path, *, settings: Mapping[str, Any] | None = None) 
     is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
     if is_run and not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder}: a run folder without a complete checkpoint")
-    return MegatronSource(folder, settings) if is_megatron(folder) else HfSource(folder)
+    if isinstance(folder, Path) and is_megatron(folder):
+        return MegatronSource(folder, settings)
+    return HfSource(folder)
 
 
-def checkpoint_folder(path: Path) -> Path:
+def checkpoint_folder(path: str | Place) -> Place:
     """The mega checkpoint at `path`, or the newest one of the run there; else `path`, which is then none."""
-    return _checkpoint_in(path) or path
+    folder = place(path)
+    return _checkpoint_in(folder) or folder
 
 
-def _checkpoint_in(folder: Path) -> Path | None:
+def _checkpoint_in(folder: Place) -> Place | None:
     if (folder / MANIFEST).is_file():
         return folder
     return latest(folder / "checkpoints") or latest(folder)

@@ -44,7 +44,7 @@ def write_legacy(writing: Writing, folder: Path, advance: Callable[[int], object
     _check(writing)
     for tp, pp in itertools.product(range(writing.tp), range(writing.pp)):
         place = folder / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if writing.pp > 1 else ""))
-        place.mkdir()
+        place.mkdir(exist_ok=True)
         _write_rank(writing, place / FILE, list(_locals(writing, tp, pp)), last=pp == writing.pp - 1, advance=advance)
 
 

@@ -72,7 +72,7 @@ def write_release(
     write: Callable[[Writing, Path, Callable[[int], object]], None],
     advance: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Write a release into an existing empty folder; durable when this returns.
+    """Write a release into an existing folder, anew; durable when this returns.
 
     Args:
         writing: what to write.
@@ -80,7 +80,7 @@ def write_release(
         write: fills the folder beside it, in one of the formats.
         advance: told of bytes as they are written.
     """
-    (folder / RELEASE).mkdir()
+    (folder / RELEASE).mkdir(exist_ok=True)
     write(writing, folder / RELEASE, advance)
     put_file(folder / TRACKER, RELEASE.encode())
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mega_ckpt.formats.pickles import MAX_PICKLE_BYTES, Inert, load_pickle
 from mega_ckpt.pieces import Shape
-from mega_ckpt.shards import mapped
+from mega_ckpt.storage import mapped
 from mega_common.errors import CheckpointError
 
 _STORAGES = {
