@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 12}
 
 LATENT: dict[str, Any] = {
-    "mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}, "num_kv_heads": None,
+    "mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "norm_eps": 1e-5}, "num_kv_heads": None,
     "head_dim": None, "qkv_bias": False, "position": "rope", "rope": {"interleaved": True},
 }  # fmt: skip
 
@@ -376,6 +376,7 @@ NOT_MEGATRON: dict[str, dict[str, Any]] = {
     "rope.theta = 10000.5": {"rope": {"theta": 10000.5}},
     "logit_softcap = 30.0": {"logit_softcap": 30.0},
     r"moe\.group_score = 'top2'": {"moe": EXPERTS | {"groups": 2, "top_groups": 2, "group_score": "top2"}},
+    r"mla\.norm_eps = 1e-06": {**LATENT, "mla": {**LATENT["mla"], "norm_eps": 1e-6}},
     "layernorm": {"qk_norm": True, "norm": "layernorm"},
 }
 
@@ -402,7 +403,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "llama3": {"rope": {"scaling": "llama3", "factor": 8.0, "original_max_position": 8192, "theta": 5e5}},
     "linear": {"rope": {"scaling": "linear", "factor": 4.0, "fraction": 0.5}},
-    "yarn": {"rope": {"scaling": "yarn", "factor": 40.0, "original_max_position": 4096, "mscale": 1.0}},
+    "yarn": {"rope": {"scaling": "yarn", "factor": 40.0, "original_max_position": 4096, "mscale": 0.7, "mscale_all_dim": 0.9}},
     "window": {"sliding_window": 7},
     "latent": {**LATENT, "rope": {"interleaved": True, "scaling": "yarn", "factor": 40.0, "original_max_position": 4096}},
     "experts": {
