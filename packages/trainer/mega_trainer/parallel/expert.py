@@ -158,7 +158,7 @@ class _Collect(Function):
 def _placed(rows: Tensor, slots: Tensor, shape: tuple[int, int]) -> Tensor:
     out = rows.new_zeros(shape[0] * shape[1], rows.shape[-1])
     out[slots] = rows
-    return out.view(*shape, -1)
+    return out.view(*shape, rows.shape[-1])
 
 
 class _Permute(Function):

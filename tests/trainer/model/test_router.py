@@ -1,0 +1,157 @@
+"""The choice of experts, its losses and its bias, token by token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_common.model_config import ModelConfig, MoeConfig
+from mega_trainer.comm import Group
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.init import init_weights
+from mega_trainer.model.router import Router, balance, choose, within_capacity
+from mega_trainer.model.routing import Routing, Tokens, routing_metrics
+
+ALONE = (Group("tp"), Group("cp"))
+
+
+def moe(**fields: Any) -> MoeConfig:
+    return MoeConfig.model_validate({"num_experts": 6, "top_k": 2, "ffn_hidden_size": 4, **fields})
+
+
+def router(**fields: Any) -> Router:
+    config = ModelConfig.model_validate({
+        "num_layers": 1, "hidden_size": 5, "ffn_hidden_size": 8, "num_attention_heads": 1, "vocab_size": 9,
+        "init_std": 1.0, "moe": moe(**fields).model_dump(),
+    })  # fmt: skip
+    made = Router(Builder(config, dtype=torch.float64), 0)
+    init_weights(made, 1)
+    return made
+
+
+def tokens(matter: Tensor) -> Tokens:
+    rows, length = matter.shape
+    row = torch.arange(rows).repeat_interleave(length)
+    return Tokens(row, torch.arange(length).repeat(rows), matter.flatten(), rows, length)
+
+
+MATTER = torch.tensor([[True] * 7, [True] * 4 + [False] * 3, [False] * 7])
+
+
+def routing(matter: Tensor = MATTER) -> Routing:
+    return Routing(matter, None, sequence_weight=1 / len(matter), batch_weight=1.0)
+
+
+def test_weights_are_the_scores_of_the_best() -> None:
+    x = torch.randn(7, 5, dtype=torch.float64)
+    for score, normalize in [("softmax", True), ("softmax", False), ("sigmoid", True), ("sigmoid", False)]:
+        it = router(score=score, normalize=normalize, scaling=2.0)
+        chosen, weights = it(x, tokens(torch.ones(1, 7, dtype=torch.bool)), None)
+        logits = x @ it.weight.t()
+        scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+        best, expected = scores.topk(2).indices, scores.topk(2).values
+        torch.testing.assert_close(chosen, best)
+        expected = expected / expected.sum(-1, keepdim=True) if normalize else expected
+        torch.testing.assert_close(weights, 2 * expected)
+
+
+def test_a_bias_of_the_choice_changes_no_weight() -> None:
+    it = router(selection_bias=True, score="sigmoid", normalize=False)
+    assert it.selection is not None
+    it.selection.values[4] = 10.0
+    x = torch.randn(7, 5, dtype=torch.float64)
+    chosen, weights = it(x, tokens(torch.ones(1, 7, dtype=torch.bool)), None)
+    assert (chosen[:, 0] == 4).all()
+    torch.testing.assert_close(weights[:, 0], (x @ it.weight.t()).sigmoid()[:, 4])
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("max", {0, 1}), ("top2", {2, 3})])
+def test_only_the_best_groups_are_chosen_from(kind: str, expected: set[int]) -> None:
+    """Three groups of two: the first has the best expert, the second the best pair."""
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.6, 0.5, 0.1]])
+    chosen = choose(scores, moe(groups=3, top_groups=1, group_score=kind), None)
+    assert set(chosen.flatten().tolist()) == expected
+
+
+def losses(it: Router, x: Tensor, scope: str) -> tuple[float, float]:
+    """The two losses as they are defined, by loops: a mean over sequences, or the one over the batch."""
+    logits = (x @ it.weight.t()).view(*MATTER.shape, -1)
+    scores = logits.softmax(-1) if it.moe.score == "softmax" else logits.sigmoid()
+    p, chosen = scores / scores.sum(-1, keepdim=True), scores.topk(it.moe.top_k).indices
+    rows = [[(row, at) for at in range(MATTER.shape[1]) if MATTER[row, at]] for row in range(len(MATTER))]
+    aux = z = 0.0
+    for group in [[place for row in rows for place in row]] if scope == "batch" else rows:
+        load = [sum(expert in chosen[place] for place in group) for expert in range(6)]
+        mass = [sum(p[place][expert].item() for place in group) for expert in range(6)]
+        aux += 6 / (it.moe.top_k * max(len(group), 1) ** 2) * sum(n * m for n, m in zip(load, mass, strict=True))
+    for group in rows:
+        z += sum(logits[place].logsumexp(-1).item() ** 2 for place in group) / max(len(group), 1)
+    return aux / (1 if scope == "batch" else len(rows)), z / len(rows)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+def test_losses_are_those_of_the_formulas(score: str, scope: str) -> None:
+    it = router(aux_loss=0.3, aux_loss_scope=scope, z_loss=0.2, score=score)
+    x, told = torch.randn(21, 5, dtype=torch.float64), routing()
+    _, weights = it(x, tokens(MATTER), told)
+    found = routing_metrics(told.loads[0].unsqueeze(0), 2, 1.0)
+    aux, z = losses(it, x, scope)
+    assert found["aux_loss"] == pytest.approx(0.3 * aux)
+    assert found["z_loss"] == pytest.approx(0.2 * z)
+    (weights.sum() * 0).backward()
+    gradient, step = it.weight.grad, 1e-6
+    assert gradient is not None
+    with torch.no_grad():
+        it.weight[2, 3] += step
+        more = losses(it, x, scope)
+        it.weight[2, 3] -= 2 * step
+        less = losses(it, x, scope)
+    slope = (0.3 * (more[0] - less[0]) + 0.2 * (more[1] - less[1])) / (2 * step)
+    assert gradient[2, 3].item() == pytest.approx(slope, rel=1e-5)
+
+
+def test_tokens_that_do_not_matter_go_nowhere_and_count_nowhere() -> None:
+    it, told = router(aux_loss=0.1), routing()
+    chosen, _ = it(torch.randn(21, 5, dtype=torch.float64), tokens(MATTER), told)
+    assert ((chosen >= 0).all(-1) == MATTER.flatten()).all()
+    assert told.loads[0][0] == MATTER.sum()
+    assert told.loads[0][5:].sum() == 2 * MATTER.sum()
+
+
+def test_metrics() -> None:
+    even = torch.tensor([[4.0, 1.0, 4 * math.log(2), 0.5, 0.25, 4.0, 4.0], [4.0, 0.0, 0.0, 0.0, 0.0, 6.0, 2.0]])
+    assert routing_metrics(even, 2, 0.5) == pytest.approx({
+        "aux_loss": 1.0, "z_loss": 0.5, "expert_load_max": 1.5, "expert_load_min": 0.5, "drop_rate": 1 / 16,
+        "router_entropy": math.log(2) / 2,
+    })  # fmt: skip
+
+
+def test_the_bias_moves_towards_an_even_load() -> None:
+    it = router(selection_bias=True, bias_rate=0.25)
+    balance([it], torch.tensor([[0.0] * 6, [4.0, 2.0, 2.0, 2.0, 2.0, 0.0]]), [3, 0])
+    assert it.selection is not None
+    assert it.selection.values.tolist() == [-0.25, 0.0, 0.0, 0.0, 0.0, 0.25]
+
+
+def test_an_expert_takes_the_first_of_each_sequence() -> None:
+    matter = torch.tensor([[True] * 4, [True, True, False, False]])
+    chosen = torch.tensor([[0, 1], [0, 2], [3, 0], [0, 1], [5, 0], [0, 5], [-1, -1], [-1, -1]])
+    # ceil(1.5 x 2 x 4 / 6) = 2 of the first sequence, ceil(1.5 x 2 x 2 / 6) = 1 of the second
+    kept = within_capacity(chosen, tokens(matter), moe(capacity_factor=1.5), ALONE)
+    assert kept.tolist() == [[0, 1], [0, 2], [3, -1], [-1, 1], [5, 0], [-1, -1], [-1, -1], [-1, -1]]
+
+
+def test_the_order_of_tokens_does_not_matter_to_the_capacity() -> None:
+    matter = torch.ones(3, 8, dtype=torch.bool)
+    at = tokens(matter)
+    chosen = torch.rand(24, 6).topk(2).indices
+    kept = within_capacity(chosen, at, moe(capacity_factor=0.8), ALONE)
+    order = torch.randperm(24)
+    moved = Tokens(at.row[order], at.place[order], at.matter, 3, 8)
+    assert torch.equal(within_capacity(chosen[order], moved, moe(capacity_factor=0.8), ALONE), kept[order])
+    assert (kept < 0).any()
