@@ -67,6 +67,7 @@ LENGTHS = {"long": 32}
 CONTEXT = ("ring", "allgather", "alltoall")
 # Of which each layout draws one.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "moe": [{}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]}],
     "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
 }
 VARIANTS["deepseek"] = VARIANTS["mla"]
