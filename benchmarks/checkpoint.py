@@ -3,8 +3,10 @@
     python benchmarks/checkpoint.py --folder DISK [--megabytes 822] [--rounds 7]
 
 Makes tensors as a run has them (weights in bf16, main weights and two moments in fp32). A round copies their bytes to
-memory that is there already, then starts an asynchronous save, then saves synchronously; interleaved, so that whatever
-else the machine does falls on all three. Then a quarter of every tensor's rows is loaded, with nothing of the files in
+memory that is there already, starts an asynchronous save, copies again when that is done, then saves synchronously. The
+stall is compared with the two copies around it, so that what else the machine does falls on both sides, and the median over
+the rounds counts; `stall_over_copy_cpu` compares the processor seconds of the thread that is held up, which do not change with
+the load of the machine. Then a quarter of every tensor's rows is loaded, with nothing of the files in
 the page cache, and the bytes that the disk delivered are counted. Writes `benchmarks/results/checkpoint.json`.
 """
 
@@ -17,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from record import write
@@ -48,24 +51,46 @@ def rows(tensors: dict[str, torch.Tensor], part: int, parts: int) -> dict[str, S
     }
 
 
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+class Taken(NamedTuple):
+    """What some work took: seconds, and processor seconds of this thread."""
+
+    wall: float
+    cpu: float
+
+
+def taken(work: Callable[[], object]) -> Taken:
+    start, cpu = time.perf_counter(), time.thread_time()
     work()
-    return time.perf_counter() - start
+    return Taken(time.perf_counter() - start, time.thread_time() - cpu)
 
 
-def saves(root: Path, tensors: dict[str, torch.Tensor], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round's bare copy, asynchronous stall, asynchronous save to its end, and synchronous save."""
+def saves(root: Path, tensors: dict[str, torch.Tensor], rounds: int) -> list[dict[str, Taken]]:
+    """Of each round the two bare copies, the asynchronous stall between them and its save, and the synchronous save."""
     whole = rows(tensors, 0, 1)
     copies = {key: tensor.clone() for key, tensor in tensors.items()}
-    out: dict[str, list[float]] = {"copy": [], "stall": [], "async": [], "sync": []}
+
+    def copy() -> None:
+        for key, tensor in tensors.items():
+            copies[key].copy_(tensor)
+
+    out = []
     with AsyncSaver() as saver:
         for _ in range(rounds + 1):  # the first round makes the staging buffer and is not counted
-            out["copy"].append(seconds(lambda: [copies[key].copy_(tensor) for key, tensor in tensors.items()]))
-            out["stall"].append(seconds(lambda: saver.start(root, 1, whole, model=MODEL, state={})))
-            out["async"].append(out["stall"][-1] + seconds(saver.wait))
-            out["sync"].append(seconds(lambda: save(root, 2, whole, model=MODEL, state={})))
-    return {name: times[1:] for name, times in out.items()}
+            one = {"before": taken(copy)}
+            one["stall"] = taken(lambda: saver.start(root, 1, whole, model=MODEL, state={}))
+            one["rest"] = taken(saver.wait)
+            one["after"] = taken(copy)
+            one["sync"] = taken(lambda: save(root, 2, whole, model=MODEL, state={}))
+            out.append(one)
+    return out[1:]
+
+
+def over_copy(rounds: list[dict[str, Taken]], what: str) -> list[float]:
+    """Of each round, what the stall took over the mean of the copies before and after it."""
+    return [
+        getattr(one["stall"], what) / statistics.mean((getattr(one["before"], what), getattr(one["after"], what)))
+        for one in rounds
+    ]
 
 
 def bytes_read(folder: Path, wanted: dict[str, Sharded], *, verify: bool) -> int:
@@ -89,6 +114,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=822)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # processor seconds are those of one thread
     root = options.folder / "checkpoint-benchmark"
     tensors = make_tensors(options.megabytes)
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -103,12 +129,15 @@ def main() -> None:
         read = {"whole_verified": bytes_read(folder, rows(blank, 0, 1), verify=True), **quarter}
     finally:
         shutil.rmtree(root, ignore_errors=True)
+    seconds = {name: [one[name].wall for one in times] for name in times[0]}
     results = {
         "bytes": size,
-        "median_seconds": {name: statistics.median(values) for name, values in times.items()},
-        "stall_over_copy": statistics.median(s / c for s, c in zip(times["stall"], times["copy"], strict=True)),
-        "stall_over_sync": statistics.median(s / c for s, c in zip(times["stall"], times["sync"], strict=True)),
-        "seconds": times,
+        "median_seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "stall_over_copy": statistics.median(over_copy(times, "wall")),
+        "stall_over_copy_cpu": statistics.median(over_copy(times, "cpu")),
+        "stall_over_copy_rounds": over_copy(times, "wall"),
+        "stall_over_sync": statistics.median(one["stall"].wall / one["sync"].wall for one in times),
+        "seconds": seconds,
         "read_share_of_bytes": {name: count / size for name, count in read.items()},
     }
     print(write("checkpoint", results, ["torch", "xxhash"]).read_text())

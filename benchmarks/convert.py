@@ -2,10 +2,11 @@
 
     python benchmarks/convert.py --folder DISK [--layers 16] [--rounds 5]
 
-Makes a Llama of the 1B shape (2.5 GB in bf16) in DISK, then in each round: `cp` and fsync of its files, HuggingFace to mega,
-mega to HuggingFace. Interleaved, so that whatever else the machine does falls on all three. Each runs in its own process,
-whose peak memory is told with what the imports alone take. A busy machine slows what computes more than what waits for the
-disk: `cpu_seconds` (imports included for mega and hf) and the best rounds tell more there than the medians.
+Makes a Llama of the 1B shape (2.5 GB in bf16) in DISK, then in each round: `cp` and fsync of its files, one conversion, `cp`
+once more, the other conversion, `cp` a third time; HuggingFace to mega comes first in every other round. Each conversion is
+compared with the two copies around it, so that what else the machine does falls on both sides, and the median over the rounds
+counts. Each runs in its own process, whose peak memory is told with what the imports alone take. `cpu_over_cp` is the ratio
+of processor seconds, without the imports, which does not change with the load of the machine.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def child(task: str, source: str, destination: str) -> None:
     """One measured task; prints its seconds, peak bytes and the bytes that were taken before it."""
     from mega_ckpt.convert import convert
 
-    before, start = peak(), time.perf_counter()
+    before, start, imports = peak(), time.perf_counter(), cpu()
     if task == "cp":
         subprocess.run(["cp", "-r", source, destination], check=True)
         for path in Path(destination).iterdir():
@@ -57,9 +58,14 @@ def child(task: str, source: str, destination: str) -> None:
                 os.fsync(stream.fileno())
     else:
         convert(source, destination, task)
+    seconds = time.perf_counter() - start
+    print(json.dumps({"seconds": seconds, "cpu": cpu() - imports, "peak": peak(), "before": before}))
+
+
+def cpu() -> float:
+    """Processor seconds of this process and its ended children so far."""
     used = os.times()
-    cpu = used.user + used.system + used.children_user + used.children_system
-    print(json.dumps({"seconds": time.perf_counter() - start, "cpu": cpu, "peak": peak(), "before": before}))
+    return used.user + used.system + used.children_user + used.children_system
 
 
 def peak() -> int:
@@ -89,34 +95,50 @@ def main() -> None:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def run(root: Path, layers: int, rounds: int) -> tuple[int, int, dict[str, list[dict[str, float]]]]:
+Round = dict[str, list[dict[str, float]]]
+TASKS = {"mega": ("hf", "mega"), "hf": ("mega", "back")}  # {format to write: (source, destination)}
+
+
+def run(root: Path, layers: int, rounds: int) -> tuple[int, int, list[Round]]:
+    """Bytes of all tensors and of the largest; each round's measurements: three of `cp`, one of each conversion."""
     total, largest = make_model(root / "hf", layers)
-    found: dict[str, list[dict[str, float]]] = {"cp": [], "mega": [], "hf": []}
-    for _ in range(rounds + 1):  # the first round fills the page cache and is not counted
-        found["cp"].append(measure("cp", root / "hf", root / "copy"))
-        found["mega"].append(measure("mega", root / "hf", root / "mega"))
-        found["hf"].append(measure("hf", root / "mega", root / "back"))
-    return total, largest, {task: results[1:] for task, results in found.items()}
+    found = []
+    for number in range(rounds + 1):  # the first round fills the page cache and is not counted
+        one: Round = {"cp": [measure("cp", root / "hf", root / "copy")]}
+        for task in sorted(TASKS, reverse=number % 2 == 0):
+            source, destination = TASKS[task]
+            one[task] = [measure(task, root / source, root / destination)]
+            one["cp"].append(measure("cp", root / "hf", root / "copy"))
+        found.append(one)
+    return total, largest, found[1:]
 
 
-def report(total: int, largest: int, found: dict[str, list[dict[str, float]]]) -> None:
-    rates = {task: [total / one["seconds"] for one in results] for task, results in found.items()}
-    best = {task: max(values) for task, values in rates.items()}
-    memory = {task: max(one["peak"] for one in results) for task, results in found.items()}
+def over_cp(rounds: list[Round], task: str, what: str) -> list[float]:
+    """Of each round, what the conversion took over the mean of the copies before and after it."""
+    out = []
+    for one in rounds:
+        place = [name for name in one if name != "cp"].index(task)
+        around = one["cp"][place : place + 2]
+        out.append(one[task][0][what] / statistics.mean(copy[what] for copy in around))
+    return out
+
+
+def report(total: int, largest: int, rounds: list[Round]) -> None:
+    seconds = {task: [one["seconds"] for each in rounds for one in each[task]] for task in ("cp", *TASKS)}
+    memory = {task: max(one["peak"] for each in rounds for one in each[task]) for task in ("cp", *TASKS)}
+    before = rounds[0]["cp"][0]["before"]
+    shares = {task: [1 / ratio for ratio in over_cp(rounds, task, "seconds")] for task in TASKS}
     figures = {
         "bytes": total,
         "largest_tensor_bytes": largest,
-        "bytes_per_second": {task: statistics.median(values) for task, values in rates.items()},
-        "share_of_cp": {
-            task: statistics.median(mine / cp for mine, cp in zip(rates[task], rates["cp"], strict=True))
-            for task in ("mega", "hf")
-        },
-        "share_of_cp_best_rounds": {task: best[task] / best["cp"] for task in ("mega", "hf")},
-        "cpu_seconds": {task: statistics.median(one["cpu"] for one in results) for task, results in found.items()},
-        "rounds": rates,
+        "bytes_per_second": {task: total / statistics.median(values) for task, values in seconds.items()},
+        "share_of_cp": {task: statistics.median(values) for task, values in shares.items()},
+        "share_of_cp_rounds": shares,
+        "cpu_over_cp": {task: statistics.median(over_cp(rounds, task, "cpu")) for task in TASKS},
+        "seconds": seconds,
         "peak_bytes": memory,
-        "imports_bytes": found["cp"][0]["before"],
-        "peak_over_largest": {task: (memory[task] - found["cp"][0]["before"]) / largest for task in ("mega", "hf")},
+        "imports_bytes": before,
+        "peak_over_largest": {task: (memory[task] - before) / largest for task in TASKS},
     }
     print(json.dumps(figures, indent=1))
     print(record.write("convert", figures, ["torch", "xxhash"]), file=sys.stderr)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mega_common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mega_ckpt.remote import Place
 
 app = typer.Typer(
     no_args_is_help=True, help="Convert, inspect, verify, compare, prune, average, push and pull checkpoints."
@@ -34,15 +38,21 @@ class Dtype(StrEnum):
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Checkpoint = Annotated[Path, typer.Argument(help="A mega checkpoint, or a run folder for its newest one.")]
+Checkpoint = Annotated[
+    str,
+    typer.Argument(help="A mega checkpoint, or a run folder for its newest one; a path, or a URL: s3://bucket/run."),
+]
 
 
 @app.command(epilog="Example: mega ckpt convert runs/llama3-8b out/hf --to hf --dtype bf16 --verify")
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.")
+        str,
+        typer.Argument(
+            help="A mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder; a path or a URL."
+        ),
     ],
-    destination: Annotated[Path, typer.Argument(help="The folder to make.")],
+    destination: Annotated[str, typer.Argument(help="The folder to make; a URL with --to mega.")],
     to: Annotated[Target, typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from.")],
     dtype: Annotated[Dtype | None, typer.Option(help="Cast the weights; default: as they are.")] = None,
     family: Annotated[
@@ -51,10 +61,22 @@ def convert(
     max_shard_size: Annotated[
         str | None, typer.Option(help="Most bytes in one safetensors file: 500MB, 5GB, ...; default: as the source.")
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Read the result back and compare every element.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every element, and the logits of both sides, before all is named.")
+    ] = False,
+    verify_data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PREFIX",
+            help="Take tokens of this data set for the logits; default: a text, by the model's tokenizer.",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the destination once all is done.")] = False,
 ) -> None:
-    """Convert a model's weights and the files that belong to it. The result appears when it is complete."""
+    """Convert a model's weights and the files that belong to it. The result appears when it is complete.
+
+    After a kill or an interrupt, the same command goes on with the file that it was at.
+    """
     from mega_ckpt import convert as converting
 
     options = converting.Options(
@@ -62,8 +84,28 @@ def convert(
         family=family,
         max_shard=_bytes(max_shard_size) if max_shard_size else None,
     )
-    converting.convert(source, destination, to.value, options=options, verify=verify, overwrite=overwrite)
+    verify = verify or verify_data is not None
+    check = _logits_check(source, verify_data) if verify else None
+    converting.convert(source, destination, to.value, options=options, verify=verify, check=check, overwrite=overwrite)
     print(destination)
+
+
+def _logits_check(source: str, data: Path | None) -> Callable[[Place], None] | None:
+    """Compares what was made with `source` by its logits; None where the package that runs models is not installed."""
+    from mega_common.log import logger
+
+    try:
+        from mega_eval.compare import compare_logits
+    except ModuleNotFoundError as error:
+        if data is not None or error.name not in ("mega_eval", "mega_trainer", "mega_data"):
+            raise
+        logger.warning("--verify compares tensors, but no logits: %s is not installed", error.name)
+        return None
+
+    def check(made: Place) -> None:
+        logger.info("%s", compare_logits(source, made, data))
+
+    return check
 
 
 @app.command(epilog="Example: mega ckpt inspect runs/llama3-8b/checkpoints/step-00001000 --json")
@@ -110,7 +152,7 @@ def diff(
 @app.command(epilog="Example: mega ckpt prune runs/llama3-8b/checkpoints/step-00001000 out/weights")
 def prune(
     source: Checkpoint,
-    destination: Annotated[Path, typer.Argument(help="The folder to make.")],
+    destination: Annotated[str, typer.Argument(help="The folder to make; a path or a URL.")],
 ) -> None:
     """Copy a mega checkpoint without the optimizer and the trainer's state: a fraction of its size, to load from."""
     from mega_ckpt.combine import prune
@@ -124,9 +166,9 @@ def prune(
 )
 def average(
     sources: Annotated[
-        list[Path], typer.Argument(help="Two or more of: mega checkpoint, run folder (its newest), HuggingFace folder.")
+        list[str], typer.Argument(help="Two or more of: mega checkpoint, run folder (its newest), HuggingFace folder.")
     ],
-    output: Annotated[Path, typer.Option(help="The mega checkpoint to make, in the dtype of the first source.")],
+    output: Annotated[str, typer.Option(help="The mega checkpoint to make, in the dtype of the first source.")],
     weights: Annotated[
         str | None, typer.Option(help="Their shares, divided by their sum: 0.5,0.3,0.2; default: all alike.")
     ] = None,

@@ -44,7 +44,8 @@ class Precision(StrEnum):
 
 
 Model = Annotated[
-    Path, typer.Argument(help="A mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.")
+    str,
+    typer.Argument(help="A mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder; or its URL."),
 ]
 PrecisionOption = Annotated[Precision, typer.Option(help="What weights and activations are computed in.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -94,7 +95,7 @@ def eval_command(
     print(_table(result))
 
 
-def _tokenizer_if_any(model: Path, named: Path | None) -> Tokenizer | None:
+def _tokenizer_if_any(model: str, named: Path | None) -> Tokenizer | None:
     """The model's tokenizer to compare the data with. Weights without one are no mistake."""
     from mega_data.tokenizer import Tokenizer
     from mega_eval.load import load_tokenizer

@@ -98,7 +98,7 @@ def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None
         if count > 1:
             options = [f"--set={override}" for override in overrides]
             command = [sys.executable, "-m", "mega_cli.main", "train", str(run), *options]
-            start_local_ranks(command, count, Path(config.output))
+            start_local_ranks(command, count, Path(config.output), config.checkpoints)
             return
         ranks = Ranks()
     setup_log(rank=ranks.rank, world_size=ranks.world_size)

@@ -323,8 +323,8 @@ def test_nothing_is_left_of_a_conversion_that_fails(
 def test_verify_notices_what_was_written_wrongly(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = module.write_folder
 
-    def wrong(source: Source, plan: Any, folder: Path, advance: Any) -> None:
-        write(source, plan, folder, advance)
+    def wrong(source: Source, plan: Any, folder: Path, *more: Any) -> None:
+        write(source, plan, folder, *more)
         path = min(folder.glob("*.safetensors"))
         path.write_bytes(path.read_bytes()[:-1] + b"\x55")
 

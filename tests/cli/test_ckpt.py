@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Box, Sharded
-from mega_ckpt.store import save
+from mega_ckpt.store import place, save
 from mega_cli.ckpt import app
-from mega_common.errors import CheckpointError, ConfigError
+from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.model_config import ModelConfig
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
@@ -54,6 +54,22 @@ def test_convert_to_hf_and_back(run: Path, tmp_path: Path) -> None:
     assert json.loads(call("inspect", mega, "--json"))["groups"][0]["dtype"] == "F32"
 
 
+def test_convert_compares_logits(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mega_eval import compare
+
+    seen = []
+    real = compare.compare_logits
+    monkeypatch.setattr(compare, "compare_logits", lambda *args: seen.append(real(*args)) or seen[-1])
+    call("convert", run, tmp_path / "hf", "--to", "hf", "--verify")
+    assert [found.difference for found in seen] == [0.0]
+    monkeypatch.setattr(compare, "TOLERANCES", dict.fromkeys(compare.TOLERANCES, -1.0))
+    with pytest.raises(CheckpointError, match="is not the same model"):
+        call("convert", run, tmp_path / "other", "--to", "mega", "--verify")
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(DataError, match="no-such"):
+        call("convert", run, tmp_path / "other", "--to", "mega", "--verify-data", tmp_path / "no-such")
+
+
 def test_convert_names_a_family(run: Path, tmp_path: Path) -> None:
     call("convert", run, tmp_path / "out", "--to", "hf", "--family", "mistral")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
@@ -88,6 +104,23 @@ def test_diff(run: Path, tmp_path: Path) -> None:
     other = save_run(tmp_path / "other", scale=2.0)
     found = json.loads(call("diff", run, other, "--json", status=2))
     assert {one["max_abs"] for one in found["tensors"]} == {1.0}
+
+
+def test_urls(run: Path, tmp_path: Path) -> None:
+    url = f"memory://bucket/{tmp_path.name}"
+    for path in (run / "checkpoints").rglob("*.*"):
+        (place(url) / path.relative_to(run)).write_bytes(path.read_bytes())
+    assert json.loads(call("inspect", url, "--json"))["folder"] == f"{url}/checkpoints/step-00000003"
+    assert "every byte is as it was written" in call("verify", url)
+    assert "are the same, bit for bit" in call("diff", url, run)
+    call("convert", url, tmp_path / "hf", "--to", "hf", "--verify")
+    call("prune", url, tmp_path / "pruned")
+    call("average", url, run, "--output", f"{url}/mean")
+    call("prune", f"{url}/mean", f"{url}/pruned")
+    call("convert", run, f"{url}/converted", "--to", "mega", "--verify")
+    assert json.loads(call("diff", run, f"{url}/converted", "--json", status=2))["tensors"] == []
+    assert json.loads(call("diff", run, f"{url}/mean", "--json", status=2))["tensors"] == []
+    assert "are the same, bit for bit" in call("diff", f"{url}/mean", f"{url}/pruned")
 
 
 def test_prune(run: Path, tmp_path: Path) -> None:

@@ -64,6 +64,12 @@ PROMPTS = ["3 5 8 13 21 34 55 1 2", "7", "60 0 0 60 1", "9 9", "4 8 15 16 23 42"
         ("qwen2", "windows-in-some-biased"),
         ("phi3", "long-within-the-original"),
         ("phi3", "long"),
+        ("mixtral", "moe"),
+        ("qwen2_moe", "moe-shared-some"),
+        ("qwen3_moe", "moe-normed"),
+        ("gpt_oss", "oss"),
+        ("deepseek_v2", "deepseek2"),
+        ("deepseek_v3", "deepseek3-yarn"),
     ],
 )
 def test_greedy_is_that_of_transformers(tmp_path: Path, family: str, name: str, dtype: torch.dtype):

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from mega_ckpt.source import open_source
-from mega_ckpt.store import Checkpoint, latest
+from mega_ckpt.store import Checkpoint, latest, place
 from mega_common.errors import CheckpointError, ConfigError, DataError, TrainingError
 from mega_trainer import step as step_module
 from mega_trainer.config import RunConfig
@@ -59,6 +59,23 @@ def test_resume_is_bitwise(settings: Settings, tmp_path: Path, precision: str) -
     assert resumed.consumed_samples == 24
     assert same_bits(whole, bits(resumed))
     assert [line["loss"] for line in lines(straight)] == [line["loss"] for line in lines(halves)]
+
+
+def test_checkpoints_on_an_object_store_resume_bitwise(settings: Settings, tmp_path: Path) -> None:
+    straight = settings(train={"steps": 4}, output=str(tmp_path / "straight"))
+    whole = bits(trained(straight))
+    url = f"memory://bucket/{tmp_path.name}"
+    halves = settings(
+        output=str(tmp_path / "halves"), lr_schedule={"decay_steps": 4}, checkpoint={"path": url, "every": 1, "keep": 1}
+    )
+    trained({**halves, "train": {"steps": 2}})
+    assert not (tmp_path / "halves" / "checkpoints").exists()
+    assert latest(place(url)) == f"{url}/step-00000002"
+    assert same_bits(whole, bits(trained({**halves, "train": {"steps": 4}})))
+    branch = settings(output=str(tmp_path / "branch"), train={"steps": 4}, checkpoint={"load": url})
+    assert same_bits(whole, bits(trained(branch)))
+    with pytest.raises(ConfigError, match=r"output = 's3://bucket/run'.*checkpoint\.path=s3://bucket/run"):
+        RunConfig.parse(settings(output="s3://bucket/run"))
 
 
 def test_loss_falls_and_metrics_have_the_promised_keys(settings: Settings) -> None:

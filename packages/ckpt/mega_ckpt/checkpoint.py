@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from mega_ckpt.manifest import DTYPES, Chunk, Manifest, TensorEntry
 from mega_ckpt.pieces import Box, Shape, copy_overlap
+from mega_ckpt.remote import Place
 from mega_ckpt.shards import Shard, Slab, check_size
+from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
@@ -23,10 +25,16 @@ class Checkpoint:
     """An open checkpoint. Files are mapped when first touched; reading a part reads the bytes of that part.
 
     With `verify`, each chunk that is touched is read whole, once, and compared with its checksum.
+
+    Attributes:
+        folder: where the manifest is.
+        files: where what it names is: there too, or on an object store one below.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, *, verify: bool = True) -> None:
+    def __init__(self, folder: Place, manifest: Manifest, *, verify: bool = True) -> None:
         self.folder, self.manifest, self.verify = folder, manifest, verify
+        self.files = folder / manifest.folder if manifest.folder else folder
+        self._storage = folder_at(self.files)
         self._shards: dict[str, Shard] = {}
         self._verified: set[tuple[str, int]] = set()
         self._layout: dict[str, list[tuple[Chunk, Slab]]] = defaultdict(list)
@@ -38,7 +46,7 @@ class Checkpoint:
             held.sort(key=lambda pair: (pair[0].begin, pair[0].end, pair[1].order))
 
     @classmethod
-    def open(cls, folder: Path, *, verify: bool = True) -> Checkpoint:
+    def open(cls, folder: Place, *, verify: bool = True) -> Checkpoint:
         """Read and check the manifest, and that every file is there with its full length.
 
         Raises:
@@ -55,9 +63,8 @@ class Checkpoint:
         Raises:
             CheckpointError: when not, naming what the file holds.
         """
-        check_size(
-            self.folder, name, self.manifest.files[name], list(dict.fromkeys(key for key, _ in self.chunks_in(name)))
-        )
+        keys = list(dict.fromkeys(key for key, _ in self.chunks_in(name)))
+        check_size(self.files / name, partial(self._storage.size, name), self.manifest.files[name], keys)
 
     @property
     def step(self) -> int:
@@ -75,9 +82,9 @@ class Checkpoint:
         return dict(self.manifest.state)
 
     @property
-    def assets(self) -> Path | None:
+    def assets(self) -> Place | None:
         """The folder of files that came along (tokenizer and so on), when there are any."""
-        return self.folder / "assets" if any(name.startswith("assets/") for name in self.manifest.files) else None
+        return self.files / "assets" if any(name.startswith("assets/") for name in self.manifest.files) else None
 
     def keys(self, prefix: str = "") -> list[str]:
         """The tensors' names that start with `prefix`, sorted."""
@@ -138,7 +145,7 @@ class Checkpoint:
                 del self._shards[next(iter(self._shards))]
             held = self._layout[name]
             first_byte, slabs = held[0][0].begin, [slab for _, slab in held]
-            self._shards[name] = Shard(self.folder / name, slabs, first_byte)
+            self._shards[name] = Shard(self.files / name, slabs, first_byte)
         return self._shards[name]
 
 

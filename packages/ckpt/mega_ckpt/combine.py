@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from torch import Tensor
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.families import same_model
 from mega_ckpt.folders import make_durable_folder
+from mega_ckpt.manifest import MANIFEST
+from mega_ckpt.remote import Place, Remote, place
 from mega_ckpt.shards import Slab
 from mega_ckpt.source import BUFFERS, WEIGHTS, MegaSource, Source, checkpoint_folder, open_source
 from mega_ckpt.stream import slabs_of, write_checkpoint
@@ -28,7 +31,7 @@ from mega_common.log import ProgressBar
 from mega_common.model_config import ModelConfig
 
 
-def prune(source: Path, destination: Path) -> None:
+def prune(source: str | Place, destination: str | Place) -> None:
     """Write a copy of a mega checkpoint to `destination` without what only the training that wrote it needs.
 
     Weights and assets are the same to the byte, and the step stays; the optimizer's tensors and the trainer's state are
@@ -50,7 +53,9 @@ def prune(source: Path, destination: Path) -> None:
         _write(held, held.read_slice, folder, "pruning", step=checkpoint.step, provenance=provenance)
 
 
-def average(sources: Sequence[Path], destination: Path, *, weights: Sequence[float] | None = None) -> None:
+def average(
+    sources: Sequence[str | Place], destination: str | Place, *, weights: Sequence[float] | None = None
+) -> None:
     """Write the weighted mean of the weights of several checkpoints of one model to `destination`, a mega checkpoint.
 
     Each tensor is summed in fp32, or in fp64 where a source has it in fp64, and written in the dtype of the first
@@ -90,7 +95,7 @@ def average(sources: Sequence[Path], destination: Path, *, weights: Sequence[flo
 def _write(
     source: Source,
     read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor],
-    folder: Path,
+    folder: Place,
     title: str,
     *,
     step: int,
@@ -134,7 +139,7 @@ def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
     return [weight / math.fsum(weights) for weight in weights]
 
 
-def _check_same(one: ModelConfig, other: ModelConfig, first: Path, path: Path) -> None:
+def _check_same(one: ModelConfig, other: ModelConfig, first: str | Place, path: str | Place) -> None:
     """Refuse what is of another model, by the settings that make it so."""
     if same_model(one, other):
         return
@@ -149,11 +154,22 @@ def _check_same(one: ModelConfig, other: ModelConfig, first: Path, path: Path) -
 
 
 @contextlib.contextmanager
-def _new_folder(destination: Path) -> Iterator[Path]:
+def _new_folder(destination: str | Place) -> Iterator[Place]:
     """A folder to fill, which becomes `destination` on leaving without an error and is removed otherwise."""
-    final = Path(os.path.abspath(destination))
+    there = place(destination)
+    if isinstance(there, Remote):
+        if (there / MANIFEST).is_file():
+            raise CheckpointError(f"{there}: exists already", hint="choose another place")
+        folder = there / secrets.token_hex(4)
+        try:
+            yield folder
+        except Exception:
+            folder.remove()
+            raise
+        return
+    final = Path(os.path.abspath(there))
     if final.exists():
         raise CheckpointError(f"{destination}: exists already", hint="choose another folder")
     make_durable_folder(final.parent)
-    with atomic_folder(final) as folder:
-        yield folder
+    with atomic_folder(final) as temporary:
+        yield temporary

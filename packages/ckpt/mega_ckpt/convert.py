@@ -1,25 +1,31 @@
 """Convert weights between formats, tensor by tensor: memory for one tensor, not for the model.
 
-The output is written beside its place under a hidden name, made durable, and renamed: it is complete or not there.
+The output is written beside its place under a hidden name, made durable, and renamed: it is complete or not there. After a
+kill, the same conversion goes on with the file that it was at.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
+from mega_ckpt.journal import Journal, continued
+from mega_ckpt.manifest import MANIFEST
+from mega_ckpt.remote import Place, Remote, place
 from mega_ckpt.shards import Slab
-from mega_ckpt.source import BUFFERS, WEIGHTS, Source, cast_dtype, open_source
+from mega_ckpt.source import BUFFERS, WEIGHTS, Source, cast_dtype, checkpoint_folder, open_source
+from mega_ckpt.storage import folder_at
 from mega_ckpt.stream import blocks, slabs_of, write_checkpoint
 from mega_common.errors import CheckpointError
-from mega_common.files import atomic_folder
-from mega_common.log import ProgressBar
+from mega_common.log import ProgressBar, logger
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Advance = Callable[[int], object]
@@ -41,49 +47,72 @@ class Options:
 
 
 def convert(
-    source: str | Path,
-    destination: str | Path,
+    source: str | Place,
+    destination: str | Place,
     to: str,
     *,
     options: Options = Options(),
     verify: bool = False,
+    check: Callable[[Place], object] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write the model at `source` to the folder `destination` in the format `to`.
 
     Args:
         source: a mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.
-        destination: the folder to make: a HuggingFace folder, or a mega checkpoint.
+        destination: the folder to make: a HuggingFace folder, or a mega checkpoint, which may be a URL.
         to: the format: "hf" or "mega".
         options: what to change on the way.
         verify: read the output back and compare every element before it gets its name.
+        check: called with the folder of the output before it gets its name; its error is the conversion's. (On an object
+            store the name comes first, and goes again when there is an error.)
         overwrite: replace `destination`, once the new one is complete.
 
     Raises:
         CheckpointError: when the source cannot be used, the target format cannot express the model, or `destination`
             exists and `overwrite` is not given. Nothing is left behind then.
+        KeyboardInterrupt: the same call goes on with the file that it was at.
     """
     if to not in _WRITERS:
         raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(_WRITERS)}")
-    final = Path(os.path.abspath(destination))
-    if final.exists() and not overwrite:
-        raise CheckpointError(f"{destination}: exists already", hint="choose another folder, or overwrite it")
+    final = _absolute(place(destination))
+    _check_destination(final, _absolute(place(source)), to, overwrite)
     given = open_source(source)
-    if final.exists() and not _replaceable(final, Path(source)):
-        raise CheckpointError(f"{destination}: is not a folder of a model, or holds the source; it is not replaced")
-    with atomic_folder(final) as temporary:
-        _WRITERS[to](given, temporary, options)
-        if verify:
-            _compare(given, open_source(temporary), options.dtype)
+    with continued(final, _identity(source, to, options)) as journal:
+        try:
+            if isinstance(journal.folder, Path):
+                _WRITERS[to](given, journal.folder, options, journal)
+            else:
+                _write_mega(given, journal.folder, options, journal)
+            if verify:
+                _compare(given, open_source(journal.made), options.dtype)
+            if check is not None:
+                check(journal.made)
+        except KeyboardInterrupt:
+            if journal.finished:
+                logger.warning("%d file(s) are finished; the same command goes on", len(journal.finished))
+            raise
 
 
-def _write_hf(source: Source, folder: Path, options: Options) -> None:
+def _identity(source: str | Place, to: str, options: Options) -> dict[str, Any]:
+    """All that decides what is written."""
+    folder = checkpoint_folder(source)
+    return {
+        "source": str(_absolute(folder)),
+        "files": folder_at(folder).stamps(),
+        "to": to,
+        "options": {name: str(value) for name, value in dataclasses.asdict(options).items()},
+    }
+
+
+def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) -> None:
     plan = plan_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
     with ProgressBar("writing HuggingFace", total=plan.size, unit="bytes") as bar:
-        write_folder(source, plan, folder, bar.advance)
+        journal.advance = bar.advance
+        write_folder(source, plan, folder, bar.advance, journal.once)
 
 
-def _write_mega(source: Source, folder: Path, options: Options) -> None:
+def _write_mega(source: Source, folder: Place, options: Options, journal: Journal) -> None:
     def kind(name: str) -> torch.dtype:
         return cast_dtype(source, name, options.dtype)
 
@@ -99,10 +128,11 @@ def _write_mega(source: Source, folder: Path, options: Options) -> None:
                 return _block(source.read_buffer(slab.key.removeprefix(BUFFERS)), slab.offset, slab.shape)
             return source.read_slice(slab.key.removeprefix(WEIGHTS), slab.offset, slab.shape).to(slab.dtype)
 
-        write_checkpoint(folder, slabs, resolve, model=source.model, assets=source.assets())
+        journal.advance = bar.advance
+        write_checkpoint(folder, slabs, resolve, model=source.model, assets=source.assets(), once=journal.once)
 
 
-_WRITERS: Mapping[str, Callable[[Source, Path, Options], None]] = {"hf": _write_hf, "mega": _write_mega}
+_WRITERS: Mapping[str, Callable[[Source, Path, Options, Journal], None]] = {"hf": _write_hf, "mega": _write_mega}
 
 
 def _block(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -128,7 +158,30 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def _replaceable(final: Path, source: Path) -> bool:
+def _absolute(path: Place) -> Place:
+    return Path(os.path.abspath(path)) if isinstance(path, Path) else path
+
+
+def _check_destination(final: Place, source: Place, to: str, overwrite: bool) -> None:
+    """Refuse what cannot be made, or would be lost."""
+    if isinstance(final, Remote):
+        if to != "mega":
+            raise CheckpointError(
+                f"{final}: on an object store only checkpoints of mega are made", hint="convert here, and upload that"
+            )
+        if (final / MANIFEST).is_file():
+            raise CheckpointError(f"{final}: exists already", hint="choose another place, or remove it")
+        return
+    if not final.exists():
+        return
+    if not overwrite:
+        raise CheckpointError(f"{final}: exists already", hint="choose another folder, or overwrite it")
+    if not _replaceable(final, source):
+        raise CheckpointError(f"{final}: is not a folder of a model, or holds the source; it is not replaced")
+
+
+def _replaceable(final: Path, source: Place) -> bool:
     """Whether `final` is a folder that holds a model, and neither is nor holds the source."""
     holds_model = any((final / name).is_file() for name in ("config.json", "manifest.json"))
-    return holds_model and final.resolve() not in (source.resolve(), *source.resolve().parents)
+    held = isinstance(source, Path) and final.resolve() in (source.resolve(), *source.resolve().parents)
+    return holds_model and not held

@@ -15,10 +15,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 import torch
@@ -26,6 +25,8 @@ import xxhash
 from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
 
 from mega_ckpt.pieces import Shape
+from mega_ckpt.remote import Place
+from mega_ckpt.storage import folder_at
 from mega_common.config import Config, Problem
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -77,20 +78,26 @@ class FileEntry(Config):
 
 
 class Manifest(Config):
-    """What a checkpoint holds. `state` and `provenance` are the writer's own JSON; the store does not look into them."""
+    """What a checkpoint holds. `state` and `provenance` are the writer's own JSON; the store does not look into them.
+
+    Attributes:
+        folder: where the files are, seen from the manifest: "" is beside it. On an object store each save has a folder of
+            its own, so that putting the manifest is what turns one checkpoint of a step into another.
+    """
 
     format_version: Literal[1] = FORMAT_VERSION
     step: NonNegativeInt
     model: ModelConfig
     state: dict[str, JsonValue]
     provenance: dict[str, JsonValue] = {}
+    folder: str = ""
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong between the entries; asked before anything that the manifest names is opened."""
         yield from self.model.problems()
-        for name in self.files:
+        for name in [*self.files, *([self.folder] if self.folder else [])]:
             if not _is_plain_path(name):
                 yield Problem("files", f"{name!r} is not the plain name of a file inside the checkpoint")
         ranges = defaultdict(list)
@@ -110,7 +117,7 @@ class Manifest(Config):
         Raises:
             CheckpointError: when `state` or `provenance` holds NaN or an infinity, which JSON has not.
         """
-        fields = self.model_dump(mode="json")
+        fields = self.model_dump(mode="json", exclude=set() if self.folder else {"folder"})
         rows = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted(fields.pop("tensors").items())]
         try:
             lines = [f' "{name}": {json.dumps(value, allow_nan=False)}' for name, value in fields.items()]
@@ -120,7 +127,7 @@ class Manifest(Config):
         return _HEAD + xxhash.xxh3_128_hexdigest(body).encode() + _TAIL + body
 
     @classmethod
-    def decode(cls, data: bytes, source: Path) -> Manifest:
+    def decode(cls, data: bytes, source: Place) -> Manifest:
         """Check and parse the bytes of a `manifest.json`.
 
         Raises:
@@ -147,7 +154,7 @@ class Manifest(Config):
         return manifest
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Place) -> Manifest:
         """Read the manifest of a checkpoint folder.
 
         Raises:
@@ -155,7 +162,7 @@ class Manifest(Config):
         """
         path = folder / MANIFEST
         try:
-            if plain_size(folder, MANIFEST) > MAX_MANIFEST_BYTES:
+            if folder_at(folder).size(MANIFEST) > MAX_MANIFEST_BYTES:
                 raise CheckpointError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes, which no manifest is")
             return cls.decode(path.read_bytes(), path)
         except FileNotFoundError:
@@ -186,20 +193,6 @@ def make_manifest(
         ) from None
     manifest.encode()
     return manifest
-
-
-def plain_size(folder: Path, name: str) -> int:
-    """Length in bytes of a plain file inside `folder`. Links, pipes and the like are refused, on the way to it too.
-
-    Raises:
-        CheckpointError: when it is none; FileNotFoundError: when there is no such file.
-    """
-    path = folder / name
-    above = [folder / parent for parent in PurePosixPath(name).parents][:-1]
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode) or any(parent.is_symlink() for parent in above):
-        raise CheckpointError(f"{path}: not a plain file inside the checkpoint (links are not followed)")
-    return found.st_size
 
 
 def tiles(shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -39,8 +38,9 @@ from torch.futures import Future
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, Chunk, FileEntry, tiles
 from mega_ckpt.pieces import Box, Shape, Sharded, cut
+from mega_ckpt.remote import Place
 from mega_ckpt.shards import Slab, write_shards
-from mega_common.errors import CheckpointError
+from mega_common.errors import CheckpointError, MegaError
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class Saving(DefaultSavePlanner):
 class Loading(DefaultLoadPlanner):
     """DCP's plan of a load, refused when the checkpoint's tensors are not what the boxes expect."""
 
-    def __init__(self, source: Path, tensors: Mapping[str, Sharded]) -> None:
+    def __init__(self, source: Place, tensors: Mapping[str, Sharded]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.source, self.tensors = source, tensors
 
@@ -190,7 +190,7 @@ class Written:
 class Target(Protocol):
     """The folder that a save fills, as the coordinator sees it."""
 
-    def begin(self) -> Path:
+    def begin(self) -> Place:
         """Make the folder; returns it."""
 
     def finish(self, written: list[Written]) -> None:
@@ -205,7 +205,7 @@ class Writer(StorageWriter):
 
     def __init__(self, target: Target, advance: Callable[[int], None]) -> None:
         self.target, self.advance = target, advance
-        self.folder: Path | None = None
+        self.folder: Place | None = None
 
     def reset(self, checkpoint_id: object = None) -> None:
         """Nothing to forget: a writer serves one save."""
@@ -254,9 +254,9 @@ class Writer(StorageWriter):
 class Reader(StorageReader):
     """Reads the parts that a rank's boxes need. `advance` is told the bytes of each."""
 
-    def __init__(self, folder: Path, keys: Sequence[str], advance: Callable[[int], None], *, verify: bool) -> None:
+    def __init__(self, folder: Place, keys: Sequence[str], advance: Callable[[int], None], *, verify: bool) -> None:
         self.folder, self.keys, self.advance, self.verify = folder, keys, advance, verify
-        self._opened: Checkpoint | CheckpointError
+        self._opened: Checkpoint | MegaError
 
     def reset(self, checkpoint_id: object = None) -> None:
         """Nothing to forget: a reader serves one load."""
@@ -265,7 +265,7 @@ class Reader(StorageReader):
         """Open the checkpoint. An error waits for the next step, because DCP would log a trace of one that is raised here."""
         try:
             self._opened = Checkpoint.open(self.folder, verify=self.verify)
-        except CheckpointError as error:
+        except MegaError as error:
             self._opened = error
             return Metadata({})
         tensors = self._opened.manifest.tensors
@@ -285,7 +285,7 @@ class Reader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise what opening the checkpoint met."""
-        if isinstance(self._opened, CheckpointError):
+        if isinstance(self._opened, MegaError):
             raise self._opened
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -305,8 +305,11 @@ class Reader(StorageReader):
             assert item.storage_index.index is not None
             chunk = checkpoint.entry(item.storage_index.fqn).chunks[item.storage_index.index]
             located.append((chunk.file, chunk.begin, chunk, item))
+        last, read = None, torch.empty(0)
         for *_, chunk, item in sorted(located, key=lambda found: found[:2]):
-            source = checkpoint.chunk(item.storage_index.fqn, chunk)
+            if chunk is not last:  # boxes of one chunk come one after the other
+                last, read = chunk, checkpoint.chunk(item.storage_index.fqn, chunk)
+            source = read
             for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(axis, start, length)
             planner.resolve_tensor(item).copy_(source)

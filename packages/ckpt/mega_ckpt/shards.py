@@ -7,26 +7,26 @@ parses one: it compares bytes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import mmap
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Self
+from functools import partial
+from typing import Self
 
 import torch
 import xxhash
 from torch import Tensor
 
-from mega_ckpt.manifest import DTYPE_NAMES, Chunk, FileEntry, plain_size
+from mega_ckpt.journal import Finished, Once, always
+from mega_ckpt.manifest import DTYPE_NAMES, Chunk, FileEntry
 from mega_ckpt.pieces import Shape
+from mega_ckpt.remote import Place
+from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError
 
 BLOCK_BYTES = 1 << 20
-AHEAD_BYTES = 2 << 20  # the kernel cuts what is asked for at once to a few megabytes
-SENT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,12 @@ def header(slabs: Iterable[Slab]) -> bytes:
 
 
 class NewFile:
-    """A file in the making: never an existing one, hashed while it is written, on the disk when `close` returns."""
+    """A file in the making: never an existing one, hashed while it is written, whole and durable when `close` returns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path, self.bytes = path, 0
-        self._sent = 0
         self._hash = xxhash.xxh3_128()
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._file = folder_at(path.parent).create(path.name)
 
     def write(self, data: bytes | memoryview) -> str:
         """Append `data`; returns its checksum."""
@@ -88,30 +87,20 @@ class NewFile:
             block = whole[start : start + BLOCK_BYTES]
             own.update(block)
             self._hash.update(block)
-            while block:
-                written = os.write(self._descriptor, block)
-                block = block[written:]
-                self.bytes += written
-            if self.bytes - self._sent >= SENT_BYTES:
-                self._send()
+            self._file.write(block)
+            self.bytes += len(block)
         return own.hexdigest()
 
-    def _send(self) -> None:
-        """Let the disk begin with what is written so far; `close` then waits less, and no write is held up before it."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, self._sent, self.bytes - self._sent, os.POSIX_FADV_DONTNEED)
-        self._sent = self.bytes
-
     def close(self) -> FileEntry:
-        """Flush to the disk; returns what a manifest says of the file."""
-        os.fsync(self._descriptor)
+        """Finish the file; returns what a manifest says of it."""
+        self._file.finish()
         return FileEntry(bytes=self.bytes, checksum=self._hash.hexdigest())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        self._file.release()
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -121,31 +110,34 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 def write_shards(
-    folder: Path, prefix: str, slabs: Sequence[Slab], resolve: Callable[[Slab], Tensor], max_bytes: int
+    folder: Place,
+    prefix: str,
+    slabs: Sequence[Slab],
+    resolve: Callable[[Slab], Tensor],
+    max_bytes: int,
+    once: Once = always,
 ) -> Iterator[tuple[list[tuple[Slab, Chunk]], FileEntry]]:
     """Write `slabs` to files `<prefix>-000.safetensors`, ... of about `max_bytes` at most; yields what each file holds.
 
-    `resolve` is asked for one slab at a time, so one slab of memory suffices where tensors live on a device.
+    `resolve` is asked for one slab at a time, so one slab of memory suffices where tensors live on a device. `once`
+    passes over files that are there already.
     """
     for number, group in enumerate(_groups(sorted(slabs, key=lambda slab: slab.order), max_bytes)):
-        name = f"{prefix}-{number:03d}.safetensors"
-        held = []
-        with NewFile(folder / name) as file:
-            file.write(header(group))
-            for slab in group:
-                begin = file.bytes
-                checksum = file.write(raw(resolve(slab)))
-                chunk = Chunk(
-                    offset=slab.offset,
-                    shape=slab.shape,
-                    file=name,
-                    begin=begin,
-                    end=file.bytes,
-                    checksum=checksum,
-                )
-                held.append((slab, chunk))
-            entry = file.close()
-        yield held, entry
+        name, head = f"{prefix}-{number:03d}.safetensors", header(group)
+        done = once(name, head, partial(_write_shard, folder / name, head, group, resolve))
+        ends = list(itertools.accumulate((slab.nbytes for slab in group), initial=len(head)))
+        held = [
+            (slab, Chunk(offset=slab.offset, shape=slab.shape, file=name, begin=begin, end=end, checksum=checksum))
+            for slab, (begin, end), checksum in zip(group, itertools.pairwise(ends), done.parts, strict=True)
+        ]
+        yield held, done.file
+
+
+def _write_shard(path: Place, head: bytes, slabs: Sequence[Slab], resolve: Callable[[Slab], Tensor]) -> Finished:
+    with NewFile(path) as file:
+        file.write(head)
+        checksums = tuple(file.write(raw(resolve(slab))) for slab in slabs)
+        return Finished(file=file.close(), parts=checksums)
 
 
 def _groups(slabs: Sequence[Slab], max_bytes: int) -> Iterator[list[Slab]]:
@@ -161,41 +153,24 @@ def _groups(slabs: Sequence[Slab], max_bytes: int) -> Iterator[list[Slab]]:
         yield group
 
 
-def mapped(file: IO[bytes], begin: int, end: int, *, whole: bool = False) -> Tensor:
-    """Bytes [begin, end) of a file as a private mapping: read when they are used, given back with the tensor. uint8.
-
-    With `whole`, all of them, and no others, are asked of the disk at once; else the kernel guesses what to read ahead.
-    """
-    if begin == end:
-        return torch.empty(0, dtype=torch.uint8)
-    before = begin % mmap.ALLOCATIONGRANULARITY
-    # Copy-on-write: nothing can write to the file through it, yet torch has the writable memory that it wants.
-    memory = mmap.mmap(file.fileno(), end - begin + before, access=mmap.ACCESS_COPY, offset=begin - before)
-    if whole:
-        for start in range(0, len(memory), AHEAD_BYTES):
-            memory.madvise(mmap.MADV_WILLNEED, start, min(AHEAD_BYTES, len(memory) - start))
-    return torch.frombuffer(memory, dtype=torch.uint8, offset=before)
-
-
 class Shard:
-    """A shard that was written before: only the bytes that are used are read, and no more than they stay mapped."""
+    """A shard that was written before: only the bytes that are used are read, and no more than they are kept."""
 
-    def __init__(self, path: Path, slabs: Sequence[Slab], first_byte: int) -> None:
+    def __init__(self, path: Place, slabs: Sequence[Slab], first_byte: int) -> None:
         self.path = path
-        # Open as long as this is: a checkpoint that is replaced or deleted meanwhile can still be read to its end.
-        self._file = open(path, "rb")  # noqa: SIM115
+        self._file = folder_at(path.parent).open(path.name)
         expected = header(slabs)
-        if len(expected) != first_byte or self._file.read(first_byte) != expected:
+        if len(expected) != first_byte or raw(self._file.read(0, first_byte)) != expected:
             held = _some([slab.key for slab in slabs])
             raise CheckpointError(f"{path}: damaged: its header does not fit the manifest ({held})")
 
     def view(self, key: str, dtype: torch.dtype, chunk: Chunk, *, verify: bool) -> Tensor:
-        """The chunk, as a tensor over the mapped file.
+        """The chunk, as a tensor over what the file holds.
 
         Raises:
             CheckpointError: when `verify` and the bytes are not those that were written.
         """
-        data = mapped(self._file, chunk.begin, chunk.end, whole=verify)
+        data = self._file.read(chunk.begin, chunk.end, whole=verify)
         if verify and xxhash.xxh3_128_hexdigest(raw(data)) != chunk.checksum:
             raise CheckpointError(
                 f"{self.path}: damaged: the checksum of {key} at {list(chunk.offset)} does not fit",
@@ -204,19 +179,20 @@ class Shard:
         return data.view(dtype).view(chunk.shape)
 
 
-def check_size(folder: Path, name: str, entry: FileEntry, keys: Sequence[str]) -> None:
+def check_size(path: Place, size: Callable[[], int], entry: FileEntry, keys: Sequence[str]) -> None:
     """Check that a file, which holds `keys`, is there, is a plain one, and has the length that the manifest says.
+
+    `size` tells its length.
 
     Raises:
         CheckpointError: when not.
     """
-    path = folder / name
     try:
-        size = plain_size(folder, name)
+        found = size()
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path}: missing, though the manifest names it ({_some(keys)})") from None
-    if size != entry.bytes:
-        raise CheckpointError(f"{path}: {size} bytes long, but {entry.bytes} were written ({_some(keys)})")
+    if found != entry.bytes:
+        raise CheckpointError(f"{path}: {found} bytes long, but {entry.bytes} were written ({_some(keys)})")
 
 
 def _some(keys: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from mega_ckpt.formats.hf import CONFIG, HfSource
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Shape, Sharded
+from mega_ckpt.remote import Place, content_of, place
 from mega_ckpt.store import Checkpoint, latest
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -110,12 +111,12 @@ class MegaSource:
 
     def assets(self) -> Mapping[str, Path | bytes]:
         """The files of the assets folder."""
-        root = self._checkpoint.folder
-        files = [Path(name) for name in self._checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
-        return {path.relative_to(ASSETS).as_posix(): root / path for path in files}
+        names = [name for name in self._checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
+        places = {name.removeprefix(f"{ASSETS}/"): self._checkpoint.files / name for name in names}
+        return {name: content_of(path) for name, path in places.items()}
 
 
-def _checked(model: ModelConfig, held: Mapping[str, Shape], folder: Path) -> Sequence[str]:
+def _checked(model: ModelConfig, held: Mapping[str, Shape], folder: Place) -> Sequence[str]:
     """The canonical names of `model`, when `held` are exactly its tensors."""
     if model.num_layers > len(held):
         raise CheckpointError(f"{folder}: {model.num_layers} layers, but only {len(held)} tensors of weights")
@@ -132,13 +133,13 @@ def _checked(model: ModelConfig, held: Mapping[str, Shape], folder: Path) -> Seq
     return list(expected)
 
 
-def open_source(path: str | Path) -> Source:
+def open_source(path: str | Place) -> Source:
     """Open what lies at `path`: a checkpoint of mega, a run folder (its newest checkpoint), or a HuggingFace folder.
 
     Raises:
         CheckpointError: when it is none of these, or one that cannot be used.
     """
-    folder = Path(path)
+    folder = place(path)
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "no such folder"
         raise CheckpointError(f"{folder}: {what}", hint="give a mega checkpoint, a run folder or a HuggingFace folder")
@@ -151,12 +152,13 @@ def open_source(path: str | Path) -> Source:
     return HfSource(folder)
 
 
-def checkpoint_folder(path: Path) -> Path:
+def checkpoint_folder(path: str | Place) -> Place:
     """The mega checkpoint at `path`, or the newest one of the run there; else `path`, which is then none."""
-    return _checkpoint_in(path) or path
+    folder = place(path)
+    return _checkpoint_in(folder) or folder
 
 
-def _checkpoint_in(folder: Path) -> Path | None:
+def _checkpoint_in(folder: Place) -> Place | None:
     if (folder / MANIFEST).is_file():
         return folder
     return latest(folder / "checkpoints") or latest(folder)

@@ -1,7 +1,8 @@
 """Save and load: the door of the checkpoint store.
 
-A save writes into a temporary folder beside the others and commits it with one rename, after every rank's files and the
-manifest are on the disk. Killed at any moment, it leaves the former checkpoints as they were, or the new one complete.
+A save writes where no reader looks and commits in one operation, after every rank's files are durable: a rename on a file
+system, the put of the manifest on an object store. Killed at any moment, it leaves the former checkpoints as they were, or
+the new one complete.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,24 +24,29 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mega_ckpt.checkpoint import Checkpoint
-from mega_ckpt.folders import commit, committed, latest, make_temporary, retain, step_folder, sweep
-from mega_ckpt.manifest import DTYPE_NAMES, MANIFEST, FileEntry, Manifest, TensorEntry, make_manifest
+from mega_ckpt.commits import commits_of
+from mega_ckpt.folders import committed, latest, retain, step_folder, sweep
+from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry, make_manifest
 from mega_ckpt.pieces import Sharded
 from mega_ckpt.planning import Loading, Reader, Saving, Writer, Written
+from mega_ckpt.remote import Place, Remote, place
 from mega_ckpt.shards import NewFile
 from mega_ckpt.staging import Staging
+from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError, MegaError
-from mega_common.files import fsync_folder
 from mega_common.log import ProgressBar
 from mega_common.model_config import ModelConfig
 
-__all__ = ["AsyncSaver", "Checkpoint", "committed", "latest", "load", "retain", "save", "step_folder", "sweep"]
+__all__ = [
+    "AsyncSaver", "Checkpoint", "Place", "Remote", "committed", "latest", "load", "place", "retain", "save", "step_folder",
+    "sweep",
+]  # fmt: skip
 
 T = TypeVar("T")
 
 
 def save(
-    root: Path,
+    root: Place,
     step: int,
     tensors: Mapping[str, Sharded],
     *,
@@ -50,8 +55,8 @@ def save(
     assets: Path | None = None,
     group: dist.ProcessGroup | None = None,
     provenance: Mapping[str, Any] | None = None,
-) -> Path:
-    """Save a checkpoint to `<root>/step-<step>`; when it returns, it is on the disk and complete, on every rank.
+) -> Place:
+    """Save a checkpoint to `<root>/step-<step>`; when it returns, it is durable and complete, on every rank.
 
     The boxes of all ranks together must tile each tensor; several ranks may hold the same box, which is written once. A
     checkpoint of the same step is replaced. `state`, `assets` (a folder, copied whole) and `provenance` are taken from
@@ -69,37 +74,34 @@ def save(
 class _Target:
     """The folder that a save fills; made, completed and committed by the group's first rank."""
 
-    root: Path
+    root: Place
     step: int
     model: ModelConfig
     state: Mapping[str, Any]
     assets: Path | None
     provenance: Mapping[str, Any] | None
-    folder: Path | None = None
+    folder: Place | None = None
 
-    def begin(self) -> Path:
+    def begin(self) -> Place:
         """Make the folder, unless what is to be saved cannot be described."""
         make_manifest(self.step, self.model, self.state, self.provenance)
         if self.assets and not self.assets.is_dir():
             raise CheckpointError(f"{self.assets}: no such folder, though its files should go into the checkpoint")
-        self.folder = make_temporary(self.root, self.step)
+        self.folder = commits_of(self.root).begin(self.step)
         return self.folder
 
     def finish(self, written: list[Written]) -> None:
-        """Add what is not tensors, and commit. Every rank's shards are on the disk."""
+        """Add what is not tensors, and commit. Every rank's shards are durable."""
         assert self.folder is not None
         files = _copy_assets(self.assets, self.folder) if self.assets else {}
         manifest = make_manifest(self.step, self.model, self.state, self.provenance)
-        with NewFile(self.folder / MANIFEST) as file:
-            file.write(_described(manifest, written, files).encode())
-            file.close()
-        fsync_folder(self.folder)
-        commit(self.folder, self.root, self.step)
+        folder, self.folder = self.folder, None
+        commits_of(self.root).commit(folder, _described(manifest, written, files))
 
     def discard(self) -> None:
-        """Remove the folder."""
+        """Remove the folder, unless it was to be committed already."""
         if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            commits_of(self.root).discard(self.folder)
 
 
 def _save(
@@ -120,7 +122,7 @@ def _save(
 
 
 def load(
-    folder: Path, tensors: Mapping[str, Sharded], *, group: dist.ProcessGroup | None = None, verify: bool = True
+    folder: Place, tensors: Mapping[str, Sharded], *, group: dist.ProcessGroup | None = None, verify: bool = True
 ) -> None:
     """Fill boxes from a checkpoint, in place. Each rank gives the boxes that it wants; tensors left out are not read.
 
@@ -154,12 +156,12 @@ class AsyncSaver:
         self._group = dist.new_group(backend="gloo") if _distributed() else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
-        self._folder: Path | None = None
+        self._folder: Place | None = None
         self._staging = Staging()
 
     def start(
         self,
-        root: Path,
+        root: Place,
         step: int,
         tensors: Mapping[str, Sharded],
         *,
@@ -182,7 +184,7 @@ class AsyncSaver:
         self._folder = step_folder(root, step)
         return Stall(waited - begun, time.perf_counter() - waited)
 
-    def wait(self) -> Path | None:
+    def wait(self) -> Place | None:
         """Wait for the save in flight; returns its folder, or None when there was none.
 
         Raises:
@@ -269,16 +271,15 @@ def _described(manifest: Manifest, written: list[Written], files: dict[str, File
     return manifest.model_copy(update={"files": dict(sorted(files.items())), "tensors": tensors})
 
 
-def _copy_assets(source: Path, folder: Path) -> dict[str, FileEntry]:
+def _copy_assets(source: Path, folder: Place) -> dict[str, FileEntry]:
     """Copy a folder's files to `assets/`, durably; {name in the checkpoint: entry}."""
     files = {}
     for above, _, names in os.walk(source):
-        target = folder / "assets" / Path(above).relative_to(source)
-        os.mkdir(target)
-        for name in sorted(names):
-            with open(Path(above) / name, "rb") as stream, NewFile(target / name) as file:
-                while block := stream.read(1 << 22):
-                    file.write(block)
-                files[(target / name).relative_to(folder).as_posix()] = file.close()
-        fsync_folder(target)
+        inside = Path("assets") / Path(above).relative_to(source)
+        with folder_at(folder / inside).made():
+            for name in sorted(names):
+                with open(Path(above) / name, "rb") as stream, NewFile(folder / inside / name) as file:
+                    while block := stream.read(1 << 22):
+                        file.write(block)
+                    files[(inside / name).as_posix()] = file.close()
     return files

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_ckpt.manifest import DTYPE_NAMES, MANIFEST, Chunk, FileEntry, TensorEntry, make_manifest
+from mega_ckpt.commits import put_manifest
+from mega_ckpt.journal import Once, always
+from mega_ckpt.manifest import DTYPE_NAMES, Chunk, FileEntry, TensorEntry, make_manifest
 from mega_ckpt.pieces import Shape, cut
+from mega_ckpt.remote import Place
 from mega_ckpt.shards import NewFile, Slab, write_shards
 from mega_common.model_config import ModelConfig
 
@@ -33,7 +36,7 @@ def slabs_of(key: str, dtype: torch.dtype, shape: Shape) -> list[Slab]:
 
 
 def write_checkpoint(
-    folder: Path,
+    folder: Place,
     slabs: Sequence[Slab],
     resolve: Callable[[Slab], Tensor],
     *,
@@ -42,11 +45,12 @@ def write_checkpoint(
     state: Mapping[str, Any] | None = None,
     assets: Mapping[str, Path | bytes] | None = None,
     provenance: Mapping[str, Any] | None = None,
+    once: Once = always,
 ) -> None:
-    """Write the files of a checkpoint into an existing empty folder; durable when this returns.
+    """Write the files of a checkpoint into an existing folder; durable when this returns.
 
     Args:
-        folder: to become the checkpoint once the caller renames it.
+        folder: to become the checkpoint once the caller renames it; on an object store, its parent has become it then.
         slabs: what to write; those of one tensor tile it.
         resolve: gives a slab's elements, in its shape and dtype. Asked for one at a time.
         model: what the weights are of.
@@ -54,6 +58,7 @@ def write_checkpoint(
         state: what a trainer would resume from; nothing after a conversion.
         assets: files to put in `assets/`, {path in there: file or its content}.
         provenance: where this came from, as free JSON.
+        once: passes over shards that are there already; nothing else is.
     """
     manifest = make_manifest(step, model, state or {}, provenance)
     files = {
@@ -61,7 +66,7 @@ def write_checkpoint(
     }
     chunks: defaultdict[str, list[Chunk]] = defaultdict(list)
     whole = {slab.key: slab for slab in slabs}
-    for held, entry in write_shards(folder, "shard", slabs, resolve, FILE_BYTES):
+    for held, entry in write_shards(folder, "shard", slabs, resolve, FILE_BYTES, once):
         files[held[0][1].file] = entry
         for slab, chunk in held:
             chunks[slab.key].append(chunk)
@@ -70,13 +75,12 @@ def write_checkpoint(
         for key, held in chunks.items()
     }
     manifest = manifest.model_copy(update={"files": dict(sorted(files.items())), "tensors": tensors})
-    with NewFile(folder / MANIFEST) as file:
-        file.write(manifest.encode())
-        file.close()
+    put_manifest(folder, manifest)
 
 
-def _write_asset(path: Path, content: Path | bytes) -> FileEntry:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _write_asset(path: Place, content: Path | bytes) -> FileEntry:
+    if isinstance(path, Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with NewFile(path) as file:
         file.write(content.read_bytes() if isinstance(content, Path) else content)
         return file.close()

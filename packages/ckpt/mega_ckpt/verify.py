@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,9 @@ from torch import Tensor
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.manifest import DTYPES, MANIFEST, Manifest
 from mega_ckpt.pieces import Shape, cut
+from mega_ckpt.remote import Place
 from mega_ckpt.shards import raw
+from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError
 from mega_common.log import ProgressBar, human
 
@@ -31,7 +32,7 @@ READ_BYTES = 1 << 22
 class Report:
     """What `verify` found. `problems` names file and tensor; `extra` are files that the manifest does not name."""
 
-    folder: Path
+    folder: Place
     step: int
     files: int
     tensors: int
@@ -54,7 +55,7 @@ class Report:
         return "\n".join(lines)
 
 
-def verify(folder: Path, *, finite: bool = False) -> Report:
+def verify(folder: Place, *, finite: bool = False) -> Report:
     """Read every byte of a checkpoint and compare it with the manifest's checksums; with `finite`, look for NaN too.
 
     Goes on after a damaged file, to name all.
@@ -65,8 +66,8 @@ def verify(folder: Path, *, finite: bool = False) -> Report:
     manifest = Manifest.read(folder)
     size = sum(entry.bytes for entry in manifest.files.values())
     report = Report(folder, manifest.step, len(manifest.files), len(manifest.tensors), size)
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
-    report.extra = sorted(there - set(manifest.files) - {MANIFEST})
+    inside = f"{manifest.folder}/" if manifest.folder else ""
+    report.extra = sorted(set(folder_at(folder).names()) - {inside + name for name in manifest.files} - {MANIFEST})
     checkpoint = Checkpoint(folder, manifest)
     with ProgressBar(f"verifying {folder.name}", total=size, unit="bytes") as bar:
         for name in manifest.files:
@@ -78,16 +79,17 @@ def verify(folder: Path, *, finite: bool = False) -> Report:
 
 def _file_problems(checkpoint: Checkpoint, name: str, bar: ProgressBar) -> list[str]:
     """All damaged tensors of a file; where it holds none that is, the damage of the file itself."""
-    path, entry = checkpoint.folder / name, checkpoint.manifest.files[name]
+    path, entry = checkpoint.files / name, checkpoint.manifest.files[name]
     try:
         checkpoint.check_file(name)
     except CheckpointError as error:
         return [error.message]
     digest = xxhash.xxh3_128()
-    with open(path, "rb") as stream:
-        while block := stream.read(READ_BYTES):
-            digest.update(block)
-            bar.advance(len(block))
+    ranges = folder_at(checkpoint.files).open(name)
+    for begin in range(0, entry.bytes, READ_BYTES):
+        block = raw(ranges.read(begin, min(begin + READ_BYTES, entry.bytes)))
+        digest.update(block)
+        bar.advance(len(block))
     found = []
     for key, chunk in checkpoint.chunks_in(name):
         try:
@@ -128,8 +130,8 @@ class TensorDiff:
 class Diff:
     """How two checkpoints differ. `settings` has {path: (value in a, value in b)}; None where a side has none."""
 
-    a: Path
-    b: Path
+    a: Place
+    b: Place
     settings: dict[str, tuple[Any, Any]]
     only_in_a: list[str]
     only_in_b: list[str]
@@ -155,7 +157,7 @@ class Diff:
         return "\n".join(lines)
 
 
-def diff(a: Path, b: Path) -> Diff:
+def diff(a: Place, b: Place) -> Diff:
     """Compare two checkpoints: settings (step, model, state) and every tensor, bit for bit.
 
     Raises:
@@ -222,7 +224,7 @@ class Group:
 class Summary:
     """What is in a checkpoint."""
 
-    folder: Path
+    folder: Place
     step: int
     model: dict[str, Any]
     state: dict[str, Any]
@@ -244,7 +246,7 @@ class Summary:
         return "\n".join(lines)
 
 
-def inspect(folder: Path) -> Summary:
+def inspect(folder: Place) -> Summary:
     """Tell what is in a checkpoint, from its manifest alone.
 
     Raises:

@@ -53,19 +53,24 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    aside = temporary.with_suffix(".old")
     temporary.mkdir()
     try:
         yield temporary
-        for above, _, _ in os.walk(temporary):
-            fsync_folder(Path(above))
-        if path.exists():
-            os.rename(path, aside)
-        os.rename(temporary, path)
-        fsync_folder(path.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        install_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def install_folder(temporary: Path, path: Path) -> None:
+    """Turn a folder, whose files are durable, into `path`, on the same disk; one that is there goes aside, then away."""
+    for above, _, _ in os.walk(temporary):
+        fsync_folder(Path(above))
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+    if path.exists():
+        os.rename(path, aside)
+    os.rename(temporary, path)
+    fsync_folder(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -24,6 +24,14 @@ def _qwen3(layers: int, width: int, ffn: int, heads: int, *, tied: bool = False)
     }  # fmt: skip
 
 
+def _gemma(layers: int, width: int, ffn: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "num_layers": layers, "hidden_size": width, "ffn_hidden_size": ffn, "num_attention_heads": heads,
+        "num_kv_heads": kv_heads, "head_dim": 256, "norm_eps": 1e-6, "tie_embeddings": True, "activation": "geglu",
+        "norm_position": "both", "zero_centered_norm": True, "scale_embeddings": True,
+    }  # fmt: skip
+
+
 def _gpt3(layers: int, width: int, heads: int) -> dict[str, Any]:
     return {
         "num_layers": layers, "hidden_size": width, "ffn_hidden_size": 4 * width, "num_attention_heads": heads,
@@ -54,6 +62,45 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {
         **_llama3(32, 4096, 14_336, 32), "vocab_size": 32_000, "max_position": 32_768, "rope": {"theta": 1_000_000.0},
         "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 14_336, "aux_loss": 0.02},
+    },
+    "qwen3-30b-a3b": {
+        **_qwen3(48, 2048, 6144, 32), "num_kv_heads": 4,
+        "moe": {"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768, "aux_loss": 0.001},
+    },
+    "deepseek-v3": {
+        "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18_432, "num_attention_heads": 128,
+        "vocab_size": 129_280, "max_position": 163_840, "norm_eps": 1e-6, "mtp_layers": 1,
+        "mla": {
+            "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        },
+        "rope": {
+            "interleaved": True, "scaling": "yarn", "factor": 40.0, "original_max_position": 4096, "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "moe": {
+            "num_experts": 256, "top_k": 8, "ffn_hidden_size": 2048, "shared_ffn_hidden_size": 2048,
+            "layers": list(range(3, 62)), "score": "sigmoid", "scaling": 2.5, "groups": 8, "top_groups": 4,
+            "group_score": "top2", "selection_bias": True, "bias_rate": 0.001, "aux_loss": 0.0001,
+        },
+    },
+    "gpt-oss-20b": {
+        "num_layers": 24, "hidden_size": 2880, "ffn_hidden_size": 2880, "num_attention_heads": 64, "num_kv_heads": 8,
+        "head_dim": 64, "vocab_size": 201_088, "max_position": 131_072, "qkv_bias": True, "attention_out_bias": True,
+        "mlp_bias": True, "attention_sinks": True, "activation_limit": 7.0, "sliding_window": 128,
+        "full_attention_layers": list(range(1, 24, 2)),
+        "rope": {
+            "theta": 150_000.0, "scaling": "yarn", "factor": 32.0, "original_max_position": 4096, "truncate": False,
+        },
+        "moe": {"num_experts": 32, "top_k": 4, "ffn_hidden_size": 2880, "router_bias": True},
+    },
+    "gemma2-2b": {
+        **_gemma(26, 2304, 9216, 8, 4), "vocab_size": 256_000, "max_position": 8192, "sliding_window": 4096,
+        "full_attention_layers": list(range(1, 26, 2)), "attention_softcap": 50.0, "logit_softcap": 30.0,
+    },
+    "gemma3-1b": {
+        **_gemma(26, 1152, 6912, 4, 1), "vocab_size": 262_144, "max_position": 32_768, "sliding_window": 512,
+        "full_attention_layers": list(range(5, 26, 6)), "qk_norm": True, "rope": {"theta": 1_000_000.0},
+        "local_rope": {"theta": 10_000.0},
     },
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),

@@ -6,6 +6,7 @@ A folder is a mega checkpoint, a run (its newest checkpoint) or a HuggingFace fo
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import boxes_of
-from mega_ckpt.source import load_weights, open_source
+from mega_ckpt.remote import Place
+from mega_ckpt.source import copy_assets, load_weights, open_source
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.log import logger
 from mega_common.model_config import ModelConfig
@@ -28,7 +30,7 @@ PRECISIONS: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 
 
-def load_model(path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+def load_model(path: str | Place, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
     """The whole model at `path`, in `dtype` on `device`, for inference only.
 
     Weights are read one tensor at a time, so that memory is needed for the model and one tensor more. Layers that
@@ -49,23 +51,28 @@ def load_model(path: Path, *, dtype: torch.dtype = torch.float32, device: torch.
     return model.eval().requires_grad_(False)
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: str | Place) -> Tokenizer:
     """The tokenizer that travels with the weights at `path`.
 
     Raises:
         CheckpointError: when there is none.
         DataError: when it cannot be used.
     """
-    file = open_source(path).assets().get("tokenizer.json")
-    if not isinstance(file, Path):
+    source = open_source(path)
+    file = source.assets().get("tokenizer.json")
+    if file is None:
         raise CheckpointError(
             f"{path}: there is no tokenizer.json with these weights",
             hint="name the tokenizer's folder, or copy its files beside the weights",
         )
-    return Tokenizer(file)
+    if isinstance(file, Path):
+        return Tokenizer(file)
+    with tempfile.TemporaryDirectory() as folder:
+        copy_assets(source, Path(folder))
+        return Tokenizer(Path(folder))
 
 
-def end_tokens(path: Path, tokenizer: Tokenizer) -> frozenset[int]:
+def end_tokens(path: str | Place, tokenizer: Tokenizer) -> frozenset[int]:
     """Every token that ends a text: the tokenizer's own, and those that the model's configuration files add."""
     found = {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
     assets = open_source(path).assets()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from mega_ckpt.remote import Place, Remote, place
 from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
@@ -125,8 +126,12 @@ class CheckpointConfig(Config):
     keep: PositiveInt | None = Field(None, description="newest checkpoints to keep; default: all")
     keep_every: PositiveInt | None = Field(None, description="keep each checkpoint whose step is a multiple of this")
     async_: bool = Field(True, alias="async", description="write in the background")
-    load: str | None = Field(None, description="go on from this checkpoint; it must exist")
-    resume: bool = Field(True, description="go on from the newest checkpoint of `output`, if there is one")
+    path: str | None = Field(
+        None,
+        description="where they are kept, a folder or a URL such as s3://bucket/run; default: `output`/checkpoints",
+    )
+    load: str | None = Field(None, description="go on from this checkpoint, a folder or a URL; it must exist")
+    resume: bool = Field(True, description="go on from the newest checkpoint of this run, if there is one")
     allow_changes: bool = Field(False, description="resume although settings that change the model differ")
 
 
@@ -167,6 +172,12 @@ class RunConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_seconds: float = Field(600, gt=0, description="how long a rank may keep the others waiting")
     output: str = "runs/default"
+
+    @property
+    def checkpoints(self) -> Place:
+        """Where the run's checkpoints are kept."""
+        path = self.checkpoint.path
+        return Path(self.output) / "checkpoints" if path is None else place(path)
 
     def check_ranks(self, world_size: int) -> None:
         """Refuse a number of ranks that does not fit.
@@ -213,6 +224,9 @@ class RunConfig(Config):
             lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_
         ):
             yield replace(problem, path=f"lr_schedule.{problem.path}")
+        if isinstance(place(self.output), Remote):
+            rule = "must be a folder here: metrics and logs are written line by line"
+            yield Problem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")
         if self.batch.global_ % self.batch.micro:
             yield Problem("batch.global", f"must be a multiple of batch.micro = {self.batch.micro}", self.batch.global_)
 
@@ -234,7 +248,13 @@ def resolve(raw: Mapping[str, Any], *, base: Path = Path()) -> dict[str, Any]:
         from mega_ckpt.source import open_source  # here: reading weights needs torch, checking a run.yaml does not
 
         folder = str(model.pop("from"))
-        out["model"] = open_source(base / folder).model.model_dump(mode="json", exclude_unset=True) | model
+        found = place(folder)
+        out["model"] = (
+            open_source(base / found if isinstance(found, Path) else found).model.model_dump(
+                mode="json", exclude_unset=True
+            )
+            | model
+        )
         out.setdefault("init_from", folder)
     if isinstance(raw.get("recompute"), str):
         out["recompute"] = {"kind": raw["recompute"]}

@@ -25,7 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
-from mega_ckpt.folders import latest
+from mega_ckpt.folders import latest, saved_at
+from mega_ckpt.remote import Place
 from mega_common.errors import ConfigError, TrainingError
 
 SAVE_SECONDS = 600  # after a signal the ranks have this long to save before they are killed
@@ -92,8 +93,8 @@ def default_ranks(model_ranks: int, dp: int | None, device: str) -> int:
     return torch.cuda.device_count() if on_gpu else model_ranks * (dp or 1)
 
 
-def start_local_ranks(command: Sequence[str], count: int, output: Path) -> None:
-    """Run `command` on `count` ranks of this machine and wait for them.
+def start_local_ranks(command: Sequence[str], count: int, output: Path, checkpoints: Place) -> None:
+    """Run `command`, which saves to `checkpoints`, on `count` ranks of this machine and wait for them.
 
     Raises:
         TrainingError: when a rank failed, with its rank, host, exit status and last words; its `exit_status` is the
@@ -120,8 +121,8 @@ def start_local_ranks(command: Sequence[str], count: int, output: Path) -> None:
     except ChildFailedError as error:
         raise _first_failure(error, logs) from None
     except SignalException as error:
-        newest = latest(output / "checkpoints")
-        if newest is None or newest.stat().st_mtime < begun:
+        newest = latest(checkpoints)
+        if newest is None or saved_at(newest) < begun:
             raise TrainingError(f"{error.sigval.name}: the run ended before it had saved a checkpoint") from None
 
 

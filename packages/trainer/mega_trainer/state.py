@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mega_ckpt.pieces import Sharded, boxes_of, merge
-from mega_ckpt.store import AsyncSaver, Checkpoint, latest, load, retain, save, sweep
+from mega_ckpt.store import AsyncSaver, Checkpoint, Place, latest, load, place, retain, save, sweep
 from mega_common.errors import CheckpointError
 from mega_common.log import logger
 from mega_trainer.config import RunConfig, check_changes
@@ -70,7 +70,7 @@ class TrainState:
             "settings": self.config.model_dump(mode="json", by_alias=True),
         }
 
-    def restore(self, folder: Path, group: dist.ProcessGroup | None) -> list[str]:
+    def restore(self, folder: Place, group: dist.ProcessGroup | None) -> list[str]:
         """Go on from a checkpoint, in whatever layout it was saved; returns the settings that differ.
 
         Raises:
@@ -111,13 +111,13 @@ def weights_of(stages: Mapping[int, Decoder], *, prefix: str = "", computed: boo
 
 
 class Saver:
-    """Saves a run's checkpoints into `<output>/checkpoints`, in the background when asked, and keeps what is to be kept.
+    """Saves a run's checkpoints where they are kept, in the background when asked, and keeps what is to be kept.
 
     Leaving the `with` block waits for a save under way; its errors are raised there, or at the next save.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.root, self._config = Path(config.output) / "checkpoints", config
+        self.root, self._config = config.checkpoints, config
         self._background = AsyncSaver() if config.checkpoint.async_ else None
         if self._leads:
             sweep(self.root)
@@ -154,15 +154,15 @@ class Saver:
             retain(self.root, keep=settings.keep, keep_every=settings.keep_every)
 
 
-def starting_point(config: RunConfig) -> Path | None:
-    """The checkpoint to go on from: the one asked for, or the newest of this run's folder, or none.
+def starting_point(config: RunConfig) -> Place | None:
+    """The checkpoint to go on from: the one asked for, or the newest of this run, or none.
 
     Raises:
         CheckpointError: when one was asked for and is not there, or the run's folder is already further than it.
     """
-    newest = latest(Path(config.output) / "checkpoints")
+    newest = latest(config.checkpoints)
     if config.checkpoint.load is not None:
-        asked = Path(config.checkpoint.load)
+        asked = place(config.checkpoint.load)
         found = latest(asked) or latest(asked / "checkpoints") if not (asked / "manifest.json").exists() else asked
         if found is None:
             raise CheckpointError(
@@ -171,7 +171,7 @@ def starting_point(config: RunConfig) -> Path | None:
             )
         if newest is not None and newest.name > found.name:
             raise CheckpointError(
-                f"{config.output} holds later checkpoints ({newest.name}) than the one to go on from, {found.name}",
+                f"{config.checkpoints} holds later checkpoints ({newest.name}) than the one to go on from, {found.name}",
                 hint="set another output folder for the new branch",
             )
         return found

@@ -180,7 +180,7 @@ def agreed(flag: bool, world: Group) -> bool:
 
 def farewell(state: TrainState, stop: StopSignal) -> str:
     """The last line of a run."""
-    where = Path(state.config.output) / "checkpoints"
+    where = state.config.checkpoints
     if stop.name is not None:
         return f"{stop.name}: saved step {state.step} in {where} and stopped; the same command goes on from there"
     return f"done: {state.step} steps; the model is in {where}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from mega_ckpt.families.layouts import DiskTensor, Slab
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile
 from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Box, Shape, copy_overlap
+from mega_ckpt.remote import Place, content_of
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
@@ -35,7 +36,7 @@ class HfSource:
         CheckpointError: from the constructor, naming file, key or tensor, for a folder that cannot be used.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder = folder
         raw = read_config(folder)
         self.family = family_of(raw, str(folder / CONFIG))
@@ -94,10 +95,10 @@ class HfSource:
 
     def assets(self) -> Mapping[str, Path | bytes]:
         """Every file that holds no weights, and how the weights were laid out in theirs."""
-        found: dict[str, Path | bytes] = {path.name: path for path in sorted(self.folder.iterdir()) if _travels(path)}
+        found = {path.name: content_of(path) for path in _sorted(self.folder.iterdir()) if _travels(path)}
         templates = self.folder / _TEMPLATES
         if templates.is_dir():
-            found |= {f"{_TEMPLATES}/{path.name}": path for path in sorted(templates.glob("*.jinja"))}
+            found |= {f"{_TEMPLATES}/{path.name}": content_of(path) for path in _sorted(templates.glob("*.jinja"))}
         return {**found, LAYOUT: encode_layout({file.path.name: file.header.text for file in self.files})}
 
     def _view(self, disk: DiskTensor, slab: Slab) -> Tensor:
@@ -159,7 +160,7 @@ def checked_table(
     return table
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Place) -> dict[str, Any]:
     """The mapping in a folder's config.json.
 
     Raises:
@@ -176,7 +177,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Place) -> dict[str, Any]:
     """A JSON mapping.
 
     Raises:
@@ -191,7 +192,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _open_files(folder: Path) -> list[SafetensorsFile]:
+def _open_files(folder: Place) -> list[SafetensorsFile]:
     """The safetensors files of a folder, each tensor in one of them, as the index says if there is one."""
     if (folder / SINGLE).is_file():
         return [SafetensorsFile.open(folder / SINGLE)]
@@ -252,5 +253,9 @@ def decode_layout(content: bytes) -> dict[str, Header]:
     return {name: Header.parse(text, Path(name)) for name, text in files.items()}
 
 
-def _travels(path: Path) -> bool:
+def _sorted(places: Iterable[Place]) -> list[Place]:
+    return sorted(places, key=str)
+
+
+def _travels(path: Place) -> bool:
     return path.is_file() and not path.name.endswith(_WEIGHTS) and path.name != LAYOUT

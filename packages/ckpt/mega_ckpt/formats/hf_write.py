@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mega_ckpt.families.base import CARRIED
 from mega_ckpt.families.layouts import PLAIN, DiskTensor
 from mega_ckpt.formats.hf import CONFIG, INDEX, LAYOUT, SINGLE, checked_table, decode_layout
 from mega_ckpt.formats.safetensors import Header, write_file
+from mega_ckpt.journal import Finished, Once, always
 from mega_ckpt.pieces import Shape
 from mega_ckpt.source import Source, cast_dtype, put_file
 from mega_ckpt.stream import blocks
@@ -129,12 +131,21 @@ def plan_folder(
     return Plan(table, files, {**others, **own})
 
 
-def write_folder(source: Source, plan: Plan, folder: Path, advance: Callable[[int], object]) -> None:
-    """Write the files of `plan` into an existing empty folder, one tensor in memory at a time; durable on return."""
+def write_folder(
+    source: Source, plan: Plan, folder: Path, advance: Callable[[int], object], once: Once = always
+) -> None:
+    """Write the files of `plan` into an existing folder, one tensor in memory at a time; durable on return.
+
+    `once` passes over safetensors files that are there already; nothing else is.
+    """
+    for name, header in plan.files.items():
+        once(name, header.start, partial(_write, source, plan, header, folder / name, advance))
     for name, content in plan.others.items():
         put_file(folder / name, content)
-    for name, header in plan.files.items():
-        write_file(folder / name, header, _tensors(source, plan, header), advance)
+
+
+def _write(source: Source, plan: Plan, header: Header, path: Path, advance: Callable[[int], object]) -> Finished:
+    return write_file(path, header, _tensors(source, plan, header), advance)
 
 
 def _tensors(source: Source, plan: Plan, header: Header) -> Iterator[Tensor]:

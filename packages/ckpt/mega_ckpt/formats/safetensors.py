@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from mega_ckpt.journal import Finished
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
 from mega_ckpt.pieces import Shape
-from mega_ckpt.shards import NewFile, mapped, raw
+from mega_ckpt.remote import Place
+from mega_ckpt.shards import NewFile, raw
+from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
@@ -51,7 +52,7 @@ class Header:
     metadata: Mapping[str, str]
 
     @classmethod
-    def parse(cls, text: bytes, path: Path) -> Self:
+    def parse(cls, text: bytes, path: Place) -> Self:
         """Check a header.
 
         Raises:
@@ -92,6 +93,11 @@ class Header:
         return cls(text + b" " * (-len(text) % 8), entries, metadata)
 
     @property
+    def start(self) -> bytes:
+        """What a file begins with: the length and the text."""
+        return struct.pack("<Q", len(self.text)) + self.text
+
+    @property
     def size(self) -> int:
         """Bytes of all tensors."""
         return max((entry.stop for entry in self.entries.values()), default=0)
@@ -110,26 +116,25 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
 class SafetensorsFile:
     """An existing file, checked: its header is sound and its length is the one that the header says."""
 
-    path: Path
+    path: Place
     header: Header
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: Place) -> Self:
         """Read and check the header.
 
         Raises:
             CheckpointError: when the file is missing, truncated, too long or not of this format.
         """
         try:
-            with open(path, "rb") as stream:
-                size = os.fstat(stream.fileno()).st_size
-                prefix = stream.read(8)
-                length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _LONGEST_HEADER
-                if length > min(_LONGEST_HEADER, size - 8):
-                    raise CheckpointError(f"{path}: truncated, or not a safetensors file ({size} bytes)")
-                header = Header.parse(stream.read(length), path)
+            file = folder_at(path.parent).open(path.name)
+            size = file.size()
+            length = struct.unpack("<Q", raw(file.read(0, 8)))[0] if size >= 8 else _LONGEST_HEADER
+            if length > min(_LONGEST_HEADER, size - 8):
+                raise CheckpointError(f"{path}: truncated, or not a safetensors file ({size} bytes)")
+            header = Header.parse(bytes(raw(file.read(8, 8 + length))), path)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror or 'no such file'})") from None
         expected = 8 + length + header.size
         if size != expected:
             state = "truncated" if size < expected else "too long"
@@ -139,26 +144,25 @@ class SafetensorsFile:
         return cls(path, header)
 
     def read(self, name: str) -> Tensor:
-        """A tensor as a private mapping of the file: bytes are read when they are used, and given back with it."""
+        """A tensor: of a file here as a private mapping, whose bytes are read when they are used and given back with it."""
         entry = self.header.entries[name]
         begin = 8 + len(self.header.text)
-        with open(self.path, "rb") as stream:
-            data = mapped(stream, begin + entry.start, begin + entry.stop)
+        data = folder_at(self.path.parent).open(self.path.name).read(begin + entry.start, begin + entry.stop)
         # Old writers did not pad the header, so that elements may lie anywhere.
         aligned = data if (begin + entry.start) % entry.dtype.itemsize == 0 else data.clone()
         return aligned.view(entry.dtype).view(entry.shape)
 
 
 def write_file(
-    path: Path, header: Header, tensors: Iterable[Tensor], advance: Callable[[int], object] = lambda _: None
-) -> None:
+    path: Place, header: Header, tensors: Iterable[Tensor], advance: Callable[[int], object] = lambda _: None
+) -> Finished:
     """Write a file while its tensors come in, in the order of `header.entries`; durable when this returns.
 
     `advance` is told of the bytes of each tensor.
     """
     with NewFile(path) as file:
-        file.write(struct.pack("<Q", len(header.text)) + header.text)
+        file.write(header.start)
         for tensor in tensors:
             file.write(raw(tensor))
             advance(tensor.nbytes)
-        file.close()
+        return Finished(file=file.close())

@@ -1,0 +1,198 @@
+"""Places on an object store, `s3://bucket/run` and the like, by fsspec.
+
+An object appears whole when its last byte is acknowledged, and cannot be renamed. The store's own settings (region,
+endpoint, who one is) come from its client: environment variables or fsspec's configuration files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+
+from mega_common.errors import CheckpointError, MegaError, MissingPackageError
+
+_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<path>.+)")
+
+
+class RemoteError(MegaError):
+    """An object store that cannot be reached, or refuses. Nothing is known then of what is there."""
+
+
+class Remote(str):
+    """A place on an object store: its URL. Has of `pathlib.Path` what readers of a checkpoint need.
+
+    Raises:
+        RemoteError: from every method, when the store cannot be asked.
+        MissingPackageError: from every method, when the store's client is not installed.
+    """
+
+    __slots__ = ()
+
+    def __truediv__(self, name: object) -> Remote:
+        return Remote(f"{self}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Remote:
+        """All but the last part."""
+        return Remote(self.rpartition("/")[0])
+
+    def is_file(self) -> bool:
+        """Whether there is an object of this name."""
+        return self._kind() == "file"
+
+    def is_dir(self) -> bool:
+        """Whether there are objects below."""
+        return self._kind() == "directory"
+
+    def exists(self) -> bool:
+        """Whether it is one of the two."""
+        return self._kind() is not None
+
+    def iterdir(self) -> Iterator[Remote]:
+        """What is directly below; nothing when there is nothing."""
+        with self._asked() as (files, path):
+            try:
+                found = files.ls(path, detail=False)
+            except FileNotFoundError:
+                found = []
+        for name in sorted(found):
+            yield self / name.rstrip("/").rpartition("/")[2]
+
+    def glob(self, pattern: str) -> Iterator[Remote]:
+        """What is directly below and has such a name."""
+        return (place for place in self.iterdir() if fnmatch(place.name, pattern))
+
+    def read_bytes(self, begin: int | None = None, end: int | None = None) -> bytes:
+        """An object's bytes [begin, end), and no others; default: all.
+
+        Raises:
+            FileNotFoundError: when there is none.
+        """
+        with self._asked() as (files, path):
+            return bytes(files.cat_file(path, start=begin, end=end))
+
+    def write_bytes(self, data: bytes) -> None:
+        """Put an object whole, in one request that replaces what was there."""
+        with self._asked(writing=True) as (files, path):
+            files.pipe_file(path, data)
+
+    def size(self) -> int:
+        """An object's length.
+
+        Raises:
+            FileNotFoundError: when there is none.
+        """
+        with self._asked() as (files, path):
+            return int(files.info(path)["size"])
+
+    def modified(self) -> float:
+        """When an object was put, in seconds since 1970."""
+        with self._asked() as (files, path):
+            return float(files.modified(path).timestamp())
+
+    def sizes(self) -> dict[str, int]:
+        """{name below this place: length} of all objects below."""
+        return {name: int(entry["size"]) for name, entry in self._below().items()}
+
+    def stamps(self) -> dict[str, str]:
+        """{name below this place: length and what the store calls the content, or when it was put}."""
+        told = ("ETag", "LastModified", "created", "mtime")
+        return {
+            name: f"{entry['size']} bytes " + str(next((entry[key] for key in told if entry.get(key)), ""))
+            for name, entry in self._below().items()
+        }
+
+    def open_new(self) -> IO[bytes]:
+        """An object to write in parts; closing it makes it appear, discarding it does not."""
+        with self._asked(writing=True) as (files, path):
+            return files.open(path, "wb")  # type: ignore[no-any-return]
+
+    def remove(self) -> None:
+        """Delete the object, or all objects below. Nothing happens when there is nothing."""
+        with self._asked() as (files, path), contextlib.suppress(FileNotFoundError):
+            files.rm(path, recursive=True)
+
+    def _below(self) -> dict[str, Any]:
+        with self._asked() as (files, path):
+            found = files.find(path, detail=True)
+        return {name[len(path.rstrip("/")) + 1 :]: entry for name, entry in found.items() if entry}
+
+    def _kind(self) -> str | None:
+        with self._asked() as (files, path):
+            try:
+                return str(files.info(path)["type"])
+            except FileNotFoundError:
+                return None
+
+    @contextlib.contextmanager
+    def _asked(self, *, writing: bool = False) -> Iterator[tuple[Any, str]]:
+        """The file system and the path there; what goes wrong in the block is one sentence."""
+        with in_words(self, writing=writing):
+            files, path = fsspec.core.url_to_fs(str(self))
+            files.invalidate_cache()  # other machines write too
+            yield files, path
+
+
+@contextlib.contextmanager
+def in_words(place: Remote, *, writing: bool = False) -> Iterator[None]:
+    """Turn what a store's client raises into one sentence. The errors of the clients share no base class.
+
+    That there is no such object is an answer, unless one is `writing`.
+    """
+    try:
+        yield
+    except MegaError:
+        raise
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{place}: {error}", hint="for s3://: pip install 'packages/ckpt[s3]'; else the package that fsspec names"
+        ) from error
+    except Exception as error:
+        if isinstance(error, FileNotFoundError) and not writing:
+            raise
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise RemoteError(
+            f"{place}: {type(error).__name__}: {first}".removesuffix(": "),
+            hint="is the store there, and do the credentials allow it?",
+        ) from error
+
+
+Place = Path | Remote
+
+
+def place(path: str | Path) -> Place:
+    """What a user calls a folder: a path here, or a URL such as s3://bucket/run.
+
+    Raises:
+        CheckpointError: when the URL's protocol is none that fsspec knows.
+    """
+    if isinstance(path, (Path, Remote)):
+        return path
+    found = _URL.fullmatch(path)
+    if found is None:
+        return Path(path)
+    if found["protocol"] in ("file", "local"):
+        return Path(found["path"])
+    if found["protocol"] not in _protocols():
+        raise CheckpointError(f"{path}: no object store is called {found['protocol']}://", hint="s3://, gs://, az://")
+    return Remote(path.rstrip("/"))
+
+
+def _protocols() -> Sequence[str]:
+    return [*fsspec.available_protocols(), *fsspec.registry]
+
+
+def content_of(path: Place) -> Path | bytes:
+    """A small file as those take it that copy files: a path here, else its bytes."""
+    return path.read_bytes() if isinstance(path, Remote) else path

@@ -1,0 +1,237 @@
+"""A conversion that was killed goes on where it was, and takes nothing that is not its own."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import object_stores
+import pytest
+import torch
+from hf_models import content, save_model
+from ranks import PRELOAD
+
+from mega_ckpt import shards, stream
+from mega_ckpt.convert import Options, convert
+from mega_ckpt.formats.hf import HfSource
+from mega_ckpt.journal import CONTENT, JOURNAL, continued
+from mega_ckpt.remote import place
+from mega_ckpt.source import MegaSource, open_source
+from mega_ckpt.verify import diff, verify
+from mega_common.errors import CheckpointError
+
+FILE_BYTES = 4000
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("hf") / "llama", "llama", dtype=torch.bfloat16, shard="4KB")
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "FILE_BYTES", FILE_BYTES)
+
+
+@pytest.fixture
+def mega(llama: Path, tmp_path: Path, small_files: None) -> Path:
+    convert(llama, tmp_path / "source", "mega")
+    return tmp_path / "source"
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> None:
+    """Raise in the read of that number."""
+    calls = iter(range(10**9))
+
+    def wrapped(read: Any) -> Any:
+        def failing(self: Any, *args: Any) -> Any:
+            if next(calls) == at:
+                raise error
+            return read(self, *args)
+
+        return failing
+
+    for kind in (HfSource, MegaSource):
+        monkeypatch.setattr(kind, "read_slice", wrapped(kind.read_slice))
+
+
+def begun(monkeypatch: pytest.MonkeyPatch, source: Path, out: Path, **more: Any) -> Path:
+    """A conversion to mega that an interrupt ended; the folder that it left."""
+    before = set(out.parent.glob(f".{out.name}.*.partial"))
+    with monkeypatch.context() as patch:
+        interrupt(patch, 14, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, out, "mega", **more)
+    (left,) = set(out.parent.glob(f".{out.name}.*.partial")) - before
+    return left
+
+
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are written from now on."""
+    names: list[str] = []
+    make = shards.NewFile.__init__
+
+    def told(self: shards.NewFile, path: Path) -> None:
+        names.append(path.name)
+        make(self, path)
+
+    monkeypatch.setattr(shards.NewFile, "__init__", told)
+    return names
+
+
+def convert_and_die(source: Path, out: Path, to: str, at: int) -> None:
+    stream.FILE_BYTES = FILE_BYTES
+    calls = iter(range(10**9))
+    write = shards.NewFile.write
+
+    def dying(self: shards.NewFile, data: bytes | memoryview) -> str:
+        if next(calls) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(self, data)
+
+    shards.NewFile.write = dying  # type: ignore[method-assign]
+    convert(source, out, to)
+
+
+@pytest.mark.parametrize("to", ["hf", "mega"])
+def test_killed_at_random_and_started_again(
+    to: str, llama: Path, mega: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = mega if to == "hf" else llama
+    convert(source, tmp_path / "straight", to)
+    shard_count = len(list((tmp_path / "straight").glob("*.safetensors")))
+    assert shard_count > 5
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    choose = random.Random()
+    for turn in range(4):
+        out = tmp_path / f"out-{turn}"
+        for _ in range(2):  # killed, and killed again
+            process = context.Process(target=convert_and_die, args=(source, out, to, choose.randrange(2, 20)))
+            process.start()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+            assert not out.exists()
+        (left,) = tmp_path.glob(f".{out.name}.*.partial")
+        kept = len((left / JOURNAL).read_text().splitlines()) - 1
+        with monkeypatch.context() as patch:
+            names = written(patch)
+            convert(source, out, to, verify=True)
+        assert len([name for name in names if name.endswith(".safetensors")]) == shard_count - kept
+        assert content(out) == content(tmp_path / "straight")
+        assert not list(tmp_path.glob(".*"))
+
+
+def test_an_interrupt_says_how_to_go_on(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("mega"), "propagate", True)
+    begun(monkeypatch, llama, tmp_path / "out")
+    assert "the same command goes on" in caplog.text
+
+
+def test_nothing_of_another_source_or_other_options_is_taken(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = Path(shutil.copytree(llama, tmp_path / "source")), tmp_path / "out"
+    begun(monkeypatch, source, out, options=Options(dtype=torch.float32))
+    begun(monkeypatch, source, out)
+    changed = min(source.glob("*.safetensors"))
+    data = changed.read_bytes()
+    changed.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # the same names, shapes and sizes
+    names = written(monkeypatch)
+    convert(source, out, "mega", verify=True)
+    assert len(set(names)) == len(names)
+    assert sorted(path.name for path in out.glob("*.safetensors")) == sorted(n for n in names if "shard" in n)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_what_is_not_as_it_was_finished_is_made_again(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(llama, tmp_path / "straight", "mega")
+    out = tmp_path / "out"
+    left = begun(monkeypatch, llama, out)
+    one, two, three, *_ = sorted((left / CONTENT).glob("*.safetensors"))
+    data = one.read_bytes()
+    one.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    two.write_bytes(two.read_bytes()[:-1])
+    three.unlink()
+    (left / CONTENT / "foreign").write_text("x")
+    journal = (left / JOURNAL).read_text()
+    (left / JOURNAL).write_text(journal[:-5])  # the last line was not written to its end
+    with monkeypatch.context() as patch:
+        names = written(patch)
+        convert(llama, out, "mega")
+    assert {one.name, two.name, three.name} < set(names)
+    assert content(out) == content(tmp_path / "straight")
+
+
+def test_an_error_that_would_come_again_leaves_nothing(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt(patch, 14, CheckpointError("damaged"))
+        with pytest.raises(CheckpointError, match="damaged"):
+            convert(llama, tmp_path / "out", "mega")
+    assert list(tmp_path.iterdir()) == []
+    with monkeypatch.context() as patch:
+        interrupt(patch, 14, OSError(28, "No space left"))
+        with pytest.raises(OSError, match="No space"):
+            convert(llama, tmp_path / "out", "mega")
+    convert(llama, tmp_path / "out", "mega", verify=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_at_once_are_refused(tmp_path: Path) -> None:
+    with (
+        continued(tmp_path / "out", {"a": 1}) as journal,
+        pytest.raises(CheckpointError, match="another process is making it"),
+        continued(tmp_path / "out", {"a": 1}),
+    ):
+        pass
+    assert journal.finished == {}
+
+
+def test_on_an_object_store(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    object_stores.put({})
+    out = place("watched://bucket/llama")
+    with monkeypatch.context() as patch:
+        interrupt(patch, 14, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            convert(llama, out, "mega")
+    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
+        open_source(out)
+    kept = {path for path in object_stores.content() if path.endswith(".safetensors") and "/finished/" not in path}
+    noted = {path for path in object_stores.content() if "/finished/" in path}
+    assert len(kept) > 2
+    assert len(noted) in (len(kept), len(kept) - 1)  # in memory an object is there before it is whole
+    with monkeypatch.context() as patch:
+        names = written(patch)
+        convert(llama, out, "mega", verify=True)
+    assert not {path.rpartition("/")[2] for path in noted} & set(names)
+    assert verify(out).ok
+    assert not verify(out).extra
+    convert(llama, tmp_path / "straight", "mega")
+    assert diff(out, tmp_path / "straight").same
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(llama, out, "mega", overwrite=True)
+    with pytest.raises(CheckpointError, match="only checkpoints of mega"):
+        convert(llama, "watched://bucket/hf", "hf")
+
+
+def test_what_proves_wrong_on_an_object_store_goes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    object_stores.put({})
+
+    def wrong(_: object) -> None:
+        raise CheckpointError("not the same")
+
+    with pytest.raises(CheckpointError, match="not the same"):
+        convert(llama, "watched://bucket/llama", "mega", check=wrong)
+    assert object_stores.content() == {}

@@ -1,0 +1,125 @@
+"""The same on a real client and a real protocol: s3fs, and a server of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from crash.savers import MODEL, found, part
+from ranks import run_ranks
+
+from mega_ckpt import planning, shards
+from mega_ckpt.pieces import Box, Sharded
+from mega_ckpt.store import AsyncSaver, Place, committed, latest, load, place, retain, save, step_folder, sweep
+from mega_ckpt.verify import verify
+from mega_common.errors import CheckpointError
+
+pytest.importorskip("s3fs", reason="the client of s3:// is not installed")
+moto_server = pytest.importorskip("moto.server", reason="moto, a local S3 server, is not installed")
+
+
+def settings(endpoint: str) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def root(endpoint: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    import s3fs
+
+    for name, value in settings(endpoint).items():
+        monkeypatch.setenv(name, value)
+    bucket = f"b{abs(hash(request.node.name))}"
+    s3fs.S3FileSystem.clear_instance_cache()
+    s3fs.S3FileSystem().mkdir(bucket)
+    return place(f"s3://{bucket}/run")
+
+
+def put(root: Place, version: int) -> Place:
+    return save(root, version, part(version, 0, 1), model=MODEL, state={"version": version})
+
+
+def test_save_load_retain_sweep_verify(root: Place, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    assert latest(root) is None
+    put(root, 1)
+    with AsyncSaver() as saver:
+        for version in (2, 2, 3):
+            saver.start(root, version, part(version, 0, 1), model=MODEL, state={"version": version}, assets=tmp_path)
+    assert found(root) == 3
+    assert verify(step_folder(root, 3), finite=True).ok
+    assert retain(root, keep=2) == [step_folder(root, 1)]
+    (root / "step-00000009" / "1234" / "shard-00000-000.safetensors").write_bytes(b"half")
+    assert committed(root) == [step_folder(root, 2), step_folder(root, 3)]
+    assert sweep(root) == [root / "step-00000009"]
+    assert [path.name for path in root.iterdir()] == ["step-00000002", "step-00000003"]
+
+
+def test_a_shard_of_several_parts_is_read_by_ranges(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 takes parts of 5 MB at least; what is dropped in between leaves no object."""
+    monkeypatch.setattr(planning, "MAX_SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr("s3fs.S3FileSystem.default_block_size", 5 << 20)
+    tensor = torch.randn(64, 1 << 15 << 2)[:, ::4].contiguous()
+    tensor = torch.cat([tensor, tensor])
+    held = {"t": Sharded(tuple(tensor.shape), [Box((0, 0), tensor)])}
+    folder = save(root, 1, held, model=MODEL, state={})
+    quarter = torch.zeros(32, tensor.shape[1])
+    load(folder, {"t": Sharded(tuple(tensor.shape), [Box((32, 0), quarter)])})
+    assert torch.equal(quarter, tensor[32:64])
+
+    write, calls = shards.NewFile.write, iter(range(1000))
+
+    def failing(self: shards.NewFile, data: bytes | memoryview) -> str:
+        if next(calls) == 12:
+            raise OSError(5, "no more")
+        return write(self, data)
+
+    monkeypatch.setattr(shards.NewFile, "write", failing)
+    with pytest.raises(CheckpointError, match="no more"):
+        save(root, 2, held, model=MODEL, state={})
+    assert list(root.iterdir()) == [folder]
+
+
+def test_damage_and_refusal(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = put(root, 1)
+    (inner,) = (path for path in folder.iterdir() if path.name != "manifest.json")
+    (shard,) = inner.iterdir()
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(
+        CheckpointError, match=r"s3://.*shard-00000-000\.safetensors: damaged: the checksum of weights/a"
+    ):
+        found(root)
+    with pytest.raises(CheckpointError, match=r"s3://nobucket/run/.*bucket does not exist"):
+        put(place("s3://nobucket/run"), 1)
+
+
+def save_sharded(root: Place, endpoint: str) -> int:
+    import os
+
+    os.environ.update(settings(endpoint))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    save(root, 1, part(1, rank, world), model=MODEL, state={"version": 1})
+    with AsyncSaver() as saver:
+        saver.start(root, 2, part(2, rank, world), model=MODEL, state={"version": 2})
+    dist.barrier()
+    return found(root)
+
+
+def test_four_ranks(root: Place, endpoint: str) -> None:
+    assert run_ranks(save_sharded, 4, root, endpoint) == [2] * 4
+    assert found(root) == 2
