@@ -133,9 +133,6 @@ def expert_problems(config: RunConfig) -> Iterator[Problem]:
         widths = [n for n in range(1, 17) if moe.ffn_hidden_size % n == 0]
         rule = f"must divide the experts' ffn_hidden_size {moe.ffn_hidden_size}"
         yield Problem("parallel.expert_tp", rule, parallel.expert_tp, f"one of {widths}")
-    if parallel.zero == 3:
-        rule = "3 shards weights over all data ranks alike, and experts have data ranks of their own"
-        yield Problem("parallel.zero", rule, parallel.zero, "at most 2")
 
 
 def _expert_degrees(model: ModelConfig) -> list[int]:
