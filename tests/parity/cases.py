@@ -176,7 +176,7 @@ def expert_degrees(name: str, ranks: int, shape: Mapping[str, Any]) -> Iterator[
         yield dict(shape)
         return
     stage = ranks // shape["pp"]
-    degrees = [pair for pair in product((1, 2, 4, 8), (1, 2, 4)) if stage % math.prod(pair) == 0 and shape["zero"] < 3]
+    degrees = [pair for pair in product((1, 2, 4, 8), (1, 2, 4)) if stage % math.prod(pair) == 0]
     if degrees and (name == "deepseek" or "cp" in shape):
         degrees = [random.Random(f"{ranks} {shape}").choice(degrees)]
     for ep, expert_tp in degrees:
