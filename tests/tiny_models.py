@@ -36,6 +36,21 @@ GEMMA3: dict[str, Any] = {
 LONG: dict[str, Any] = {
     "scaling": "longrope", "original_max_position": 16, "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0],
 }  # fmt: skip
+MOE: dict[str, Any] = {"num_experts": 6, "top_k": 2, "ffn_hidden_size": 12}
+OSS: dict[str, Any] = {
+    "sliding_window": 7, "full_attention_layers": [1], "attention_sinks": True, "mlp_bias": True, "qkv_bias": True,
+    "attention_out_bias": True, "activation_limit": 0.5, "num_kv_heads": 2, "head_dim": 10,
+    "moe": {**MOE, "router_bias": True},
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "mla": {"kv_lora_rank": 14, "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    "rope": {"interleaved": True},
+}  # fmt: skip
+V2: dict[str, Any] = {**MOE, "normalize": False, "shared_ffn_hidden_size": 24, "scaling": 2.0}
+V3: dict[str, Any] = {
+    **MOE, "score": "sigmoid", "selection_bias": True, "groups": 3, "top_groups": 2, "group_score": "top2",
+    "shared_ffn_hidden_size": 12, "scaling": 2.5, "layers": [1],
+}  # fmt: skip
 LLAMA3 = {"scaling": "llama3", "factor": 4.0, "original_max_position": 16, "theta": 1000.0}
 YARN = {"scaling": "yarn", "factor": 4.0, "original_max_position": 16, "beta_fast": 4.0}
 
@@ -75,6 +90,60 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_kv_heads": 2,
     },
     "long-factor": {"rope": {**LONG, "factor": 8.0}},
+    "moe": {"moe": MOE, "num_kv_heads": 2},
+    "moe-one-of-three": {
+        "moe": {**MOE, "num_experts": 3, "top_k": 1},
+        "sliding_window": 7,
+        "head_dim": 10,
+        "tie_embeddings": True,
+    },
+    "moe-normed": {"moe": {**MOE, "normalize": False, "top_k": 3}, "qk_norm": True, "num_kv_heads": 2, "head_dim": 10},
+    "moe-normed-some": {
+        "moe": {**MOE, "layers": [1]},
+        "qk_norm": True,
+        "qkv_bias": True,
+        "attention_out_bias": True,
+        "sliding_window": 7,
+        "rope": YARN,
+    },
+    "moe-shared": {
+        "moe": {**MOE, "normalize": False, "shared_ffn_hidden_size": 20, "shared_gate": True},
+        "qkv_bias": True,
+        "num_kv_heads": 2,
+    },
+    "moe-shared-some": {
+        "moe": {**MOE, "shared_ffn_hidden_size": 20, "shared_gate": True, "layers": [0]},
+        "sliding_window": 7,
+        "full_attention_layers": [1],
+    },
+    "oss": OSS,
+    "oss-plain": {
+        **OSS,
+        "full_attention_layers": None,
+        "activation_limit": 7.0,
+        "qkv_bias": False,
+        "attention_out_bias": False,
+        "moe": {**MOE, "router_bias": True, "top_k": 6},
+        "rope": {**YARN, "truncate": False},
+        "tie_embeddings": True,
+    },
+    "deepseek2": {**LATENT, "moe": V2},
+    "deepseek2-groups": {
+        "mla": {**LATENT["mla"], "q_lora_rank": None},
+        "qkv_bias": True,
+        "attention_out_bias": True,
+        "rope": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "interleaved": True},
+        "moe": {**V2, "groups": 3, "top_groups": 2, "layers": [1]},
+    },
+    "deepseek3": {**LATENT, "moe": V3},
+    "deepseek3-yarn": {
+        "mla": {**LATENT["mla"], "q_lora_rank": None},
+        "qkv_bias": True,
+        "attention_out_bias": True,
+        "rope": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.6, "interleaved": True},
+        "tie_embeddings": True,
+        "moe": {**V3, "groups": 1, "top_groups": 1, "normalize": False, "layers": None},
+    },
     "gemma2": GEMMA2,
     "gemma2-plain": {
         **GEMMA,
@@ -145,7 +214,8 @@ def save_tiny(
         .eval()
     )
     with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn(parameter.shape, dtype=dtype), alpha=0.1)
+        biases = [buffer for name, buffer in made.named_buffers() if name.endswith("e_score_correction_bias")]
+        for parameter in [*made.parameters(), *biases]:
+            parameter.add_(torch.randn(parameter.shape, dtype=parameter.dtype), alpha=0.1)
     made.save_pretrained(folder)
     return made

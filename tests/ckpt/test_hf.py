@@ -177,7 +177,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "wrong shape": (larger_vocabulary, r"has shape \[97, 24\], but config.json makes it \[98, 24\]"),
     "too many experts": (
-        lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="qwen3_moe", num_experts=10**12, mlp_bias=None)),
+        lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="qwen3_moe", num_experts=10**12, mlp_bias=None, moe_intermediate_size=8)),
         "1000000000000 experts by config.json, but only .* tensors",
     ),
     "too many layers": (

@@ -43,7 +43,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "long": {
         "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 64, "sliding_window": 19, "full_attention_layers": [1],
-        "attention_softcap": 5.0, "embedding_dropout": 0.1, "residual_dropout": 0.1,
+        "attention_softcap": 5.0, "attention_sinks": True, "qk_norm": True, "embedding_dropout": 0.1,
+        "residual_dropout": 0.1,
     },
     "moe": {
         "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 61, "mlp_bias": True,

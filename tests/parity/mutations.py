@@ -453,6 +453,27 @@ def _heads_of_the_first_rank() -> AbstractContextManager[Any]:
     return swap(context.AllToAll, "attention", attention)
 
 
+def _blocks_without_sinks() -> AbstractContextManager[Any]:
+    real = context.Blockwise.attention
+
+    def attention(self: Any, q: Tensor, k: Tensor, v: Tensor, how: Any, see: Any, whole: Any) -> Tensor:
+        return real(self, q, k, v, replace(how, sinks=None), see, whole)
+
+    return swap(context.Blockwise, "attention", attention)
+
+
+def _sinks_of_the_first_rank() -> AbstractContextManager[Any]:
+    real = context.AllToAll.attention
+
+    def attention(self: Any, q: Tensor, k: Tensor, v: Tensor, how: Any, see: Any, whole: Any) -> Tensor:
+        def swapped(q: Tensor, k: Tensor, v: Tensor, mine: Any, first: int) -> Tensor:
+            return whole(q, k, v, replace(mine, sinks=how.sinks[: len(mine.sinks)]), first)
+
+        return real(self, q, k, v, how, see, swapped)
+
+    return swap(context.AllToAll, "attention", attention)
+
+
 def _positions_from_zero() -> AbstractContextManager[Any]:
     """Every context rank counts positions from the start of its own tokens."""
     real = batches.MicroBatch.part
@@ -548,6 +569,8 @@ MUTATIONS = [
     Mutation("ring leaves a key's gradient with the neighbour", RING, _gradient_stays_away),
     Mutation("gathered keys' gradients not summed", GATHER, _gathered_gradient_not_summed),
     Mutation("heads for sequence: tokens in the order of ranks", EXCHANGE, _tokens_in_order_of_ranks),
+    Mutation("ring leaves the sinks out", RING, _blocks_without_sinks),
+    Mutation("heads for sequence: sinks of the first heads", EXCHANGE, _sinks_of_the_first_rank),
     Mutation("heads for sequence: dropout of the first heads", DROPPING, _heads_of_the_first_rank),
     Mutation("context ranks divide by their own tokens", RING, _own_tokens),
     Mutation("context ranks count positions from zero", RING, _positions_from_zero),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from parity.bits import moved, pairs, resumed, told
-from parity.cases import LARGE, ZERO_LEVELS, Case, case
+from parity.cases import CONTEXT, LARGE, ZERO_LEVELS, Case, case
 from parity.worker import verdict
 from ranks import run_ranks
 
@@ -77,6 +77,7 @@ def zero_levels() -> list[tuple[Case, Case]]:
         ("mla", 4, {"tp": 2, "sp": True}, 1000, "muon", "bf16"),
         ("mla", 4, {"pp": 2}, LARGE, "adamw", "fp64"),
         ("tied", 4, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 1000, "muon", "fp64"),
+        ("long", 4, {"cp": 2}, 1000, "adamw", "bf16"),
     ]
     plain = [
         case(
@@ -98,7 +99,7 @@ def fully_sharded() -> list[tuple[Case, Case]]:
     """Shards end anywhere: those of norms and biases, and on three ranks those of matrices, in the middle of a vector."""
     shapes = [
         ("dense", 4, {}, 0.1), ("tied", 3, {}, 0.1), ("gqa", 3, {}, 0.0), ("gqa", 4, {"tp": 2}, 0.0),
-        ("tied", 4, {"tp": 2, "sp": True}, 0.1),
+        ("tied", 4, {"tp": 2, "sp": True}, 0.1), ("long", 4, {"cp": 2}, 0.1),
     ]  # fmt: skip
     plain = [
         case(
@@ -124,6 +125,8 @@ def recomputed() -> list[tuple[Case, Case]]:
         case("tied", 2, parallel={"pp": 2}, layers=3, micro=2),
         case("tied", 2, parallel={"pp": 2, "schedule": "zb-h1"}, layers=3, micro=2, precision="bf16"),
         case("tied", 2, parallel={"pp": 2, "schedule": "zbv", "virtual_stages": 2}, layers=4, micro=1),
+        *(case("long", 2, parallel={"cp": 2, "cp_kind": kind}, micro=4, precision="bf16") for kind in CONTEXT),
+        case("tied", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, micro=4),
     ]
     ways = [{"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}]
     return [(one, replace(one, recompute=way)) for one in plain for way in ways]
@@ -148,6 +151,8 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
         ("dense", 2, {"zero": 1}, "fp32", "adamw"),
         ("tied", 4, {"tp": 2, "zero": 1}, "bf16", "muon"),
         ("tied", 4, {"pp": 2, "virtual_stages": 2, "zero": 1}, "fp32", "adamw"),
+        ("long", 4, {"cp": 2, "zero": 1}, "bf16", "adamw"),
+        ("long", 4, {"cp": 2, "cp_kind": "alltoall", "zero": 3}, "bf16", "adamw"),
         ("tied", 4, {"pp": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 1}, "bf16", "adamw"),
         *(("dense", 4, {"zero": zero}, "bf16", "adamw") for zero in ZERO_LEVELS),
     ]
@@ -164,6 +169,7 @@ def moves() -> list[tuple[Case, Case]]:
         (1, {}), (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"pp": 4}), (4, {"pp": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 1}),
         (4, {"tp": 2, "pp": 2, "zero": 0}), (3, {"zero": 1}), (8, {"tp": 8}), (3, {"pp": 3, "pipeline_layout": [0, 3, 1]}),
         (4, {"tp": 2, "zero": 3}), (2, {"pp": 2, "schedule": "zb-h1"}), (8, {"tp": 2, "pp": 2, "zero": 1}), (1, {}),
+        (4, {"cp": 4, "cp_kind": "alltoall", "zero": 1}), (4, {"cp": 2, "pp": 2}), (2, {"tp": 2}),
     ]  # fmt: skip
     rules = cycle([("tied", "adamw"), ("gqa", "muon"), ("dense", "adamw")])
     return [

@@ -80,7 +80,7 @@ def _measure(trainer: Trainer) -> Bytes:
     (micro,) = micro_batches(batch, trainer.config, torch.device("cpu"), trainer.groups.cp)
     with Live() as live:
         context = model.context(micro.positions, documents=micro.documents, outline=micro.outline)
-        loss, _ = model.whole(micro.tokens, micro.positions, micro.labels, micro.weights, context)
+        loss, _ = model.whole(micro, context)
         kept = live.now
         loss.backward()
     return Bytes(kept, live.peak, live.largest)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mega_trainer.kernels import blocks
 from mega_trainer.kernels.base import Scores, Seen
 from mega_trainer.kernels.torch import TorchKernels, plain_attention
 
@@ -29,9 +30,13 @@ def kinds() -> Iterator[tuple[Seen, Tensor | None]]:
     yield (mask := drawn | torch.eye(S, dtype=torch.bool)), mask
 
 
+@pytest.mark.parametrize("tile", [1 << 20, 2 * B * H * S, 1], ids=["at once", "two rows", "row by row"])
 @pytest.mark.parametrize("how", [Scores(0.4), Scores(1.5, softcap=2.0)], ids=["plain", "softcap"])
 @pytest.mark.parametrize(("seen", "mask"), kinds(), ids=["causal", "all", "mask"])
-def test_one_block_is_all_of_it(seen: Seen, mask: Tensor | None, how: Scores) -> None:
+def test_one_block_is_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, seen: Seen, mask: Tensor | None, how: Scores, tile: int
+) -> None:
+    monkeypatch.setitem(blocks.TILE_ELEMENTS, "cpu", tile)
     q, k, v = operands()
     expected = plain_attention(q, k, v, mask, how)
     y, lse = KERNELS.attend_block(q, k, v, seen, how)

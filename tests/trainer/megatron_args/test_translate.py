@@ -362,6 +362,31 @@ def test_single_settings(arguments: str, expected: dict[str, Any]):
     check(translate(COMPLETE + arguments), expected)
 
 
+def test_latent_attention_and_further_tokens():
+    flags = """--multi-latent-attention --qk-layernorm --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8
+        --qk-pos-emb-head-dim 4 --v-head-dim 6 --position-embedding-type rope --rotary-scaling-factor 40 --mscale 1.0
+        --mscale-all-dim 1.0 --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --kv-channels 128
+        --group-query-attention --num-query-groups 2 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"""
+    translation = translate(COMPLETE + flags)
+    check(
+        translation,
+        {
+            "model.mla": {
+                "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+                "norm_eps": 1e-6,
+            },
+            "model.rope.interleaved": True, "model.rope.scaling": "yarn", "model.rope.factor": 40.0,
+            "model.rope.original_max_position": 4096, "model.rope.mscale_all_dim": 1.0, "model.mtp_layers": 1,
+            "model.mtp_loss": 0.3,
+        },
+    )  # fmt: skip
+    assert {"num_kv_heads", "head_dim", "qk_norm", "qkv_bias"}.isdisjoint(translation.run["model"])
+    assert parsed(translation).model.mla is not None
+    plain = translate(COMPLETE + flags.replace("--qk-layernorm", "--rope-type rope"))
+    assert "scaling" not in plain.run["model"]["rope"]
+    assert "--multi-latent-attention" in notes(plain, "changes meaning")
+
+
 def test_a_warmup_share_is_that_of_the_decay():
     run = translate(COMPLETE + "--lr-warmup-fraction 0.5 --lr-decay-iters 4").run
     assert (run["lr_schedule"]["warmup_steps"], run["lr_schedule"]["decay_steps"]) == (2, 4)

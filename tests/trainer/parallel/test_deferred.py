@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mega_ckpt.pieces import Piece
+from mega_trainer.comm import Group
 from mega_trainer.kernels.torch import TorchKernels
+from mega_trainer.parallel.buckets import StepBucket
 from mega_trainer.parallel.deferred import Deferred, Linear, deferring, deliver
+from mega_trainer.parallel.grads import Sharing, flatten
+from mega_trainer.parallel.param import make_parameter
 
-KERNELS = TorchKernels()
+KERNELS, CPU = TorchKernels(), torch.device("cpu")
 
 
 def parameters(*shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -100,3 +106,26 @@ def test_nothing_but_inputs_and_gradients_of_products_is_kept() -> None:
     assert gone() is None
     assert len(later.take()) == 1
     assert not later.take()
+
+
+def test_sums_over_the_ranks_start_while_other_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, later, events = nn.Module(), Deferred(), list[str]()
+    for name in ("first", "second"):
+        parameter = make_parameter(
+            (2, 2), [Piece.whole(name, (2, 2))], data=Group("dp"), dtype=torch.float32, device=CPU
+        )
+        model.register_parameter(name, parameter)
+    stage = flatten(model, Sharing(slices=False, bucket_elements=1))
+    reduce = StepBucket.reduce
+    monkeypatch.setattr(StepBucket, "reduce", lambda bucket: (events.append("sum"), reduce(bucket)))
+
+    def computed(name: str) -> Tensor:
+        events.append(name)
+        return torch.ones(2, 2)
+
+    stage.begin_step()
+    for name in ("second", "first"):
+        later.put(model.get_parameter(name), partial(computed, name))
+    with stage.backward(last=True):
+        deliver(later.take(), [])
+    assert events == ["second", "sum", "first", "sum"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from mega_trainer.kernels.grouped import Rows
 
 # Which of a block's keys its queries see: every one, those at or before the query's own place in a square block, or
-# those where a boolean, broadcastable to [B, H, S, T], is True.
+# those where a boolean [B or 1, 1, S, T] is True.
 Seen = Tensor | Literal["all", "causal"]
 
 

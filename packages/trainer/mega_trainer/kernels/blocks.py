@@ -6,28 +6,66 @@ and keys, e of values. Queries that share a key are rows of one product: [B, K, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from mega_trainer.kernels.base import Scores, Seen
 
+# Elements of the scores at hand: on a CPU they should stay in its cache, on a GPU fill it with work.
+TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
     """See `Kernels.attend_block`."""
-    keys = k.shape[2]
-    scores, _ = _scores(q, k, seen, how)
-    lse = scores.logsumexp(-1)
-    p = (scores - _finite(lse).unsqueeze(-1)).exp_()
-    y = _as_rows(p, keys).to(v.dtype) @ v.transpose(1, 2)
-    return _from_rows(y, q.shape[2]).to(lse.dtype), lse.transpose(1, 2)
+    parts = [_attend(q[:, rows], k[:, keys], v[:, keys], mask, how) for rows, keys, mask in _tiles(q, k.shape[1], seen)]
+    return torch.cat([y for y, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 
 def attend_block_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, seen: Seen, how: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Kernels.attend_block_backward`."""
+    dk, dv = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
+    dq = []
+    for rows, keys, mask in _tiles(q, k.shape[1], seen):
+        queries = dy[:, rows], q[:, rows], lse[:, rows], delta[:, rows]
+        dq_part, dk_part, dv_part = _attend_backward(*queries, k[:, keys], v[:, keys], mask, how)
+        dq.append(dq_part)
+        dk[:, keys] += dk_part
+        dv[:, keys] += dv_part
+    return torch.cat(dq, 1), dk, dv
+
+
+def _tiles(q: Tensor, keys: int, seen: Seen) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Some queries at a time, with the keys that they may see and the mask of both; None where all is seen."""
+    rows, queries, heads = q.shape[:3]
+    step = max(1, TILE_ELEMENTS.get(q.device.type, 1 << 26) // (rows * heads * keys))
+    for start in range(0, queries, step):
+        stop = min(start + step, queries)
+        if isinstance(seen, Tensor):
+            yield slice(start, stop), slice(None), seen[..., start:stop, :]
+        elif seen == "causal":
+            mask = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).tril_(start)
+            yield slice(start, stop), slice(0, stop), mask
+        else:
+            yield slice(start, stop), slice(None), None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> tuple[Tensor, Tensor]:
+    scores, _ = _scores(q, k, mask, how)
+    lse = scores.logsumexp(-1)
+    p = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp_()
+    y = _as_rows(p, k.shape[2]).to(v.dtype) @ v.transpose(1, 2)
+    return _from_rows(y, q.shape[2]).to(lse.dtype), lse.transpose(1, 2)
+
+
+def _attend_backward(
+    dy: Tensor, q: Tensor, lse: Tensor, delta: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
     heads, keys = q.shape[2], k.shape[2]
-    scores, slope = _scores(q, k, seen, how)
+    scores, slope = _scores(q, k, mask, how)
     p = (scores - lse.transpose(1, 2).unsqueeze(-1)).exp_()
     rows, wide = _rows(dy, keys), p.dtype
     dv = _as_rows(p, keys).to(dy.dtype).transpose(-1, -2) @ rows
@@ -40,7 +78,7 @@ def attend_block_backward(
     return _from_rows(dq, heads).to(wide), dk.transpose(1, 2).to(wide), dv.transpose(1, 2).to(wide)
 
 
-def _scores(q: Tensor, k: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, how: Scores) -> tuple[Tensor, Tensor | None]:
     """Scores [B, H, S, T] in at least fp32, minus infinity where unseen, and the soft cap's derivative, if there is one."""
     product = (_rows(q, k.shape[2]) @ k.permute(0, 2, 3, 1)) * how.scale
     scores = product.view(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -49,16 +87,9 @@ def _scores(q: Tensor, k: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tens
     if how.softcap is not None:
         bent = torch.tanh(scores / how.softcap)
         scores, slope = how.softcap * bent, 1 - bent.square()
-    if isinstance(seen, Tensor):
-        scores = scores.masked_fill(~seen, float("-inf"))
-    elif seen == "causal":
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-        scores = scores.masked_fill(later, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
     return scores, slope
-
-
-def _finite(lse: Tensor) -> Tensor:
-    return lse.masked_fill(lse == float("-inf"), 0.0)
 
 
 def _rows(x: Tensor, keys: int) -> Tensor:

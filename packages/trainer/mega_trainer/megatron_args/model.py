@@ -17,6 +17,11 @@ def model_section(draft: Draft) -> None:
     _sizes(draft)
     _parts(draft)
     _position(draft)
+    if draft["multi_latent_attention"]:
+        _latents(draft)
+    if draft["mtp_num_layers"]:
+        draft.put("model.mtp_layers", draft["mtp_num_layers"], "mtp_num_layers")
+        draft.put("model.mtp_loss", draft["mtp_loss_scaling_factor"], "mtp_loss_scaling_factor")
     _dropout_and_init(draft)
     if draft["num_experts"]:
         _experts(draft)
@@ -28,11 +33,12 @@ def _sizes(draft: Draft) -> None:
     put("model.hidden_size", draft["hidden_size"], "hidden_size")
     put("model.ffn_hidden_size", feed_forward(draft), "ffn_hidden_size", because=_default_width(draft))
     put("model.num_attention_heads", draft["num_attention_heads"], "num_attention_heads")
-    if draft["group_query_attention"]:
+    latent = draft["multi_latent_attention"]  # which has as many keys as queries, and sizes of its own
+    if draft["group_query_attention"] and not latent:
         put("model.num_kv_heads", draft["num_query_groups"], "num_query_groups", "group_query_attention")
     else:
         draft.tell("not needed", "has no effect without --group-query-attention", "num_query_groups")
-    if "kv_channels" in draft:
+    if "kv_channels" in draft and not latent:
         put("model.head_dim", draft["kv_channels"], "kv_channels")
     size = draft["vocab_size"] or VOCABULARIES.get(draft["tokenizer_type"] or "")
     ask = "the script does not say how many tokens the tokenizer has"
@@ -63,11 +69,13 @@ def _parts(draft: Draft) -> None:
     put("model.norm", NORMS[draft["normalization"]], "normalization")
     put("model.norm_eps", draft["layernorm_epsilon"], "layernorm_epsilon")
     _activation(draft)
-    put("model.qkv_bias", biased or draft["add_qkv_bias"], *([] if biased else ["add_qkv_bias"]), "add_bias_linear")
-    draft.tell("translated", "model.qkv_bias, which the other biases switch on already", "add_qkv_bias")
+    latent = draft["multi_latent_attention"]
+    if not latent:
+        put("model.qkv_bias", biased or draft["add_qkv_bias"], *([] if biased else ["add_qkv_bias"]), "add_bias_linear")
+        draft.tell("translated", "model.qkv_bias, which the other biases switch on already", "add_qkv_bias")
     put("model.attention_out_bias", biased, "add_bias_linear")
     put("model.mlp_bias", biased, "add_bias_linear")
-    if draft["qk_layernorm"]:
+    if draft["qk_layernorm"] and not latent:
         put("model.qk_norm", True, "qk_layernorm")
         if draft["normalization"] == "LayerNorm":
             text = "mega norms queries and keys by RMSNorm; Megatron would by LayerNorm, like everything else here"
@@ -112,7 +120,8 @@ def _position(draft: Draft) -> None:
     if kind in ("mrope", "relative"):
         draft.tell("no equivalent", f"positions of kind {kind} are missing", *flags)
     if kind in ("rope", "yarn", "mrope"):
-        _rope(draft, yarn=kind == "yarn")
+        latent = draft["multi_latent_attention"] and draft["rope_type"] != "rope"
+        _rope(draft, yarn=kind == "yarn" or latent)
 
 
 def _rope(draft: Draft, *, yarn: bool) -> None:
@@ -120,7 +129,7 @@ def _rope(draft: Draft, *, yarn: bool) -> None:
     put("model.rope.theta", float(draft["rotary_base"]), "rotary_base")
     put("model.rope.fraction", draft["rotary_percent"], "rotary_percent")
     if yarn:
-        put("model.rope.scaling", "yarn", "position_embedding_type")
+        put("model.rope.scaling", "yarn", "position_embedding_type", "rope_type")
         put("model.rope.factor", draft["rotary_scaling_factor"], "rotary_scaling_factor")
         original = draft["yarn_original_max_position_embeddings"] or 4096
         put("model.rope.original_max_position", original, "yarn_original_max_position_embeddings")
@@ -138,6 +147,21 @@ def _rope(draft: Draft, *, yarn: bool) -> None:
         put("model.rope.scaling", "linear", "rotary_seq_len_interpolation_factor")
         factor = float(draft["rotary_seq_len_interpolation_factor"])
         put("model.rope.factor", factor, "rotary_seq_len_interpolation_factor")
+
+
+def _latents(draft: Draft) -> None:
+    put = draft.put
+    put("model.mla.kv_lora_rank", draft["kv_lora_rank"], "kv_lora_rank", "multi_latent_attention")
+    if draft["q_lora_rank"]:
+        put("model.mla.q_lora_rank", draft["q_lora_rank"], "q_lora_rank")
+    put("model.mla.qk_nope_head_dim", draft["qk_head_dim"], "qk_head_dim")
+    put("model.mla.qk_rope_head_dim", draft["qk_pos_emb_head_dim"], "qk_pos_emb_head_dim")
+    put("model.mla.v_head_dim", draft["v_head_dim"], "v_head_dim")
+    put("model.mla.norm_eps", draft["layernorm_epsilon"], "layernorm_epsilon", "qk_layernorm")
+    put("model.rope.interleaved", True, because="as Megatron's latent attention always does")
+    if not draft["qk_layernorm"]:
+        text = "Megatron norms latents with --qk-layernorm alone; mega always does"
+        draft.tell("changes meaning", text, "multi_latent_attention")
 
 
 def _dropout_and_init(draft: Draft) -> None:

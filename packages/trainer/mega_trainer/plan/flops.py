@@ -50,8 +50,8 @@ class Parameters:
         embedding: tables of tokens and of learned positions.
         head: the output matrix; 0 where it is the token table.
         final_norm: the norm before the head.
-        layers: of each layer.
-        predictors: of each layer behind these that predicts further tokens, with the projection and norms it has besides.
+        layers: of each layer, and behind them of each that predicts further tokens, with the projection and norms that
+            it has besides.
         top_k, num_experts: how many of a layer's experts see a token; 0 of 1 without experts.
     """
 
@@ -59,20 +59,19 @@ class Parameters:
     head: int
     final_norm: int
     layers: tuple[LayerParameters, ...]
-    predictors: tuple[LayerParameters, ...]
     top_k: int = 0
     num_experts: int = 1
 
     @property
     def experts(self) -> int:
         """All routed experts of all layers."""
-        return sum(layer.experts for layer in (*self.layers, *self.predictors))
+        return sum(layer.experts for layer in self.layers)
 
     @property
     def total(self) -> int:
         """All parameters."""
         ends = self.embedding + self.final_norm + self.head
-        return ends + sum(layer.total for layer in (*self.layers, *self.predictors))
+        return ends + sum(layer.total for layer in self.layers)
 
     @property
     def active(self) -> int:
@@ -90,13 +89,11 @@ def count_parameters(model: ModelConfig) -> Parameters:
             layers[int(within[1])][_share(within[2])] += math.prod(shape)
         else:
             ends[name.split(".")[-2]] += math.prod(shape)
-    found = [LayerParameters(each["split"], each["whole"], each["experts"]) for each in layers]
     return Parameters(
         embedding=ends["embed_tokens"] + ends["embed_positions"],
         head=ends["lm_head"],
         final_norm=ends["norm"],
-        layers=tuple(found[: model.num_layers]),
-        predictors=tuple(found[model.num_layers :]),
+        layers=tuple(LayerParameters(each["split"], each["whole"], each["experts"]) for each in layers),
         top_k=model.moe.top_k if model.moe else 0,
         num_experts=model.moe.num_experts if model.moe else 1,
     )
@@ -151,7 +148,7 @@ def forward_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -
     }
 
 
-def ffn_width(model: ModelConfig, layer: int) -> int:
+def feed_forward_width(model: ModelConfig, layer: int) -> int:
     """The feed-forward width that a token meets in that layer: of the experts it is sent to, together."""
     moe = model.moe if model.has_experts(layer) else None
     return moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size if moe else model.ffn_hidden_size
@@ -161,7 +158,7 @@ def _columns(model: ModelConfig, layer: int) -> int:
     """Columns of all the matrices [.., D] of a layer's feed-forward block that a token meets."""
     moe = model.moe if model.has_experts(layer) else None
     router = moe.num_experts + moe.shared_gate if moe else 0
-    return (3 if model.gated else 2) * ffn_width(model, layer) + router
+    return (3 if model.gated else 2) * feed_forward_width(model, layer) + router
 
 
 def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:

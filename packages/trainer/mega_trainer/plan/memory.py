@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mega_common.model_config import ModelConfig
 from mega_trainer.pipeline.schedules import make_schedule, peak_held
 from mega_trainer.pipeline.stages import stage_layers
-from mega_trainer.plan.flops import RecomputeKind, count_parameters, ffn_width
+from mega_trainer.plan.flops import RecomputeKind, count_parameters, feed_forward_width
 
 _ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
@@ -64,23 +64,26 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
     stages = stage_layers(model.num_layers, run.pp, run.virtual_stages)
     schedule = make_schedule(run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages)
     table = _embedding_bytes(model, run)
-    numbers = range(model.num_layers + model.mtp_layers)
-    layers = [activation_bytes(model, run, layer) for layer in numbers]
-    put_off = [put_off_bytes(model, run, layer) for layer in numbers]
-    kept = [_residual_bytes(model, run)] * len(numbers) if run.recompute == "full" else layers
-    activations = [sum(kept[layer] for layer in part) for part in stages]
-    waiting = [sum(put_off[layer] for layer in part) for part in stages]
-    activations[-1] += _last_bytes(model, run)
+    behind = range(model.num_layers, model.num_layers + model.mtp_layers)
+    layer = [activation_bytes(model, run, index) for index in range(behind.stop)]
+    put_off = [put_off_bytes(model, run, index) for index in range(behind.stop)]
+    kept = [_residual_bytes(model, run)] * behind.stop if run.recompute == "full" else layer
+    activations = [sum(kept[index] for index in part) for part in stages]
+    waiting = [sum(put_off[index] for index in part) for part in stages]
+    activations[-1] += _head_bytes(model, run) * (1 + len(behind))
+    # of a layer behind the head its norms' inputs, their outputs side by side, and the layer
+    activations[-1] += sum(4 * _residual_bytes(model, run) + layer[index] for index in behind)
     waiting[0] += table
-    waiting[-1] += table + model.mtp_layers * table + sum(put_off[model.num_layers :])
+    waiting[-1] += table + sum(table + put_off[index] for index in behind)
     ranks = []
     for rank in range(run.pp):
         mine = schedule.stages(rank)
-        own = [layer for stage in mine for layer in stages[stage]]
+        layers = [index for stage in mine for index in stages[stage]]
         held = peak_held(schedule, rank, activations, waiting)
         # one layer at a time is computed again, and then holds everything
-        held += max(layers) if run.recompute == "full" else 0.0
-        states = _states(model, run, own, first=0 in mine, last=len(stages) - 1 in mine)
+        held += max(layer[index] for index in layers) if run.recompute == "full" else 0.0
+        last = len(stages) - 1 in mine
+        states = _states(model, run, [*layers, *(behind if last else ())], first=0 in mine, last=last)
         ranks.append({**states, "activations": round(held)})
     return ranks
 
@@ -104,7 +107,7 @@ def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float
         # each of a token's rows at its experts, and as they come back; logits and scores in fp32
         routed = element * moe.top_k * width * (run.expert_tp + 1) + 2 * 4 * moe.num_experts
     gated = 4 if run.recompute == "none" else 3  # gate, up, their product; torch keeps the activated gate besides
-    split += element * (gated if model.gated else 2) * ffn_width(model, layer)
+    split += element * (gated if model.gated else 2) * feed_forward_width(model, layer)
     inputs += element * latents
     return _tokens(run) * (inputs / (run.tp if run.sp else 1) + element * latents + (split + routed) / run.tp)
 
@@ -129,7 +132,7 @@ def put_off_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float:
     output of a row layer, whose gradient is gathered for the product.
     """
     split, latents = _attention_widths(model)
-    split += (3 if model.gated else 2) * ffn_width(model, layer)
+    split += (3 if model.gated else 2) * feed_forward_width(model, layer)
     if model.moe and model.has_experts(layer):
         split += 2 * model.hidden_size * model.moe.top_k * run.expert_tp  # a row's input and the gradient of its output
     inputs, outputs = 2 * model.hidden_size / (run.tp if run.sp else 1), 2 * (model.hidden_size + latents)
@@ -140,13 +143,9 @@ def _residual_bytes(model: ModelConfig, run: RunShape) -> float:
     return _tokens(run) * _ELEMENT[run.precision] * model.hidden_size / (run.tp if run.sp else 1)
 
 
-def _last_bytes(model: ModelConfig, run: RunShape) -> float:
-    """What comes with the head, for one microbatch: the head once, and again for each layer behind it."""
-    head = 3 * _residual_bytes(model, run) + _embedding_bytes(model, run)
-    # its norms' inputs, their outputs side by side, and the layer
-    return head + model.mtp_layers * (
-        head + 4 * _residual_bytes(model, run) + activation_bytes(model, run, model.num_layers)
-    )
+def _head_bytes(model: ModelConfig, run: RunShape) -> float:
+    """The final norm's input and output, and the gradients that the head computes in its forward."""
+    return 3 * _residual_bytes(model, run) + _embedding_bytes(model, run)
 
 
 def _embedding_bytes(model: ModelConfig, run: RunShape) -> float:
@@ -158,18 +157,18 @@ def _tokens(run: RunShape) -> float:
     return run.micro_batch * run.seq_length / run.cp
 
 
-def _states(model: ModelConfig, run: RunShape, own: Sequence[int], *, first: bool, last: bool) -> dict[str, int]:
+def _states(model: ModelConfig, run: RunShape, layers: Sequence[int], *, first: bool, last: bool) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer of a pipeline rank with those layers and ends."""
     count = count_parameters(model)
-    layers = [*(count.layers[layer] for layer in own), *(count.predictors if last else ())]
-    dense = sum(layer.split / run.tp + layer.whole for layer in layers)
+    own = [count.layers[index] for index in layers]
+    dense = sum(layer.split / run.tp + layer.whole for layer in own)
     dense += count.embedding / run.tp if first else 0
     if last:
-        copied = not first and (model.tie_embeddings or len(count.predictors) > 0)
+        copied = not first and (model.tie_embeddings or model.mtp_layers > 0)
         dense += count.final_norm
         dense += (count.head + model.vocab_size * model.hidden_size * copied) / run.tp
     block = run.ep * run.expert_tp  # ranks that hold all experts
-    experts = sum(layer.experts for layer in layers) / block
+    experts = sum(layer.experts for layer in own) / block
     element = _ELEMENT[run.precision]
     whole = max(4, element)
     sizes = {"weights": (element, 3), "gradients": (whole, 2), "optimizer": (2 * whole + (4 if element == 2 else 0), 1)}
