@@ -179,9 +179,7 @@ def read_config(folder: Place) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         hint = "expected a mega checkpoint, a run folder, or a HuggingFace folder with config.json and safetensors"
-        if (folder / "latest_checkpointed_iteration.txt").exists():
-            hint = "this looks like a Megatron checkpoint, which is not read yet"
-        elif any(folder.glob("*.safetensors")):
+        if any(folder.glob("*.safetensors")):
             hint = "there are safetensors files: put the model's config.json beside them"
         raise CheckpointError(f"{folder}: there is no {CONFIG}", hint=hint)
     return read_json(path)
