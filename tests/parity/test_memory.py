@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mega_common.model_config import ModelConfig
 from mega_trainer.batch import micro_batches
+from mega_trainer.plan.memory import RunShape, memory
 
 S, F, RANKS = 256, 128, 8
 MODEL = {
@@ -110,6 +112,15 @@ def found() -> dict[str, Bytes]:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_rank_keeps_its_share(found: dict[str, Bytes], kind: str, ranks: int) -> None:
     assert found[f"{kind} {ranks}"].kept * ranks < 1.1 * found[f"{kind} 1"].kept
+
+
+def test_the_plan_knows(found: dict[str, Bytes]) -> None:
+    """What it leaves out (statistics, both forms of rotated queries) is split as all else."""
+    model = ModelConfig.model_validate(MODEL)
+    plans = {n: memory(model, RunShape(S, cp=n, precision="fp32"))[0]["activations"] for n in (1, 2, 4, 8)}
+    ratios = [found[f"ring {n}"].kept / plan for n, plan in plans.items()]
+    assert ratios == pytest.approx([ratios[0]] * 4, rel=0.01)
+    assert 0.8 < ratios[0] < 1.25
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
