@@ -81,16 +81,16 @@ def _measure(trainer: Trainer) -> Bytes:
     batch = synthetic(trainer.config, 0, 0, 1, trainer.case.closed)
     (micro,) = micro_batches(batch, trainer.config, torch.device("cpu"), trainer.groups.cp)
     with Live() as live:
-        context = model.context(micro.positions, documents=micro.documents, outline=micro.outline)
+        context = trainer.executor._context(0, micro)
         loss, _ = model.whole(micro, context)
         kept = live.now
         loss.backward()
     return Bytes(kept, live.peak, live.largest)
 
 
-def of(kind: str, ranks: int, *, closed: bool = False) -> Case:
+def of(kind: str, ranks: int, *, closed: bool = False, **fields: Any) -> Case:
     return Case(
-        "long", MODEL, ranks, {"cp": ranks, "cp_kind": kind, "zero": 0}, micro=1, batch=1, length=S, precision="fp32",
+        "long", MODEL | fields, ranks, {"cp": ranks, "cp_kind": kind, "zero": 0}, micro=1, batch=1, length=S, precision="fp32",
         closed=closed,
     )  # fmt: skip
 
@@ -99,7 +99,9 @@ def of(kind: str, ranks: int, *, closed: bool = False) -> Case:
 def found() -> dict[str, Bytes]:
     """The largest of all ranks, by case."""
     cases = {f"{kind} {n}": of(kind, n) for kind in CONTEXT for n in (1, 2, 4, 8)}
-    cases |= {f"ring {n}, documents": of("ring", n, closed=True) for n in (2, 4, 8)}
+    for n in (2, 4, 8):
+        cases[f"ring {n}, documents"] = of("ring", n, closed=True)
+        cases[f"ring {n}, dropout"] = of("ring", n, embedding_dropout=0.1, residual_dropout=0.1)
     ranks = zip(*run_ranks(measured, RANKS, list(cases.values())), strict=True)
     out = {}
     for name, results in zip(cases, ranks, strict=True):
@@ -130,7 +132,7 @@ def test_the_peak_of_a_ring_is_a_share(found: dict[str, Bytes], ranks: int) -> N
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("more", ["", ", documents"])
+@pytest.mark.parametrize("more", ["", ", documents", ", dropout"])
 def test_a_ring_makes_nothing_larger_than_its_tokens_share(found: dict[str, Bytes], ranks: int, more: str) -> None:
     widest = S // ranks * 2 * F * 4  # gate and up projections of the rank's tokens
     assert found[f"ring {ranks}{more}"].largest <= widest
