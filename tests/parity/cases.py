@@ -67,6 +67,7 @@ LENGTHS = {"long": 32}
 CONTEXT = ("ring", "allgather", "alltoall")
 # Of which each layout draws one.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "moe": [{}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]}],
     "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
 }
 VARIANTS["deepseek"] = VARIANTS["mla"]
@@ -175,7 +176,7 @@ def expert_degrees(name: str, ranks: int, shape: Mapping[str, Any]) -> Iterator[
         yield dict(shape)
         return
     stage = ranks // shape["pp"]
-    degrees = [pair for pair in product((1, 2, 4, 8), (1, 2, 4)) if stage % math.prod(pair) == 0 and shape["zero"] < 3]
+    degrees = [pair for pair in product((1, 2, 4, 8), (1, 2, 4)) if stage % math.prod(pair) == 0]
     if degrees and (name == "deepseek" or "cp" in shape):
         degrees = [random.Random(f"{ranks} {shape}").choice(degrees)]
     for ep, expert_tp in degrees:
