@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import combinations, product
 from typing import Any
 
@@ -66,6 +67,7 @@ LENGTHS = {"long": 32}
 CONTEXT = ("ring", "allgather", "alltoall")
 # Of which each layout draws one.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "moe": [{}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]}],
     "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
 }
 VARIANTS["deepseek"] = VARIANTS["mla"]
@@ -249,14 +251,21 @@ def batch_of(dp: int, pp: int, rng: random.Random) -> tuple[int, int]:
 
 
 def covering(cases: Sequence[Case], count: int) -> list[Case]:
-    """`count` of the cases, chosen so that together they hold as many pairs of settings as possible."""
-    pairs = {case: set(combinations(sorted(_settings(case)), 2)) for case in cases}
-    left = set().union(*pairs.values())
+    """`count` of the cases, each chosen for holding the most triples of settings that those before it do not."""
+    triples = [set(combinations(sorted(_settings(case)), 3)) for case in cases]
+    left = set().union(*triples)
+    # what a case adds only shrinks, so that one which still adds the most after a second look is the best
+    queue = [(-len(held), index) for index, held in enumerate(triples)]
+    heapify(queue)
     chosen: list[Case] = []
-    for _ in range(count):
-        best = max((case for case in cases if case not in chosen), key=lambda case: len(pairs[case] & left))
-        chosen.append(best)
-        left -= pairs[best]
+    while queue and len(chosen) < count:
+        _, index = heappop(queue)
+        added = len(triples[index] & left)
+        if queue and -added > queue[0][0]:
+            heappush(queue, (-added, index))
+            continue
+        chosen.append(cases[index])
+        left -= triples[index]
     return chosen
 
 

@@ -1,0 +1,97 @@
+"""Folders of the hub, by what their config.json says, against the presets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mega_ckpt.families import family_for, family_of, same_model
+from mega_common.model_config import ModelConfig, RopeConfig
+from mega_common.presets import preset
+
+COMMON = {
+    "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": [1, 2], "hidden_act": "silu", "initializer_range": 0.02,
+    "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True, "rope_scaling": None,
+}  # fmt: skip
+_GEMMACOMMON = {
+    **COMMON, "attention_bias": False, "cache_implementation": "hybrid", "pad_token_id": 0, "query_pre_attn_scalar": 256,
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 26,
+    "rms_norm_eps": 1e-6,
+}  # fmt: skip
+# What config.json says on the hub, as the makers wrote it in the version of transformers of the day.
+HUB: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        **COMMON, "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+        "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
+    },
+    "qwen3-30b-a3b": {
+        **COMMON, "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+        "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "deepseek-v3": {
+        **COMMON, "model_type": "deepseek_v3", "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3,
+        "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+        "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000, "routed_scaling_factor": 2.5,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
+        "v_head_dim": 128, "vocab_size": 129280,
+    },
+    "gpt-oss-20b": {
+        **COMMON, "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64,
+        "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+        "num_attention_heads": 64, "num_experts_per_tok": 4, "num_key_value_heads": 8, "num_local_experts": 32,
+        "output_router_logits": False, "rms_norm_eps": 1e-5, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+    },
+    "gemma2-2b": {
+        **_GEMMACOMMON, "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "hidden_size": 2304, "intermediate_size": 9216, "max_position_embeddings": 8192, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
+    },
+    "gemma3-1b": {
+        **_GEMMACOMMON, "model_type": "gemma3_text", "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "rope_local_base_freq": 10000, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6, "vocab_size": 262144,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_folder_of_the_hub_is_the_preset(name: str) -> None:
+    model = ModelConfig.parse(preset(name))
+    assert same_model(family_of(HUB[name]).read_config(HUB[name]), model)
+    assert family_for(model).name == HUB[name]["model_type"]
+
+
+def test_phi3_of_the_hub_stretches_by_lists() -> None:
+    factors = [1.0 + index / 10 for index in range(48)]
+    raw = {
+        **COMMON, "model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0, "hidden_size": 3072,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "resid_pdrop": 0.0, "rms_norm_eps": 1e-5,
+        "rope_scaling": {"long_factor": factors, "short_factor": factors, "type": "su"}, "rope_theta": 10000.0,
+        "sliding_window": 262144, "tie_word_embeddings": False, "vocab_size": 32064,
+    }  # fmt: skip
+    rope = RopeConfig(
+        scaling="longrope", original_max_position=4096, short_factor=factors, long_factor=factors, factor=1.0
+    )
+    assert family_of(raw).read_config(raw).rope == rope
