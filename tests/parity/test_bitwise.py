@@ -189,6 +189,22 @@ def moves() -> list[tuple[Case, Case]]:
     ]
 
 
+def test_experts_move(tmp_path: Path) -> None:
+    """With them the biases of their choice."""
+    shapes = [
+        (1, {}), (4, {"ep": 4, "zero": 1}), (4, {"pp": 2, "tp": 2, "ep": 2}), (4, {"ep": 2, "expert_tp": 2, "zero": 3}),
+        (4, {"cp": 2, "ep": 2, "zero": 2}), (2, {"expert_tp": 2, "tp": 2, "sp": True}),
+    ]  # fmt: skip
+    cases = [
+        tuple(case("moe", ranks, layers=3, parallel=parallel, micro=2) for ranks, parallel in pair)
+        for pair in pairwise(shapes)
+    ]
+    for (before, after), *found in zip(cases, *run_ranks(moved, 4, cases, tmp_path), strict=True):
+        where, held = f"{before} -> {after}", [one for one in found if one is not None]
+        assert not [name for one in held for name in one.unlike], where
+        assert not verdict(after, [one.then for one in held]).problem(1e-10), where
+
+
 def test_main_weights_and_moments_of_a_bf16_run_move_bit_for_bit(tmp_path: Path) -> None:
     shapes = [
         (1, {}),
