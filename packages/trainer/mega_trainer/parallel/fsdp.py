@@ -80,8 +80,10 @@ def shard_fully(model: Decoder, *, dtype: torch.dtype, device: torch.device) -> 
 
 def _handle(group: Group) -> dist.ProcessGroup:
     """The process group of a group, which a rank by itself has not got: FSDP wants one."""
-    made: dist.ProcessGroup = group.handle or dist.new_group(list(group.ranks), use_local_synchronization=True)
-    return made
+    if group.handle is None:
+        alone: dist.ProcessGroup = dist.new_group(list(group.ranks), use_local_synchronization=True)
+        return alone
+    return group.handle
 
 
 def cut_rows(pieces: Sequence[Piece], first: int, stop: int) -> Iterator[Piece]:
