@@ -24,8 +24,8 @@ demo: $(VENV)/.done  ## text -> tokens -> trained model -> HuggingFace folder ->
 test: $(VENV)/.done  ## every test that this machine can run
 	$(BIN)/python -m pytest
 
-parity: $(VENV)/.done  ## every layout of up to 8 ranks against one process; writes docs/parity.md
-	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/parity/full.py
+parity: $(VENV)/.done  ## every layout of up to 8 ranks against one process; writes docs/parity.md. N=500: so many of them
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/parity/full.py $(N)
 
 parity-fuzz: $(VENV)/.done  ## random models in random layouts against one process: N=20, SEED=1 to see a case again
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/parity/fuzz.py $(or $(N),20) $(if $(SEED),--seed $(SEED))

@@ -13,7 +13,6 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import record
@@ -22,27 +21,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from mega_common.model_config import ModelConfig
 from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import Group
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder, Stage
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, simulate
 
 SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zbv", 2)]  # with stages per rank
 MICROBATCHES = [4, 8, 16, 32]
+CONFIG = ModelConfig(
+    num_layers=1, hidden_size=2, ffn_hidden_size=2, num_attention_heads=1, vocab_size=2, position="none"
+)
 Case = tuple[str, int, int]  # schedule, stages per rank, micro-batches
 
 
-class Sleeper(nn.Module):
-    """What the executor sees of a `Decoder`; each of its three operations sleeps for `seconds`."""
-
-    sp, dtype, borrows = False, torch.float32, False
-    groups, config = SimpleNamespace(tp=Group("tp")), SimpleNamespace(hidden_size=1)
+class Sleeper(Decoder):
+    """A stage without layers; its forward and both halves of its backward sleep for `seconds` each."""
 
     def __init__(self, seconds: float, *, splits_backward: bool) -> None:
-        super().__init__()
+        super().__init__(Builder(CONFIG, deferred=Deferred() if splits_backward else None), Stage(0, 0, heads=False))
         self.weight, self.seconds, self.slept = nn.Parameter(torch.ones(1)), seconds, 0.0
-        self.deferred = Deferred() if splits_backward else None
 
     def sleep(self) -> None:
         begin = time.perf_counter()
@@ -54,10 +55,7 @@ class Sleeper(nn.Module):
         return torch.ones_like(self.weight)
 
     def embed(self, tokens: Tensor, *rest: object) -> Tensor:
-        return torch.zeros(*tokens.shape, 1)
-
-    def context(self, positions: Tensor, **rest: object) -> SimpleNamespace:
-        return SimpleNamespace(dropout=None)
+        return torch.zeros(*tokens.shape, CONFIG.hidden_size)
 
     def forward(self, x: Tensor, context: object) -> Tensor:
         return _Sleep.apply(x, self.weight, self)
@@ -89,7 +87,7 @@ def measure(case: Case, seconds: float) -> float:
     name, virtual_stages, count = case
     rank, pp = dist.get_rank(), dist.get_world_size()
     schedule = make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
-    stages: dict[int, Any] = {
+    stages = {
         stage: Sleeper(seconds / virtual_stages, splits_backward=schedule.splits_backward)
         for stage in schedule.stages(rank)
     }

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import combinations, product
 from typing import Any
 
@@ -175,7 +176,7 @@ def expert_degrees(name: str, ranks: int, shape: Mapping[str, Any]) -> Iterator[
         yield dict(shape)
         return
     stage = ranks // shape["pp"]
-    degrees = [pair for pair in product((1, 2, 4, 8), (1, 2, 4)) if stage % math.prod(pair) == 0 and shape["zero"] < 3]
+    degrees = [pair for pair in product((1, 2, 4, 8), (1, 2, 4)) if stage % math.prod(pair) == 0]
     if degrees and (name == "deepseek" or "cp" in shape):
         degrees = [random.Random(f"{ranks} {shape}").choice(degrees)]
     for ep, expert_tp in degrees:
@@ -250,14 +251,21 @@ def batch_of(dp: int, pp: int, rng: random.Random) -> tuple[int, int]:
 
 
 def covering(cases: Sequence[Case], count: int) -> list[Case]:
-    """`count` of the cases, chosen so that together they hold as many pairs of settings as possible."""
-    pairs = {case: set(combinations(sorted(_settings(case)), 2)) for case in cases}
-    left = set().union(*pairs.values())
+    """`count` of the cases, each chosen for holding the most triples of settings that those before it do not."""
+    triples = [set(combinations(sorted(_settings(case)), 3)) for case in cases]
+    left = set().union(*triples)
+    # what a case adds only shrinks, so that one which still adds the most after a second look is the best
+    queue = [(-len(held), index) for index, held in enumerate(triples)]
+    heapify(queue)
     chosen: list[Case] = []
-    for _ in range(count):
-        best = max((case for case in cases if case not in chosen), key=lambda case: len(pairs[case] & left))
-        chosen.append(best)
-        left -= pairs[best]
+    while queue and len(chosen) < count:
+        _, index = heappop(queue)
+        added = len(triples[index] & left)
+        if queue and -added > queue[0][0]:
+            heappush(queue, (-added, index))
+            continue
+        chosen.append(cases[index])
+        left -= triples[index]
     return chosen
 
 

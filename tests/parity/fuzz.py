@@ -45,11 +45,14 @@ def _case(seed: int, rng: random.Random) -> Case:
         "schedule": rng.choice(["1f1b", {1: "zb-h1", 2: "zbv"}.get(v, "1f1b")]),
     }  # fmt: skip
     layers = pp * v + rng.randint(0, 2)
+    experts = _experts(rng, layers) if rng.random() < 0.4 else {}
+    if experts:
+        parallel |= {"ep": rng.choice([1, 2, 2, 3, 4]), "expert_tp": rng.choice([1, 1, 2, 3])}
     if pp * v > 1 and rng.random() < 0.3:
         layers, parallel["pipeline_layout"] = uneven(pp * v, rng)
     batch, micro = batch_of(dp, pp, rng)
     return Case(
-        f"seed {seed}", {**_model(rng), "num_layers": max(1, layers)}, tp * pp * cp * dp,
+        f"seed {seed}", {**_model(rng), **experts, "num_layers": max(1, layers)}, tp * pp * cp * dp,
         parallel=parallel, recompute=rng.choice(RECOMPUTES), micro=micro, batch=batch,
         bucket=rng.choice([LARGE, 3000, 500]), closed=rng.random() < 0.7, clip=rng.choice([0.0, 0.1, 1.0]),
         length=rng.choice([12, 16, 24, 48]), optimizer=rng.choice(OPTIMIZERS),
@@ -65,6 +68,20 @@ def _model(rng: random.Random) -> dict[str, Any]:
     if position == "rope" and rng.random() < 0.4:
         drawn |= _latent(rng)
     return drawn | {"mtp_layers": 0 if position == "learned" else rng.choice([0, 0, 1, 2])}
+
+
+def _experts(rng: random.Random, layers: int) -> dict[str, Any]:
+    moe = {
+        "num_experts": rng.choice([4, 6, 8]), "top_k": rng.choice([1, 2, 3]), "ffn_hidden_size": rng.choice([6, 12]),
+        "layers": rng.choice([None, [layer for layer in range(layers) if rng.random() < 0.6]]),
+        "shared_ffn_hidden_size": rng.choice([0, 24]), "score": rng.choice(["softmax", "sigmoid"]),
+        "normalize": rng.random() < 0.5, "scaling": rng.choice([1.0, 2.0]), "router_bias": rng.random() < 0.5,
+        "groups": rng.choice([1, 2]), "top_groups": rng.choice([1, 2]), "group_score": rng.choice(["max", "top2"]),
+        "selection_bias": True, "bias_rate": rng.choice([0.0, 0.01]), "aux_loss": rng.choice([0.0, 0.1]),
+        "z_loss": rng.choice([0.0, 0.01]), "capacity_factor": rng.choice([None, None, 0.7, 1.2]),
+    }  # fmt: skip
+    moe["shared_gate"] = bool(moe["shared_ffn_hidden_size"]) and rng.random() < 0.5
+    return {"moe": moe}
 
 
 def _latent(rng: random.Random) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from parity.cases import CONTEXT, Case, case
-from parity.worker import Trainer, make_groups
+from parity.worker import Trainer, make_groups, synthetic
 from ranks import run_ranks
 
 from mega_trainer.comm import CommLog
+from mega_trainer.config import RunConfig
 from mega_trainer.parallel.buckets import SLICE_ELEMENTS
 from mega_trainer.pipeline.schedules import placement
 
@@ -163,6 +164,39 @@ def context_parallel(one: Case) -> Traffic:
     return theory.traffic()
 
 
+def dispatched(one: Case) -> Traffic:
+    """What all ranks together send to experts and back, of a model with one layer of them.
+
+    Each token that matters goes to each part of each of its experts once, and comes back; so do the gradients. Before,
+    the ranks tell each other how many. A layer that is computed again does all of its forward once more.
+    """
+    theory, layout, m = Theory(), one.layout, microbatches(one)
+    experts, choices, parts = one.model["moe"]["num_experts"], one.model["moe"]["top_k"], layout["expert_tp"]
+    counts = synthetic(RunConfig.parse(one.raw), 0, 0, 1).loss_mask[:, ::-1].cumsum(1) > 0
+    rows, again = int(counts.sum()) * choices * parts, layout["recompute"] == "full"
+    theory.expect("ep", "all_to_all", (1 + again) * m * one.ranks, experts * parts * SCALAR)
+    theory[("ep", "all_to_all"), "calls"] += (4 + 2 * again) * m * one.ranks
+    theory[("ep", "all_to_all"), "bytes"] += (4 + 2 * again) * rows * D * BYTES[one.precision]
+    theory.expect("ep", "all_gather", one.ranks, layout["ep"] * parts * NORM)
+    return theory.traffic()
+
+
+def expert_gradients(one: Case) -> Traffic:
+    """As `data_parallel`, of this rank's experts over the ranks that hold the same."""
+    theory, layout = Theory(), one.layout
+    experts, width = one.model["moe"]["num_experts"] // layout["ep"], one.model["moe"]["ffn_hidden_size"]
+    parts = layout["expert_tp"]
+    ranks = one.ranks // layout["pp"] // (layout["ep"] * parts)
+    biases = [2 * width // parts + D] if parts == 1 else [2 * width // parts, D]  # the last are summed over the parts
+    for elements in (3 * D * width // parts, *biases):
+        size = padded(experts * elements, ranks)
+        theory.expect("expert_data", "reduce_scatter", 1, size * GRADIENT[one.precision])
+        theory.expect("expert_data", "all_gather", 1, size * BYTES[one.precision])
+    # the bias that the parts share counts on the first of them, with the rest
+    theory.expect("expert_data", "all_gather", 1, ranks * NORM)
+    return theory.traffic()
+
+
 def fully_sharded(one: Case) -> Traffic:
     """Level 3 gathers each layer before its forward and before its backward and scatters its gradients after, in each
     micro-batch; the rest of the model stays from forward to backward. Copies are summed once a step.
@@ -221,6 +255,13 @@ CONTEXTS = [
         (2, 1, 8, "fp64", "none"), (4, 1, 4, "bf16", "selective"), (2, 2, 8, "fp32", "full")
     ]
 ]  # fmt: skip
+EXPERTS = [
+    case("moe", ranks, parallel=parallel, micro=micro, precision=precision, recompute={"kind": recompute})
+    for ranks, parallel, micro, precision, recompute in [
+        (4, {"ep": 2}, 1, "fp64", "none"), (4, {"ep": 2, "tp": 2}, 2, "bf16", "selective"),
+        (4, {"ep": 2, "tp": 2, "sp": True}, 4, "fp32", "full"), (4, {"expert_tp": 2}, 2, "fp32", "none"),
+    ]
+]  # fmt: skip
 SHARDED = [
     case("dense", ranks, parallel={"zero": 3, **parallel}, micro=1, batch=batch, precision=precision, recompute=recompute)
     for ranks, parallel, batch, precision, recompute in [
@@ -246,7 +287,7 @@ def traffic(cases: Sequence[Case]) -> list[Traffic]:
 @pytest.fixture(scope="module")
 def counted() -> dict[Case, list[Traffic]]:
     """By case, what each of its ranks counted."""
-    cases = [*TENSOR, *LATENT, *PIPELINE, *DATA, *SHARDED, *CONTEXTS]
+    cases = [*TENSOR, *LATENT, *PIPELINE, *DATA, *SHARDED, *CONTEXTS, *EXPERTS]
     results = zip(*run_ranks(traffic, 4, cases, timeout=100), strict=True)
     return {one: list(ranks[: one.ranks]) for one, ranks in zip(cases, results, strict=True)}
 
@@ -294,6 +335,17 @@ def test_data_parallel(counted: Any, one: Case) -> None:
 def test_context_parallel(counted: Any, one: Case) -> None:
     for counts in counted[one]:
         assert only(counts, "cp") == context_parallel(one)
+
+
+@pytest.mark.parametrize("one", EXPERTS, ids=str)
+def test_experts(counted: Any, one: Case) -> None:
+    together: Counter[tuple[str, str, int]] = Counter()
+    for counts in counted[one]:
+        assert only(counts, "expert_data") == expert_gradients(one)
+        for key, numbers in only(counts, "ep").items():
+            together.update({(*key, index): number for index, number in enumerate(numbers)})
+    theory = {(*key, index): n for key, numbers in dispatched(one).items() for index, n in enumerate(numbers)}
+    assert together == theory
 
 
 @pytest.mark.parametrize("one", SHARDED, ids=str)

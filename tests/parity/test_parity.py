@@ -20,7 +20,12 @@ def test_a_covering_of_all_layouts() -> None:
 
 
 def test_in_fp32() -> None:
-    """Not `tied`: no softmax sees its key bias, whose gradient is zero but for rounding."""
-    few = [case for case in covering(all_layouts(), 200) if case.ranks <= 4 and case.name != "tied"][:8]
-    cases = [replace(case, precision="fp32") for case in few]
+    """Where single precision can tell: not of `tied`, whose key bias no softmax sees, so that its gradient is zero but
+    for rounding, nor of Muon and many layers, which multiply rounding."""
+    small = [
+        case
+        for case in all_layouts()
+        if case.ranks <= 4 and case.model["num_layers"] < 4 and case.optimizer == "adamw" and case.name != "tied"
+    ]
+    cases = [replace(case, precision="fp32") for case in covering(small, 8)]
     assert not problems(cases, 4, 1e-5)

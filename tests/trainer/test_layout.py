@@ -76,6 +76,38 @@ def test_degrees_that_do_not_fit_the_model(parallel: dict[str, Any], says: str) 
     assert says in told(run(parallel=parallel))
 
 
+MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 12}
+
+
+@pytest.mark.parametrize(
+    ("moe", "parallel", "says"),
+    [
+        (None, {"ep": 2}, "parallel.ep = 2: splits experts, and the model has none -> 1"),
+        (MOE, {"ep": 3}, "parallel.ep = 3: must divide the 8 experts -> one of [1, 2, 4, 8]"),
+        (MOE, {"expert_tp": 8}, "must divide the experts' ffn_hidden_size 12 -> one of [1, 2, 3, 4, 6, 12]"),
+        ({**MOE, "shared_ffn_hidden_size": 6}, {"tp": 4}, "ffn_hidden_size 6, and divide"),
+        ({**MOE, "shared_ffn_hidden_size": 6, "layers": [0]}, {"tp": 4}, "ffn_hidden_size 6 and 64, and divide"),
+    ],
+)
+def test_degrees_that_do_not_fit_the_experts(moe: dict[str, Any] | None, parallel: dict[str, Any], says: str) -> None:
+    assert says in told(run({"moe": moe}, parallel))
+
+
+def test_experts_are_split_over_any_ranks_of_a_stage() -> None:
+    config = RunConfig.parse(run({"moe": MOE}, {"tp": 2, "pp": 2, "ep": 4}))
+    config.check_ranks(8)
+    (problem,) = world_problems(config, 4)
+    assert problem.rule == "ep 4 x expert_tp 1 = 4 must divide the 2 ranks of a stage"
+    assert problem.hint == "ep: 2"
+    config = RunConfig.parse(run({"moe": MOE}, {"ep": 2, "expert_tp": 3}, batch=12))
+    config.check_ranks(6)
+    assert next(iter(world_problems(config, 4))).hint == "ep: 2, expert_tp: 1"
+
+
+def test_a_model_of_experts_alone_has_no_dense_width_to_split() -> None:
+    RunConfig.parse(run({"moe": MOE, "ffn_hidden_size": 7}, {"tp": 4}))
+
+
 def test_a_stage_at_the_end_may_have_no_layers() -> None:
     assert RunConfig.parse(run(parallel={"pp": 2, "pipeline_layout": [4, 0]})).parallel.pipeline_layout == [4, 0]
     assert "only the first and the last may have none" in told(run(parallel={"pp": 4, "pipeline_layout": [2, 0, 1, 1]}))
@@ -106,6 +138,9 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "cp": draw(st.sampled_from([1, 1, 2, 3])),
         "cp_kind": draw(st.sampled_from(["ring", "allgather", "alltoall"])),
     }
+    if draw(st.booleans()):
+        model["moe"] = {"num_experts": draw(st.sampled_from([4, 6])), "top_k": 1, "ffn_hidden_size": 12}
+        parallel |= {"ep": draw(st.sampled_from([1, 2, 3, 4])), "expert_tp": draw(st.sampled_from([1, 1, 2, 3]))}
     return run(model, parallel, micro=draw(st.integers(1, 3)), batch=draw(st.integers(1, 24)), length=48)
 
 

@@ -72,6 +72,32 @@ def test_the_first_and_last_stage_share_the_embedding(layout: Layout) -> None:
         assert list(groups.embedding.ranks) == expected
 
 
+@st.composite
+def expert_layouts(draw: st.DrawFn) -> Layout:
+    tp, pp, cp, dp = (draw(st.integers(1, 4)) for _ in range(4))
+    blocks = [(ep, parts) for ep in range(1, 9) for parts in range(1, 5) if tp * cp * dp % (ep * parts) == 0]
+    ep, parts = draw(st.sampled_from(blocks))
+    return Layout(tp, pp, cp, dp, ep, parts)
+
+
+@given(expert_layouts())
+def test_all_experts_are_among_neighbours_of_a_stage(layout: Layout) -> None:
+    everyone = groups_of(layout)
+    for rank, groups in enumerate(everyone):
+        assert groups.ep.ranks[groups.ep.rank] == rank
+        assert groups.ep.size == layout.ep * layout.expert_tp
+        assert list(groups.ep.ranks) == list(range(groups.ep.ranks[0], groups.ep.ranks[0] + groups.ep.size))
+        assert {layout.coordinates(other)["pp"] for other in groups.ep.ranks} == {layout.coordinates(rank)["pp"]}
+        assert groups.expert_tp.size == layout.expert_tp
+        assert set(groups.expert_tp.ranks) <= set(groups.ep.ranks)
+        assert groups.ep.rank % layout.expert_tp == groups.expert_tp.rank
+        assert groups.expert_data.size * groups.ep.size == layout.stage_size
+        assert {everyone[other].ep.rank for other in groups.expert_data.ranks} == {groups.ep.rank}
+        for name in ("ep", "expert_tp", "expert_data"):
+            mine = getattr(groups, name)
+            assert all(getattr(everyone[other], name).ranks == mine.ranks for other in mine.ranks)
+
+
 @pytest.mark.parametrize(("tp", "heads"), [(8, 2), (8, 1), (4, 4), (6, 3), (2, 8)])
 def test_tensor_ranks_with_the_same_key_value_head_form_a_group(tp: int, heads: int) -> None:
     head = [rank * heads // tp for rank in range(tp)]  # the head a rank's queries look at

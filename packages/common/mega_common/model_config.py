@@ -87,6 +87,8 @@ class MoeConfig(Config):
             )
         if self.top_groups > self.groups:
             yield Problem("top_groups", f"must be at most groups = {self.groups}", self.top_groups)
+        if self.layers == []:
+            yield Problem("layers", "names no layer", hint="leave out moe, or layers for all")
         if self.bias_rate and not self.selection_bias:
             yield Problem(
                 "bias_rate", "moves a selection bias that is not there", self.bias_rate, "selection_bias: true"

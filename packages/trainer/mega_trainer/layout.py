@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -130,12 +130,9 @@ def expert_problems(config: RunConfig) -> Iterator[Problem]:
         rule = f"must divide the {moe.num_experts} experts"
         yield Problem("parallel.ep", rule, parallel.ep, f"one of {_expert_degrees(config.model)}")
     if moe.ffn_hidden_size % parallel.expert_tp:
-        widths = [n for n in range(1, moe.ffn_hidden_size + 1) if moe.ffn_hidden_size % n == 0 and n <= 16]
+        widths = [n for n in range(1, 17) if moe.ffn_hidden_size % n == 0]
         rule = f"must divide the experts' ffn_hidden_size {moe.ffn_hidden_size}"
         yield Problem("parallel.expert_tp", rule, parallel.expert_tp, f"one of {widths}")
-    if parallel.zero == 3:
-        rule = "3 shards weights over all data ranks alike, and experts have data ranks of their own"
-        yield Problem("parallel.zero", rule, parallel.zero, "at most 2")
 
 
 def _expert_degrees(model: ModelConfig) -> list[int]:
@@ -161,8 +158,7 @@ def world_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     stage, block = dp * parallel.cp * parallel.tp, parallel.ep * parallel.expert_tp
     if stage % block:
         rule = f"ep {parallel.ep} x expert_tp {parallel.expert_tp} = {block} must divide the {stage} ranks of a stage"
-        fitting = [n for n in _expert_degrees(config.model) if stage % (n * parallel.expert_tp) == 0]
-        yield Problem("parallel.ep", rule, parallel.ep, f"one of {fitting}" if fitting else "expert_tp: 1, ep: 1")
+        yield Problem("parallel.ep", rule, parallel.ep, _told(_fitting_experts(config, stage)))
     ranks, shard = dp * parallel.cp, parallel.zero3_shard
     if shard is not None and ranks % shard:
         fitting = [size for size in range(2, ranks + 1) if ranks % size == 0]
@@ -196,10 +192,25 @@ def _suggestion(config: RunConfig, world_size: int) -> str:
         if pp == 1:
             alone: dict[str, int | str] = {"virtual_stages": 1, "schedule": "1f1b"}
             degrees |= {name: value for name, value in alone.items() if getattr(parallel, name) != value}
+        degrees |= _fitting_experts(config, world_size // pp)
         changed = config.model_copy(update={"parallel": parallel.model_copy(update=degrees)})
         if not [*model_problems(changed), *world_problems(changed, world_size)]:
-            return ", ".join(f"{name}: {degree}" for name, degree in degrees.items())
+            return _told(degrees)
     return "no degrees fit; change batch.global or the number of ranks"
+
+
+def _fitting_experts(config: RunConfig, stage: int) -> dict[str, int | str]:
+    """What to change of ep and expert_tp so that they fit a stage of so many ranks: as little as can be."""
+    parallel = config.parallel
+    if stage % (parallel.ep * parallel.expert_tp) == 0:
+        return {}
+    parts = parallel.expert_tp if stage % parallel.expert_tp == 0 else 1
+    ep = max(n for n in _expert_degrees(config.model) if n <= parallel.ep and stage % (n * parts) == 0)
+    return {"ep": ep} if parts == parallel.expert_tp else {"ep": ep, "expert_tp": parts}
+
+
+def _told(degrees: Mapping[str, int | str]) -> str:
+    return ", ".join(f"{name}: {degree}" for name, degree in degrees.items())
 
 
 def _splits(model: ModelConfig, tp: int) -> bool:

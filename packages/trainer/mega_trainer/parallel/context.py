@@ -15,7 +15,7 @@ heads, d size of queries and keys, e of values; heads are those of one tensor ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -27,11 +27,10 @@ from mega_trainer.comm import Group, Passing, all_gather_into, all_to_all, reduc
 from mega_trainer.kernels.base import Kernels, Scores, Seen
 
 Kind = Literal["ring", "allgather", "alltoall"]
-See = Callable[[range, range], Seen | None]  # which of some keys some queries see, by their places; None: no query any
-Whole = Callable[
-    [Tensor, Tensor, Tensor, Scores, int], Tensor
-]  # attention of whole sequences by heads from a number on
-Places = tuple[range, range]
+# Which keys at some places in the sequence the queries at others see; None: none.
+See = Callable[[range, range], Seen | None]
+# Attention of whole sequences by some of a tensor rank's heads: q, k, v, what becomes of scores, number of the first head.
+Whole = Callable[[Tensor, Tensor, Tensor, Scores, int], Tensor]
 
 
 class ContextParallel(Protocol):
@@ -53,7 +52,7 @@ def context_parallel(kind: Kind, group: Group, kernels: Kernels) -> ContextParal
     return Blockwise(Ring(group) if kind == "ring" else Gathered(group), group, kernels)
 
 
-def chunks_of(rank: int, length: int, ranks: int) -> Places:
+def chunks_of(rank: int, length: int, ranks: int) -> tuple[range, range]:
     """The places of the two chunks of a sequence of `length` tokens that a rank holds."""
     chunk = length // (2 * ranks)
     first, second = rank * chunk, (2 * ranks - 1 - rank) * chunk
@@ -74,7 +73,7 @@ class Passage(Protocol):
         """Call `work` with each rank's number and keys and values, this rank's first."""
 
     def collect(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Like `visit`; `work` returns a part of their gradient, and the sum of the parts of mine is returned."""
+        """Like `visit`; `work` returns a part of their gradient, in at least fp32; the sum of the parts of mine is returned."""
 
 
 @dataclass(frozen=True)
@@ -112,31 +111,34 @@ class Ring:
 
 @dataclass(frozen=True)
 class Gathered:
-    """All at once, in the forward and again in the backward, so that only a rank's own are kept between them."""
+    """All at once, while `work` runs on what is at hand: in the forward and, so that only a rank's own keys and values are
+    kept between them, again in the backward.
+    """
 
     group: Group
 
     def visit(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
         """See `Passage.visit`."""
-        parts = self._gather(mine)
-        for rank in self._order():
-            work(rank, parts[rank])
+        for rank, part in self._parts(mine):
+            work(rank, part)
 
     def collect(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
         """See `Passage.collect`."""
-        parts = self._gather(mine)
-        gradients = {rank: work(rank, parts[rank]) for rank in self._order()}
-        whole = torch.stack([gradients[rank] for rank in range(self.group.size)])
-        reduce_scatter_into(out := torch.empty_like(whole[0]), whole.view(-1), self.group)
+        wide = torch.promote_types(mine.dtype, torch.float32)
+        gradients = mine.new_empty(self.group.size, mine.numel(), dtype=wide)
+        for rank, part in self._parts(mine):
+            gradients[rank] = work(rank, part)
+        reduce_scatter_into(out := torch.empty_like(mine, dtype=wide), gradients.view(-1), self.group)
         return out
 
-    def _gather(self, mine: Tensor) -> Tensor:
+    def _parts(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Each rank's, this one's first."""
         parts = mine.new_empty(self.group.size, mine.numel())
-        all_gather_into(parts.view(-1), mine, self.group)
-        return parts
-
-    def _order(self) -> list[int]:
-        return [(self.group.rank - step) % self.group.size for step in range(self.group.size)]
+        gathering = all_gather_into(parts.view(-1), mine, self.group, async_op=True)
+        yield self.group.rank, mine
+        if gathering is not None:
+            gathering.wait()
+        yield from ((rank, part) for rank, part in enumerate(parts) if rank != self.group.rank)
 
 
 @dataclass(frozen=True)
@@ -212,15 +214,8 @@ class _Blockwise(Function):
             dk, dv = split.open(gradient)
             for here, there, seen in kind.blocks(length, rank, ctx.see):
                 parts = kind.kernels.attend_block_backward(
-                    dy[:, here],
-                    q[:, here],
-                    keys[:, there],
-                    values[:, there],
-                    lse[:, here],
-                    delta[:, here],
-                    seen,
-                    ctx.how,
-                )
+                    dy[:, here], q[:, here], keys[:, there], values[:, there], lse[:, here], delta[:, here], seen, ctx.how
+                )  # fmt: skip
                 for whole, part in zip((dq[:, here], dk[:, there], dv[:, there]), parts, strict=True):
                     whole += part
             return gradient
@@ -273,7 +268,7 @@ class AllToAll:
         own = heads // size
         first = self.group.rank * own
         if how.sinks is not None:
-            how = Scores(how.scale, how.softcap, how.sinks[first : first + own])
+            how = replace(how, sinks=how.sinks[first : first + own])
         y = whole(q, k, v, how, first)
         mine = _exchange(_by_rank(y.flatten(-2), size), self.group)
         return mine.movedim(0, 2).reshape(rows, tokens, heads, -1)

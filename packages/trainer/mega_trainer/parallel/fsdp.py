@@ -9,6 +9,8 @@ When the data ranks are cut into several `shard` groups (hybrid sharding), each 
 gathers and scatters stay inside it, and once a step the sums are added up over the `replicate` groups, whose ranks then
 make the same update.
 
+Experts are units by themselves, sharded over all the ranks that hold the same ones, whatever the size of `shard`.
+
 The collectives are ours, so that they are counted and can sum in rank order as all others. FSDP's own hybrid mesh would
 not allow that: its sum over copies cannot be replaced.
 """
@@ -29,7 +31,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group, Work, all_gather_into, all_reduce, reduce_scatter_into
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.parallel.param import info_of, local_of
+from mega_trainer.model.moe import Experts
+from mega_trainer.parallel.param import info_of, kept_of, local_of
 from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
 
 
@@ -42,31 +45,44 @@ def shard_fully(model: Decoder, *, dtype: torch.dtype, device: torch.device) -> 
         dtype: to compute in.
         device: where the shards lie.
     """
-    group, copies = model.groups.shard, model.groups.replicate
-    assert group.handle is not None
-    mesh = DeviceMesh.from_group(group.handle, device.type)
+    group, apart, copies = model.groups.shard, model.groups.expert_data, model.groups.replicate
+    meshes = {sharers: DeviceMesh.from_group(_handle(sharers), device.type) for sharers in (group, apart)}
     infos = {name: info_of(parameter) for name, parameter in model.named_parameters()}
     kept = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == kept else dtype, reduce_dtype=kept, cast_forward_inputs=False
     )
-    units: list[nn.Module] = [*model.layers, *model.predictors, model]
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model)
+    experts = [(module, apart) for module in model.modules() if isinstance(module, Experts)]
+    units: list[tuple[nn.Module, Group]] = [
+        *experts,
+        *((unit, group) for unit in (*model.layers, *model.predictors, model)),
+    ]
+    for unit, sharers in units:
+        fully_shard(unit, mesh=meshes[sharers], mp_policy=policy, reshard_after_forward=unit is not model)
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all ranks already
         unit.set_force_sum_reduction_for_comms(True)
-        unit.set_custom_all_gather(_AllGather(group))  # type: ignore[arg-type]
-        unit.set_custom_reduce_scatter(_ReduceScatter(group))  # type: ignore[arg-type]
+        unit.set_custom_all_gather(_AllGather(sharers))  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(_ReduceScatter(sharers))  # type: ignore[arg-type]
     register_fsdp_forward_method(model, "whole")
     model.to_empty(device=device)
     model.dtype = dtype
+    for values, _ in kept_of(model):
+        values.zero_()
     for name, parameter in model.named_parameters():
-        rows = -(-parameter.shape[0] // group.size)
         info = infos[name]
-        pieces = tuple(cut_rows(info.pieces, rows * group.rank, rows * (group.rank + 1)))
-        sync = (*info.grad_sync, copies) if copies.size > 1 else info.grad_sync
-        parameter.mega = replace(info, pieces=pieces, data=group, grad_sync=sync)  # type: ignore[attr-defined]
+        sharers = apart if info.data is apart else group
+        rows = -(-parameter.shape[0] // sharers.size)
+        pieces = tuple(cut_rows(info.pieces, rows * sharers.rank, rows * (sharers.rank + 1)))
+        sync = (*info.grad_sync, copies) if sharers is group and copies.size > 1 else info.grad_sync
+        parameter.mega = replace(info, pieces=pieces, data=sharers, grad_sync=sync)  # type: ignore[attr-defined]
+
+
+def _handle(group: Group) -> dist.ProcessGroup:
+    """The process group of a group, which a rank by itself has not got: FSDP wants one."""
+    if group.handle is None:
+        return dist.new_group(list(group.ranks), use_local_synchronization=True)
+    return group.handle
 
 
 def cut_rows(pieces: Sequence[Piece], first: int, stop: int) -> Iterator[Piece]:
