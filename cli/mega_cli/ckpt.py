@@ -26,6 +26,21 @@ class Target(StrEnum):
 
     HF = "hf"
     MEGA = "mega"
+    MEGATRON = "megatron"
+
+
+class MegatronFormat(StrEnum):
+    """Formats of Megatron-Core."""
+
+    TORCH_DIST = "torch_dist"
+    TORCH = "torch"
+
+
+class MegatronLayers(StrEnum):
+    """Kinds of layers of Megatron-Core."""
+
+    TRANSFORMER_ENGINE = "transformer_engine"
+    LOCAL = "local"
 
 
 class Dtype(StrEnum):
@@ -49,17 +64,31 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            help="A mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder; a path or a URL."
+            help="A mega checkpoint, a run folder (its newest checkpoint), a HuggingFace or Megatron folder; mega also as URL."
         ),
     ],
     destination: Annotated[str, typer.Argument(help="The folder to make; a URL with --to mega.")],
-    to: Annotated[Target, typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from.")],
+    to: Annotated[
+        Target,
+        typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from. megatron: a release."),
+    ],
     dtype: Annotated[Dtype | None, typer.Option(help="Cast the weights; default: as they are.")] = None,
     family: Annotated[
         str | None, typer.Option(help="model_type to write (llama, qwen3, ...); default: the first that fits.")
     ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(help="Most bytes in one safetensors file: 500MB, 5GB, ...; default: as the source.")
+    ] = None,
+    megatron_format: Annotated[
+        MegatronFormat, typer.Option("--format", help="Of Megatron: torch_dist, or torch for a file a rank.")
+    ] = MegatronFormat.TORCH_DIST,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks that Megatron's files are for.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages that Megatron's files are for.")] = 1,
+    transformer_impl: Annotated[
+        MegatronLayers, typer.Option(help="Megatron's flag of that name; --format torch depends on it.")
+    ] = MegatronLayers.TRANSFORMER_ENGINE,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML with settings of the model that a Megatron checkpoint lacks or has wrong.")
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every element, and the logits of both sides, before all is named.")
@@ -78,14 +107,20 @@ def convert(
     After a kill or an interrupt, the same command goes on with the file that it was at.
     """
     from mega_ckpt import convert as converting
+    from mega_common.config import load_yaml
 
     options = converting.Options(
         dtype=converting.DTYPES[dtype.value] if dtype else None,
         family=family,
         max_shard=_bytes(max_shard_size) if max_shard_size else None,
+        megatron_format=megatron_format.value,
+        tp=tp,
+        pp=pp,
+        implementation=transformer_impl.value,
+        settings=load_yaml(config) if config else None,
     )
     verify = verify or verify_data is not None
-    check = _logits_check(source, verify_data) if verify else None
+    check = _logits_check(source, verify_data) if verify and not options.settings else None
     converting.convert(source, destination, to.value, options=options, verify=verify, check=check, overwrite=overwrite)
     print(destination)
 
@@ -110,11 +145,14 @@ def _logits_check(source: str, data: Path | None) -> Callable[[Place], None] | N
 
 @app.command(epilog="Example: mega ckpt inspect runs/llama3-8b/checkpoints/step-00001000 --json")
 def inspect(path: Checkpoint, as_json: Json = False) -> None:
-    """Tell what is in a checkpoint: model, step, state, tensors and sizes. Reads its manifest alone."""
+    """Tell what is in a checkpoint of mega or Megatron: model, step, state, tensors and sizes. Reads no tensors."""
+    from mega_ckpt.formats.megatron import is_megatron
+    from mega_ckpt.formats.megatron_inspect import inspect_megatron
     from mega_ckpt.source import checkpoint_folder
     from mega_ckpt.verify import inspect
 
-    _tell(inspect(checkpoint_folder(path)), as_json)
+    folder = checkpoint_folder(path)
+    _tell(inspect_megatron(folder) if isinstance(folder, Path) and is_megatron(folder) else inspect(folder), as_json)
 
 
 @app.command(epilog="Example: mega ckpt verify runs/llama3-8b --finite")

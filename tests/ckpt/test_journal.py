@@ -212,9 +212,16 @@ def test_on_an_object_store(llama: Path, tmp_path: Path, monkeypatch: pytest.Mon
     noted = {path for path in object_stores.content() if "/finished/" in path}
     assert len(kept) > 2
     assert len(noted) in (len(kept), len(kept) - 1)  # in memory an object is there before it is whole
+    (out / "notes" / "mine").write_bytes(b"x")
+    with monkeypatch.context() as patch:
+        interrupt(patch, 14, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            convert(llama, out, "mega", options=Options(dtype=torch.float32))
     with monkeypatch.context() as patch:
         names = written(patch)
         convert(llama, out, "mega", verify=True)
+    assert len(list(out.iterdir())) == 3
+    (out / "notes").remove()
     assert not {path.rpartition("/")[2] for path in noted} & set(names)
     assert verify(out).ok
     assert not verify(out).extra

@@ -12,10 +12,13 @@ from crash.savers import MODEL, found, part
 from ranks import run_ranks
 
 from mega_ckpt import planning, shards
+from mega_ckpt.convert import convert
+from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Box, Sharded
 from mega_ckpt.store import AsyncSaver, Place, committed, latest, load, place, retain, save, step_folder, sweep
-from mega_ckpt.verify import verify
+from mega_ckpt.verify import diff, verify
 from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig
 
 pytest.importorskip("s3fs", reason="the client of s3:// is not installed")
 moto_server = pytest.importorskip("moto.server", reason="moto, a local S3 server, is not installed")
@@ -106,6 +109,25 @@ def test_damage_and_refusal(root: Place, monkeypatch: pytest.MonkeyPatch) -> Non
         found(root)
     with pytest.raises(CheckpointError, match=r"s3://nobucket/run/.*bucket does not exist"):
         put(place("s3://nobucket/run"), 1)
+
+
+def test_conversions(root: Place, tmp_path: Path) -> None:
+    model = ModelConfig.parse(
+        {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
+    )
+    held = {
+        f"weights/{name}": Sharded(shape, [Box((0,) * len(shape), torch.randn(shape))])
+        for name, shape in tensors_of(model).items()
+    }
+    save(root, 1, held, model=model, state={})
+    convert(root, tmp_path / "hf", "hf", verify=True)
+    convert(tmp_path / "hf", root / "mega", "mega", verify=True)
+    assert verify(root / "mega").ok
+    assert not verify(root / "mega").extra
+    for path in (tmp_path / "hf").iterdir():
+        (root / "hf" / path.name).write_bytes(path.read_bytes())
+    convert(root / "hf", tmp_path / "mega", "mega", verify=True)
+    assert diff(root / "mega", tmp_path / "mega").same
 
 
 def save_sharded(root: Place, endpoint: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from mega_ckpt.remote import RemoteError
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint, latest, place
 from mega_common.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -76,6 +78,20 @@ def test_checkpoints_on_an_object_store_resume_bitwise(settings: Settings, tmp_p
     assert same_bits(whole, bits(trained(branch)))
     with pytest.raises(ConfigError, match=r"output = 's3://bucket/run'.*checkpoint\.path=s3://bucket/run"):
         RunConfig.parse(settings(output="s3://bucket/run"))
+
+
+def test_old_checkpoints_that_cannot_be_removed_end_no_run(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RemoteError("no answer")
+
+    monkeypatch.setattr(logging.getLogger("mega"), "propagate", True)
+    monkeypatch.setattr("mega_trainer.state.retain", refuse)
+    url = f"memory://bucket/{tmp_path.name}"
+    trained(settings(train={"steps": 2}, checkpoint={"path": url, "every": 1, "keep": 1}))
+    assert "old checkpoints are not removed: no answer" in caplog.text
+    assert latest(place(url)) == f"{url}/step-00000002"
 
 
 def test_loss_falls_and_metrics_have_the_promised_keys(settings: Settings) -> None:

@@ -53,6 +53,7 @@ class Checkpoint:
             CheckpointError: when `folder` is not a complete checkpoint.
         """
         checkpoint = cls(folder, Manifest.read(folder), verify=verify)
+        checkpoint._storage.look()
         for name in checkpoint.manifest.files:
             checkpoint.check_file(name)
         return checkpoint

@@ -17,6 +17,10 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
+from mega_ckpt.formats.megatron import TRACKER
+from mega_ckpt.formats.megatron_dist_write import write_dist
+from mega_ckpt.formats.megatron_legacy_write import write_legacy
+from mega_ckpt.formats.megatron_write import Writing, write_release
 from mega_ckpt.journal import Journal, continued
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.remote import Place, Remote, place
@@ -39,11 +43,20 @@ class Options:
         dtype: to cast floating-point weights to; None leaves each as it is.
         family: HuggingFace `model_type` to write; None chooses.
         max_shard: most bytes of tensors in a HuggingFace file; None keeps the files of the source, or takes 5 GB.
+        megatron_format: `torch_dist`, or `torch` for a file a rank.
+        tp, pp: ranks that the files of `torch` are for; `torch_dist` only pads the vocabulary to them.
+        implementation: the `--transformer-impl` that the files of `torch` are for: `transformer_engine` or `local`.
+        settings: fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says.
     """
 
     dtype: torch.dtype | None = None
     family: str | None = None
     max_shard: int | None = None
+    megatron_format: str = "torch_dist"
+    tp: int = 1
+    pp: int = 1
+    implementation: str = "transformer_engine"
+    settings: Mapping[str, Any] | None = None
 
 
 def convert(
@@ -59,9 +72,9 @@ def convert(
     """Write the model at `source` to the folder `destination` in the format `to`.
 
     Args:
-        source: a mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.
-        destination: the folder to make: a HuggingFace folder, or a mega checkpoint, which may be a URL.
-        to: the format: "hf" or "mega".
+        source: a mega checkpoint, a run folder (its newest checkpoint), a HuggingFace or a Megatron folder.
+        destination: the folder to make; a mega checkpoint may be a URL.
+        to: the format: "hf", "mega" or "megatron".
         options: what to change on the way.
         verify: read the output back and compare every element before it gets its name.
         check: called with the folder of the output before it gets its name; its error is the conversion's. (On an object
@@ -77,7 +90,7 @@ def convert(
         raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(_WRITERS)}")
     final = _absolute(place(destination))
     _check_destination(final, _absolute(place(source)), to, overwrite)
-    given = open_source(source)
+    given = open_source(source, settings=options.settings)
     with continued(final, _identity(source, to, options)) as journal:
         try:
             if isinstance(journal.folder, Path):
@@ -85,7 +98,7 @@ def convert(
             else:
                 _write_mega(given, journal.folder, options, journal)
             if verify:
-                _compare(given, open_source(journal.made), options.dtype)
+                _compare(given, open_source(journal.made, settings=options.settings), options.dtype)
             if check is not None:
                 check(journal.made)
         except KeyboardInterrupt:
@@ -132,7 +145,16 @@ def _write_mega(source: Source, folder: Place, options: Options, journal: Journa
         write_checkpoint(folder, slabs, resolve, model=source.model, assets=source.assets(), once=journal.once)
 
 
-_WRITERS: Mapping[str, Callable[[Source, Path, Options, Journal], None]] = {"hf": _write_hf, "mega": _write_mega}
+def _write_megatron(source: Source, folder: Path, options: Options, _: Journal) -> None:
+    writing = Writing(source, options.tp, options.pp, options.dtype, options.implementation)
+    with ProgressBar("writing Megatron", total=writing.size, unit="bytes") as bar:
+        write_release(writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance)
+
+
+MEGATRON_FORMATS = {"torch_dist": write_dist, "torch": write_legacy}
+_WRITERS: Mapping[str, Callable[[Source, Path, Options, Journal], None]] = {
+    "hf": _write_hf, "mega": _write_mega, "megatron": _write_megatron,
+}  # fmt: skip
 
 
 def _block(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -182,6 +204,6 @@ def _check_destination(final: Place, source: Place, to: str, overwrite: bool) ->
 
 def _replaceable(final: Path, source: Place) -> bool:
     """Whether `final` is a folder that holds a model, and neither is nor holds the source."""
-    holds_model = any((final / name).is_file() for name in ("config.json", "manifest.json"))
+    holds_model = any((final / name).is_file() for name in ("config.json", "manifest.json", TRACKER))
     held = isinstance(source, Path) and final.resolve() in (source.resolve(), *source.resolve().parents)
     return holds_model and not held

@@ -141,7 +141,7 @@ class RemoteJournal:
         self.folder: Place = folder
         self.made: Place = folder.parent
         self.advance: Callable[[int], object] = lambda _: None
-        self._notes = folder / NOTES
+        self._final, self._notes = folder.parent, folder / NOTES
         self.finished = {note.name: Finished.model_validate_json(note.read_bytes()) for note in self._notes.iterdir()}
 
     def once(self, name: str, header: bytes, make: Callable[[], Finished]) -> Finished:
@@ -159,8 +159,10 @@ class RemoteJournal:
         return True
 
     def close(self) -> None:
-        """Remove what was only needed to go on."""
+        """Remove what was only needed to go on, and what was begun here from another source or with other options."""
         self._notes.remove()
+        for begun in [place for place in self._final.iterdir() if (place / NOTES).is_dir()]:
+            begun.remove()
 
 
 def continued(final: Place, identity: Mapping[str, Any]) -> contextlib.AbstractContextManager[Journal]:

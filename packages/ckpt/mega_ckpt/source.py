@@ -1,4 +1,5 @@
-"""Weights to load from, whatever they are stored as: a checkpoint of mega, a run's newest one, a HuggingFace folder.
+"""Weights to load from, whatever they are stored as: a checkpoint of mega, a run's newest one, a folder of
+HuggingFace or Megatron.
 
 A `Source` speaks of canonical tensors only, and reads no more of a file than what is asked of it.
 """
@@ -8,12 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mega_ckpt.formats.hf import CONFIG, HfSource
+from mega_ckpt.formats.megatron import MegatronSource, is_megatron
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Shape, Sharded
@@ -133,8 +135,10 @@ def _checked(model: ModelConfig, held: Mapping[str, Shape], folder: Place) -> Se
     return list(expected)
 
 
-def open_source(path: str | Place) -> Source:
-    """Open what lies at `path`: a checkpoint of mega, a run folder (its newest checkpoint), or a HuggingFace folder.
+def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None) -> Source:
+    """Open what lies at `path`: a checkpoint of mega, a run folder (its newest checkpoint), a HuggingFace or a Megatron folder.
+
+    `settings` are fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says.
 
     Raises:
         CheckpointError: when it is none of these, or one that cannot be used.
@@ -142,13 +146,17 @@ def open_source(path: str | Place) -> Source:
     folder = place(path)
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "no such folder"
-        raise CheckpointError(f"{folder}: {what}", hint="give a mega checkpoint, a run folder or a HuggingFace folder")
+        raise CheckpointError(
+            f"{folder}: {what}", hint="give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder"
+        )
     found = _checkpoint_in(folder)
     if found is not None:
         return MegaSource(Checkpoint.open(found))
     is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
     if is_run and not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder}: a run folder without a complete checkpoint")
+    if isinstance(folder, Path) and is_megatron(folder):
+        return MegatronSource(folder, settings)
     return HfSource(folder)
 
 

@@ -63,6 +63,9 @@ class Folder(Protocol):
             CheckpointError: for anything but a plain file (links, pipes); FileNotFoundError: where nothing is.
         """
 
+    def look(self) -> None:
+        """Prepare for being asked the sizes of many files, which are as they were then."""
+
     def names(self) -> list[str]:
         """All files, at any depth."""
 
@@ -94,6 +97,9 @@ class LocalFolder:
         """Looked at whenever it is asked."""
         return plain_size(self._path, name)
 
+    def look(self) -> None:
+        """Nothing: each file is looked at when it is asked for."""
+
     def names(self) -> list[str]:
         """Links and the like too."""
         return [path.relative_to(self._path).as_posix() for path in self._path.rglob("*") if not path.is_dir()]
@@ -116,7 +122,7 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """On an object store. The lengths of all objects come with one listing, which is kept."""
+    """On an object store."""
 
     def __init__(self, path: Remote) -> None:
         self._path = path
@@ -131,12 +137,16 @@ class RemoteFolder:
         return _Object(self._path / name)
 
     def size(self, name: str) -> int:
-        """As it was when first asked."""
+        """As it was at the last `look`, or is now."""
         if self._sizes is None:
-            self._sizes = self._path.sizes()
+            return (self._path / name).size()
         if name not in self._sizes:
             raise FileNotFoundError(name)
         return self._sizes[name]
+
+    def look(self) -> None:
+        """One listing instead of a request for each file."""
+        self._sizes = self._path.sizes()
 
     def names(self) -> list[str]:
         """All objects below."""

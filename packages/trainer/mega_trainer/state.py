@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mega_ckpt.pieces import Sharded, boxes_of, merge
+from mega_ckpt.remote import RemoteError
 from mega_ckpt.store import AsyncSaver, Checkpoint, Place, latest, load, place, retain, save, sweep
 from mega_common.errors import CheckpointError
 from mega_common.log import logger
@@ -151,7 +152,10 @@ class Saver:
     def _retain(self) -> None:
         if self._leads:
             settings = self._config.checkpoint
-            retain(self.root, keep=settings.keep, keep_every=settings.keep_every)
+            try:
+                retain(self.root, keep=settings.keep, keep_every=settings.keep_every)
+            except RemoteError as error:  # the next save's retention does it too
+                logger.warning("old checkpoints are not removed: %s", error)
 
 
 def starting_point(config: RunConfig) -> Place | None:

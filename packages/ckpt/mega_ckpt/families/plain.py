@@ -15,7 +15,7 @@ MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "cap
 
 def same_model(one: ModelConfig, other: ModelConfig) -> bool:
     """Whether two configurations compute the same from the same weights: defaults filled in, training set aside."""
-    return one.num_layers == other.num_layers and _resolved(one) == _resolved(other)
+    return one.num_layers == other.num_layers and resolved(one) == resolved(other)
 
 
 def plain(model: ModelConfig) -> ModelConfig:
@@ -23,7 +23,8 @@ def plain(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={**_windows(model), **_experts(model)})
 
 
-def _resolved(model: ModelConfig) -> ModelConfig:
+def resolved(model: ModelConfig) -> ModelConfig:
+    """What counts when a model computes from its weights, defaults filled in."""
     training = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
     heads = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
     out = plain(model).model_copy(update={**training, **heads})

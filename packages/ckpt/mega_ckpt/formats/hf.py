@@ -19,7 +19,7 @@ from mega_ckpt.families.layouts import DiskTensor, Slab
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile
 from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Box, Shape, copy_overlap
-from mega_ckpt.remote import Place, content_of
+from mega_ckpt.remote import Place, Remote, content_of
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
@@ -38,6 +38,7 @@ class HfSource:
 
     def __init__(self, folder: Place) -> None:
         self.folder = folder
+        self._fetched: dict[str, Tensor] = {}
         raw = read_config(folder)
         self.family = family_of(raw, str(folder / CONFIG))
         self.files = _open_files(folder)
@@ -103,8 +104,17 @@ class HfSource:
         return {**found, LAYOUT: encode_layout({file.path.name: file.header.text for file in self.files})}
 
     def _view(self, disk: DiskTensor, slab: Slab) -> Tensor:
-        views = disk.views(self._file_of[disk.name].read(disk.name))
+        views = disk.views(self._whole(disk.name))
         return next(view for each, view in views if each == slab)
+
+    def _whole(self, name: str) -> Tensor:
+        """A tensor on disk. One that had to be fetched is kept until the next, for it is asked for in blocks."""
+        if not isinstance(self.folder, Remote):
+            return self._file_of[name].read(name)
+        if name not in self._fetched:
+            self._fetched.clear()
+            self._fetched[name] = self._file_of[name].read(name)
+        return self._fetched[name]
 
     def _check_copies(self, table: Mapping[str, DiskTensor]) -> None:
         """A folder may store a tensor twice, such as tied embeddings; the two must then be one."""
@@ -178,9 +188,7 @@ def read_config(folder: Place) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         hint = "expected a mega checkpoint, a run folder, or a HuggingFace folder with config.json and safetensors"
-        if (folder / "latest_checkpointed_iteration.txt").exists():
-            hint = "this looks like a Megatron checkpoint, which is not read yet"
-        elif any(folder.glob("*.safetensors")):
+        if any(folder.glob("*.safetensors")):
             hint = "there are safetensors files: put the model's config.json beside them"
         raise CheckpointError(f"{folder}: there is no {CONFIG}", hint=hint)
     return read_json(path)

@@ -81,7 +81,8 @@ def shard_fully(model: Decoder, *, dtype: torch.dtype, device: torch.device) -> 
 def _handle(group: Group) -> dist.ProcessGroup:
     """The process group of a group, which a rank by itself has not got: FSDP wants one."""
     if group.handle is None:
-        return dist.new_group(list(group.ranks), use_local_synchronization=True)
+        alone: dist.ProcessGroup = dist.new_group(list(group.ranks), use_local_synchronization=True)
+        return alone
     return group.handle
 
 

@@ -1,0 +1,133 @@
+"""Megatron's `args`, which lie in its checkpoints, and `ModelConfig`: one declaration for both directions.
+
+Names and defaults are those of Megatron-LM's arguments. An argument that is not here changes nothing of what the weights
+compute; one that is here with a value that `ModelConfig` has not is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mega_ckpt.families.keys import Entry, Key, MismatchError, Only, Raw
+from mega_ckpt.families.plain import plain, resolved
+from mega_ckpt.formats.megatron_entries import Activation, Biases, Experts, Latent, Not, Positions, Sizes, Window
+from mega_common.errors import CheckpointError, ConfigError
+from mega_common.model_config import ModelConfig
+
+NORMS: Mapping[str, str] = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+DIVISOR = 128  # the vocabulary is padded to a multiple of this times tp
+
+SETTINGS: tuple[Entry, ...] = (
+    Key("num_layers", "num_layers"),
+    Key("hidden_size", "hidden_size"),
+    Key("num_attention_heads", "num_attention_heads"),
+    Sizes(),
+    Key("max_position_embeddings", "max_position"),
+    Not("untie_embeddings_and_output_weights", "tie_embeddings"),
+    Key("normalization", "norm", "LayerNorm", NORMS),
+    Key("norm_epsilon", "norm_eps", 1e-5),
+    Activation(),
+    Biases(),
+    Key("qk_layernorm", "qk_norm", False),
+    Window(),
+    Positions(),
+    Latent(),
+    Experts(),
+    Key("hidden_dropout", "residual_dropout", 0.1),
+    Key("attention_dropout", "attention_dropout", 0.1),
+    Key("init_method_std", "init_std", 0.02),
+    Only(
+        {
+            "apply_layernorm_1p": (False, None),
+            "apply_residual_connection_post_layernorm": (False, None),
+            "qk_l2_norm": (False, None),
+            "mtp_num_layers": (None, 0),
+            "softmax_type": ("vanilla", None),
+        }
+    ),
+)
+
+
+def read_args(args: Raw, source: object, extra: Raw | None = None) -> ModelConfig:
+    """The model that `args` describe, with the settings in `extra` (fields of `ModelConfig`) in place of theirs.
+
+    Raises:
+        CheckpointError: naming what is missing, and what `ModelConfig` cannot express.
+    """
+    raw = dict(args)
+    raw.setdefault("norm_epsilon", raw.get("layernorm_epsilon", 1e-5))
+    fields: dict[str, Any] = {}
+    found = []
+    for entry in SETTINGS if args else ():
+        try:
+            fields |= entry.read(raw)
+        except MismatchError as error:
+            if not entry.fields or not entry.fields <= (extra or {}).keys():
+                found.append(str(error))
+        except (TypeError, ValueError):
+            found.append(f"{', '.join(sorted(entry.keys & raw.keys()))}: a value of the wrong kind")
+    if args:
+        fields["embedding_dropout"] = fields.get("residual_dropout", 0.0)
+    if found:
+        raise CheckpointError(
+            f"{source}: its settings (args) do not give a model: {'; '.join(found)}",
+            hint="give what is missing in a file of model settings: --config model.yaml",
+        )
+    try:
+        return ModelConfig.parse(fields | dict(extra or {}), source=f"{source}: its settings (args)")
+    except ConfigError as error:
+        raise CheckpointError(
+            error.message, hint="settings can be given, or replaced, with --config model.yaml"
+        ) from None
+
+
+def write_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
+    """The `args` of `model`, as a run with these sizes would have them.
+
+    Raises:
+        CheckpointError: naming every setting that Megatron has not.
+    """
+    out, model = dict[str, Any](), plain(model)
+    for entry in SETTINGS:
+        try:
+            out |= entry.write(model)
+        except MismatchError as error:
+            raise CheckpointError(f"Megatron cannot express this model: {error}") from None
+    lost = _different(_said(model), _said(read_args(out, "what would be written")))
+    if model.qk_norm and model.norm == "layernorm":
+        lost.append("qk_norm = True (in Megatron it would be a layernorm)")
+    if lost:
+        raise CheckpointError(f"Megatron cannot express this model: it has no {', no '.join(lost)}")
+    return out | {
+        "padded_vocab_size": padded_vocab(model.vocab_size, tp),
+        "make_vocab_size_divisible_by": DIVISOR,
+        "seq_length": model.max_position,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "layernorm_epsilon": model.norm_eps,
+    }
+
+
+def _said(model: ModelConfig) -> dict[str, Any]:
+    fields, rope = resolved(model).model_dump(), model.rope
+    if model.position != "rope":
+        return fields | {"rope": None}
+    unused = {} if rope.mscale and rope.mscale_all_dim else {"mscale": None, "mscale_all_dim": None}
+    return fields | {"rope": fields["rope"] | unused}
+
+
+def _different(one: Raw, other: Raw) -> list[str]:
+    """'name = value' of what is in `one` and not the same in `other`."""
+    out = []
+    for name, value in one.items():
+        if isinstance(value, dict) and isinstance(other[name], dict):
+            out += [f"{name}.{text}" for text in _different(value, other[name])]
+        elif value != other[name]:
+            out.append(f"{name} = {value!r}")
+    return out
+
+
+def padded_vocab(size: int, tp: int) -> int:
+    """Rows of the embedding that Megatron makes for a vocabulary."""
+    return -(-size // (DIVISOR * tp)) * DIVISOR * tp

@@ -1,0 +1,57 @@
+"""What a folder of Megatron's holds, whatever its format: tensors in rectangles, settings, an iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.formats.megatron_names import Part
+from mega_ckpt.pieces import Shape
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A rectangle of a tensor, in some file: where it is in the tensor, and how it is read."""
+
+    offset: Shape
+    shape: Shape
+    read: Callable[[], Tensor]
+
+
+@dataclass
+class Held:
+    """A tensor of Megatron's (a `Part`), as far as the folder has it."""
+
+    dtype: torch.dtype
+    shape: Shape
+    stored: list[Stored] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a folder of either format holds.
+
+    Attributes:
+        kind: `torch_dist` or `torch`.
+        args: Megatron's settings; empty where it has none.
+        iteration: steps done, if it says so.
+        count: number of tensors there.
+        tensors: gives them by the names of a model's parts, and those that are none of them by their own.
+    """
+
+    kind: str
+    args: Mapping[str, Any]
+    iteration: int | None
+    count: int
+    tensors: Callable[[Sequence[Part]], Mapping[str, Held]]
+
+
+def overlap(offset: Shape, shape: Shape, other: Shape, extent: Shape) -> tuple[Shape, Shape] | None:
+    """What two boxes share, as (offset, shape)."""
+    begin = tuple(map(max, offset, other))
+    end = tuple(min(a + n, b + m) for a, n, b, m in zip(offset, shape, other, extent, strict=True))
+    return (begin, tuple(e - b for b, e in zip(begin, end, strict=True))) if all(map(int.__lt__, begin, end)) else None

@@ -1,0 +1,158 @@
+"""Megatron's `torch_dist` folders: torch.distributed.checkpoint, with a name and a global shape for every tensor.
+
+    iter_0000100/
+        .metadata            pickle: {name: shape, dtype, chunks}, {(name, offset): file, first byte, bytes}
+        __0_0.distcp ...     one `torch.save` archive after another
+        common.pt            pickle: args, iteration, version; newer ones have it as the object `common_state`
+        metadata.json        the format's name and version
+
+Layers that are alike are one tensor, [L, ...]; what differs has the number of its layer in the name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.formats.megatron_contents import Contents, Held, Stored
+from mega_ckpt.formats.megatron_names import LAYER, split_layer, usual_name
+from mega_ckpt.formats.pickles import MAX_PICKLE_BYTES, load_pickle
+from mega_ckpt.formats.torch_archive import StoredTensor, load_archive, namespace
+from mega_ckpt.manifest import MAX_AXES
+from mega_ckpt.pieces import Shape
+from mega_common.errors import CheckpointError
+
+METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
+COMMON_OBJECT = "common_state/shard_0_1"
+# Beside the model: optimizer, random numbers, data loader.
+_OTHERS = ("optimizer", "chained_", "rng_state", "rerun_state", "opt_param_scheduler", "run_config", "iteration")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Bytes [begin, end) of a file, which are an archive that holds one tensor, or an object."""
+
+    path: Path
+    begin: int
+    end: int
+
+    @cached_property
+    def value(self) -> Any:
+        """What is in it; tensors are not read."""
+        return load_archive(self.path, self.begin, self.end)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    entry: _Entry
+    dtype: torch.dtype
+    shape: Shape
+
+    def read(self) -> Tensor:
+        """The chunk, mapped.
+
+        Raises:
+            CheckpointError: when the file holds another tensor than the metadata says.
+        """
+        value = self.entry.value
+        if not isinstance(value, StoredTensor) or (value.dtype, value.shape) != (self.dtype, self.shape):
+            raise CheckpointError(
+                f"{self.entry.path}: at byte {self.entry.begin} is not the tensor that {METADATA} says"
+            )
+        return value.read()
+
+
+def read(folder: Path) -> Contents:
+    """Look at a folder without reading its tensors.
+
+    Raises:
+        CheckpointError: when it is damaged, or asks for what no checkpoint needs.
+    """
+    path = folder / METADATA
+    if path.stat().st_size > MAX_PICKLE_BYTES:
+        raise CheckpointError(f"{path}: larger than {MAX_PICKLE_BYTES} bytes, which no metadata is")
+    metadata = load_pickle(path.read_bytes(), str(path))
+    try:
+        entries = {_place(index): _entry(folder, info) for index, info in metadata.storage_data.items()}
+        held: dict[str, Held] = {}
+        for key, one in metadata.state_dict_metadata.items():
+            if _is_tensor(one) and not key.startswith(_OTHERS) and not key.endswith("._extra_state"):
+                _add(held, key, one, entries)
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise CheckpointError(f"{path}: not the metadata of a torch_dist checkpoint ({error!r})") from None
+    common = _common(folder, entries)
+    iteration = common.get("iteration")
+    iteration = iteration if isinstance(iteration, int) else None
+    return Contents("torch_dist", namespace(common.get("args")), iteration, len(held), lambda _: held)
+
+
+def _common(folder: Path, entries: Mapping[tuple[str, Shape | None], _Entry]) -> Mapping[str, Any]:
+    """What is not tensors: from a file, or from an object, or nothing."""
+    if (folder / COMMON).exists():
+        value = load_archive(folder / COMMON)
+    else:
+        entry = entries.get((COMMON_OBJECT, None))
+        value = entry.value if entry else {}
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return value if isinstance(value, dict) else {}
+
+
+def _place(index: Any) -> tuple[str, Shape | None]:
+    offset = index.state.get("offset")  # absent for objects
+    return str(index.fqn), None if offset is None else _sizes(offset)
+
+
+def _entry(folder: Path, info: Any) -> _Entry:
+    name, begin, length = info.relative_path, info.offset, info.length
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+\.distcp", name):
+        raise CheckpointError(f"{folder / METADATA}: {name!r} is not the plain name of a file in the same folder")
+    if info.state.get("transform_descriptors"):
+        raise CheckpointError(f"{folder / METADATA}: {name} is compressed", hint="save it again without compression")
+    (begin, length) = _sizes((begin, length))
+    return _Entry(folder / name, begin, begin + length)
+
+
+def _is_tensor(one: Any) -> bool:
+    return str(one.name).endswith(".TensorStorageMetadata")
+
+
+def _sizes(numbers: Any) -> Shape:
+    out = tuple(numbers)
+    if len(out) > MAX_AXES or not all(isinstance(n, int) and 0 <= n < 1 << 62 for n in out):
+        raise ValueError(f"{out!r:.80} are not sizes")
+    return out
+
+
+def _add(held: dict[str, Held], key: str, one: Any, entries: Mapping[tuple[str, Shape | None], _Entry]) -> None:
+    """Add the layers of a tensor under the names that they have by themselves."""
+    kind = one.properties.state
+    dtype = getattr(torch, (kind[0] if isinstance(kind, tuple) else kind["dtype"]).name.removeprefix("torch."))
+    shape, (head, tail) = _sizes(one.size), split_layer(key)
+    stacked = head == LAYER
+    chunks = [
+        (offset := _sizes(chunk.offsets), _Chunk(entries[key, offset], dtype, _sizes(chunk.sizes)))
+        for chunk in one.chunks
+    ]
+    if stacked and shape[0] > len(chunks) * max((chunk.shape[0] for _, chunk in chunks), default=0):
+        raise CheckpointError(f"the shards of {key} leave a part out of its {shape[0]} layers")
+    for layer in range(shape[0]) if stacked else (None,):
+        name = usual_name(key if layer is None else f"{head}{layer}.{tail}")
+        held[name] = Held(dtype, shape if layer is None else shape[1:])
+    for offset, chunk in chunks:
+        if not stacked:
+            held[usual_name(key)].stored.append(Stored(offset, chunk.shape, chunk.read))
+            continue
+        for row in range(chunk.shape[0]):
+            name = usual_name(f"{head}{offset[0] + row}.{tail}")
+            held[name].stored.append(Stored(offset[1:], chunk.shape[1:], _row(chunk, row)))
+
+
+def _row(chunk: _Chunk, row: int) -> Callable[[], Tensor]:
+    return lambda: chunk.read()[row]

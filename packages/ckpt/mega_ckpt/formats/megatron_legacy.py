@@ -1,0 +1,195 @@
+"""Megatron's older `torch` folders: for every rank a file with the tensors that it holds, under the names of its modules.
+
+    iter_0000100/mp_rank_{tp}[_{pp}][_{ep}]/model_optim_rng.pt
+
+Stages number their layers from zero; which layers they are follows from how many come before: chunk 0 of all stages, then
+chunk 1 of all, where the pipeline is interleaved. Facts: Megatron-LM, megatron/training/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mega_ckpt.formats.megatron_contents import Contents, Held, Stored
+from mega_ckpt.formats.megatron_names import EXPERTS, HEAD, LAYER, Part, usual_name
+from mega_ckpt.formats.torch_archive import StoredTensor, load_archive, namespace
+from mega_ckpt.pieces import Shape
+from mega_common.errors import CheckpointError
+
+FILE = "model_optim_rng.pt"
+_FILES = (FILE, "model_rng.pt")
+_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+_NO_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq")
+_BY_EXPERT = (
+    r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.*)",
+    r"mlp\.experts\.(?P<rest>linear_.*\.\w+?)(?P<expert>\d+)",
+)
+
+Chunk = Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What one file holds: each chunk of the model, by the names there."""
+
+    tp: int
+    pp: int
+    ep: int
+    state: Mapping[str, Any]
+    chunks: Sequence[Chunk]
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A tensor of one rank as a rectangle of a `Part`, before tensor parallelism: experts on axis 0, from `expert` on."""
+
+    shape: Shape
+    source: StoredTensor
+    change: Callable[[Tensor], Tensor]
+    expert: int = 0
+
+
+def read(folder: Path) -> Contents:
+    """Look at the files of all ranks without reading their tensors.
+
+    Raises:
+        CheckpointError: when a rank is missing, a file is damaged or asks for what no checkpoint needs.
+    """
+    files = {_FOLDER.fullmatch(path.name): path for path in sorted(folder.glob("mp_rank_*"))}
+    states = [(match, _state(path)) for match, path in files.items() if match]
+    args = namespace(states[0][1].get("args")) if states else {}
+    only_experts = args.get("pipeline_model_parallel_size", 2) == 1 and args.get("expert_model_parallel_size", 1) > 1
+    ranks = []
+    for match, state in states:
+        tp, second, third = (int(number or 0) for number in match.groups())
+        pp, ep = (0, second) if only_experts else (second, third)
+        ranks.append(_Rank(tp, pp, ep, state, list(_chunks(state, folder / match[0]))))
+    sizes = [1 + max((number for number in numbers), default=-1) for numbers in zip(*_places(ranks), strict=True)]
+    missing = set(itertools.product(*map(range, sizes))) - set(_places(ranks))
+    if missing or not ranks:
+        tp, pp, ep = min(missing, default=(0, 0, 0))
+        raise CheckpointError(f"{folder}: the file of tp rank {tp}, pp rank {pp}, ep rank {ep} is missing")
+    iteration = states[0][1].get("iteration")
+    tensors = sum(len(chunk) for rank in ranks for chunk in rank.chunks)
+    return Contents(
+        "torch", args, iteration if isinstance(iteration, int) else None, tensors, lambda parts: _gather(ranks, sizes, parts)
+    )  # fmt: skip
+
+
+def _places(ranks: Sequence[_Rank]) -> list[tuple[int, int, int]]:
+    return [(rank.tp, rank.pp, rank.ep) for rank in ranks]
+
+
+def _state(folder: Path) -> Mapping[str, Any]:
+    path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if path is None:
+        raise CheckpointError(f"{folder}: there is no {FILE} in it")
+    state = load_archive(path)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path}: not the file of a rank of Megatron")
+    return state
+
+
+def _chunks(state: Mapping[str, Any], source: Path) -> Iterator[Chunk]:
+    names = sorted(
+        (name for name in state if re.fullmatch(r"model\d*", str(name))), key=lambda name: int(name[5:] or 0)
+    )
+    for name in names:
+        chunk = state[name]
+        if not isinstance(chunk, Mapping) or "language_model" in chunk:
+            raise CheckpointError(
+                f"{source}: a model from before Megatron-Core",
+                hint="load it in Megatron-LM and save it with --use-mcore-models",
+            )
+        yield {
+            str(key).removeprefix("module."): value for key, value in chunk.items()
+            if isinstance(value, StoredTensor) and not str(key).endswith(_NO_WEIGHTS)
+        }  # fmt: skip
+
+
+def _gather(ranks: Sequence[_Rank], sizes: Sequence[int], parts: Sequence[Part]) -> dict[str, Held]:
+    """Put together what the ranks hold, by the names of `parts`."""
+    known, held = {part.name: part for part in parts}, dict[str, Held]()
+    for rank, chunk, before in _numbered(ranks):
+        for name, stored in chunk.items():
+            if name == HEAD and name not in known:  # the last stage's copy of a tied embedding
+                continue
+            full, local = _as_part(_moved(name, before), stored, known, sizes[2])
+            part = known.get(full)
+            if part is None:
+                held[full] = Held(stored.dtype, stored.shape)
+            elif EXPERTS in full or rank.ep == 0:
+                _add(held, part, local, rank, sizes)
+    return held
+
+
+def _numbered(ranks: Sequence[_Rank]) -> Iterator[tuple[_Rank, Chunk, int]]:
+    """Every chunk of every rank, with the number of layers before it."""
+    for tp, ep in sorted({(rank.tp, rank.ep) for rank in ranks}):
+        stages = sorted((rank for rank in ranks if (rank.tp, rank.ep) == (tp, ep)), key=lambda rank: rank.pp)
+        before = 0
+        for chunks in itertools.zip_longest(*(rank.chunks for rank in stages), fillvalue={}):
+            for rank, chunk in zip(stages, chunks, strict=True):
+                yield rank, chunk, before
+                layers = {int(found[1]) for name in chunk if (found := re.match(rf"{re.escape(LAYER)}(\d+)", name))}
+                before += 1 + max(layers, default=-1)
+
+
+def _moved(name: str, layers: int) -> str:
+    """The name with that many layers more before it."""
+    return re.sub(rf"^{re.escape(LAYER)}(\d+)", lambda found: f"{LAYER}{int(found[1]) + layers}", name)
+
+
+def _as_part(name: str, stored: StoredTensor, known: Mapping[str, Part], ep: int) -> tuple[str, _Local]:
+    """The name of the part that a tensor belongs to, and which rectangle of it."""
+    head, layer, tail = re.fullmatch(rf"({re.escape(LAYER)})?(\d+\.)?(.*)", name).groups(default="")  # type: ignore[union-attr]
+    for pattern in _BY_EXPERT:
+        if found := re.fullmatch(pattern, tail):
+            local = _Local((1, *stored.shape), stored, lambda tensor: tensor[None], int(found["expert"]))
+            return f"{head}{layer}{EXPERTS}{found['rest']}", local
+    if found := re.fullmatch(r"mlp\.experts\.weight([12])", tail):
+        full = f"{head}{layer}{EXPERTS}linear_fc{found[1]}.weight"
+        experts = known[full].shape[0] // ep if full in known else 1
+        return full, _grouped(stored, experts, first=found[1] == "1")
+    return usual_name(name), _Local(stored.shape, stored, lambda tensor: tensor)
+
+
+def _grouped(stored: StoredTensor, experts: int, *, first: bool) -> _Local:
+    """All experts of a rank as one matrix, (in, out) of each: side by side for the first, one below the other for the second."""
+    rows, columns = stored.shape
+    into, out = (rows, columns // experts) if first else (rows // experts, columns)
+    return _Local((experts, out, into), stored, lambda tensor: tensor.reshape(experts, into, out).transpose(1, 2))
+
+
+def _add(held: dict[str, Held], part: Part, local: _Local, rank: _Rank, sizes: Sequence[int]) -> None:
+    """Add a rank's tensor at its place, each of the halves that tensor parallelism splits by itself."""
+    tp, _, ep = sizes
+    shape, offset = list(local.shape), [0] * len(local.shape)
+    if EXPERTS in part.name:
+        offset[0], shape[0] = rank.ep * (part.shape[0] // ep) + local.expert, part.shape[0]
+    # Some projections are split in one kind of layers, and whole on every rank in another.
+    split = part.axis if part.padded or tuple(shape) != part.shape else None
+    if split is None and rank.tp:
+        return
+    if split is not None:
+        shape[split] *= tp
+    target = held.setdefault(part.name, Held(local.source.dtype, tuple(shape)))
+    if split is None:
+        target.stored.append(Stored(tuple(offset), local.shape, lambda: local.change(local.source.read())))
+        return
+    width = local.shape[split] // part.halves
+    extent = (*local.shape[:split], width, *local.shape[split + 1 :])
+    for half in range(part.halves):
+        place = (*offset[:split], (half * tp + rank.tp) * width, *offset[split + 1 :])
+        target.stored.append(Stored(place, extent, _half(local, split, half * width, width)))
+
+
+def _half(local: _Local, axis: int, start: int, width: int) -> Callable[[], Tensor]:
+    return lambda: local.change(local.source.read()).narrow(axis, start, width)

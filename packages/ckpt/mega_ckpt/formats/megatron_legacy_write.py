@@ -1,0 +1,133 @@
+"""Writing Megatron's older `torch` folders, a file for every rank; `megatron_legacy` says what they are.
+
+A file is first written without its tensors' bytes, which then go to their places one block after another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_ckpt.formats.megatron_legacy import FILE
+from mega_ckpt.formats.megatron_names import EMBEDDING, EXPERTS, HEAD, LAYER, Part, is_projection, split_layer
+from mega_ckpt.formats.megatron_write import Writing, durable
+from mega_ckpt.formats.torch_archive import load_archive
+from mega_ckpt.pieces import Shape
+from mega_ckpt.shards import raw
+from mega_ckpt.stream import blocks
+from mega_common.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A rank's tensor: its name there, and the boxes (offset, shape) of the part that it holds one after another."""
+
+    name: str
+    part: Part
+    shape: Shape
+    boxes: tuple[tuple[Shape, Shape], ...]
+
+
+def write_legacy(writing: Writing, folder: Path, advance: Callable[[int], object]) -> None:
+    """Write the files of all ranks into an existing empty folder; durable when this returns.
+
+    Raises:
+        CheckpointError: when the sizes of the model cannot be divided by tp or pp.
+    """
+    _check(writing)
+    for tp, pp in itertools.product(range(writing.tp), range(writing.pp)):
+        place = folder / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if writing.pp > 1 else ""))
+        place.mkdir(exist_ok=True)
+        _write_rank(writing, place / FILE, list(_locals(writing, tp, pp)), last=pp == writing.pp - 1, advance=advance)
+
+
+def _check(writing: Writing) -> None:
+    layers, groups = writing.model.num_layers, writing.model.kv_heads
+    if layers % writing.pp:
+        fits = [n for n in range(1, layers + 1) if layers % n == 0]
+        raise CheckpointError(f"pp = {writing.pp} does not divide the {layers} layers", hint=f"one of {fits}")
+    if groups % writing.tp:
+        raise CheckpointError(f"tp = {writing.tp} does not divide the {groups} key/value heads")
+    for part in writing.parts:
+        if part.axis is not None and part.shape[part.axis] % (part.halves * writing.tp):
+            raise CheckpointError(f"tp = {writing.tp} does not divide {part.name} {list(part.shape)}")
+
+
+def _write_rank(
+    writing: Writing, path: Path, tensors: list[_Local], *, last: bool, advance: Callable[[int], object]
+) -> None:
+    model: dict[str, Any] = {}
+    for one in tensors:
+        model[one.name] = torch.empty(one.shape, dtype=writing.dtype(one.part))
+        if is_projection(one.name):
+            model[one.name.removesuffix("weight") + "_extra_state"] = None
+    if last:
+        model["output_layer._extra_state"] = None
+    state = {"args": Namespace(**writing.args), "checkpoint_version": 3.0, "iteration": 0, "model": model}
+    with torch.serialization.skip_data(), durable(path) as stream:
+        torch.save(state, stream)
+    places = load_archive(path)["model"]
+    with open(path, "r+b") as stream:
+        for one in tensors:
+            stream.seek(places[one.name].begin)
+            for offset, shape in one.boxes:
+                for start, extent in blocks(shape, writing.dtype(one.part)):
+                    at = tuple(o + s for o, s in zip(offset, start, strict=True))
+                    stream.write(raw(writing.block(one.part, at, extent)))
+                    advance(torch.Size(extent).numel() * writing.dtype(one.part).itemsize)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _locals(writing: Writing, tp: int, pp: int) -> Iterator[_Local]:
+    """The tensors of one rank, in the order of the forward pass."""
+    own, first, last = writing.model.num_layers // writing.pp, pp == 0, pp == writing.pp - 1
+    for part in writing.parts:
+        head, tail = split_layer(part.name)
+        if head:
+            layer = int(head.split(".")[2]) - pp * own
+            if 0 <= layer < own:
+                yield from _layer(writing, part, f"{LAYER}{layer}.", tail, tp)
+        elif (part.name.startswith("embedding.") and first) or (not part.name.startswith("embedding.") and last):
+            yield _local(part.name, part, tp, writing.tp)
+    if writing.model.tie_embeddings and last and not first:
+        embedding = next(part for part in writing.parts if part.name == EMBEDDING)
+        yield _local(HEAD, embedding, tp, writing.tp)
+
+
+def _layer(writing: Writing, part: Part, head: str, tail: str, tp: int) -> Iterator[_Local]:
+    if not tail.startswith(EXPERTS):
+        name = part.local if writing.implementation == "local" else part.te
+        whole = writing.implementation != "local" and "_down_proj." in tail
+        yield _local(head + (name or tail), part, tp, writing.tp, whole=whole)
+        return
+    for expert in range(part.shape[0]):
+        name = f"{head}mlp.experts.local_experts.{expert}.{tail.removeprefix(EXPERTS)}"
+        yield _local(name, part, tp, writing.tp, expert)
+
+
+def _local(name: str, part: Part, rank: int, tp: int, expert: int | None = None, *, whole: bool = False) -> _Local:
+    """A rank's share of a part, or of one expert of it, which then has no axis for them."""
+    shape, offset = list(part.shape), [0] * len(part.shape)
+    if expert is not None:
+        shape[0], offset[0] = 1, expert
+    boxes = [(tuple(offset), tuple(shape))]
+    if part.axis is not None and not whole:
+        width = shape[part.axis] // (part.halves * tp)
+        boxes = [
+            (_at(offset, part.axis, (half * tp + rank) * width), _at(shape, part.axis, width))
+            for half in range(part.halves)
+        ]
+        shape[part.axis] = part.halves * width
+    return _Local(name, part, tuple(shape if expert is None else shape[1:]), tuple(boxes))
+
+
+def _at(numbers: list[int], axis: int, value: int) -> Shape:
+    return (*numbers[:axis], value, *numbers[axis + 1 :])

@@ -1,0 +1,206 @@
+"""What Megatron-Core calls a model's tensors, and where the canonical tensors are inside them.
+
+A `Part` is one tensor of one layer as a single rank would hold it (tp = pp = ep = 1); its pieces say which rectangle of it is
+which rectangle of a canonical tensor. Legend: V vocabulary, D width, F feed-forward width, E experts, G key/value groups.
+
+    linear_qkv   group by group: the queries of the group, its key, its value      [(H + 2G) d, D]
+    linear_fc1   all gate rows, then all up rows                                   [2F, D], of experts [E, 2F, D]
+    embedding    padded with rows that no token has                                [V', D]
+
+Facts: Megatron-LM, megatron/core/models/gpt and transformer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mega_ckpt.names import tensors_of
+from mega_ckpt.pieces import Piece, Shape
+from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+LAYER = "decoder.layers."
+EXPERTS = "mlp.experts.experts."
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of Megatron's.
+
+    Attributes:
+        name: its name; `decoder.layers.{i}.` with the number of the layer in the whole model.
+        shape: its shape on a single rank. The experts of a layer are stacked on axis 0.
+        pieces: the canonical tensors in it.
+        axis: the axis that tensor parallelism splits; None where every rank has it whole.
+        halves: how many tensors lie one after another on that axis, each of which is split by itself.
+        te, local: its name inside the layer, where Transformer Engine's layers, or Megatron's own, have another.
+    """
+
+    name: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    axis: int | None = None
+    halves: int = 1
+    te: str = ""
+    local: str = ""
+
+    @property
+    def padded(self) -> bool:
+        """Whether its rows are the vocabulary, which may have others at its end."""
+        return self.name in (EMBEDDING, HEAD)
+
+
+def parts_of(model: ModelConfig, padded_vocab: int | None = None) -> list[Part]:
+    """Every tensor of `model` in Megatron, in the order of the forward pass.
+
+    Raises:
+        CheckpointError: when Megatron has no place for one of the model's tensors.
+    """
+    shapes = tensors_of(model)
+    rows = padded_vocab or model.vocab_size
+    out = [_vocabulary(EMBEDDING, "model.embed_tokens.weight", shapes, rows)]
+    if model.position == "learned":
+        out.append(_plain("embedding.position_embeddings.weight", "model.embed_positions.weight", shapes))
+    for index in range(model.num_layers):
+        out += _layer(model, index, shapes)
+    for kind in ("weight", "bias"):
+        if f"model.norm.{kind}" in shapes:
+            out.append(_plain(f"decoder.final_layernorm.{kind}", f"model.norm.{kind}", shapes))
+    if not model.tie_embeddings:
+        out.append(_vocabulary(HEAD, "lm_head.weight", shapes, rows))
+    left = shapes.keys() - {piece.name for part in out for piece in part.pieces}
+    if left:
+        raise CheckpointError(f"Megatron has no place for the tensor {min(left)} of this model")
+    return out
+
+
+# {canonical name in a layer: (name there, axis that tensor parallelism splits)}
+_PLAIN: Mapping[str, tuple[str, int | None]] = {
+    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", None),
+    "input_layernorm.bias": ("self_attention.linear_qkv.layer_norm_bias", None),
+    "self_attn.q_norm.weight": ("self_attention.q_layernorm.weight", None),
+    "self_attn.k_norm.weight": ("self_attention.k_layernorm.weight", None),
+    "self_attn.o_proj.weight": ("self_attention.linear_proj.weight", 1),
+    "self_attn.o_proj.bias": ("self_attention.linear_proj.bias", None),
+    "post_attention_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", None),
+    "post_attention_layernorm.bias": ("mlp.linear_fc1.layer_norm_bias", None),
+    "mlp.down_proj.weight": ("mlp.linear_fc2.weight", 1),
+    "mlp.down_proj.bias": ("mlp.linear_fc2.bias", None),
+    "mlp.gate.weight": ("mlp.router.weight", None),
+    "mlp.gate.bias": ("mlp.router.bias", None),
+    "mlp.gate.e_score_correction_bias": ("mlp.router.expert_bias", None),
+    "mlp.experts.down_proj.weight": (EXPERTS + "linear_fc2.weight", 2),
+    "mlp.experts.down_proj.bias": (EXPERTS + "linear_fc2.bias", None),
+    "mlp.shared_expert.down_proj.weight": ("mlp.shared_experts.linear_fc2.weight", 1),
+    "mlp.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight", None),
+}
+# The same for multi-head latent attention. Those that go down are split, or whole on every rank.
+_LATENT: Mapping[str, tuple[str, int | None]] = {
+    "self_attn.q_proj.weight": ("self_attention.linear_q_proj.weight", 0),
+    "self_attn.q_a_proj.weight": ("self_attention.linear_q_down_proj.weight", 0),
+    "self_attn.q_a_layernorm.weight": ("self_attention.q_layernorm.weight", None),
+    "self_attn.q_b_proj.weight": ("self_attention.linear_q_up_proj.weight", 0),
+    "self_attn.kv_a_proj_with_mqa.weight": ("self_attention.linear_kv_down_proj.weight", 0),
+    "self_attn.kv_a_layernorm.weight": ("self_attention.kv_layernorm.weight", None),
+    "self_attn.kv_b_proj.weight": ("self_attention.linear_kv_up_proj.weight", 0),
+}
+# Names of the same tensors in other versions and other kinds of layers.
+_SAME = (
+    (r"input_layernorm\.(weight|bias)", r"self_attention.linear_qkv.layer_norm_\1"),
+    (r"pre_mlp_layernorm\.(weight|bias)", r"mlp.linear_fc1.layer_norm_\1"),
+    (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight", r"self_attention.\1_layernorm.weight"),
+    (r"mlp\.experts\.local_experts\.", EXPERTS),
+)
+
+
+def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape]) -> Iterator[Part]:
+    ours, theirs = f"model.layers.{index}.", f"{LAYER}{index}."
+
+    def joined(name: str, sources: Sequence[str], axis: int = 0) -> Iterator[Part]:
+        names = [ours + source for source in sources if ours + source in shapes]
+        if names:
+            yield _joined(theirs + name, names, shapes, axis)
+
+    for kind in ("weight", "bias"):
+        names = [f"{ours}self_attn.{one}_proj.{kind}" for one in "qkv"]
+        if names[2] in shapes:
+            yield _by_group(f"{theirs}self_attention.linear_qkv.{kind}", names, shapes, model.kv_heads)
+    for source, (name, split) in ({**_PLAIN, **_LATENT} if model.mla else _PLAIN).items():
+        if ours + source in shapes:
+            part = _plain(theirs + name, ours + source, shapes, split)
+            yield replace(part, te=_in_te(name, model, index), local=_in_local(name))
+    for kind in ("weight", "bias"):
+        yield from joined(f"mlp.linear_fc1.{kind}", [f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"])
+        experts = [f"mlp.experts.{one}_proj.{kind}" for one in ("gate", "up")]
+        yield from joined(f"{EXPERTS}linear_fc1.{kind}", experts, axis=1)
+    shared = [f"mlp.shared_expert.{one}_proj.weight" for one in ("gate", "up")]
+    yield from joined("mlp.shared_experts.linear_fc1.weight", shared)
+
+
+def _plain(name: str, source: str, shapes: Mapping[str, Shape], axis: int | None = None) -> Part:
+    return Part(name, shapes[source], (Piece.whole(source, shapes[source]),), axis)
+
+
+def _vocabulary(name: str, source: str, shapes: Mapping[str, Shape], rows: int) -> Part:
+    width = shapes[source][1]
+    return Part(name, (rows, width), (Piece.whole(source, shapes[source]),), 0)
+
+
+def _joined(name: str, sources: Sequence[str], shapes: Mapping[str, Shape], axis: int) -> Part:
+    """One after another on `axis`; all have the same shape."""
+    shape = shapes[sources[0]]
+
+    def moved(count: int) -> Shape:
+        return tuple(count * n if place == axis else 0 for place, n in enumerate(shape))
+
+    zeros = (0,) * len(shape)
+    pieces = tuple(Piece(source, shape, zeros, moved(count), shape) for count, source in enumerate(sources))
+    return Part(name, (*shape[:axis], len(sources) * shape[axis], *shape[axis + 1 :]), pieces, axis, len(sources))
+
+
+def _by_group(name: str, sources: Sequence[str], shapes: Mapping[str, Shape], groups: int) -> Part:
+    """For each group its share of every source."""
+    pieces, at = [], 0
+    for group in range(groups):
+        for source in sources:
+            rows, *others = shapes[source]
+            share, tail = rows // groups, (0,) * len(others)
+            pieces.append(Piece(source, shapes[source], (group * share, *tail), (at, *tail), (share, *others)))
+            at += share
+    return Part(name, (at, *shapes[sources[0]][1:]), tuple(pieces), 0)
+
+
+def usual_name(name: str) -> str:
+    """The name that `parts_of` has for a tensor, whatever version or kind of layer it is from."""
+    head, tail = split_layer(name)
+    for pattern, replacement in _SAME:
+        tail = re.sub(rf"^{pattern}", replacement, tail)
+    return head + tail
+
+
+def _in_te(tail: str, model: ModelConfig, layer: int) -> str:
+    """Norms are parts of the projections after them, but for those before experts and before latent attention."""
+    if model.mla:
+        tail = tail.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+        tail = re.sub(r"\.(q|kv)_layernorm\.weight", r".linear_\1_up_proj.layer_norm_weight", tail)
+    return tail.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.") if model.has_experts(layer) else tail
+
+
+def _in_local(tail: str) -> str:
+    """Norms are modules of their own."""
+    tail = tail.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    return tail.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+
+
+def is_projection(name: str) -> bool:
+    """Whether a tensor is the weight of a projection, of which Transformer Engine keeps a state."""
+    return re.fullmatch(r"decoder\..*linear_\w+\.weight", name) is not None
+
+
+def split_layer(name: str) -> tuple[str, str]:
+    """('decoder.layers.3.', the rest), ('decoder.layers.', the rest) without a number, or ('', name)."""
+    found = re.match(rf"{re.escape(LAYER)}(\d+\.)?", name)
+    return (found[0], name[found.end() :]) if found else ("", name)

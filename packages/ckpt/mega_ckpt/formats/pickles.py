@@ -1,0 +1,145 @@
+"""Pickles of other people, read without running any of their code.
+
+A pickle names the functions to call and the classes to make. Here every name is looked up in one list; what it gives is a
+builtin container or an `Inert` stand-in, which keeps what it is given and does nothing. Any other name ends the reading.
+The stand-ins are made anew for each pickle, so that nothing in one can reach another.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from mega_common.errors import CheckpointError
+
+MAX_PICKLE_BYTES = 1 << 30
+
+
+class Inert:
+    """Stands for an object of a class that is not made: `name` is the class, `args` and `state` are what it was to get."""
+
+    name = ""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__.get("state")
+        if isinstance(state, dict) and name in state:
+            return state[name]
+        raise AttributeError(f"{self.name} has no {name}")
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+# Containers, which can do no harm.
+_BUILTINS: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": OrderedDict,
+    "builtins.dict": dict,
+    "builtins.list": list,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "torch.Size": tuple,
+    "_codecs.encode": lambda text, encoding="latin1": text.encode("latin1"),
+}
+
+# Stood in for. Megatron's settings and states hold enums and the like of these, whose values do not matter here.
+_STOOD_IN = words(
+    """argparse.Namespace types.SimpleNamespace collections.Counter collections.defaultdict collections.deque
+    pathlib.PosixPath pathlib.PurePosixPath _io.BytesIO io.BytesIO signal.Signals datetime.timedelta datetime.datetime
+    numpy.ndarray numpy.dtype numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar
+    numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer
+    torch.device torch.Tensor torch.nn.parameter.Parameter torch._utils._rebuild_parameter
+    torch._utils._rebuild_tensor_v2 torch._tensor._rebuild_from_type_v2 torch._utils._rebuild_tensor_v3
+    torch.serialization._get_layout torch.storage.UntypedStorage torch.storage._load_from_bytes"""
+)
+_STOOD_IN_MODULES = (
+    "megatron.", "apex.", "transformer_engine", "torch.distributed.checkpoint.", "torch.distributed._shard.",
+)  # fmt: skip
+_TORCH_TYPES = words(
+    """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool
+    strided contiguous_format DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage
+    CharStorage ByteStorage BoolStorage"""
+)
+
+
+class _Unpickler(pickle._Unpickler):
+    """The interpreter in Python: its memory grows with the file, where the one in C trusts the indices it reads."""
+
+    def __init__(
+        self, data: bytes, source: str, replace: dict[str, Callable[..., Any]], stored: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(io.BytesIO(data), encoding="latin1")
+        self._source, self._replace, self._stored = source, replace, stored
+        self._classes: dict[str, Any] = {}
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        full = f"{module}.{name}".replace("__builtin__.", "builtins.")
+        if full in self._replace:
+            return self._replace[full]
+        if full in _BUILTINS:
+            return _BUILTINS[full]
+        if not _stands_in(module, name, full):
+            raise CheckpointError(
+                f"{self._source}: asks for {full!r}, which a checkpoint does not need; it is not loaded",
+                hint="pickled files can run programs: where did this one come from?",
+            )
+        if full not in self._classes:
+            self._classes[full] = type("Inert", (Inert,), {"name": full})
+        return self._classes[full]
+
+    def get_extension(self, code: int) -> None:
+        raise pickle.UnpicklingError("extension codes are not used by checkpoints")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._stored(pid)
+
+
+def _stands_in(module: str, name: str, full: str) -> bool:
+    return (
+        full in _STOOD_IN
+        or (module == "torch" and name in _TORCH_TYPES)
+        or (module + ".").startswith(_STOOD_IN_MODULES)
+    )
+
+
+def _nothing_stored(pid: Any) -> Any:
+    raise pickle.UnpicklingError("refers to something outside of it")
+
+
+def load_pickle(
+    data: bytes,
+    source: str,
+    *,
+    replace: dict[str, Callable[..., Any]] | None = None,
+    stored: Callable[[Any], Any] = _nothing_stored,
+) -> Any:
+    """What a pickle says, in builtin containers and `Inert` stand-ins.
+
+    Args:
+        data: the pickle.
+        source: what to call it in errors.
+        replace: functions of the caller's own for some names.
+        stored: what the persistent ids in it stand for.
+
+    Raises:
+        CheckpointError: when it asks for anything that is not in the list, or is damaged.
+    """
+    try:
+        return _Unpickler(data, source, replace or {}, stored).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged pickle fails in any way
+        raise CheckpointError(
+            f"{source}: damaged, or not a pickle of this kind ({error or type(error).__name__})"
+        ) from None

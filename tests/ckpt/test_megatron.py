@@ -1,0 +1,435 @@
+"""Checkpoints of Megatron without Megatron: what is written comes back, from any layout, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_pickles import BOMBS
+from torch import Tensor
+
+from mega_ckpt.convert import Options, convert
+from mega_ckpt.formats.megatron import MegatronSource, is_megatron
+from mega_ckpt.formats.megatron_args import read_args, write_args
+from mega_ckpt.names import tensors_of
+from mega_ckpt.pieces import Box, Sharded
+from mega_ckpt.source import Source, open_source
+from mega_ckpt.store import save
+from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig
+
+BASE: dict[str, Any] = {
+    "num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 2,
+    "vocab_size": 50, "max_position": 32,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 12}
+
+LATENT: dict[str, Any] = {
+    "mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "norm_eps": 1e-5}, "num_kv_heads": None,
+    "head_dim": None, "qkv_bias": False, "position": "rope", "rope": {"interleaved": True},
+}  # fmt: skip
+
+
+def mega(folder: Path, fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint of random weights."""
+    model, generator = ModelConfig.parse(BASE | fields), torch.Generator().manual_seed(5)
+    held = {
+        f"weights/{name}": Sharded(shape, [Box((0,) * len(shape), torch.randn(shape, generator=generator).to(dtype))])
+        for name, shape in tensors_of(model).items()
+    }
+    return save(folder, 0, held, model=model, state={})
+
+
+def weights(source: Source) -> dict[str, Tensor]:
+    return {name: source.read(name).clone() for name in source.keys()}  # noqa: SIM118
+
+
+def same(one: Path, other: Path) -> bool:
+    a, b = weights(open_source(one)), weights(open_source(other))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, Any]:
+    kv, bias = draw(st.sampled_from([1, 2, 4])), draw(st.booleans())
+    fields: dict[str, Any] = {
+        "num_kv_heads": kv, "head_dim": draw(st.sampled_from([None, 6])), "vocab_size": draw(st.integers(3, 300)),
+        "tie_embeddings": draw(st.booleans()), "norm": draw(st.sampled_from(["rmsnorm", "layernorm"])),
+        "activation": draw(st.sampled_from(["swiglu", "gelu", "gelu_tanh", "relu2"])),
+        "position": draw(st.sampled_from(["rope", "learned", "none"])), "mlp_bias": bias, "attention_out_bias": bias,
+        "qkv_bias": bias or draw(st.booleans()),
+    }  # fmt: skip
+    if not bias and draw(st.integers(0, 3)) == 0:
+        fields |= LATENT | {"mla": LATENT["mla"] | {"q_lora_rank": draw(st.sampled_from([None, 12]))}}
+    fields["qk_norm"] = "mla" not in fields and fields["norm"] == "rmsnorm" and draw(st.booleans())
+    if not bias and draw(st.booleans()):
+        fields["moe"] = EXPERTS | {
+            "shared_ffn_hidden_size": draw(st.sampled_from([0, 8])), "selection_bias": draw(st.booleans()),
+            "layers": draw(st.sampled_from([None, [1, 3], [0, 1, 2]])), "score": draw(st.sampled_from(["softmax", "sigmoid"])),
+        }  # fmt: skip
+    return fields
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    fields=models(), tp=st.sampled_from([1, 2]), pp=st.sampled_from([1, 2, 4]), kind=st.sampled_from(["torch", "torch_dist"]),
+    implementation=st.sampled_from(["local", "transformer_engine"]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_there_and_back(
+    fields: dict[str, Any], tp: int, pp: int, kind: str, implementation: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tp = 1 if fields["num_kv_heads"] == 1 and "mla" not in fields and kind == "torch" else tp
+    for name in ("mega", "megatron", "back"):
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+    source = mega(tmp_path / "mega", fields, dtype)
+    options = Options(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
+    convert(source, tmp_path / "megatron", "megatron", options=options, verify=True)
+    convert(tmp_path / "megatron", tmp_path / "back", "mega", verify=True)
+    assert same(source, tmp_path / "back")
+    one, other = open_source(source).model, open_source(tmp_path / "back").model
+    assert write_args(one) == write_args(other)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    source = mega(tmp_path / "mega", {})
+    convert(source, tmp_path / "dist", "megatron")
+    convert(source, tmp_path / "torch", "megatron", options=Options(megatron_format="torch", tp=2, pp=2))
+    return tmp_path
+
+
+FILE = "model_optim_rng.pt"
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+
+
+def ranks(root: Path) -> dict[str, dict[str, Any]]:
+    return {path.parent.name: torch.load(path, weights_only=False) for path in sorted(root.glob(f"release/*/{FILE}"))}
+
+
+def put(root: Path, states: dict[str, dict[str, Any]]) -> Path:
+    for name, state in states.items():
+        (root / name).mkdir(parents=True)
+        torch.save(state, root / name / FILE)
+    return root
+
+
+def test_an_interleaved_pipeline(tmp_path: Path) -> None:
+    """Four stages' files as the chunks of two ranks: layers 0 and 2, layers 1 and 3."""
+    source = mega(tmp_path / "mega", {})
+    convert(source, tmp_path / "four", "megatron", options=Options(megatron_format="torch", pp=4))
+    found = ranks(tmp_path / "four")
+    states = {
+        f"mp_rank_00_{stage:03d}": {
+            "args": found["mp_rank_00_000"]["args"],
+            "model0": found[f"mp_rank_00_{stage:03d}"]["model"],
+            "model1": found[f"mp_rank_00_{stage + 2:03d}"]["model"],
+        }
+        for stage in (0, 1)
+    }
+    assert same(source, put(tmp_path / "iter_0000003", states))
+
+
+@pytest.mark.parametrize("kind", ["grouped by name", "grouped in one", "split over ranks"])
+def test_experts_as_others_store_them(kind: str, tmp_path: Path) -> None:
+    source = mega(tmp_path / "mega", {"moe": EXPERTS})
+    convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", tp=2))
+    states = ranks(tmp_path / "out")
+    out = {}
+    for name, state in states.items():
+        model, prefix = state["model"], "mlp.experts."
+        others = {key: value for key, value in model.items() if prefix not in key}
+        for ep in range(2 if kind == "split over ranks" else 1):
+            own = dict(others)
+            for layer in range(4):
+                head = f"decoder.layers.{layer}.{prefix}"
+                for number, one in enumerate(("linear_fc1", "linear_fc2"), start=1):
+                    tensors = [model[f"{head}local_experts.{expert}.{one}.weight"] for expert in range(4)]
+                    if kind == "grouped by name":
+                        own |= {f"{head}{one}.weight{expert}": tensor for expert, tensor in enumerate(tensors)}
+                    elif kind == "grouped in one":
+                        stacked = torch.stack(tensors).transpose(1, 2).contiguous()  # [E, in, out]
+                        wide = (16, -1) if number == 1 else (-1, 16)
+                        own[f"{head}weight{number}"] = stacked.view(wide)
+                    else:
+                        mine = tensors[2 * ep : 2 * ep + 2]
+                        own |= {f"{head}local_experts.{i}.{one}.weight": tensor for i, tensor in enumerate(mine)}
+            if kind == "split over ranks":
+                args = Namespace(**{**vars(state["args"]), "expert_model_parallel_size": 2})
+                out[f"{name}_{ep:03d}"] = state | {"args": args, "model": own}
+            else:
+                out[name] = state | {"model": own}
+    assert same(source, put(tmp_path / "iter_0000003", out))
+
+
+def test_folders(folder: Path) -> None:
+    """The root, the folder of an iteration, a tracker that names either."""
+    assert same(folder / "dist", folder / "dist" / "release")
+    assert same(folder / "dist", folder / "torch" / "release")
+    (folder / "torch" / "release").rename(folder / "dist" / "iter_0000012")
+    (folder / "dist" / "latest_checkpointed_iteration.txt").write_text("12\n")
+    assert MegatronSource(folder / "dist").contents.kind == "torch"
+    (folder / "dist" / "latest_checkpointed_iteration.txt").write_text("release")
+    assert MegatronSource(folder / "dist").contents.kind == "torch_dist"
+    assert not is_megatron(folder / "mega")
+
+
+TRACKERS = {
+    "": "is empty, instead of an iteration or 'release'",
+    "soon": "says 'soon', instead of an iteration",
+    "99": "says 99, but there is no iter_0000099",
+    "-1": "says '-1'",
+}
+
+
+@pytest.mark.parametrize("text", TRACKERS)
+def test_trackers_that_name_nothing(text: str, folder: Path) -> None:
+    (folder / "dist" / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(CheckpointError, match=TRACKERS[text]):
+        open_source(folder / "dist")
+
+
+def test_no_tracker(folder: Path) -> None:
+    (folder / "dist" / "latest_checkpointed_iteration.txt").unlink()
+    (folder / "dist" / "release").rename(folder / "dist" / "iter_0000012")
+    with pytest.raises(CheckpointError, match="there is no latest_checkpointed_iteration") as error:
+        open_source(folder / "dist")
+    assert "iter_0000012" in str(error.value)
+
+
+def test_settings_from_a_file(folder: Path) -> None:
+    """What the checkpoint lacks is named, and can be given."""
+    path = folder / "dist" / "release" / "common.pt"
+    rewrite(path, lambda state: [delattr(state["args"], name) for name in ("num_layers", "num_attention_heads")])
+    with pytest.raises(CheckpointError, match=r"num_layers is missing; num_attention_heads is missing") as error:
+        open_source(folder / "dist")
+    assert "--config" in str(error.value)
+    given = {"num_layers": 4, "num_attention_heads": 4}
+    assert open_source(folder / "dist", settings=given).model.num_layers == 4
+    rewrite(path, lambda state: state.pop("args"))
+    with pytest.raises(CheckpointError, match="hidden_size: required"):
+        open_source(folder / "dist", settings=given)
+    convert(folder / "dist", folder / "back", "mega", options=Options(settings=BASE))
+    assert same(folder / "mega" / "step-00000000", folder / "back")
+
+
+def test_settings_that_mega_has_not(folder: Path) -> None:
+    path = folder / "dist" / "release" / "common.pt"
+    rewrite(path, lambda state: state["args"].__dict__.update(apply_layernorm_1p=True, quick_geglu=True))
+    with pytest.raises(CheckpointError, match=r"quick_geglu is not supported.*apply_layernorm_1p"):
+        open_source(folder / "dist")
+
+
+def test_common_state_as_an_object(folder: Path) -> None:
+    """Newer versions have no common.pt."""
+    root = folder / "dist" / "release"
+    common = torch.load(root / "common.pt", weights_only=False)
+    metadata = pickle.loads((root / ".metadata").read_bytes())
+    file = root / "__1_0.distcp"
+    torch.save([common], file)
+    index = type(next(iter(metadata.storage_data)))("common_state/shard_0_1")
+    info = type(next(iter(metadata.storage_data.values())))
+    metadata.storage_data[index] = info(file.name, 0, file.stat().st_size)
+    (root / ".metadata").write_bytes(pickle.dumps(metadata))
+    (root / "common.pt").unlink()
+    assert same(folder / "dist", folder / "torch")
+
+
+def metadata_says(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def damage(root: Path) -> None:
+        metadata = pickle.loads((root / "dist/release/.metadata").read_bytes())
+        change(metadata)
+        (root / "dist/release/.metadata").write_bytes(pickle.dumps(metadata))
+
+    return damage
+
+
+def entry(metadata: Any, key: str = "output_layer.weight") -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == key)
+
+
+def set_(what: Any, **values: Any) -> None:
+    for name, value in values.items():
+        object.__setattr__(what, name, value)
+
+
+def shape(key: str, *sizes: int) -> Callable[[Any], None]:
+    return lambda metadata: setattr(metadata.state_dict_metadata[key], "size", torch.Size(sizes))
+
+
+def rename(old: str, new: str) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        metadata.state_dict_metadata[new] = metadata.state_dict_metadata.pop(old)
+        for index in [index for index in metadata.storage_data if index.fqn == old]:
+            info = metadata.storage_data.pop(index)
+            metadata.storage_data[type(index)(new, index.offset)] = info
+
+    return change
+
+
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "another folder's file": (
+        metadata_says(lambda m: set_(entry(m), relative_path="../../x.distcp")), "is not the plain name of a file"
+    ),
+    "an absolute file": (metadata_says(lambda m: set_(entry(m), relative_path="/etc/passwd")), "not the plain name"),
+    "a file that is not there": (metadata_says(lambda m: set_(entry(m), relative_path="__9_9.distcp")), "cannot be read"),
+    "past the end": (metadata_says(lambda m: set_(entry(m), offset=1 << 40)), "bytes long"),
+    "before the start": (metadata_says(lambda m: set_(entry(m), offset=-5)), "are not sizes"),
+    "another tensor": (
+        metadata_says(lambda m: set_(entry(m), offset=entry(m, QKV).offset, length=entry(m, QKV).length)),
+        "is not the tensor that .metadata says",
+    ),
+    "a terabyte": (metadata_says(shape("output_layer.weight", 1 << 36, 16)), "overlap or leave a part out"),
+    "a million layers": (metadata_says(shape(QKV, 1 << 30, 32, 16)), "leave a part out"),
+    "other sizes": (metadata_says(shape(QKV, 4, 48, 16)), "linear_qkv.weight has shape"),
+    "overlapping": (
+        metadata_says(lambda m: m.state_dict_metadata[QKV].chunks.append(m.state_dict_metadata[QKV].chunks[0])),
+        "overlap or leave a part out",
+    ),
+    "a part left out": (metadata_says(lambda m: m.state_dict_metadata[QKV].chunks.pop()), "leave a part out"),
+    "no tensor": (metadata_says(lambda m: m.state_dict_metadata.pop(QKV)), "there is no tensor .*linear_qkv.weight"),
+    "another model's tensor": (metadata_says(rename("output_layer.weight", "x.weight")), "no tensor output_layer.weight"),
+    "metadata of nothing": (metadata_says(lambda m: m.__dict__.clear()), "not the metadata of a torch_dist"),
+    "half the metadata": (
+        lambda root: (root / "dist/release/.metadata").write_bytes(b"\x80\x04}"), "damaged, or not a pickle"
+    ),
+    "a bomb for metadata": (
+        lambda root: (root / "dist/release/.metadata").write_bytes(BOMBS["a program"][0]), "asks for 'subprocess.Popen'"
+    ),
+    "half the tensors": (
+        lambda root: (root / "dist/release/__0_0.distcp").write_bytes(bytes(100)), "bytes long"
+    ),
+    "zeros for tensors": (
+        lambda root: (root / "dist/release/__0_0.distcp").write_bytes(
+            bytes((root / "dist/release/__0_0.distcp").stat().st_size)
+        ),
+        "damaged",
+    ),
+    "neither format": (lambda root: (root / "dist/release/.metadata").unlink(), "neither a torch_dist checkpoint"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_torch_dist(what: str, folder: Path) -> None:
+    damage, said = DAMAGE[what]
+    damage(folder)
+    with pytest.raises(CheckpointError, match=said) as error:
+        weights(open_source(folder / "dist"))
+    assert "\n" not in error.value.message
+
+
+def rank_says(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return lambda root: rewrite(root / "torch/release/mp_rank_01_001" / FILE, change)
+
+
+FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
+LEGACY_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a rank left out": (
+        lambda root: shutil.rmtree(root / "torch/release/mp_rank_01_000"), "tp rank 1, pp rank 0, ep rank 0 is missing"
+    ),
+    "no file": (lambda root: (root / "torch/release/mp_rank_01_000" / FILE).unlink(), "there is no model_optim_rng.pt"),
+    "an empty file": (lambda root: (root / "torch/release/mp_rank_01_000" / FILE).write_bytes(b""), "damaged"),
+    "no tensor": (rank_says(lambda state: state["model"].pop(FC1)), "linear_fc1.weight overlap or leave a part out"),
+    "another tensor": (
+        rank_says(lambda state: state["model"].update({"decoder.x": torch.ones(2)})), "the tensor decoder.x is not one"
+    ),
+    "other sizes": (
+        rank_says(lambda state: state["model"].update({FC1: torch.ones(8, 16)})), "overlap or leave a part out"
+    ),
+    "no model": (rank_says(lambda state: state.pop("model")), "overlap or leave a part out"),
+    "an older model": (rank_says(lambda state: state.update(model={"language_model": {}})), "from before Megatron-Core"),
+    "a list": (
+        lambda root: torch.save([1], root / "torch/release/mp_rank_01_001" / FILE), "not the file of a rank"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LEGACY_DAMAGE)
+def test_damaged_torch(what: str, folder: Path) -> None:
+    damage, said = LEGACY_DAMAGE[what]
+    damage(folder)
+    with pytest.raises(CheckpointError, match=said) as error:
+        weights(open_source(folder / "torch"))
+    assert "\n" not in error.value.message
+
+
+NOT_MEGATRON: dict[str, dict[str, Any]] = {
+    "norm_position = 'post'": {"norm_position": "post"},
+    "parallel_residual = True": {"parallel_residual": True},
+    "mlp_bias = True|qkv_bias = False": {"mlp_bias": True},
+    "activation = 'geglu'": {"activation": "geglu"},
+    "rope.theta = 10000.5": {"rope": {"theta": 10000.5}},
+    "logit_softcap = 30.0": {"logit_softcap": 30.0},
+    r"moe\.group_score = 'top2'": {"moe": EXPERTS | {"groups": 2, "top_groups": 2, "group_score": "top2"}},
+    r"mla\.norm_eps = 1e-06": {**LATENT, "mla": {**LATENT["mla"], "norm_eps": 1e-6}},
+    "layernorm": {"qk_norm": True, "norm": "layernorm"},
+}
+
+
+@pytest.mark.parametrize("said", NOT_MEGATRON)
+def test_models_that_megatron_has_not(said: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"Megatron cannot express this model: .*({said})"):
+        convert(mega(tmp_path / "mega", NOT_MEGATRON[said]), tmp_path / "out", "megatron")
+    assert not (tmp_path / "out").exists()
+
+
+def test_layouts_that_do_not_divide(tmp_path: Path) -> None:
+    source = mega(tmp_path / "mega", {})
+    for options, said in (
+        ({"pp": 3}, "pp = 3 does not divide the 4 layers"),
+        ({"tp": 4}, "tp = 4 does not divide the 2 key/value heads"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", **options))
+    assert not (tmp_path / "out").exists()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "llama3": {"rope": {"scaling": "llama3", "factor": 8.0, "original_max_position": 8192, "theta": 5e5}},
+    "linear": {"rope": {"scaling": "linear", "factor": 4.0, "fraction": 0.5}},
+    "yarn": {"rope": {"scaling": "yarn", "factor": 40.0, "original_max_position": 4096, "mscale": 0.7, "mscale_all_dim": 0.9}},
+    "window": {"sliding_window": 7},
+    "latent": {**LATENT, "rope": {"interleaved": True, "scaling": "yarn", "factor": 40.0, "original_max_position": 4096}},
+    "experts": {
+        "moe": EXPERTS | {
+            "score": "sigmoid", "groups": 2, "top_groups": 1, "group_score": "top2", "selection_bias": True, "bias_rate": 0.01,
+            "scaling": 2.5, "aux_loss": 0.1, "aux_loss_scope": "batch", "layers": [1, 2, 3], "shared_ffn_hidden_size": 8,
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_there_and_back(name: str) -> None:
+    model = ModelConfig.parse(BASE | SETTINGS[name])
+    found = read_args(write_args(model), "x")
+    different = {field for field in SETTINGS[name] if getattr(found, field) != getattr(model, field)}
+    assert not different
+    assert json.loads(json.dumps(write_args(model)))["padded_vocab_size"] == 128
+
+
+def test_reading_a_part_reads_the_bytes_of_that_part(folder: Path) -> None:
+    source = open_source(folder / "dist")
+    for name in source.keys():  # noqa: SIM118
+        whole = source.read(name)
+        offset = tuple(n // 3 for n in whole.shape)
+        extent = tuple(max(1, n // 2) for n in whole.shape)
+        window = tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))
+        assert torch.equal(source.read_slice(name, offset, extent), whole[window])
+        assert math.prod(whole.shape) == whole.numel()

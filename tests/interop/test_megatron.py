@@ -1,0 +1,124 @@
+"""Checkpoints of Megatron-Core itself: it saves and mega computes the same; mega writes and it loads, strictly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron_oracle
+import pytest
+import torch
+
+from mega_ckpt.convert import Options, convert
+from mega_ckpt.source import open_source
+from mega_eval.load import load_model
+
+pytest.importorskip("megatron.core", reason="the reference implementation")
+
+BASE: dict[str, Any] = {
+    "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 4,
+    "group_query_attention": False, "kv_channels": 8, "normalization": "RMSNorm", "norm_epsilon": 1e-5, "swiglu": True,
+    "openai_gelu": False, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "num_experts": None,
+    "padded_vocab_size": 64, "vocab_size": 64, "max_position_embeddings": 64,
+    "untie_embeddings_and_output_weights": True, "position_embedding_type": "rope", "rotary_percent": 1.0,
+    "rotary_base": 10000, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "moe_router_pre_softmax": False, "multi_latent_attention": False,
+}  # fmt: skip
+GROUPED = {"group_query_attention": True, "num_query_groups": 2}
+EXPERTS = {
+    "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": None,
+}  # fmt: skip
+# name: what differs from BASE, and the layout that Megatron saves it in
+MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "grouped-bias-odd-vocabulary": ({**GROUPED, "add_qkv_bias": True, "vocab_size": 61}, {"tp": 2, "pp": 2}),
+    "tied-normed": ({**GROUPED, "untie_embeddings_and_output_weights": False, "qk_layernorm": True}, {"tp": 2, "pp": 2}),
+    "gpt": (
+        {
+            "normalization": "LayerNorm", "swiglu": False, "add_bias_linear": True, "kv_channels": 10,
+            "position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False,
+        },
+        {"tp": 2, "pp": 1},
+    ),
+    "experts": ({**GROUPED, **EXPERTS}, {"tp": 1, "pp": 2, "ep": 2}),
+    "experts-shared": ({**EXPERTS, "moe_shared_expert_intermediate_size": 40}, {"tp": 2, "pp": 1}),
+    "latent": (
+        {
+            "multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 6,
+            "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "rope_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 0.7,
+            "mscale_all_dim": 0.9,
+        },
+        {"tp": 2, "pp": 2},
+    ),
+    "interleaved": ({}, {"tp": 1, "pp": 2, "vp": 2}),
+}  # fmt: skip
+
+
+def run(jobs: list[dict[str, Any]], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, megatron_oracle.__file__, str(folder / "jobs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every model as Megatron saves it, in both formats, with its logits."""
+    root, jobs = tmp_path_factory.mktemp("theirs"), []
+    for name, (changes, layout) in MODELS.items():
+        places = {"folder": str(root / name / "iter_0000007"), "legacy": str(root / f"{name}-legacy")}
+        jobs.append({"do": "save", "args": BASE | changes, **layout, **places})
+        jobs.append({"do": "load", "folder": places["folder"]})
+    run(jobs, root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every model as mega writes it after a way through a checkpoint of its own, loaded by Megatron: its logits.
+
+    Its older format is loaded strictly too, and gives the same tensors on every rank.
+    """
+    root, jobs = tmp_path_factory.mktemp("ours"), []
+    for name in MODELS:
+        convert(theirs / name, root / "mega" / name, "mega", verify=True)
+        convert(root / "mega" / name, root / name, "megatron", options=Options(tp=2), verify=True)
+        jobs.append({"do": "load", "folder": str(root / name / "release"), "tp": 2})
+        for tp, pp in ((2, 1), (2, 2)):
+            legacy = root / f"{name}-{tp}-{pp}"
+            options = Options(megatron_format="torch", tp=tp, pp=pp, implementation="local")
+            convert(root / "mega" / name, legacy, "megatron", options=options)
+            same = {"folder": str(legacy / "release"), "like": str(root / name / "release"), "tp": tp, "pp": pp}
+            jobs.append({"do": "load legacy", **same})
+    run(jobs, root)
+    return root
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model, config = load_model(folder), open_source(folder).model
+    tokens = megatron_oracle.tokens(config.vocab_size)
+    positions = torch.arange(tokens.shape[1])[None]
+    with torch.no_grad():
+        return model.logits(model(model.embed(tokens, positions), model.context(positions)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_megatron_saves_mega_reads(theirs: Path, name: str) -> None:
+    expected = torch.load(theirs / name / "iter_0000007.pt")
+    assert expected.std() > 0.1, "logits that say nothing"
+    torch.testing.assert_close(logits(theirs / name), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_mega_writes_megatron_loads(theirs: Path, ours: Path, name: str) -> None:
+    expected = torch.load(theirs / name / "iter_0000007.pt")
+    torch.testing.assert_close(torch.load(ours / name / "release.pt"), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_files_of_all_ranks_are_the_same_model(theirs: Path, name: str) -> None:
+    dist, legacy = open_source(theirs / name), open_source(theirs / f"{name}-legacy")
+    assert all(torch.equal(dist.read(key), legacy.read(key)) for key in dist.keys())  # noqa: SIM118

@@ -1,0 +1,249 @@
+"""Megatron-Core on CPU, as the reference of its own formats: saves models, loads folders, tells their logits.
+
+    python megatron_oracle.py jobs.json
+
+Jobs, over four ranks with gloo:
+
+    {"do": "save", "args": {...}, "tp": 2, "pp": 2, "ep": 1, "vp": 1, "folder": ..., "legacy": ...}
+    {"do": "load", "folder": ..., "tp": 1}        leaves the logits of `tokens` in <folder>.pt
+    {"do": "load legacy", "folder": ..., "tp": 2, "pp": 2, "like": a torch_dist folder}
+
+A process by itself: Megatron's writer starts processes, which those of the tests' fork server may not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import sys
+import tempfile
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLD = 4
+
+
+def tokens(vocab_size: int) -> torch.Tensor:
+    return torch.randint(vocab_size, (2, 17), generator=torch.Generator().manual_seed(7))
+
+
+class _NoTracker:
+    @contextlib.contextmanager
+    def fork(self, name: str = "") -> Any:
+        yield
+
+
+def _prepare() -> None:
+    """What Megatron asks of CUDA although nothing here needs it."""
+    warnings.simplefilter("ignore")
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_device = lambda: "cpu"
+    torch.Tensor.cuda = lambda tensor, *_: tensor
+    random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoTracker(), True
+    moe_utils.te_general_gemm = None
+    multi_latent_attention.TELinear = multi_latent_attention.TEColumnParallelLinear = _Attention  # any class
+    filesystem_async._process_memory = lambda: 0  # asks for psutil
+    filesystem_async._results_queue = queue.Queue()  # else of a process of its own
+
+
+def _config(args: Namespace) -> Any:
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    functions = {"swiglu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+    experts = {} if not args.num_experts else {
+        "num_moe_experts": args.num_experts, "moe_router_topk": args.moe_router_topk,
+        "moe_ffn_hidden_size": args.moe_ffn_hidden_size, "moe_token_dispatcher_type": "allgather",
+        "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
+        "moe_router_pre_softmax": args.moe_router_pre_softmax, "moe_aux_loss_coeff": 0.0,
+    }  # fmt: skip
+    latent = {} if not args.multi_latent_attention else {
+        "q_lora_rank": args.q_lora_rank, "kv_lora_rank": args.kv_lora_rank, "qk_head_dim": args.qk_head_dim,
+        "qk_pos_emb_head_dim": args.qk_pos_emb_head_dim, "v_head_dim": args.v_head_dim, "rope_type": args.rope_type,
+        "rotary_base": args.rotary_base, "mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim,
+        "rotary_scaling_factor": args.rotary_scaling_factor, "multi_latent_attention": True,
+    }  # fmt: skip
+    kind = MLATransformerConfig if latent else TransformerConfig
+    return kind(
+        num_layers=args.num_layers, hidden_size=args.hidden_size, ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads, num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels, normalization=args.normalization, layernorm_epsilon=args.norm_epsilon,
+        gated_linear_unit=args.swiglu, activation_func=functions["swiglu" if args.swiglu else "gelu"],
+        add_bias_linear=args.add_bias_linear, add_qkv_bias=args.add_qkv_bias, qk_layernorm=args.qk_layernorm,
+        hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, bias_activation_fusion=False,
+        bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
+        gradient_accumulation_fusion=False, pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=args.tp, pipeline_model_parallel_size=args.pp, expert_model_parallel_size=args.ep,
+        virtual_pipeline_model_parallel_size=args.vp if args.vp > 1 else None,
+        **experts, **latent,
+    )  # fmt: skip
+
+
+class _Attention(torch.nn.Module):
+    """What latent attention asks of an attention; Megatron's own takes no heads whose values have another size."""
+
+    def __init__(self, *_: Any, softmax_scale: float, **__: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        heads = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [S, B, H, d] -> [B, H, S, d]
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _models(args: Namespace) -> list[Any]:
+    """The chunks of this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        args.tp, args.pp, args.vp if args.vp > 1 else None, expert_model_parallel_size=args.ep
+    )
+    spec = get_gpt_layer_local_spec(
+        num_experts=args.num_experts,
+        qk_layernorm=args.qk_layernorm,
+        normalization=args.normalization,
+        multi_latent_attention=args.multi_latent_attention,
+    )
+    if args.multi_latent_attention:
+        spec.submodules.self_attention.submodules.core_attention = _Attention
+    out = []
+    for stage in range(args.vp):
+        places = {"vp_stage": stage} if args.vp > 1 else {}
+        out.append(
+            GPTModel(
+                _config(args), spec, args.padded_vocab_size, args.max_position_embeddings, parallel_output=False,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=args.vp == 1, vp_stage=stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=args.vp == 1, vp_stage=stage),
+                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+                position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
+                rotary_base=args.rotary_base, rope_scaling=args.use_rope_scaling,
+                rope_scaling_factor=args.rope_scaling_factor, **places,
+            ).eval()
+        )  # fmt: skip
+    return out
+
+
+def _save(job: dict[str, Any]) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
+
+    tp, pp, ep, vp = (job.get(name, 1) for name in ("tp", "pp", "ep", "vp"))
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
+    args = Namespace(**job["args"], **sizes, tp=tp, pp=pp, ep=ep, vp=vp)
+    models = _models(args)
+    generator = torch.Generator().manual_seed(dist.get_rank() % (args.tp * args.pp * args.ep))
+    with torch.no_grad():
+        for model in models:
+            for name, parameter in model.named_parameters():
+                replicated = "layernorm" in name or "router" in name or name.endswith(("proj.bias", "fc2.bias"))
+                shared = torch.Generator().manual_seed(11) if replicated or "embedding" in name else generator
+                parameter.add_(torch.randn(parameter.shape, generator=shared), alpha=0.1)
+            for module in model.modules():
+                if getattr(module, "expert_bias", None) is not None:
+                    module.expert_bias.normal_(generator=torch.Generator().manual_seed(3))
+            if (
+                args.pp > 1
+                and not args.untie_embeddings_and_output_weights
+                and (model.pre_process or model.post_process)
+            ):
+                weight = model.shared_embedding_or_output_weight()
+                weight.normal_(
+                    std=0.3, generator=torch.Generator().manual_seed(parallel_state.get_tensor_model_parallel_rank())
+                )
+    names = [f"model{i}" for i in range(len(models))] if len(models) > 1 else ["model"]
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+    folder = Path(job["folder"])
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+        (folder.parent / "latest_checkpointed_iteration.txt").write_text("7")
+    dist.barrier()
+    sharded = {name: model.sharded_state_dict() for name, model in zip(names, models, strict=True)}
+    dist_checkpointing.save({**common, **sharded}, str(folder))
+    if job.get("legacy"):
+        _save_legacy(
+            job, args, {**common, **{name: model.state_dict() for name, model in zip(names, models, strict=True)}}
+        )
+
+
+def _save_legacy(job: dict[str, Any], args: Namespace, state: dict[str, Any]) -> None:
+    from megatron.core import parallel_state
+
+    if parallel_state.get_expert_data_parallel_rank() if args.ep > 1 else parallel_state.get_data_parallel_rank():
+        return
+    place = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    place += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if args.pp > 1 else ""
+    place += f"_{parallel_state.get_expert_model_parallel_rank():03d}" if args.ep > 1 else ""
+    folder = Path(job["legacy"]) / "iter_0000007" / place
+    folder.mkdir(parents=True)
+    torch.save(state, folder / "model_optim_rng.pt")
+    (Path(job["legacy"]) / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def _load(job: dict[str, Any]) -> None:
+    """Load with the defaults of Megatron, which are strict, and keep the logits."""
+    folder = Path(job["folder"])
+    (model,), args, state = _loaded(folder, job.get("tp", 1), 1)
+    model.load_state_dict(state["model"])
+    ids = tokens(args.vocab_size)
+    positions = torch.arange(ids.shape[1])[None].expand_as(ids)
+    mask = torch.ones(1, 1, ids.shape[1], ids.shape[1]).tril().logical_not()
+    with torch.no_grad():
+        logits = model(ids, positions, mask)[..., : args.vocab_size]
+    if dist.get_rank() == 0:
+        torch.save(logits, folder.with_suffix(".pt"))
+
+
+def _loaded(folder: Path, tp: int, pp: int) -> tuple[list[Any], Namespace, dict[str, Any]]:
+    from megatron.core import dist_checkpointing
+
+    args = dist_checkpointing.load_common_state_dict(str(folder))["args"]
+    args.tp, args.pp, args.ep, args.vp = tp, pp, 1, 1
+    models = _models(args)
+    return models, args, dist_checkpointing.load({"model": models[0].sharded_state_dict()}, str(folder))
+
+
+def _load_legacy(job: dict[str, Any]) -> None:
+    """Every rank's file into the modules of that rank, strictly: what they hold then is what `like` gives them."""
+    from megatron.core import parallel_state
+
+    (model,), args, state = _loaded(Path(job["like"]), job["tp"], job["pp"])
+    model.load_state_dict(state["model"])
+    expected = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    place = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    place += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if args.pp > 1 else ""
+    found = torch.load(Path(job["folder"]) / place / "model_optim_rng.pt", weights_only=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(found["model"])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def _rank(rank: int, jobs: list[dict[str, Any]], store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    _prepare()
+    for job in jobs:
+        {"save": _save, "load": _load, "load legacy": _load_legacy}[job["do"]](job)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        work = json.loads(Path(sys.argv[1]).read_text())
+        torch.multiprocessing.spawn(_rank, (work, f"{scratch}/store"), WORLD, daemon=False)
