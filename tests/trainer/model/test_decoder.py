@@ -121,8 +121,9 @@ def test_loss_is_the_cross_entropy_of_the_logits(softcap: float | None) -> None:
     torch.testing.assert_close(total, (expected * weights).sum())
 
 
-def test_zero_centred_norms_start_from_zero_and_compute_what_plain_ones_do() -> None:
-    fields = {"norm_position": "both", "qk_norm": True, "norm": "layernorm"}
+@pytest.mark.parametrize("span", ["head", "all"])
+def test_zero_centred_norms_start_from_zero_and_compute_what_plain_ones_do(span: str) -> None:
+    fields = {"norm_position": "both", "qk_norm": True, "norm": "layernorm", "qk_norm_span": span}
     plain, centred = made(config(**fields)), made(config(**fields, zero_centered_norm=True))
     data, norms = batch(plain.config), 0
     for mine, theirs in zip(plain.parameters(), centred.parameters(), strict=True):
