@@ -218,6 +218,30 @@ def average(
     print(output)
 
 
+@app.command(epilog="Example: mega ckpt upcycle models/Llama-3.2-1B out/moe --experts 8 --top-k 2")
+def upcycle(
+    source: Checkpoint,
+    destination: Annotated[str, typer.Argument(help="The mega checkpoint to make.")],
+    experts: Annotated[int, typer.Option(help="Experts of every layer.", min=1)],
+    top_k: Annotated[int, typer.Option(help="Experts of a token.", min=1)],
+    expert_ffn: Annotated[
+        int | None, typer.Option(help="Width of an expert, of which a whole number make up the dense width.", min=1)
+    ] = None,
+    aux_loss: Annotated[
+        float, typer.Option(help="Weight of the load balancing loss, for later training.", min=0)
+    ] = 0.01,
+    seed: Annotated[int, typer.Option(help="Of the router's weights.")] = 1234,
+) -> None:
+    """Make a mixture of experts of a dense model: copies of its feed-forward blocks, or slices of them, and a new router.
+
+    What it computes is what the dense model computes, until it is trained further.
+    """
+    from mega_ckpt.upcycle import upcycle
+
+    upcycle(source, destination, experts=experts, top_k=top_k, expert_ffn=expert_ffn, aux_loss=aux_loss, seed=seed)
+    print(destination)
+
+
 RepoId = Annotated[str, typer.Argument(help="The repository on the hub: user/name.")]
 
 

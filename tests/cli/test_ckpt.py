@@ -140,6 +140,14 @@ def test_average(run: Path, tmp_path: Path) -> None:
             call("average", run, other, "--output", tmp_path / "out", "--weights", weights)
 
 
+def test_upcycle(run: Path, tmp_path: Path) -> None:
+    made = tmp_path / "moe"
+    assert call("upcycle", run, made, "--experts", "4", "--top-k", "2", "--expert-ffn", "12").strip() == str(made)
+    assert json.loads(call("inspect", made, "--json"))["step"] == 0
+    with pytest.raises(ConfigError, match="does not divide"):
+        call("upcycle", run, tmp_path / "other", "--experts", "4", "--top-k", "2", "--expert-ffn", "7")
+
+
 def test_push_and_pull(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("mega_ckpt.hub.push", lambda *args, **options: asked.append((args, options)) or "address")
@@ -154,7 +162,7 @@ def test_push_and_pull(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_help_has_examples_and_needs_no_torch() -> None:
-    for command in ("convert", "inspect", "verify", "diff", "prune", "average", "push", "pull"):
+    for command in ("convert", "inspect", "verify", "diff", "prune", "average", "upcycle", "push", "pull"):
         assert f"Example: mega ckpt {command}" in " ".join(call(command, "--help").split())
     code = "import sys, mega_cli.ckpt; sys.exit('torch' in sys.modules or 'mega_ckpt' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

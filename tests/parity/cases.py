@@ -171,13 +171,14 @@ def degrees(ranks: int, tps: Sequence[int], cp: int = 1) -> Iterator[dict[str, A
 
 
 def expert_degrees(name: str, ranks: int, shape: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A layout with every combination of ep and expert_tp, where the model has experts; some draw one."""
+    """A layout with every combination of ep and expert_tp, where the model has experts; beside context parallelism or other
+    schedules, and for `deepseek`, one that is drawn."""
     if "moe" not in MODELS[name]:
         yield dict(shape)
         return
     stage = ranks // shape["pp"]
     degrees = [pair for pair in product((1, 2, 4, 8), (1, 2, 4)) if stage % math.prod(pair) == 0]
-    if degrees and (name == "deepseek" or "cp" in shape):
+    if degrees and (name == "deepseek" or not {"cp", "schedule", "zero3_shard"}.isdisjoint(shape)):
         degrees = [random.Random(f"{ranks} {shape}").choice(degrees)]
     for ep, expert_tp in degrees:
         yield {**shape, "ep": ep, "expert_tp": expert_tp}

@@ -41,9 +41,9 @@ def pipelines(precision: str) -> list[Case]:
             precision=precision,
         )
         for shape in shapes
-        for model, micro in [("gqa", 1), ("dense", 4), ("tied", 2), ("mla", 2)]
+        for model, micro in [("gqa", 1), ("dense", 4), ("tied", 2), ("mla", 2), ("moe", 2)]
         # which has both uses of an embedding on one rank
-        if model not in ("tied", "mla") or shape.get("schedule") == "zbv"
+        if model not in ("tied", "mla", "moe") or shape.get("schedule") == "zbv"
     ]  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def bits(cases: list[tuple[Case, Case]]) -> list[list[str] | None]:
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_any_schedule_computes_what_serial_microbatches_compute(precision: str) -> None:
     cases = [serial(other) for other in pipelines(precision)]
-    assert not told([b for _, b in cases], run_ranks(bits, 4, cases))
+    assert not told([b for _, b in cases], run_ranks(bits, 4, cases, timeout=240))
 
 
 def test_a_tied_embedding_is_summed_over_two_stages_in_another_order() -> None:
@@ -78,6 +78,8 @@ def zero_levels() -> list[tuple[Case, Case]]:
         ("mla", 4, {"pp": 2}, LARGE, "adamw", "fp64"),
         ("tied", 4, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 1000, "muon", "fp64"),
         ("long", 4, {"cp": 2}, 1000, "adamw", "bf16"),
+        ("moe", 4, {"ep": 2}, 1000, "adamw", "bf16"),
+        ("moe", 4, {"tp": 2, "sp": True}, LARGE, "muon", "fp64"),
     ]
     plain = [
         case(
@@ -100,6 +102,7 @@ def fully_sharded() -> list[tuple[Case, Case]]:
     shapes = [
         ("dense", 4, {}, 0.1), ("tied", 3, {}, 0.1), ("gqa", 3, {}, 0.0), ("gqa", 4, {"tp": 2}, 0.0),
         ("tied", 4, {"tp": 2, "sp": True}, 0.1), ("long", 4, {"cp": 2}, 0.1),
+        ("moe", 4, {"ep": 2}, 0.1), ("moe", 4, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2}, 0.1),
     ]  # fmt: skip
     plain = [
         case(
@@ -127,6 +130,9 @@ def recomputed() -> list[tuple[Case, Case]]:
         case("tied", 2, parallel={"pp": 2, "schedule": "zbv", "virtual_stages": 2}, layers=4, micro=1),
         *(case("long", 2, parallel={"cp": 2, "cp_kind": kind}, micro=4, precision="bf16") for kind in CONTEXT),
         case("tied", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, micro=4),
+        case("moe", 2, parallel={"ep": 2}, micro=2, precision="bf16"),
+        case("moe", 2, parallel={"tp": 2, "sp": True, "ep": 2}, micro=4),
+        case("moe", 2, parallel={"pp": 2, "schedule": "zb-h1"}, layers=3, micro=2, precision="bf16"),
     ]
     ways = [{"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}]
     return [(one, replace(one, recompute=way)) for one in plain for way in ways]
@@ -148,6 +154,8 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
         ("gqa", 1, {}, "bf16", "adamw"),
         ("tied", 2, {"tp": 2, "sp": True}, "fp32", "muon"),
         ("gqa", 4, {"tp": 4}, "bf16", "muon"),
+        ("moe", 4, {"tp": 2, "ep": 4, "zero": 1}, "bf16", "adamw"),
+        ("moe", 4, {"ep": 2, "expert_tp": 2, "zero": 3}, "fp32", "adamw"),
         ("dense", 2, {"zero": 1}, "fp32", "adamw"),
         ("tied", 4, {"tp": 2, "zero": 1}, "bf16", "muon"),
         ("tied", 4, {"pp": 2, "virtual_stages": 2, "zero": 1}, "fp32", "adamw"),
@@ -179,6 +187,22 @@ def moves() -> list[tuple[Case, Case]]:
         )
         for pair, (model, rule) in zip(pairwise(shapes), rules, strict=False)
     ]
+
+
+def test_experts_move(tmp_path: Path) -> None:
+    """With them the biases of their choice."""
+    shapes = [
+        (1, {}), (4, {"ep": 4, "zero": 1}), (4, {"pp": 2, "tp": 2, "ep": 2}), (4, {"ep": 2, "expert_tp": 2, "zero": 3}),
+        (4, {"cp": 2, "ep": 2, "zero": 2}), (2, {"expert_tp": 2, "tp": 2, "sp": True}),
+    ]  # fmt: skip
+    cases = [
+        tuple(case("moe", ranks, layers=3, parallel=parallel, micro=2) for ranks, parallel in pair)
+        for pair in pairwise(shapes)
+    ]
+    for (before, after), *found in zip(cases, *run_ranks(moved, 4, cases, tmp_path), strict=True):
+        where, held = f"{before} -> {after}", [one for one in found if one is not None]
+        assert not [name for one in held for name in one.unlike], where
+        assert not verdict(after, [one.then for one in held]).problem(1e-10), where
 
 
 def test_main_weights_and_moments_of_a_bf16_run_move_bit_for_bit(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parity.cases import Case, all_layouts, covering
+from parity.cases import Case, all_layouts, case, covering
 from parity.worker import Verdict, sweep, verdicts
 from ranks import run_ranks
 
@@ -18,11 +18,26 @@ def test_a_covering_of_all_layouts() -> None:
     assert not [problem for one in results(covering(all_layouts(), 40), 8) if (problem := one.problem(1e-10))]
 
 
+def test_experts_with_a_capacity_and_with_losses_over_the_batch() -> None:
+    """The latter are of a micro-batch of all data ranks, so that of one process must be as large."""
+    base = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "layers": [1], "z_loss": 0.01, "aux_loss": 0.1}
+    shapes = [
+        (2, {}, 4), (2, {"tp": 2, "sp": True, "ep": 2}, 8), (4, {"tp": 2, "ep": 4}, 4), (4, {"cp": 2, "ep": 2}, 4),
+        (4, {"tp": 2, "cp": 2, "sp": True, "expert_tp": 2}, 8),
+    ]  # fmt: skip
+    cases = [
+        case("moe", ranks, parallel=parallel, micro=micro, variant={"moe": {**base, **more}})
+        for ranks, parallel, micro in shapes
+        for more in ({"aux_loss_scope": "batch"}, {"capacity_factor": 0.8, "score": "sigmoid"})
+    ]
+    assert not [problem for one in results(cases, 4) if (problem := one.problem(1e-10))]
+
+
 def test_in_fp32() -> None:
     """Not of `tied`, whose key bias no softmax sees, so that its gradient is zero but for rounding; and what was divided
     by the root of a small moment, or went through Muon's iteration, has its rounding multiplied."""
-    small = [case for case in all_layouts() if case.ranks <= 4 and case.name != "tied"]
-    for one in results([replace(case, precision="fp32") for case in covering(small, 8)], 4):
+    small = [one for one in all_layouts() if one.ranks <= 4 and one.name != "tied"]
+    for one in results([replace(it, precision="fp32") for it in covering(small, 8)], 4):
         first = {kind: one.errors[kind] for kind in ("loss", "norm", "gradients")}
         assert not replace(one, errors=first).problem(1e-5)
         assert not one.problem(1e-4)

@@ -48,6 +48,20 @@ def lines(raw: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(raw["output"]) / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_routers_tell_what_they_do(settings: Settings, tmp_path: Path) -> None:
+    raw = settings(train={"steps": 2})
+    moe = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8, "aux_loss": 0.1, "z_loss": 0.01}
+    routed = {**raw, "model": {**raw["model"], "moe": moe}, "output": str(tmp_path / "routed")}
+    trained(raw)
+    trained(routed)
+    keys = {"aux_loss", "z_loss", "expert_load_max", "expert_load_min", "drop_rate", "router_entropy"}
+    for dense, sparse in zip(lines(raw), lines(routed), strict=True):
+        assert not keys & dense.keys()
+        assert keys <= sparse.keys()
+        assert sparse["expert_load_min"] <= 1 <= sparse["expert_load_max"]
+        assert sparse["drop_rate"] == 0
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 def test_resume_is_bitwise(settings: Settings, tmp_path: Path, precision: str) -> None:
     straight = settings(precision=precision, train={"steps": 6}, output=str(tmp_path / "straight"))

@@ -45,12 +45,12 @@ def prune(source: str | Place, destination: str | Place) -> None:
         CheckpointError: when the source is no complete mega checkpoint or is damaged, or `destination` exists. Nothing
             is left behind then.
     """
-    with _new_folder(destination) as folder:
+    with new_folder(destination) as folder:
         checkpoint = Checkpoint.open(checkpoint_folder(source))
         held = MegaSource(checkpoint)
         note = {"source": str(checkpoint.folder), "without": sorted(_others(checkpoint))}
         provenance = {**checkpoint.manifest.provenance, "pruned": note}
-        _write(held, held.read_slice, folder, "pruning", step=checkpoint.step, provenance=provenance)
+        write_weights(held, held.read_slice, folder, "pruning", step=checkpoint.step, provenance=provenance)
 
 
 def average(
@@ -73,7 +73,7 @@ def average(
             behind then.
     """
     shares = _shares(len(sources), weights)
-    with _new_folder(destination) as folder:
+    with new_folder(destination) as folder:
         opened = [open_source(path) for path in sources]
         for path, source in zip(sources[1:], opened[1:], strict=True):
             _check_same(opened[0].model, source.model, sources[0], path)
@@ -89,10 +89,10 @@ def average(
             {"source": str(checkpoint_folder(path)), "weight": share}
             for path, share in zip(sources, shares, strict=True)
         ]
-        _write(opened[0], mean, folder, "averaging", step=0, provenance={"average": note})
+        write_weights(opened[0], mean, folder, "averaging", step=0, provenance={"average": note})
 
 
-def _write(
+def write_weights(
     source: Source,
     read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor],
     folder: Place,
@@ -154,7 +154,7 @@ def _check_same(one: ModelConfig, other: ModelConfig, first: str | Place, path: 
 
 
 @contextlib.contextmanager
-def _new_folder(destination: str | Place) -> Iterator[Place]:
+def new_folder(destination: str | Place) -> Iterator[Place]:
     """A folder to fill, which becomes `destination` on leaving without an error and is removed otherwise."""
     there = place(destination)
     if isinstance(there, Remote):
