@@ -66,6 +66,8 @@ def _config(args: Namespace) -> Any:
         "moe_ffn_hidden_size": args.moe_ffn_hidden_size, "moe_token_dispatcher_type": "allgather",
         "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
         "moe_router_pre_softmax": args.moe_router_pre_softmax, "moe_aux_loss_coeff": 0.0,
+        "moe_layer_freq": args.moe_layer_freq, "moe_router_score_function": args.moe_router_score_function,
+        "moe_router_enable_expert_bias": args.moe_router_enable_expert_bias,
     }  # fmt: skip
     latent = {} if not args.multi_latent_attention else {
         "q_lora_rank": args.q_lora_rank, "kv_lora_rank": args.kv_lora_rank, "qk_head_dim": args.qk_head_dim,
@@ -106,7 +108,7 @@ def _models(args: Namespace) -> list[Any]:
     """The chunks of this rank."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -118,6 +120,8 @@ def _models(args: Namespace) -> list[Any]:
         normalization=args.normalization,
         multi_latent_attention=args.multi_latent_attention,
     )
+    if args.num_experts and args.moe_layer_freq != 1:
+        spec = get_gpt_decoder_block_spec(_config(args), use_transformer_engine=False, normalization=args.normalization)
     if args.multi_latent_attention:
         spec.submodules.self_attention.submodules.core_attention = _Attention
     out = []

@@ -31,6 +31,7 @@ BASE: dict[str, Any] = {
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 EXPERTS = {
     "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": None,
+    "moe_layer_freq": 1, "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
 }  # fmt: skip
 # name: what differs from BASE, and the layout that Megatron saves it in
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
@@ -45,6 +46,13 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     ),
     "experts": ({**GROUPED, **EXPERTS}, {"tp": 1, "pp": 2, "ep": 2}),
     "experts-shared": ({**EXPERTS, "moe_shared_expert_intermediate_size": 40}, {"tp": 2, "pp": 1}),
+    "experts-in-some-layers": (
+        {
+            **EXPERTS, "moe_layer_freq": [0, 1, 1, 0], "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        },
+        {"tp": 1, "pp": 2, "ep": 2},
+    ),
     "latent": (
         {
             "multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 6,
