@@ -221,6 +221,15 @@ def test_a_selection_bias_stays_in_fp32(predictor: Path, tmp_path: Path) -> None
         assert others == {torch.bfloat16 if folder == predictor else torch.float16}
 
 
+def test_experts_of_two_dtypes_are_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "hf", "mixtral")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    save_file(tensors | {name: tensors[name].half()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} has another dtype than .*experts.0.w1.weight"):
+        open_source(folder)
+
+
 def test_predictors_that_are_left_out_and_copies_that_differ(predictor: Path, tmp_path: Path) -> None:
     disk = {name: tensor for file in predictor.glob("*.safetensors") for name, tensor in load_file(file).items()}
     for file in predictor.glob("model*"):
@@ -378,7 +387,7 @@ def test_open_source_of_anything_else(tmp_path: Path) -> None:
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("10")
     for name, told in {
         "absent": "no such folder", "file": "is a file", "empty": "expected a mega checkpoint",
-        "megatron": "looks like a Megatron checkpoint",
+        "megatron": "there is no iter_0000010",
     }.items():  # fmt: skip
         with pytest.raises(CheckpointError, match=f"(?s){name}.*{told}"):
             open_source(tmp_path / name)

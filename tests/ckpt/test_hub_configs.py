@@ -14,7 +14,7 @@ COMMON = {
     "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": [1, 2], "hidden_act": "silu", "initializer_range": 0.02,
     "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True, "rope_scaling": None,
 }  # fmt: skip
-_GEMMACOMMON = {
+GEMMA = {
     **COMMON, "attention_bias": False, "cache_implementation": "hybrid", "pad_token_id": 0, "query_pre_attn_scalar": 256,
     "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 26,
     "rms_norm_eps": 1e-6,
@@ -62,12 +62,12 @@ HUB: dict[str, dict[str, Any]] = {
         "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
     },
     "gemma2-2b": {
-        **_GEMMACOMMON, "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        **GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         "hidden_size": 2304, "intermediate_size": 9216, "max_position_embeddings": 8192, "num_attention_heads": 8,
         "num_key_value_heads": 4, "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
     },
     "gemma3-1b": {
-        **_GEMMACOMMON, "model_type": "gemma3_text", "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        **GEMMA, "model_type": "gemma3_text", "attn_logit_softcapping": None, "final_logit_softcapping": None,
         "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4,
         "num_key_value_heads": 1, "rope_local_base_freq": 10000, "rope_theta": 1000000, "sliding_window": 512,
         "sliding_window_pattern": 6, "vocab_size": 262144,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_named
+from mega_ckpt.families import FAMILIES, family_named
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
@@ -49,29 +49,17 @@ MODEL = model_of(variant("plain"))
 PROMPTS = ["3 5 8 13 21 34 55 1 2", "7", "60 0 0 60 1", "9 9", "4 8 15 16 23 42"]
 
 
+GREEDY = [
+    ("llama", "grouped"), ("qwen3", "qk-norm"), ("gpt2", "gpt2"), ("mistral", "window"), ("llama", "dynamic"),
+    ("gemma2", "gemma2"), ("gemma3_text", "gemma3"), ("ministral", "windows-in-some"),
+    ("qwen2", "windows-in-some-biased"), ("phi3", "long-within-the-original"), ("phi3", "long"),
+    ("olmo2", "olmo2-grouped-head"), ("gpt_neox", "neox"), ("mixtral", "moe"), ("qwen2_moe", "moe-shared-some"),
+    ("qwen3_moe", "moe-normed"), ("gpt_oss", "oss"), ("deepseek_v2", "deepseek2"), ("deepseek_v3", "deepseek3-yarn"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("llama", "grouped"),
-        ("qwen3", "qk-norm"),
-        ("gpt2", "gpt2"),
-        ("mistral", "window"),
-        ("llama", "dynamic"),
-        ("gemma2", "gemma2"),
-        ("gemma3_text", "gemma3"),
-        ("ministral", "windows-in-some"),
-        ("qwen2", "windows-in-some-biased"),
-        ("phi3", "long-within-the-original"),
-        ("phi3", "long"),
-        ("mixtral", "moe"),
-        ("qwen2_moe", "moe-shared-some"),
-        ("qwen3_moe", "moe-normed"),
-        ("gpt_oss", "oss"),
-        ("deepseek_v2", "deepseek2"),
-        ("deepseek_v3", "deepseek3-yarn"),
-    ],
-)
+@pytest.mark.parametrize(("family", "name"), GREEDY)
 def test_greedy_is_that_of_transformers(tmp_path: Path, family: str, name: str, dtype: torch.dtype):
     pytest.importorskip("transformers", reason="the reference implementation")
     reference = save_tiny(tmp_path, family_named(family), variant(name), dtype=dtype)
@@ -85,6 +73,10 @@ def test_greedy_is_that_of_transformers(tmp_path: Path, family: str, name: str, 
         expected.append(out[0, tokens.shape[1] :].tolist())
     found = generate(load_model(tmp_path, dtype=dtype), Numbers(), PROMPTS, Limits(25, ends={33, 44}), batch_size=3)
     assert [completion.tokens for completion in found] == expected
+
+
+def test_every_family_generates():
+    assert {family for family, _ in GREEDY} == {family.name for family in FAMILIES}
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])

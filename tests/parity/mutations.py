@@ -300,8 +300,8 @@ def _dropout_by_rank() -> AbstractContextManager[Any]:
 def _dropout_of_first_part() -> AbstractContextManager[Any]:
     real = rng.Dropout.__init__
 
-    def init(self: Any, seed: int, samples: Any, length: int, part: Any = slice(None)) -> None:
-        real(self, seed, samples, length, slice(0, len(torch.arange(length)[part])))
+    def init(self: Any, seed: int, samples: Any, places: Any) -> None:
+        real(self, seed, samples, [range(sum(map(len, places)))])
 
     return swap(rng.Dropout, "__init__", init)
 

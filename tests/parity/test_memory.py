@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mega_common.model_config import ModelConfig
 from mega_trainer.batch import micro_batches
+from mega_trainer.plan.memory import RunShape, memory
 
 S, F, RANKS = 256, 128, 8
 MODEL = {
@@ -79,16 +81,16 @@ def _measure(trainer: Trainer) -> Bytes:
     batch = synthetic(trainer.config, 0, 0, 1, trainer.case.closed)
     (micro,) = micro_batches(batch, trainer.config, torch.device("cpu"), trainer.groups.cp)
     with Live() as live:
-        context = model.context(micro.positions, documents=micro.documents, outline=micro.outline)
+        context = trainer.executor._context(0, micro)
         loss, _ = model.whole(micro, context)
         kept = live.now
         loss.backward()
     return Bytes(kept, live.peak, live.largest)
 
 
-def of(kind: str, ranks: int, *, closed: bool = False) -> Case:
+def of(kind: str, ranks: int, *, closed: bool = False, **fields: Any) -> Case:
     return Case(
-        "long", MODEL, ranks, {"cp": ranks, "cp_kind": kind, "zero": 0}, micro=1, batch=1, length=S, precision="fp32",
+        "long", MODEL | fields, ranks, {"cp": ranks, "cp_kind": kind, "zero": 0}, micro=1, batch=1, length=S, precision="fp32",
         closed=closed,
     )  # fmt: skip
 
@@ -97,7 +99,9 @@ def of(kind: str, ranks: int, *, closed: bool = False) -> Case:
 def found() -> dict[str, Bytes]:
     """The largest of all ranks, by case."""
     cases = {f"{kind} {n}": of(kind, n) for kind in CONTEXT for n in (1, 2, 4, 8)}
-    cases |= {f"ring {n}, documents": of("ring", n, closed=True) for n in (2, 4, 8)}
+    for n in (2, 4, 8):
+        cases[f"ring {n}, documents"] = of("ring", n, closed=True)
+        cases[f"ring {n}, dropout"] = of("ring", n, embedding_dropout=0.1, residual_dropout=0.1)
     ranks = zip(*run_ranks(measured, RANKS, list(cases.values())), strict=True)
     out = {}
     for name, results in zip(cases, ranks, strict=True):
@@ -112,6 +116,15 @@ def test_a_rank_keeps_its_share(found: dict[str, Bytes], kind: str, ranks: int) 
     assert found[f"{kind} {ranks}"].kept * ranks < 1.1 * found[f"{kind} 1"].kept
 
 
+def test_the_plan_knows(found: dict[str, Bytes]) -> None:
+    """What it leaves out (statistics, both forms of rotated queries) is split as all else."""
+    model = ModelConfig.model_validate(MODEL)
+    plans = {n: memory(model, RunShape(S, cp=n, precision="fp32"))[0]["activations"] for n in (1, 2, 4, 8)}
+    ratios = [found[f"ring {n}"].kept / plan for n, plan in plans.items()]
+    assert ratios == pytest.approx([ratios[0]] * 4, rel=0.01)
+    assert 0.8 < ratios[0] < 1.25
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_peak_of_a_ring_is_a_share(found: dict[str, Bytes], ranks: int) -> None:
     # a block's scores, which live while the plain kernel computes them, are what the largest blocks pay above their share
@@ -119,7 +132,7 @@ def test_the_peak_of_a_ring_is_a_share(found: dict[str, Bytes], ranks: int) -> N
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("more", ["", ", documents"])
+@pytest.mark.parametrize("more", ["", ", documents", ", dropout"])
 def test_a_ring_makes_nothing_larger_than_its_tokens_share(found: dict[str, Bytes], ranks: int, more: str) -> None:
     widest = S // ranks * 2 * F * 4  # gate and up projections of the rank's tokens
     assert found[f"ring {ranks}{more}"].largest <= widest

@@ -31,8 +31,12 @@ class ParallelConfig(Config):
         "1f1b", description="zb-h1 and zbv (which has 2 virtual stages) fill waits with weight gradients put off"
     )
     pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
-    cp: PositiveInt = 1
-    cp_kind: Literal["ring", "allgather", "alltoall"] = "ring"
+    cp: PositiveInt = Field(1, description="ranks that share the tokens of each sequence")
+    cp_kind: Literal["ring", "allgather", "alltoall"] = Field(
+        "ring",
+        description="how attention reaches the tokens of other cp ranks: keys and values passed on, or gathered, or heads "
+        "exchanged for tokens",
+    )
     ep: PositiveInt = Field(
         1, description="split the experts among so many ranks, of all data, context and tensor ranks"
     )

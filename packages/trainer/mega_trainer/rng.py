@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+TOKENS = 64  # whose masks are drawn at once: a generator each costs little beside them, and ranks draw little in vain
 
 
 def generator(device: torch.device | str, *key: int | str) -> torch.Generator:
@@ -27,34 +29,39 @@ class Dropout:
     Attributes:
         seed: the run's seed.
         samples: the global number of each sample of the micro-batch.
-        length: full sequence length, in tokens.
-        part: the places in the sequence of what this rank's residual stream holds: a slice, or int64 [S'].
+        places: where in the sequence the tokens of this rank's residual stream stand, in order.
     """
 
     seed: int
     samples: Sequence[int]
-    length: int
-    part: slice | Tensor = field(default_factory=lambda: slice(None))
+    places: Sequence[range]
 
     def residual(self, x: Tensor, p: float, layer: int, site: str) -> Tensor:
-        """Drop elements of x [B, S', D]; each sample's mask is drawn whole and cut to the rank's part."""
+        """Drop elements of x [B, S', D]; masks are drawn for some tokens at a time, no more than have a part in S'."""
         if p == 0.0:
             return x
-        return x * self._scale(x, p, [(sample, layer, site) for sample in self.samples], (self.length, x.shape[-1]), 0)
+        draws = [
+            torch.cat([self._rows(x, (sample, layer, site), places) for places in self.places])
+            for sample in self.samples
+        ]
+        return x * _scale(torch.stack(draws), p, x.dtype)
 
     def scores(self, x: Tensor, p: float, layer: int, first_head: int) -> Tensor:
-        """Drop attention probabilities x [B, H, S, S] of the heads from `first_head` on."""
+        """Drop attention probabilities x [B, H, S, S] of the heads from `first_head` on; a head's mask is drawn whole."""
         if p == 0.0:
             return x
-        shape = (x.shape[-2], x.shape[-1])
         keys = [(s, layer, f"head{first_head + h}") for s in self.samples for h in range(x.shape[1])]
-        return x * self._scale(x, p, keys, shape, None).view(x.shape)
+        draws = [self._draw(x, key, x.shape[-2:]) for key in keys]
+        return x * _scale(torch.stack(draws).view(x.shape), p, x.dtype)
 
-    def _scale(
-        self, x: Tensor, p: float, keys: Sequence[tuple[int, int, str]], shape: tuple[int, int], cut: int | None
-    ) -> Tensor:
-        part = slice(None) if cut is None else self.part
-        draws = [
-            torch.rand(shape, generator=generator(x.device, self.seed, *key), device=x.device)[part] for key in keys
-        ]
-        return (torch.stack(draws) >= p).to(x.dtype) / (1 - p)
+    def _rows(self, x: Tensor, key: tuple[int, int, str], places: range) -> Tensor:
+        first, last = places.start // TOKENS, places[-1] // TOKENS
+        draws = [self._draw(x, (*key, block), (TOKENS, x.shape[-1])) for block in range(first, last + 1)]
+        return torch.cat(draws)[places.start - first * TOKENS : places.stop - first * TOKENS]
+
+    def _draw(self, x: Tensor, key: Sequence[int | str], shape: Sequence[int]) -> Tensor:
+        return torch.rand(tuple(shape), generator=generator(x.device, self.seed, *key), device=x.device)
+
+
+def _scale(draws: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    return (draws >= p).to(dtype) / (1 - p)

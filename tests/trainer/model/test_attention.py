@@ -85,17 +85,17 @@ def test_is_what_loops_compute_with_and_without_the_dropout_path(kind: str, scor
     expected = by_loops(made, x, causal if mask is None else mask)
     torch.testing.assert_close(made(x, Context(Fixed(mask))), expected)
     made.core.dropout = 1e-12  # takes the path of plain products, and drops nothing
-    torch.testing.assert_close(made(x, Context(Fixed(mask), dropout=Dropout(0, [0, 1], S))), expected)
+    torch.testing.assert_close(made(x, Context(Fixed(mask), dropout=Dropout(0, [0, 1], [range(S)]))), expected)
 
 
 def test_dropout_of_a_head_is_its_own_wherever_it_lives() -> None:
     """The upper half of the heads on another rank draws what it draws among all heads."""
-    dropout, ones = Dropout(1, [4, 9], S), torch.ones(2, H, S, S)
+    dropout, ones = Dropout(1, [4, 9], [range(S)]), torch.ones(2, H, S, S)
     whole = dropout.scores(ones, 0.3, 2, 0)
     assert torch.equal(dropout.scores(ones[:, 2:], 0.3, 2, 2), whole[:, 2:])
     assert 0.2 < (whole == 0).float().mean() < 0.4
     assert whole.max().item() == pytest.approx(1 / 0.7)
-    for other in (Dropout(2, [4, 9], S), Dropout(1, [4, 8], S)):
+    for other in (Dropout(2, [4, 9], [range(S)]), Dropout(1, [4, 8], [range(S)])):
         assert not torch.equal(other.scores(ones, 0.3, 2, 0)[1], whole[1])
     assert not torch.equal(dropout.scores(ones, 0.3, 3, 0), whole)
 

@@ -121,8 +121,9 @@ def test_loss_is_the_cross_entropy_of_the_logits(softcap: float | None) -> None:
     torch.testing.assert_close(total, (expected * weights).sum())
 
 
-def test_zero_centred_norms_start_from_zero_and_compute_what_plain_ones_do() -> None:
-    fields = {"norm_position": "both", "qk_norm": True, "norm": "layernorm"}
+@pytest.mark.parametrize("span", ["head", "all"])
+def test_zero_centred_norms_start_from_zero_and_compute_what_plain_ones_do(span: str) -> None:
+    fields = {"norm_position": "both", "qk_norm": True, "norm": "layernorm", "qk_norm_span": span}
     plain, centred = made(config(**fields)), made(config(**fields, zero_centered_norm=True))
     data, norms = batch(plain.config), 0
     for mine, theirs in zip(plain.parameters(), centred.parameters(), strict=True):
@@ -191,7 +192,7 @@ def test_later_tokens_and_other_documents_do_not_matter() -> None:
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_recomputation_happens_in_training_alone_and_changes_nothing(kind: str) -> None:
     model = config(attention_dropout=0.2, residual_dropout=0.2)
-    data, dropout = batch(model), Dropout(3, [5, 6], 6)
+    data, dropout = batch(model), Dropout(3, [5, 6], [range(6)])
     gradients = []
     for recompute in (None, Recompute(kind), Recompute(kind, layers=2)):
         decoder = made(model, recompute=recompute)
@@ -209,8 +210,10 @@ def test_dropout_is_off_without_its_context() -> None:
     model = config(embedding_dropout=0.5, attention_dropout=0.5, residual_dropout=0.5)
     data, decoder = batch(model), made(model)
     assert torch.equal(through(decoder, data), through(decoder, data))
-    assert not torch.equal(through(decoder, data, Dropout(1, [0, 1], 6)), through(decoder, data))
-    assert not torch.equal(through(decoder, data, Dropout(1, [0, 1], 6)), through(decoder, data, Dropout(1, [2, 3], 6)))
+    assert not torch.equal(through(decoder, data, Dropout(1, [0, 1], [range(6)])), through(decoder, data))
+    assert not torch.equal(
+        through(decoder, data, Dropout(1, [0, 1], [range(6)])), through(decoder, data, Dropout(1, [2, 3], [range(6)]))
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])

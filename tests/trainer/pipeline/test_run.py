@@ -57,7 +57,7 @@ def one_after_another(
     init_weights(model, 1)
     total = 0.0
     for batch in micro:
-        dropout = None if seed is None else Dropout(seed, batch.samples, batch.tokens.shape[1])
+        dropout = None if seed is None else Dropout(seed, batch.samples, [range(batch.tokens.shape[1])])
         context = model.context(batch.positions, documents=batch.documents, dropout=dropout)
         x = model(model.embed(batch.tokens, batch.positions, dropout), context)
         loss, _ = model.loss(x, batch.labels, batch.weights)

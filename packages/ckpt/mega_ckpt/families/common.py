@@ -20,8 +20,6 @@ SIZES: tuple[Entry, ...] = (
     Key("initializer_range", "init_std", 0.02),
     Key("attention_dropout", "attention_dropout", 0.0),
 )
-
-
 TIED = Key("tie_word_embeddings", "tie_embeddings", False)
 
 
@@ -68,6 +66,8 @@ class QueryScalar:
     def read(self, raw: Raw) -> dict[str, Any]:
         """The factor, where it is not the usual one."""
         scalar = raw.get("query_pre_attn_scalar", self.default)
+        if not scalar > 0:
+            raise MismatchError(f"query_pre_attn_scalar = {scalar} must be more than 0")
         usual = scalar == (raw.get("head_dim") or self.default)
         return {"attention_scale": None if usual else scalar**-0.5}
 

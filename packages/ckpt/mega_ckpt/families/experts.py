@@ -116,6 +116,8 @@ class SparseSteps:
     def read(self, raw: Raw) -> list[int] | None:
         """The layers that both keys leave."""
         step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+        if step < 1:
+            raise MismatchError(f"decoder_sparse_step = {step} must be at least 1")
         if step == 1 and not dense:
             return None
         return [layer for layer in layer_numbers(raw) if (layer + 1) % step == 0 and layer not in dense]
@@ -143,10 +145,9 @@ class AfterDense:
         """All layers but the first ones."""
         if raw.get("moe_layer_freq", 1) != 1:
             raise MismatchError(f"moe_layer_freq = {raw['moe_layer_freq']!r} is not supported (only 1)")
-        dense, layers = raw.get("first_k_dense_replace", self.default), len(layer_numbers(raw))
-        if self.further is not None:
-            layers += self.further.read(raw)["mtp_layers"]
-        return list(range(dense, layers)) if dense else None
+        dense = raw.get("first_k_dense_replace", self.default)
+        further = self.further.read(raw)["mtp_layers"] if self.further is not None else 0
+        return list(layer_numbers(raw, further)[dense:]) if dense else None
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """How many are dense."""
@@ -162,12 +163,16 @@ def expert_layers(model: ModelConfig) -> list[int]:
     return [layer for layer in range(model.num_layers) if model.has_experts(layer)]
 
 
-def router(name: str, *, top_k: int | None, normalize: bool, aux_loss: float = 0.001) -> tuple[Section, ...]:
-    """The keys that Mixtral and Qwen share; `name` is their number of experts, the others are defaults."""
+def router(name: str, *, top_k: int, normalize: bool) -> tuple[Section, ...]:
+    """The keys that Mixtral, Qwen and GPT-OSS share.
+
+    `name` is the number of experts, `top_k` the default of how many a token meets; with `normalize` their weights always
+    sum to one, which elsewhere a key says.
+    """
     return (
         Key(name, "num_experts"),
         Key("num_experts_per_tok", "top_k", top_k),
-        Key("router_aux_loss_coef", "aux_loss", aux_loss),
+        Key("router_aux_loss_coef", "aux_loss", 0.001),
         *([Fixed({"normalize": True})] if normalize else [Key("norm_topk_prob", "normalize", False)]),
     )
 
@@ -190,10 +195,8 @@ class SharedExperts:
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """Their width together."""
-        return {
-            "shared_ffn_hidden_size": (raw.get("n_shared_experts", self.default) or 0)
-            * raw.get("moe_intermediate_size", 0)
-        }
+        count = raw.get("n_shared_experts", self.default) or 0
+        return {"shared_ffn_hidden_size": count * raw.get("moe_intermediate_size", 0)}
 
     def write(self, model: Config) -> dict[str, Any]:
         """How many there are."""

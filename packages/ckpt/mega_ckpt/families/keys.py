@@ -213,16 +213,16 @@ class Quantised:
         return {}
 
 
-def layer_numbers(raw: Raw) -> range:
-    """The numbers of a model's layers.
+def layer_numbers(raw: Raw, further: int = 0) -> range:
+    """The numbers of a model's layers, and of so many behind them.
 
     Raises:
         MismatchError: when they are too many to be listed.
     """
     layers = raw.get("num_hidden_layers", 0)
-    if layers > MOST_LAYERS:
-        raise MismatchError(f"num_hidden_layers = {layers} is more than {MOST_LAYERS}")
-    return range(layers)
+    if layers + further > MOST_LAYERS:
+        raise MismatchError(f"num_hidden_layers = {layers + further} is more than {MOST_LAYERS}")
+    return range(layers + further)
 
 
 def _list(values: Any) -> str:

@@ -22,7 +22,6 @@ _PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "longrope": {key: key for key in ("factor", "short_factor", "long_factor", "attention_factor")} | _ORIGINAL,
 }
 _SETS = ("full_attention", "sliding_attention")
-_OPTIONAL_FACTOR = frozenset({"longrope"})  # derived from the two lengths where it is not given
 _UNSAID = {"truncate": True, "factor": 1.0}  # not written at these values, which are what an absent key means
 _ANSWERED = {"theta", "fraction", "interleaved", "scaling"}.union(*(fields.values() for fields in _PARAMETERS.values()))
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
@@ -121,7 +120,7 @@ def _read_parameters(scaling: str, given: Raw, raw: Raw) -> dict[str, Any]:
         out.setdefault("original_max_position", raw.get("original_max_position_embeddings", longest))
     if scaling == "yarn" and "factor" not in out and longest and out["original_max_position"]:
         out["factor"] = longest / out["original_max_position"]
-    if "factor" in names and "factor" not in out and scaling not in _OPTIONAL_FACTOR:
+    if "factor" in names and "factor" not in out and scaling != "longrope":  # which derives it from the two lengths
         raise MismatchError(f"factor of rope_type {scaling!r} is missing")
     return out
 

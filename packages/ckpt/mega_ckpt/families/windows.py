@@ -36,7 +36,6 @@ class LayerTypes:
         """The window and the layers without."""
         layers, size = layer_numbers(raw), raw.get("sliding_window", self.size)
         every = next((raw[key] for key in self.every_keys if raw.get(key)), self.every)
-
         full = [(layer + 1) % every == 0 if every else not size for layer in layers]
         return window_fields(raw.get("layer_types") or _kinds(full), size, layers)
 
@@ -64,7 +63,6 @@ class QwenWindow:
         """The window and the layers without."""
         layers, first = layer_numbers(raw), raw.get("max_window_layers", self.first)
         size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
-
         full = [layer % 2 == 1 or layer >= first if self.alternating else layer < first for layer in layers]
         return window_fields(raw.get("layer_types") or _kinds([each or not size for each in full]), size, layers)
 

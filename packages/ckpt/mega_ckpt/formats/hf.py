@@ -54,6 +54,7 @@ class HfSource:
         self._shapes = tensors_of(self.model)
         self._places = _places(table)
         self._check_copies(table)
+        self._check_dtypes()
         self._buffers = [name for name in self._file_of if name not in table]
 
     def keys(self) -> Sequence[str]:
@@ -130,6 +131,13 @@ class HfSource:
                     hint='set "tie_word_embeddings": false in config.json if both are meant' if tied else None,
                 )
 
+    def _check_dtypes(self) -> None:
+        """Experts that are one tensor here have one dtype."""
+        for name, places in self._places.items():
+            for disk, _ in places:
+                if self._file_of[disk.name].header.entries[disk.name].dtype != self.dtype(name):
+                    raise CheckpointError(f"{self.folder}: {disk.name} has another dtype than {places[0][0].name}")
+
 
 def _places(table: Mapping[str, DiskTensor]) -> Mapping[str, list[tuple[DiskTensor, Slab]]]:
     """Where each canonical tensor is: the disk tensors and the slab that each of them holds, without repetition."""
@@ -148,8 +156,9 @@ def checked_table(
     Raises:
         CheckpointError: naming a tensor that is missing, unknown or of another shape.
     """
-    if model.num_layers > len(held):
-        raise CheckpointError(f"{source}: {model.num_layers} layers by {CONFIG}, but only {len(held)} tensors")
+    layers = model.num_layers + model.mtp_layers
+    if layers > len(held):
+        raise CheckpointError(f"{source}: {layers} layers by {CONFIG}, but only {len(held)} tensors")
     if model.moe and family.by_expert and model.moe.num_experts > len(held):
         raise CheckpointError(f"{source}: {model.moe.num_experts} experts by {CONFIG}, but only {len(held)} tensors")
     table = family.table(model, held)

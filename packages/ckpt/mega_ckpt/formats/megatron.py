@@ -21,6 +21,7 @@ from mega_ckpt.manifest import tiles
 from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Box, Piece, Shape, copy_overlap
 from mega_common.errors import CheckpointError
+from mega_common.log import logger
 from mega_common.model_config import ModelConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -93,6 +94,9 @@ class MegatronSource:
         self.folder = folder
         self.contents = read_contents(folder)
         self.model: ModelConfig = read_args(self.contents.args, folder, settings)
+        if not self.contents.args.get("vocab_size") and "vocab_size" not in (settings or {}):
+            rows = self.model.vocab_size
+            logger.warning("%s: does not say how many tokens there are; all %d padded rows are taken", folder, rows)
         if self.model.num_layers > self.contents.count:
             raise CheckpointError(f"{folder}: {self.model.num_layers} layers, but only {self.contents.count} tensors")
         self._shapes = tensors_of(self.model)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,7 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 from mega_ckpt.formats.megatron_dist import COMMON, FORMAT, METADATA
 from mega_ckpt.formats.megatron_names import EXPERTS, LAYER, Part, is_projection, split_layer
 from mega_ckpt.formats.megatron_write import Writing, durable
+from mega_ckpt.formats.torch_archive import load_archive
 from mega_ckpt.pieces import Shape
+from mega_ckpt.shards import raw
 from mega_ckpt.source import put_file
 from mega_ckpt.stream import blocks
 from mega_common.model_config import ModelConfig
@@ -38,14 +41,16 @@ def write_dist(writing: Writing, folder: Path, advance: Callable[[int], object])
     """Write tensors, settings and metadata into an existing empty folder; durable when this returns."""
     metadata = Metadata({}, storage_data={})
     with _Files(folder) as files:
-        nothing = files.add([None])
+        nothing = files.add_object([None])
         for part in writing.parts:
             stack = _Stack.of(part, writing.model)
             keys, kind = stack.keys(part, latent=writing.model.mla is not None), writing.dtype(part)
             chunks = []
             for offset, shape in blocks(part.shape, kind):
                 data = writing.block(part, offset, shape)
-                chunks.append((stack.place(offset), stack.extent(shape), files.add(data.view(stack.extent(shape)))))
+                chunks.append(
+                    (stack.place(offset), stack.extent(shape), files.add_tensor(data.view(stack.extent(shape))))
+                )
                 advance(data.nbytes)
             for key in keys:
                 _describe(metadata, key, kind, stack.whole(part.shape), chunks)
@@ -117,17 +122,33 @@ class _Files:
         self._folder, self._count = folder, 0
         self._stream: IO[bytes] | None = None
 
-    def add(self, value: Any) -> _StorageInfo:
+    def add_object(self, value: Any) -> _StorageInfo:
         """Append what `torch.save` makes of a value; returns where it is."""
+        stream, begin = self._next()
+        torch.save(value, stream)
+        return _StorageInfo(Path(stream.name).name, begin, stream.tell() - begin)
+
+    def add_tensor(self, tensor: Tensor) -> _StorageInfo:
+        """The same for a contiguous tensor, without the checksum that nobody reads."""
+        with torch.serialization.skip_data():
+            info = self.add_object(tensor)
+        assert self._stream is not None
+        end = self._stream.tell()
+        self._stream.flush()
+        self._stream.seek(load_archive(self._folder / info.relative_path, info.offset, end).begin)
+        self._stream.write(raw(tensor))
+        self._stream.seek(end)
+        return info
+
+    def _next(self) -> tuple[IO[bytes], int]:
+        """The file to append to, and where that is."""
         if self._stream is None or self._stream.tell() > BYTES_PER_FILE:
             self.close()
             self._stream = open(self._folder / f"__0_{self._count}.distcp", "xb")  # noqa: SIM115
             self._count += 1
         # Aligned as it is inside the archive, a tensor can be mapped where it lies.
         self._stream.write(bytes(-self._stream.tell() % ALIGNMENT))
-        begin = self._stream.tell()
-        torch.save(value, self._stream)
-        return _StorageInfo(Path(self._stream.name).name, begin, self._stream.tell() - begin)
+        return self._stream, self._stream.tell()
 
     def close(self) -> None:
         """Make the last file durable."""

@@ -6,6 +6,7 @@ A file is first written without its tensors' bytes, which then go to their place
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -27,12 +28,16 @@ from mega_common.errors import CheckpointError
 
 @dataclass(frozen=True)
 class _Local:
-    """A rank's tensor: its name there, and the boxes (offset, shape) of the part that it holds one after another."""
+    """A rank's tensor: its name there, and the boxes (offset, shape) of the part that it holds one after another.
+
+    `copy` says that another rank has the same.
+    """
 
     name: str
     part: Part
     shape: Shape
     boxes: tuple[tuple[Shape, Shape], ...]
+    copy: bool
 
 
 def write_legacy(writing: Writing, folder: Path, advance: Callable[[int], object]) -> None:
@@ -81,7 +86,7 @@ def _write_rank(
                 for start, extent in blocks(shape, writing.dtype(one.part)):
                     at = tuple(o + s for o, s in zip(offset, start, strict=True))
                     stream.write(raw(writing.block(one.part, at, extent)))
-                    advance(torch.Size(extent).numel() * writing.dtype(one.part).itemsize)
+                    advance(0 if one.copy else math.prod(extent) * writing.dtype(one.part).itemsize)
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -116,6 +121,7 @@ def _layer(writing: Writing, part: Part, head: str, tail: str, tp: int) -> Itera
 def _local(name: str, part: Part, rank: int, tp: int, expert: int | None = None, *, whole: bool = False) -> _Local:
     """A rank's share of a part, or of one expert of it, which then has no axis for them."""
     shape, offset = list(part.shape), [0] * len(part.shape)
+    copy = (rank > 0 and (part.axis is None or whole)) or (name == HEAD and part.name == EMBEDDING)
     if expert is not None:
         shape[0], offset[0] = 1, expert
     boxes = [(tuple(offset), tuple(shape))]
@@ -126,7 +132,7 @@ def _local(name: str, part: Part, rank: int, tp: int, expert: int | None = None,
             for half in range(part.halves)
         ]
         shape[part.axis] = part.halves * width
-    return _Local(name, part, tuple(shape if expert is None else shape[1:]), tuple(boxes))
+    return _Local(name, part, tuple(shape if expert is None else shape[1:]), tuple(boxes), copy)
 
 
 def _at(numbers: list[int], axis: int, value: int) -> Shape:

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from mega_trainer.comm import Group, Passing, all_gather_into, all_to_all, reduce_scatter_into, start_pass
 from mega_trainer.kernels.base import Kernels, Scores, Seen
+from mega_trainer.parallel.tensor import sequence_part
 
 Kind = Literal["ring", "allgather", "alltoall"]
 # Which keys at some places in the sequence the queries at others see; None: none.
@@ -61,9 +62,20 @@ def chunks_of(rank: int, length: int, ranks: int) -> tuple[range, range]:
 
 def place_of_tokens(length: int, group: Group) -> Tensor:
     """Where each token that this rank holds stands in the sequence: int64 [s]."""
-    if group.size == 1:
-        return torch.arange(length)
-    return torch.tensor([place for chunk in chunks_of(group.rank, length, group.size) for place in chunk])
+    return torch.cat([torch.arange(places.start, places.stop) for places in _ranges(length, group)])
+
+
+def places_of_residual(length: int, cp: Group, tp: Group, *, sp: bool) -> list[range]:
+    """Where the tokens of a rank's residual stream stand in the sequence, in order: under `sp` a part of the rank's."""
+    part, before, out = range(length // cp.size)[sequence_part(length // cp.size, tp, sp=sp)], 0, []
+    for places in _ranges(length, cp):
+        out.append(places[max(0, part.start - before) : max(0, part.stop - before)])
+        before += len(places)
+    return [places for places in out if places]
+
+
+def _ranges(length: int, group: Group) -> tuple[range, ...]:
+    return (range(length),) if group.size == 1 else chunks_of(group.rank, length, group.size)
 
 
 class Passage(Protocol):

@@ -20,6 +20,7 @@ from mega_trainer.comm import Group, Work
 from mega_trainer.model.context import Context
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.routing import Routing, routings, summed_loads
+from mega_trainer.parallel.context import places_of_residual
 from mega_trainer.parallel.deferred import Product, deliver
 from mega_trainer.parallel.tensor import sequence_part
 from mega_trainer.pipeline.schedules import Schedule
@@ -238,10 +239,10 @@ class Executor:
             model = next(iter(self.stages.values()))
             dropout = None
             if self.dropout_seed is not None and model.training:
-                length = batch.tokens.shape[1]
-                part = sequence_part(length, model.groups.tp, sp=model.sp)
-                places = part if batch.places is None else batch.places[part]
-                dropout = Dropout(self.dropout_seed, batch.samples, length * model.groups.cp.size, places)
+                groups = model.groups
+                length = batch.tokens.shape[1] * groups.cp.size
+                places = places_of_residual(length, groups.cp, groups.tp, sp=model.sp)
+                dropout = Dropout(self.dropout_seed, batch.samples, places)
             routing = self._routings[microbatch] if self._routings else None
             self._contexts[microbatch] = model.context(
                 batch.positions,
