@@ -295,7 +295,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "is not the tensor that .metadata says",
     ),
     "a terabyte": (metadata_says(shape("output_layer.weight", 1 << 36, 16)), "overlap or leave a part out"),
-    "a million layers": (metadata_says(shape(QKV, 1 << 30, 32, 16)), "leave a part out"),
+    "a million layers": (metadata_says(shape(QKV, 1 << 20, 32, 16)), "layers, which no model has"),
+    "five layers": (metadata_says(shape(QKV, 5, 32, 16)), "leave a part out of its 5 layers"),
     "other sizes": (metadata_says(shape(QKV, 4, 48, 16)), "linear_qkv.weight has shape"),
     "overlapping": (
         metadata_says(lambda m: m.state_dict_metadata[QKV].chunks.append(m.state_dict_metadata[QKV].chunks[0])),

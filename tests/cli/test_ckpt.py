@@ -166,3 +166,14 @@ def test_help_has_examples_and_needs_no_torch() -> None:
         assert f"Example: mega ckpt {command}" in " ".join(call(command, "--help").split())
     code = "import sys, mega_cli.ckpt; sys.exit('torch' in sys.modules or 'mega_ckpt' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_megatron_and_back(run: Path, tmp_path: Path) -> None:
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    call("convert", run, megatron, "--to", "megatron", "--format", "torch", "--tp", 2, "--pp", 2)
+    assert len(list(megatron.glob("release/mp_rank_*/model_optim_rng.pt"))) == 4
+    found = json.loads(call("inspect", megatron, "--json"))
+    assert (found["state"]["format"], found["state"]["saved with"]) == ("Megatron torch", {"tp": 2, "pp": 2})
+    (tmp_path / "model.yaml").write_text("vocab_size: 40\n")
+    call("convert", megatron, back, "--to", "mega", "--config", tmp_path / "model.yaml", "--verify")
+    assert json.loads(call("inspect", back, "--json"))["model"]["vocab_size"] == 40

@@ -44,6 +44,16 @@ SETTINGS: tuple[Entry, ...] = (
             "qk_l2_norm": (False, None),
             "mtp_num_layers": (None, 0),
             "softmax_type": ("vanilla", None),
+            "attention_output_gate": (False, None),
+            "experimental_attention_variant": (None,),
+            "no_rope_freq": (None, 0),
+            "window_attn_skip_freq": (None,),
+            "activation_func_clamp_value": (None,),
+            "glu_linear_offset": (0.0, None),
+            "moe_apply_probs_on_input": (False, None),
+            "moe_latent_size": (None,),
+            "is_hybrid_model": (False, None),
+            "heterogeneous_layers_config_path": (None,),
         }
     ),
 )

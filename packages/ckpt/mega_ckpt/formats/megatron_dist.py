@@ -30,6 +30,7 @@ from mega_ckpt.pieces import Shape
 from mega_common.errors import CheckpointError
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
+MAX_LAYERS = 100_000
 COMMON_OBJECT = "common_state/shard_0_1"
 # Beside the model: optimizer, random numbers, data loader.
 _OTHERS = ("optimizer", "chained_", "rng_state", "rerun_state", "opt_param_scheduler", "run_config", "iteration")
@@ -140,6 +141,8 @@ def _add(held: dict[str, Held], key: str, one: Any, entries: Mapping[tuple[str, 
         (offset := _sizes(chunk.offsets), _Chunk(entries[key, offset], dtype, _sizes(chunk.sizes)))
         for chunk in one.chunks
     ]
+    if stacked and shape[0] > MAX_LAYERS:
+        raise CheckpointError(f"{key}: {shape[0]} layers, which no model has")
     if stacked and shape[0] > len(chunks) * max((chunk.shape[0] for _, chunk in chunks), default=0):
         raise CheckpointError(f"the shards of {key} leave a part out of its {shape[0]} layers")
     for layer in range(shape[0]) if stacked else (None,):

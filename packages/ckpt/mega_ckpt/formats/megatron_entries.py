@@ -202,33 +202,16 @@ def _write_rope(rope: RopeConfig) -> dict[str, Any]:
     return out
 
 
-# {field of `MoeConfig`: the argument that says it}
-EXPERT_ARGS: Mapping[str, str] = {
-    "num_experts": "num_experts",
-    "top_k": "moe_router_topk",
-    "ffn_hidden_size": "moe_ffn_hidden_size",
-    "layers": "moe_layer_freq",
-    "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
-    "shared_gate": "moe_shared_expert_gate",
-    "score": "moe_router_score_function",
-    "normalize": "moe_router_pre_softmax",
-    "scaling": "moe_router_topk_scaling_factor",
-    "groups": "moe_router_num_groups",
-    "top_groups": "moe_router_group_topk",
-    "selection_bias": "moe_router_enable_expert_bias",
-    "bias_rate": "moe_router_bias_update_rate",
-    "aux_loss": "moe_aux_loss_coeff",
-    "aux_loss_scope": "moe_router_load_balancing_type",
-    "z_loss": "moe_z_loss_coeff",
-    "capacity_factor": "moe_expert_capacity_factor",
-}
-
-
 @dataclass(frozen=True)
 class Experts(_Several):
     """The mixture of experts. Scores are a softmax over the chosen ones, unless `moe_router_pre_softmax` is set."""
 
-    keys: frozenset[str] = frozenset(EXPERT_ARGS.values())
+    keys: frozenset[str] = words(
+        """num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+        moe_layer_freq moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
+        moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_router_bias_update_rate
+        moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type moe_expert_capacity_factor"""
+    )
     fields: frozenset[str] = frozenset({"moe"})
 
     def read(self, raw: Raw) -> dict[str, Any]:
@@ -237,6 +220,9 @@ class Experts(_Several):
             return {"moe": None}
         top, groups = raw.get("moe_router_topk", 2), raw.get("moe_router_num_groups") or 1
         top_groups = raw.get("moe_router_group_topk") or 1
+        counted = top // top_groups if groups > 1 else 1  # experts whose scores are the score of their group
+        if counted > 2:
+            raise MismatchError(f"moe_router_topk = {top} with moe_router_group_topk = {top_groups} is not supported")
         score = raw.get("moe_router_score_function", "softmax")
         scope, loss = balance(raw)
         bias = bool(raw.get("moe_router_enable_expert_bias"))
@@ -254,7 +240,7 @@ class Experts(_Several):
                 "router_bias": bool(raw.get("add_bias_linear", True)),
                 "groups": groups,
                 "top_groups": top_groups,
-                "group_score": "top2" if groups > 1 and top // top_groups == 2 else "max",
+                "group_score": "top2" if counted == 2 else "max",
                 "selection_bias": bias,
                 "bias_rate": raw.get("moe_router_bias_update_rate", 1e-3) if bias else 0.0,
                 "aux_loss": loss,

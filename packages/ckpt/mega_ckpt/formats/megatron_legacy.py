@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from mega_ckpt.formats.megatron_contents import Contents, Held, Stored
-from mega_ckpt.formats.megatron_names import EXPERTS, HEAD, LAYER, Part, usual_name
+from mega_ckpt.formats.megatron_names import EXPERTS, HEAD, LAYER, Part, split_layer, usual_name
 from mega_ckpt.formats.torch_archive import StoredTensor, load_archive, namespace
 from mega_ckpt.pieces import Shape
 from mega_common.errors import CheckpointError
@@ -42,7 +42,6 @@ class _Rank:
     tp: int
     pp: int
     ep: int
-    state: Mapping[str, Any]
     chunks: Sequence[Chunk]
 
 
@@ -65,26 +64,26 @@ def read(folder: Path) -> Contents:
     files = {_FOLDER.fullmatch(path.name): path for path in sorted(folder.glob("mp_rank_*"))}
     states = [(match, _state(path)) for match, path in files.items() if match]
     args = namespace(states[0][1].get("args")) if states else {}
-    only_experts = args.get("pipeline_model_parallel_size", 2) == 1 and args.get("expert_model_parallel_size", 1) > 1
+    only_experts = args.get("pipeline_model_parallel_size") == 1 and args.get("expert_model_parallel_size") not in (
+        None,
+        1,
+    )
     ranks = []
     for match, state in states:
         tp, second, third = (int(number or 0) for number in match.groups())
         pp, ep = (0, second) if only_experts else (second, third)
-        ranks.append(_Rank(tp, pp, ep, state, list(_chunks(state, folder / match[0]))))
-    sizes = [1 + max((number for number in numbers), default=-1) for numbers in zip(*_places(ranks), strict=True)]
-    missing = set(itertools.product(*map(range, sizes))) - set(_places(ranks))
+        ranks.append(_Rank(tp, pp, ep, list(_chunks(state, folder / match[0]))))
+    places = {(rank.tp, rank.pp, rank.ep) for rank in ranks}
+    sizes = [1 + max(numbers) for numbers in zip(*places, strict=True)]
+    missing = next((place for place in itertools.product(*map(range, sizes)) if place not in places), None)
     if missing or not ranks:
-        tp, pp, ep = min(missing, default=(0, 0, 0))
+        tp, pp, ep = missing or (0, 0, 0)
         raise CheckpointError(f"{folder}: the file of tp rank {tp}, pp rank {pp}, ep rank {ep} is missing")
     iteration = states[0][1].get("iteration")
     tensors = sum(len(chunk) for rank in ranks for chunk in rank.chunks)
     return Contents(
         "torch", args, iteration if isinstance(iteration, int) else None, tensors, lambda parts: _gather(ranks, sizes, parts)
     )  # fmt: skip
-
-
-def _places(ranks: Sequence[_Rank]) -> list[tuple[int, int, int]]:
-    return [(rank.tp, rank.pp, rank.ep) for rank in ranks]
 
 
 def _state(folder: Path) -> Mapping[str, Any]:
@@ -149,20 +148,20 @@ def _moved(name: str, layers: int) -> str:
 
 def _as_part(name: str, stored: StoredTensor, known: Mapping[str, Part], ep: int) -> tuple[str, _Local]:
     """The name of the part that a tensor belongs to, and which rectangle of it."""
-    head, layer, tail = re.fullmatch(rf"({re.escape(LAYER)})?(\d+\.)?(.*)", name).groups(default="")  # type: ignore[union-attr]
+    head, tail = split_layer(name)
     for pattern in _BY_EXPERT:
         if found := re.fullmatch(pattern, tail):
             local = _Local((1, *stored.shape), stored, lambda tensor: tensor[None], int(found["expert"]))
-            return f"{head}{layer}{EXPERTS}{found['rest']}", local
+            return f"{head}{EXPERTS}{found['rest']}", local
     if found := re.fullmatch(r"mlp\.experts\.weight([12])", tail):
-        full = f"{head}{layer}{EXPERTS}linear_fc{found[1]}.weight"
+        full = f"{head}{EXPERTS}linear_fc{found[1]}.weight"
         experts = known[full].shape[0] // ep if full in known else 1
         return full, _grouped(stored, experts, first=found[1] == "1")
     return usual_name(name), _Local(stored.shape, stored, lambda tensor: tensor)
 
 
 def _grouped(stored: StoredTensor, experts: int, *, first: bool) -> _Local:
-    """All experts of a rank as one matrix, (in, out) of each: side by side for the first, one below the other for the second."""
+    """All experts of a rank, (in, out) of each, one after another in memory, under the shape of a matrix."""
     rows, columns = stored.shape
     into, out = (rows, columns // experts) if first else (rows // experts, columns)
     return _Local((experts, out, into), stored, lambda tensor: tensor.reshape(experts, into, out).transpose(1, 2))
