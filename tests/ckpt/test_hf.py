@@ -176,6 +176,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "the tensor model.layers.0.lora is not one of a llama model",
     ),
     "wrong shape": (larger_vocabulary, r"has shape \[97, 24\], but config.json makes it \[98, 24\]"),
+    "quantised": (
+        lambda f: edit_json(f / "config.json", lambda raw: raw.update(quantization_config={"quant_method": "mxfp4"})),
+        r"config.json: .*the weights are quantised \(mxfp4\), which is not read",
+    ),
     "too many experts": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="qwen3_moe", num_experts=10**12, mlp_bias=None, moe_intermediate_size=8)),
         "1000000000000 experts by config.json, but only .* tensors",

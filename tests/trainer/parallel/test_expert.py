@@ -66,7 +66,7 @@ def test_ranks_whose_experts_get_no_token() -> None:
 
 def test_slots_are_sorted_by_expert_and_then_by_token() -> None:
     chosen = torch.tensor([[3, 0], [-1, 3], [0, -1]])
-    assert sorted_slots(chosen).tolist() == [1, 4, 0, 3]
+    assert sorted_slots(chosen, 4).tolist() == [1, 4, 0, 3]
 
 
 def shares() -> tuple[Tensor, Tensor, Tensor]:

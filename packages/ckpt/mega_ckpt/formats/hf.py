@@ -41,9 +41,9 @@ class HfSource:
         self._fetched: dict[str, Tensor] = {}
         raw = read_config(folder)
         self.family = family_of(raw, str(folder / CONFIG))
+        described = self.family.read_config(raw, str(folder / CONFIG))
         self.files = _open_files(folder)
         self._file_of = {name: file for file in self.files for name in file.header.entries}
-        described = self.family.read_config(raw, str(folder / CONFIG))
         self.model: ModelConfig = self.family.as_held(described, self._file_of)
         table = checked_table(
             self.family,

@@ -64,26 +64,27 @@ class AllToAll:
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
         """See `Dispatcher`."""
-        slots = sorted_slots(chosen)
-        trip = self._plan(torch.bincount(chosen.flatten()[slots], minlength=self.num_experts))
+        trip = self._plan(chosen)
+        slots = sorted_slots(chosen, sum(trip.leaving[:: self.parts]))
         rows: Tensor = _Spread.apply(x, slots, chosen.shape[1])  # type: ignore[no-untyped-call]
         rows = experts(self._there(rows, trip), trip.rows)
         rows = self._back(rows, trip)
         outputs: Tensor = _Collect.apply(rows, slots, tuple(chosen.shape))  # type: ignore[no-untyped-call]
         return torch.einsum("nk,nkd->nd", weights.to(outputs.dtype), outputs)
 
-    def _plan(self, counts: Tensor) -> _Trip:
-        """Tell every rank how many rows come to each of its experts, from `counts` int64 [E] of this rank's."""
-        own = counts.view(self.group.size // self.parts, -1)
-        sent = own.repeat_interleave(self.parts, 0)
-        ones = [1] * self.group.size
-        received = all_to_all(sent, self.group, ones, ones)
-        expert = torch.arange(received.shape[1], device=counts.device).repeat(self.group.size)
-        order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
+    def _plan(self, chosen: Tensor) -> _Trip:
+        """Tell every rank how many rows come to each of its experts."""
+        ranks, device = self.group.size, chosen.device
+        places = chosen.flatten() + 1
+        counts = places.new_zeros(self.num_experts + 1).scatter_add_(0, places, torch.ones_like(places))[1:]
+        sent = counts.view(ranks // self.parts, -1).repeat_interleave(self.parts, 0)
+        received = all_to_all(sent, self.group, [1] * ranks, [1] * ranks)
         table = torch.cat([sent, received]).tolist()  # the one wait for the device
-        leaving, coming = table[: self.group.size], table[self.group.size :]
-        rows = Rows.of([sum(column) for column in zip(*coming, strict=True)], counts.device)
-        return _Trip([sum(row) for row in leaving], [sum(row) for row in coming], order, rows)
+        leaving, coming = ([sum(row) for row in half] for half in (table[:ranks], table[ranks:]))
+        expert = torch.arange(received.shape[1], device=device).repeat(ranks)
+        order = expert.repeat_interleave(received.flatten(), output_size=sum(coming)).argsort(stable=True)
+        rows = Rows.of([sum(column) for column in zip(*table[ranks:], strict=True)], device)
+        return _Trip(leaving, coming, order, order.argsort(), rows)
 
     def _there(self, rows: Tensor, trip: _Trip) -> Tensor:
         """Rows sorted by expert, of this rank's tokens -> of this rank's experts."""
@@ -93,14 +94,14 @@ class AllToAll:
             pieces = torch.split(rows, trip.leaving[:: self.parts])
             rows = torch.cat([piece for piece in pieces for _ in range(self.parts)])
         rows = exchange(rows, self.group, trip.coming, trip.leaving)
-        sorted_rows: Tensor = _Permute.apply(rows, trip.order, trip.order.argsort())  # type: ignore[no-untyped-call]
+        sorted_rows: Tensor = _Permute.apply(rows, trip.order, trip.inverse)  # type: ignore[no-untyped-call]
         return sorted_rows
 
     def _back(self, rows: Tensor, trip: _Trip) -> Tensor:
         """The way of `_there` backwards."""
         if self.group.size == 1:
             return rows
-        rows = _Permute.apply(rows, trip.order.argsort(), trip.order)  # type: ignore[no-untyped-call]
+        rows = _Permute.apply(rows, trip.inverse, trip.order)  # type: ignore[no-untyped-call]
         rows = exchange(rows, self.group, trip.leaving, trip.coming)
         if self.parts == 1:
             return rows
@@ -110,18 +111,19 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class _Trip:
-    """Rows to and from each rank of the group, the order that sorts those that came by expert, and how many each has."""
+    """Rows to and from each rank of the group, the order that sorts those that came by expert and the one back, and how
+    many each expert has."""
 
     leaving: list[int]
     coming: list[int]
     order: Tensor
+    inverse: Tensor
     rows: Rows
 
 
-def sorted_slots(chosen: Tensor) -> Tensor:
-    """The places in `chosen` [N, K], flattened, that hold an expert, sorted by expert and then by token."""
-    flat = chosen.flatten()
-    return flat.argsort(stable=True)[(flat < 0).sum() :]
+def sorted_slots(chosen: Tensor, count: int) -> Tensor:
+    """The `count` places in `chosen` [N, K], flattened, that hold an expert, sorted by expert and then by token."""
+    return chosen.flatten().argsort(stable=True)[chosen.numel() - count :]
 
 
 class _Spread(Function):
