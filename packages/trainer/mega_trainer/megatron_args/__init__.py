@@ -4,7 +4,7 @@
     print(to_yaml(translation))
 
 `shell`, `conditions`, `arithmetic` and `script` read the script, `launch` finds the training command in it, `flags` reads
-its arguments, and `model`, `data`, `stages` and `training` turn them into the sections of a run. `flags.csv` is the table
+its arguments, and `model`, `experts`, `data`, `stages` and `training` turn them into the sections of a run. `flags.csv` is the table
 of Megatron-LM's flags, `handling.yaml` tells what becomes of those that no key comes from.
 """
 
