@@ -177,6 +177,23 @@ def test_what_differs_is_told(arguments: str, kind: str, flag: str):
     assert flag in notes(translate(EXPERTS + arguments), kind)
 
 
+def test_copies_of_sharded_weights():
+    script = "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py " + " ".join(SMALL.split())
+    flags = " --use-megatron-fsdp --num-distributed-optimizer-instances 2 --tensor-model-parallel-size 2"
+    config = parsed(translate(script + flags))
+    assert config.parallel.zero3_shard == 4
+    config.check_ranks(16)
+    unknown = translate(script.replace("8", "$GPUS", 1) + flags)
+    assert unknown.run["parallel"]["zero3_shard"] is None
+
+
+def test_without_a_number_of_layers_theirs_are_to_be_filled_in():
+    flags = "--num-experts 8 --moe-layer-freq 2 --window-size 7,0 --window-attn-skip-freq 2"
+    translation = translate(SMALL.replace("--num-layers 4", "") + flags)
+    keys = {note.key for note in translation.notes if note.kind == "open"}
+    assert {"model.moe.layers", "model.full_attention_layers"} <= keys
+
+
 def test_without_experts_their_flags_say_nothing():
     flags = "--moe-layer-freq 2 --moe-router-score-function sigmoid --expert-tensor-parallel-size 2"
     translation = translate(SMALL + flags)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mega_trainer.megatron_args.arithmetic import layer_pattern
 from mega_trainer.megatron_args.draft import Draft
+from mega_trainer.megatron_args.patterns import layers_of_kind
 
 SCOPES = {"aux_loss": "batch", "seq_aux_loss": "sequence"}
 BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
@@ -37,16 +37,13 @@ def experts_section(draft: Draft, width: int | None) -> None:
 
 def _layers(draft: Draft) -> None:
     """Megatron's layers that predict further tokens are of the kind of the last layer."""
-    count, pattern = draft["num_layers"] or draft["encoder_num_layers"], layer_pattern(draft["moe_layer_freq"])
-    if isinstance(pattern, int) and pattern > 0:
-        pattern = [int(layer % pattern == 0) for layer in range(count or 0)]
-    if not isinstance(pattern, list) or (count and len(pattern) != count):
-        return draft.refuse("moe_layer_freq", f"must be a number, or a list of {count} zeros and ones as [0]*1+[1]*3")
-    if all(pattern):
-        return draft.tell("translated", "experts in all layers, the default of model.moe.layers", "moe_layer_freq")
-    pattern = pattern + pattern[-1:] * (draft["mtp_num_layers"] or 0)
-    layers = [layer for layer, has in enumerate(pattern) if has]
-    return draft.put("model.moe.layers", layers, "moe_layer_freq")
+    key, dest = "model.moe.layers", "moe_layer_freq"
+    kinds = layers_of_kind(draft, key, dest, lambda layer, n: layer % n == 0)
+    if kinds is not None and all(kinds):
+        draft.tell("translated", f"experts in all layers, the default of {key}", dest)
+    elif kinds is not None:
+        kinds += kinds[-1:] * (draft["mtp_num_layers"] or 0)
+        draft.put(key, [layer for layer, has in enumerate(kinds) if has], dest)
 
 
 def _scores(draft: Draft) -> None:
@@ -93,8 +90,8 @@ def _balance(draft: Draft) -> None:
     weighted = {kind: loss for kind, loss in zip(kinds, losses, strict=False) if loss}
     kind = next((kind for kind in weighted if kind in SCOPES), None)
     draft.put("model.moe.aux_loss", weighted.get(kind or "", 0.0), *reversed(BALANCING))
-    others = [other for other in kinds if other not in (*SCOPES, "none")] + [
-        k for k in weighted if k in SCOPES and k != kind
+    others = [
+        other for other in kinds if other != "none" and (other not in SCOPES or other in weighted.keys() - {kind})
     ]
     if kind is not None:
         draft.put("model.moe.aux_loss_scope", SCOPES[kind], BALANCING[0])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 
-from mega_trainer.megatron_args.arithmetic import layer_pattern
 from mega_trainer.megatron_args.draft import Draft
 from mega_trainer.megatron_args.experts import experts_section
+from mega_trainer.megatron_args.patterns import layers_of_kind
 
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 # The vocabulary of the one tokenizer that fixes it by its type.
 VOCABULARIES = {"GPT2BPETokenizer": 50_257}
-
-
 GPT_OSS = "--activation-func-clamp-value and --glu-linear-offset 1"
 
 
@@ -112,7 +110,7 @@ def _quick_geglu(draft: Draft) -> None:
     limit, offset = "activation_func_clamp_value", "glu_linear_offset"
     if draft[limit] and draft[offset] == 1.0:
         draft.put("model.activation", "swiglu", "quick_geglu", offset)
-        draft.put("model.activation_limit", draft[limit], limit, because="GPT-OSS's kind of swiglu: " + GPT_OSS)
+        draft.put("model.activation_limit", draft[limit], limit)
         return
     draft.put("model.activation", "geglu", "quick_geglu")
     text = f"GELU by a sigmoid is there as GPT-OSS has it alone, with {GPT_OSS}; model.activation is the plain geglu"
@@ -133,15 +131,10 @@ def _window(draft: Draft) -> None:
 
 def _whole_layers(draft: Draft) -> None:
     """Every n-th layer sees all keys, or those with a zero in the list."""
-    layers = draft.run["model"]["num_layers"]
-    pattern = layer_pattern(draft["window_attn_skip_freq"])
-    if isinstance(pattern, int) and pattern > 0:
-        pattern = [(layer + 1) % pattern for layer in range(layers or 0)]
-    if not isinstance(pattern, list) or (layers and len(pattern) != layers):
-        rule = f"must be a number, or a list of {layers} zeros and ones such as ([1]*3+[0])*2"
-        return draft.refuse("window_attn_skip_freq", rule)
-    whole = [layer for layer, windowed in enumerate(pattern) if not windowed]
-    return draft.put("model.full_attention_layers", whole, "window_attn_skip_freq")
+    key, dest = "model.full_attention_layers", "window_attn_skip_freq"
+    windowed = layers_of_kind(draft, key, dest, lambda layer, n: (layer + 1) % n != 0)
+    if windowed is not None:
+        draft.put(key, [layer for layer, narrow in enumerate(windowed) if not narrow], dest)
 
 
 def _position(draft: Draft) -> None:

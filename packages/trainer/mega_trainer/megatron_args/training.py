@@ -54,11 +54,19 @@ def _zero(draft: Draft) -> None:
     if draft["use_torch_fsdp2"]:
         return draft.put("parallel.zero", 3, "use_torch_fsdp2")
     if draft["use_megatron_fsdp"]:
-        level = STRATEGIES[draft["data_parallel_sharding_strategy"]]
-        return draft.put(
-            "parallel.zero", level, "use_megatron_fsdp", "data_parallel_sharding_strategy", "use_distributed_optimizer"
-        )
+        level, flags = STRATEGIES[draft["data_parallel_sharding_strategy"]], ("data_parallel_sharding_strategy",)
+        draft.put("parallel.zero", level, "use_megatron_fsdp", *flags, "use_distributed_optimizer")
+        return _copies(draft) if level == 3 and draft["num_distributed_optimizer_instances"] > 1 else None
     return draft.put("parallel.zero", int(draft["use_distributed_optimizer"]), "use_distributed_optimizer")
+
+
+def _copies(draft: Draft) -> None:
+    """Megatron counts the copies of the weights, mega the data ranks that share one."""
+    ranks, flag = draft.ranks, "num_distributed_optimizer_instances"
+    stage = draft["tensor_model_parallel_size"] * draft["pipeline_model_parallel_size"]
+    share = ranks // stage // draft[flag] if ranks else None
+    ask = "follows from the number of ranks, which the script does not say"
+    draft.put("parallel.zero3_shard", share, flag, ask=ask)
 
 
 def model_ranks(draft: Draft) -> int:
