@@ -250,12 +250,18 @@ def test_mixtral():
     check(
         translation,
         {
-            "model.moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 14_336, "aux_loss": 0.01, "z_loss": 0.0},
-            "parallel.ep": 8, "batch.global": 8, "data.train": [{"path": "$DATA_PATH"}],
+            "model.moe": {
+                "num_experts": 8, "top_k": 2, "ffn_hidden_size": 14_336, "score": "softmax", "normalize": True,
+                "router_bias": False, "aux_loss": 0.01, "aux_loss_scope": "batch", "z_loss": 0.0, "capacity_factor": 1.25,
+            },
+            "parallel": {"tp": 1, "pp": 1, "ep": 8, "zero": 1}, "batch.global": 8, "data.train": [{"path": "$DATA_PATH"}],
             "checkpoint.load": "$CHECKPOINT_PATH", "lr_schedule.name": "linear", "lr_schedule.warmup_steps": 0,
         },
     )  # fmt: skip
-    assert set(notes(translation, "no equivalent")) == {"--moe-expert-capacity-factor"}
+    assert notes(translation, "no equivalent") == {}
+    changed = notes(translation, "changes meaning")
+    assert "lowest weights" in changed["--moe-expert-capacity-factor"]
+    assert "all data ranks" in changed["--moe-aux-loss-coeff"]
     assert notes(translation, "open") == {
         "data.train": "$DATA_PATH is not set in the script",
         "checkpoint.load": "$CHECKPOINT_PATH is not set in the script",
@@ -431,7 +437,7 @@ def test_no_line_of_the_handling_is_idle():
 
 def test_a_value_that_is_megatrons_default_is_no_missing_feature():
     assert "--softmax-type" in notes(translate(COMPLETE + "--softmax-type vanilla"), "not needed")
-    assert "--softmax-type" in notes(translate(COMPLETE + "--softmax-type learnable"), "no equivalent")
+    assert "--softmax-type" in notes(translate(COMPLETE + "--softmax-type off-by-one"), "no equivalent")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@
     print(to_yaml(translation))
 
 `shell`, `conditions`, `arithmetic` and `script` read the script, `launch` finds the training command in it, `flags` reads
-its arguments, and `model`, `data`, `stages` and `training` turn them into the sections of a run. `flags.csv` is the table
-of Megatron-LM's flags, `handling.yaml` tells what becomes of those that no key comes from.
+its arguments, and `model` (with `experts` and `patterns`), `data`, `stages` and `training` turn them into the sections
+of a run. `flags.csv` is the table of Megatron-LM's flags, `handling.yaml` tells what becomes of those that no key comes
+from.
 """
 
 from mega_trainer.megatron_args.draft import Note

@@ -1,4 +1,4 @@
-"""Integer arithmetic of `$(( ))`."""
+"""Integer arithmetic of `$(( ))`, and patterns of layers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,27 @@ def calculate(expression: str) -> int | None:
         return _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
+
+
+def layer_pattern(text: str) -> int | list[int] | None:
+    """A pattern of layers: every n-th, or a list such as `[0]*3+[1]*58`; None for anything else."""
+    try:
+        return _items(ast.parse(text.strip(), mode="eval").body) if "[" in text else int(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _items(node: ast.expr) -> list[int]:
+    match node:
+        case ast.List(elts=elements):
+            return [_value(element) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _items(left) + _items(right)
+        case ast.BinOp(left=ast.Constant() as count, op=ast.Mult(), right=items):
+            return _value(count) * _items(items)
+        case ast.BinOp(left=items, op=ast.Mult(), right=count):
+            return _items(items) * _value(count)
+    raise ValueError("not a list of integers")
 
 
 def _value(node: ast.expr) -> int:

@@ -93,6 +93,10 @@ class Draft:
         """Note something about a line of the script."""
         self._general.append(Note("open", f"line {line}: {text}", line=line))
 
+    def refuse(self, dest: str, rule: str) -> None:
+        """Note that the value of a flag cannot be understood, which is told with all other such problems."""
+        self.arguments.refuse(self.arguments.given[dest], rule)
+
     def finish(self) -> None:
         """Note what becomes of the flags that no key came from."""
         handling = load_handling()

@@ -120,7 +120,7 @@ class Arguments:
         if given is None:
             return self.flags[dest].default_value()
         if given.unset and given.flag.type != "str":
-            self._refuse(
+            self.refuse(
                 given, f"{shown(given.values[0])} is not set in the script", "give it a value above, as NAME=value"
             )
             return self.flags[dest].default_value()
@@ -134,19 +134,20 @@ class Arguments:
         try:
             values = [given.value()] if given.flag.type and not given.unset else []
         except ValueError:
-            return self._refuse(given, f"must be {'a whole number' if given.flag.type == 'int' else 'a number'}")
+            return self.refuse(given, f"must be {'a whole number' if given.flag.type == 'int' else 'a number'}")
         choices = given.flag.choices
         for value in values[0] if given.flag.many and values else values:
             if choices and str(value) not in choices:
                 near = difflib.get_close_matches(str(value), choices, n=1)
-                return self._refuse(given, f"must be one of {', '.join(choices)}", near[0] if near else "")
+                return self.refuse(given, f"must be one of {', '.join(choices)}", near[0] if near else "")
         before = self.given.get(given.flag.dest)
         if before is not None and before.values != given.values:
             self.remarks.append((given.line, f"{given} replaces {before} of line {before.line}"))
         self.given[given.flag.dest] = given
         return None
 
-    def _refuse(self, given: Given, rule: str, hint: str = "") -> None:
+    def refuse(self, given: Given, rule: str, hint: str = "") -> None:
+        """Note what cannot be understood of a flag."""
         problem = Problem(f"line {given.line}: {given}", rule, hint=hint)
         if problem not in self.problems:
             self.problems.append(problem)

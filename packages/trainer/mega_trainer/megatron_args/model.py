@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from mega_trainer.megatron_args.draft import Draft
+from mega_trainer.megatron_args.experts import experts_section
+from mega_trainer.megatron_args.patterns import layers_of_kind
 
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 # The vocabulary of the one tokenizer that fixes it by its type.
 VOCABULARIES = {"GPT2BPETokenizer": 50_257}
+GPT_OSS = "--activation-func-clamp-value and --glu-linear-offset 1"
 
 
 def model_section(draft: Draft) -> None:
@@ -24,7 +26,7 @@ def model_section(draft: Draft) -> None:
         draft.put("model.mtp_loss", draft["mtp_loss_scaling_factor"], "mtp_loss_scaling_factor")
     _dropout_and_init(draft)
     if draft["num_experts"]:
-        _experts(draft)
+        experts_section(draft, feed_forward(draft))
 
 
 def _sizes(draft: Draft) -> None:
@@ -68,6 +70,8 @@ def _parts(draft: Draft) -> None:
     put("model.tie_embeddings", not draft["untie_embeddings_and_output_weights"], "untie_embeddings_and_output_weights")
     put("model.norm", NORMS[draft["normalization"]], "normalization")
     put("model.norm_eps", draft["layernorm_epsilon"], "layernorm_epsilon")
+    if draft["layernorm_zero_centered_gamma"]:
+        put("model.zero_centered_norm", True, "layernorm_zero_centered_gamma")
     _activation(draft)
     latent = draft["multi_latent_attention"]
     if not latent:
@@ -80,6 +84,8 @@ def _parts(draft: Draft) -> None:
         if draft["normalization"] == "LayerNorm":
             text = "mega norms queries and keys by RMSNorm; Megatron would by LayerNorm, like everything else here"
             draft.tell("changes meaning", text, "qk_layernorm")
+    if draft["softmax_type"] == "learnable" and not latent:
+        put("model.attention_sinks", True, "softmax_type")
     if "window_size" in draft:
         _window(draft)
 
@@ -90,16 +96,25 @@ def _activation(draft: Draft) -> None:
     if draft["squared_relu"]:
         return draft.put("model.activation", "relu2", "squared_relu")
     if draft["quick_geglu"]:
-        draft.put("model.activation", "geglu", "quick_geglu")
-        return draft.tell(
-            "no equivalent", "GELU by a sigmoid is missing; model.activation is the exact geglu", "quick_geglu"
-        )
+        return _quick_geglu(draft)
     if draft["openai_gelu"]:
         return draft.put("model.activation", "gelu_tanh", "openai_gelu")
     if draft["bias_gelu_fusion"] and draft["add_bias_linear"]:
         why = "Megatron's default: its GELU fused with the bias is the tanh form"
         return draft.put("model.activation", "gelu_tanh", because=why)
     return draft.put("model.activation", "gelu", "bias_gelu_fusion", "add_bias_linear")
+
+
+def _quick_geglu(draft: Draft) -> None:
+    """A gate of x sigmoid(1.702 x); mega has the kind of it that is within bounds and adds one to the other half."""
+    limit, offset = "activation_func_clamp_value", "glu_linear_offset"
+    if draft[limit] and draft[offset] == 1.0:
+        draft.put("model.activation", "swiglu", "quick_geglu", offset)
+        draft.put("model.activation_limit", draft[limit], limit)
+        return
+    draft.put("model.activation", "geglu", "quick_geglu")
+    text = f"GELU by a sigmoid is there as GPT-OSS has it alone, with {GPT_OSS}; model.activation is the plain geglu"
+    draft.tell("no equivalent", text, "quick_geglu")
 
 
 def _window(draft: Draft) -> None:
@@ -110,6 +125,16 @@ def _window(draft: Draft) -> None:
     draft.put("model.sliding_window", sizes[0] + 1, "window_size")
     if sizes[1] != 0:
         draft.tell("no equivalent", "a window that looks ahead; model.sliding_window looks back only", "window_size")
+    if "window_attn_skip_freq" in draft:
+        _whole_layers(draft)
+
+
+def _whole_layers(draft: Draft) -> None:
+    """Every n-th layer sees all keys, or those with a zero in the list."""
+    key, dest = "model.full_attention_layers", "window_attn_skip_freq"
+    windowed = layers_of_kind(draft, key, dest, lambda layer, n: (layer + 1) % n != 0)
+    if windowed is not None:
+        draft.put(key, [layer for layer, narrow in enumerate(windowed) if not narrow], dest)
 
 
 def _position(draft: Draft) -> None:
@@ -128,6 +153,8 @@ def _rope(draft: Draft, *, yarn: bool) -> None:
     put = draft.put
     put("model.rope.theta", float(draft["rotary_base"]), "rotary_base")
     put("model.rope.fraction", draft["rotary_percent"], "rotary_percent")
+    if draft["rotary_interleaved"]:
+        put("model.rope.interleaved", True, "rotary_interleaved")
     if yarn:
         put("model.rope.scaling", "yarn", "position_embedding_type", "rope_type")
         put("model.rope.factor", draft["rotary_scaling_factor"], "rotary_scaling_factor")
@@ -137,6 +164,9 @@ def _rope(draft: Draft, *, yarn: bool) -> None:
         put("model.rope.beta_slow", draft["yarn_beta_slow"] or 1.0, "yarn_beta_slow")
         put("model.rope.mscale", draft["mscale"], "mscale")
         put("model.rope.mscale_all_dim", draft["mscale_all_dim"], "mscale_all_dim")
+        whole = "yarn_correction_range_round_to_int"
+        if whole in draft and not draft["multi_latent_attention"]:  # whose ramp is at whole dimensions always
+            put("model.rope.truncate", draft[whole], whole)
     elif draft["use_rope_scaling"]:
         put("model.rope.scaling", "llama3", "use_rope_scaling")
         put("model.rope.factor", draft["rope_scaling_factor"], "rope_scaling_factor")
@@ -171,29 +201,3 @@ def _dropout_and_init(draft: Draft) -> None:
     put("model.residual_dropout", draft["hidden_dropout"], "hidden_dropout")
     put("model.init_std", draft["init_method_std"], "init_method_std")
     put("model.scale_residual_init", True, because="as Megatron always does")
-
-
-def _experts(draft: Draft) -> None:
-    put = draft.put
-    put("model.moe.num_experts", draft["num_experts"], "num_experts")
-    put("model.moe.top_k", draft["moe_router_topk"], "moe_router_topk")
-    width = draft["moe_ffn_hidden_size"] or feed_forward(draft)
-    why = "" if "moe_ffn_hidden_size" in draft else "Megatron's default: that of the model"
-    put("model.moe.ffn_hidden_size", width, "moe_ffn_hidden_size", because=why)
-    if draft["moe_shared_expert_intermediate_size"]:
-        size = draft["moe_shared_expert_intermediate_size"]
-        put("model.moe.shared_ffn_hidden_size", size, "moe_shared_expert_intermediate_size")
-    _balance(draft)
-    put("model.moe.z_loss", draft["moe_z_loss_coeff"] or 0.0, "moe_z_loss_coeff")
-
-
-def _balance(draft: Draft) -> None:
-    kinds: list[str] = draft["moe_router_load_balancing_type"]
-    losses: list[Any] = draft["moe_aux_loss_coeff"]
-    flags = ("moe_aux_loss_coeff", "moe_router_load_balancing_type")
-    draft.put(
-        "model.moe.aux_loss", losses[kinds.index("aux_loss")] if "aux_loss" in kinds[: len(losses)] else 0.0, *flags
-    )
-    others = [kind for kind in kinds if kind not in ("aux_loss", "none")]
-    if others:
-        draft.tell("no equivalent", f"balancing by {' and '.join(others)} is missing", "moe_router_load_balancing_type")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mega_trainer.megatron_args.draft import Draft
 from mega_trainer.megatron_args.stages import layout_of_flags
 
-RING = {"p2p": "ring", "a2a": "alltoall", "allgather": "allgather"}
+CONTEXT = {"p2p": "ring", "a2a": "alltoall", "all_gather": "allgather"}
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 SCHEDULES = {
     "constant": "constant", "linear": "linear", "cosine": "cosine", "inverse-square-root": "inverse-sqrt", "WSD": "wsd",
@@ -24,28 +24,49 @@ def parallel_section(draft: Draft) -> None:
     layout_of_flags(draft)
     if draft["context_parallel_size"] > 1:
         put("parallel.cp", draft["context_parallel_size"], "context_parallel_size")
-        kind = draft["cp_comm_type"][0]
-        put("parallel.cp_kind", RING.get(kind, "ring"), "cp_comm_type")
-        if kind not in RING or len(draft["cp_comm_type"]) > 1:
-            draft.tell("no equivalent", "one of ring, allgather and alltoall for all layers", "cp_comm_type")
+        kinds = set(draft["cp_comm_type"])
+        put("parallel.cp_kind", CONTEXT.get(draft["cp_comm_type"][0], "ring"), "cp_comm_type")
+        if len(kinds) > 1 or not kinds <= CONTEXT.keys():
+            text = "mega has one of ring, allgather and alltoall for all layers, which give the same numbers"
+            draft.tell("no equivalent", text, "cp_comm_type")
     else:
         draft.tell("translated", "parallel.cp, 1 by default", "context_parallel_size")
     if draft["expert_model_parallel_size"] > 1:
         put("parallel.ep", draft["expert_model_parallel_size"], "expert_model_parallel_size")
     else:
         draft.tell("translated", "parallel.ep, 1 by default", "expert_model_parallel_size")
+    if draft["num_experts"]:
+        _expert_parts(draft)
     _zero(draft)
+
+
+def _expert_parts(draft: Draft) -> None:
+    parts = draft["expert_tensor_parallel_size"]
+    why = "" if parts else "Megatron's default: the size of tensor parallelism"
+    parts = parts or draft["tensor_model_parallel_size"]
+    if parts > 1:
+        draft.put("parallel.expert_tp", parts, "expert_tensor_parallel_size", because=why)
+    else:
+        draft.tell("translated", "parallel.expert_tp, 1 by default", "expert_tensor_parallel_size")
 
 
 def _zero(draft: Draft) -> None:
     if draft["use_torch_fsdp2"]:
         return draft.put("parallel.zero", 3, "use_torch_fsdp2")
     if draft["use_megatron_fsdp"]:
-        level = STRATEGIES[draft["data_parallel_sharding_strategy"]]
-        return draft.put(
-            "parallel.zero", level, "use_megatron_fsdp", "data_parallel_sharding_strategy", "use_distributed_optimizer"
-        )
+        level, flags = STRATEGIES[draft["data_parallel_sharding_strategy"]], ("data_parallel_sharding_strategy",)
+        draft.put("parallel.zero", level, "use_megatron_fsdp", *flags, "use_distributed_optimizer")
+        return _copies(draft) if level == 3 and draft["num_distributed_optimizer_instances"] > 1 else None
     return draft.put("parallel.zero", int(draft["use_distributed_optimizer"]), "use_distributed_optimizer")
+
+
+def _copies(draft: Draft) -> None:
+    """Megatron counts the copies of the weights, mega the data ranks that share one."""
+    ranks, flag = draft.ranks, "num_distributed_optimizer_instances"
+    stage = draft["tensor_model_parallel_size"] * draft["pipeline_model_parallel_size"]
+    share = ranks // stage // draft[flag] if ranks else None
+    ask = "follows from the number of ranks, which the script does not say"
+    draft.put("parallel.zero3_shard", share, flag, ask=ask)
 
 
 def model_ranks(draft: Draft) -> int:
@@ -101,6 +122,11 @@ def optimizer_section(draft: Draft) -> None:
     put("optimizer.eps", draft["adam_eps"], "adam_eps")
     put("optimizer.weight_decay", draft["weight_decay"], "weight_decay")
     put("optimizer.clip_grad", draft["clip_grad"], "clip_grad")
+    if draft["optimizer_cpu_offload"]:
+        put("optimizer.offload", True, "optimizer_cpu_offload")
+        if draft["optimizer_offload_fraction"] != 1.0:
+            text = "mega keeps the whole optimizer state in host memory"
+            draft.tell("changes meaning", text, "optimizer_offload_fraction")
     if ours.get(name) == "muon":
         _muon(draft)
 

@@ -1,0 +1,120 @@
+"""The `model.moe:` section: experts, their router, and what keeps their loads even."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mega_trainer.megatron_args.draft import Draft
+from mega_trainer.megatron_args.patterns import layers_of_kind
+
+SCOPES = {"aux_loss": "batch", "seq_aux_loss": "sequence"}
+BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+
+
+def experts_section(draft: Draft, width: int | None) -> None:
+    """Write the keys of `model.moe:`; `width` is the model's own feed-forward width."""
+    put = draft.put
+    put("model.moe.num_experts", draft["num_experts"], "num_experts")
+    put("model.moe.top_k", draft["moe_router_topk"], "moe_router_topk")
+    why = "" if "moe_ffn_hidden_size" in draft else "Megatron's default: that of the model"
+    put("model.moe.ffn_hidden_size", draft["moe_ffn_hidden_size"] or width, "moe_ffn_hidden_size", because=why)
+    _layers(draft)
+    if draft["moe_shared_expert_intermediate_size"]:
+        size = draft["moe_shared_expert_intermediate_size"]
+        put("model.moe.shared_ffn_hidden_size", size, "moe_shared_expert_intermediate_size")
+        if draft["moe_shared_expert_gate"]:
+            put("model.moe.shared_gate", True, "moe_shared_expert_gate")
+    _scores(draft)
+    _groups(draft)
+    if draft["moe_router_enable_expert_bias"]:
+        put("model.moe.selection_bias", True, "moe_router_enable_expert_bias")
+        put("model.moe.bias_rate", draft["moe_router_bias_update_rate"], "moe_router_bias_update_rate")
+    _balance(draft)
+    put("model.moe.z_loss", draft["moe_z_loss_coeff"] or 0.0, "moe_z_loss_coeff")
+    if (draft["moe_expert_capacity_factor"] or -1.0) > 0:
+        _capacity(draft)
+
+
+def _layers(draft: Draft) -> None:
+    """Megatron's layers that predict further tokens are of the kind of the last layer."""
+    key, dest = "model.moe.layers", "moe_layer_freq"
+    kinds = layers_of_kind(draft, key, dest, lambda layer, n: layer % n == 0)
+    if kinds is not None and all(kinds):
+        draft.tell("translated", f"experts in all layers, the default of {key}", dest)
+    elif kinds is not None:
+        kinds += kinds[-1:] * (draft["mtp_num_layers"] or 0)
+        draft.put(key, [layer for layer, has in enumerate(kinds) if has], dest)
+
+
+def _scores(draft: Draft) -> None:
+    """A softmax over the chosen experts alone is one over all of them, normalised."""
+    put, score, before = draft.put, draft["moe_router_score_function"], draft["moe_router_pre_softmax"]
+    if score == "softmax":
+        put("model.moe.score", "softmax", "moe_router_score_function")
+        put("model.moe.normalize", not before, "moe_router_pre_softmax")
+    else:
+        put("model.moe.score", "sigmoid", "moe_router_score_function")
+        put("model.moe.normalize", draft["moe_router_topk"] > 1, because="as Megatron's sigmoid scores with top_k > 1")
+        draft.tell("not needed", "it has no effect on other scores than softmax", "moe_router_pre_softmax")
+    if score not in ("softmax", "sigmoid"):
+        draft.tell("no equivalent", f"scores by {score} are missing; run.yaml has sigmoid", "moe_router_score_function")
+    put("model.moe.router_bias", draft["add_bias_linear"], "add_bias_linear")
+    if draft["moe_router_topk_scaling_factor"]:
+        put("model.moe.scaling", draft["moe_router_topk_scaling_factor"], "moe_router_topk_scaling_factor")
+
+
+def _groups(draft: Draft) -> None:
+    """Megatron's score of a group is the sum of its best top_k / top_groups experts."""
+    flags = ("moe_router_num_groups", "moe_router_group_topk")
+    groups, top = (draft[name] for name in flags)
+    if not groups or not top:
+        return
+    draft.put("model.moe.groups", groups, flags[0])
+    draft.put("model.moe.top_groups", top, flags[1])
+    counted = draft["moe_router_topk"] // top
+    draft.put(
+        "model.moe.group_score", "max" if counted == 1 else "top2", because="the best top_k / top_groups of a group"
+    )
+    if counted not in (1, 2):
+        text = f"Megatron's score of a group is the sum of its best {counted} experts; mega's of its best one or two"
+        draft.tell("no equivalent", text, flags[1])
+    elif counted == 2 and draft["moe_router_score_function"] == "softmax" and not draft["moe_router_pre_softmax"]:
+        text = "Megatron adds up logits where the softmax comes after the choice; mega adds up probabilities"
+        draft.tell("changes meaning", text, flags[1])
+
+
+def _balance(draft: Draft) -> None:
+    """The first balancing loss with a weight that mega has too."""
+    kinds: list[str] = draft[BALANCING[0]]
+    losses: list[Any] = draft[BALANCING[1]]
+    weighted = {kind: loss for kind, loss in zip(kinds, losses, strict=False) if loss}
+    kind = next((kind for kind in weighted if kind in SCOPES), None)
+    draft.put("model.moe.aux_loss", weighted.get(kind or "", 0.0), *reversed(BALANCING))
+    others = [
+        other for other in kinds if other != "none" and (other not in SCOPES or other in weighted.keys() - {kind})
+    ]
+    if kind is not None:
+        draft.put("model.moe.aux_loss_scope", SCOPES[kind], BALANCING[0])
+        if differences := _differences(draft, kind):
+            draft.tell("changes meaning", "; ".join(differences), BALANCING[0], BALANCING[1])
+    if others:
+        missing = f"balancing by {' and '.join(others)} is missing"
+        draft.tell("no equivalent", missing + (f" beside {kind}" if kind else ""), BALANCING[0])
+
+
+def _differences(draft: Draft, kind: str) -> list[str]:
+    """What the same loss counts in another way."""
+    found = []
+    if kind == "aux_loss":
+        found.append("mega counts a micro-batch of all data ranks together, Megatron that of each data rank")
+    if draft["moe_router_enable_expert_bias"] or draft["moe_router_group_topk"]:
+        found.append("mega counts the experts that are chosen, Megatron those of the highest scores")
+    return found
+
+
+def _capacity(draft: Draft) -> None:
+    draft.put("model.moe.capacity_factor", draft["moe_expert_capacity_factor"], "moe_expert_capacity_factor")
+    policy = draft["moe_token_drop_policy"]
+    dropped = "what has the lowest weights" if policy == "probs" else "what comes last"
+    text = f"mega drops what comes last in each sequence, in training alone; Megatron {dropped} in a rank's micro-batch"
+    draft.tell("changes meaning", text, "moe_expert_capacity_factor", "moe_token_drop_policy")
