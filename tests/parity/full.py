@@ -20,9 +20,9 @@ SMALLEST = 1e-11  # errors below it are rounding, which differs from machine to 
 INTRODUCTION = """\
 # Any layout computes what one process computes
 
-Written by `make parity`; do not edit. Seven models train three steps in every combination of tensor parallelism (tp),
+Written by `make parity`; do not edit. Eight models train three steps in every combination of tensor parallelism (tp),
 sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV), interleaved stages (vp), data
-parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), three of them also with context
+parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), four of them also with context
 parallelism of each kind (cp), two with expert parallelism (ep), experts split as well (expert-tp), on up to {ranks}
 ranks, in fp64 on gloo, with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and bucket
 sizes, AdamW and Muon vary over them. Loss, gradient norm, every gradient after the clip, every weight and every optimizer
