@@ -21,6 +21,7 @@ from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.families import same_model
 from mega_ckpt.folders import make_durable_folder
 from mega_ckpt.manifest import MANIFEST
+from mega_ckpt.pieces import crop
 from mega_ckpt.remote import Place, Remote, place
 from mega_ckpt.shards import Slab
 from mega_ckpt.source import BUFFERS, WEIGHTS, MegaSource, Source, checkpoint_folder, open_source
@@ -111,8 +112,7 @@ def write_weights(
         def resolve(slab: Slab) -> Tensor:
             bar.advance(slab.nbytes)
             if slab.key in buffers:
-                window = tuple(slice(start, start + n) for start, n in zip(slab.offset, slab.shape, strict=True))
-                return buffers[slab.key][window]
+                return crop(buffers[slab.key], slab.offset, slab.shape)
             return read(slab.key.removeprefix(WEIGHTS), slab.offset, slab.shape)
 
         write_checkpoint(

@@ -23,6 +23,7 @@ from mega_ckpt.formats.megatron_legacy_write import write_legacy
 from mega_ckpt.formats.megatron_write import Writing, write_release
 from mega_ckpt.journal import Journal, continued
 from mega_ckpt.manifest import MANIFEST
+from mega_ckpt.pieces import crop
 from mega_ckpt.remote import Place, Remote, place
 from mega_ckpt.shards import Slab
 from mega_ckpt.source import BUFFERS, WEIGHTS, Source, cast_dtype, checkpoint_folder, open_source
@@ -138,7 +139,7 @@ def _write_mega(source: Source, folder: Place, options: Options, journal: Journa
         def resolve(slab: Slab) -> Tensor:
             bar.advance(slab.nbytes)
             if slab.key.startswith(BUFFERS):
-                return _block(source.read_buffer(slab.key.removeprefix(BUFFERS)), slab.offset, slab.shape)
+                return crop(source.read_buffer(slab.key.removeprefix(BUFFERS)), slab.offset, slab.shape)
             return source.read_slice(slab.key.removeprefix(WEIGHTS), slab.offset, slab.shape).to(slab.dtype)
 
         journal.advance = bar.advance
@@ -155,10 +156,6 @@ MEGATRON_FORMATS = {"torch_dist": write_dist, "torch": write_legacy}
 _WRITERS: Mapping[str, Callable[[Source, Path, Options, Journal], None]] = {
     "hf": _write_hf, "mega": _write_mega, "megatron": _write_megatron,
 }  # fmt: skip
-
-
-def _block(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    return tensor[tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
 
 
 def _compare(one: Source, other: Source, dtype: torch.dtype | None) -> None:
