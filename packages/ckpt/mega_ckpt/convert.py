@@ -23,12 +23,10 @@ from mega_ckpt.formats.megatron_legacy_write import write_legacy
 from mega_ckpt.formats.megatron_write import Writing, write_release
 from mega_ckpt.journal import Journal, continued
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.pieces import crop
 from mega_ckpt.remote import Place, Remote, place
-from mega_ckpt.shards import Slab
-from mega_ckpt.source import BUFFERS, WEIGHTS, Source, cast_dtype, checkpoint_folder, open_source
+from mega_ckpt.source import Source, cast_dtype, checkpoint_folder, open_source
 from mega_ckpt.storage import folder_at
-from mega_ckpt.stream import blocks, slabs_of, write_checkpoint
+from mega_ckpt.stream import blocks, write_weights
 from mega_common.errors import CheckpointError
 from mega_common.log import ProgressBar, logger
 
@@ -127,23 +125,7 @@ def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) 
 
 
 def _write_mega(source: Source, folder: Place, options: Options, journal: Journal) -> None:
-    def kind(name: str) -> torch.dtype:
-        return cast_dtype(source, name, options.dtype)
-
-    slabs = [slab for name in source.keys() for slab in slabs_of(WEIGHTS + name, kind(name), source.shape(name))]  # noqa: SIM118
-    for name in source.buffers():
-        buffer = source.read_buffer(name)
-        slabs += slabs_of(BUFFERS + name, buffer.dtype, tuple(buffer.shape))
-    with ProgressBar("writing mega", total=sum(slab.nbytes for slab in slabs), unit="bytes") as bar:
-
-        def resolve(slab: Slab) -> Tensor:
-            bar.advance(slab.nbytes)
-            if slab.key.startswith(BUFFERS):
-                return crop(source.read_buffer(slab.key.removeprefix(BUFFERS)), slab.offset, slab.shape)
-            return source.read_slice(slab.key.removeprefix(WEIGHTS), slab.offset, slab.shape).to(slab.dtype)
-
-        journal.advance = bar.advance
-        write_checkpoint(folder, slabs, resolve, model=source.model, assets=source.assets(), once=journal.once)
+    write_weights(source, folder, "writing mega", dtype=options.dtype, journal=journal)
 
 
 def _write_megatron(source: Source, folder: Path, options: Options, _: Journal) -> None:

@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mega_ckpt.combine import new_folder, write_weights
+from mega_ckpt.combine import new_folder
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Shape, crop
 from mega_ckpt.remote import Place
 from mega_ckpt.source import Source, checkpoint_folder, open_source
+from mega_ckpt.stream import write_weights
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig, MoeConfig
 
@@ -60,7 +61,7 @@ def upcycle(
     note = {"source": str(checkpoint_folder(source)), "experts": experts, "top_k": top_k, "seed": seed}
     with new_folder(destination) as folder:
         made = Upcycled(dense, model, seed)
-        write_weights(made, made.read_slice, folder, "upcycling", step=0, provenance={"upcycled": note})
+        write_weights(made, folder, "upcycling", provenance={"upcycled": note})
 
 
 def sparse_model(
