@@ -25,11 +25,10 @@ from mega_ckpt.formats.megatron_write import Writing, write_release
 from mega_ckpt.journal import Journal, continued
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.remote import Place, Remote, place
-from mega_ckpt.shards import Slab
-from mega_ckpt.source import BUFFERS, WEIGHTS, Source, cast_dtype, checkpoint_folder, open_source
+from mega_ckpt.source import OPTIMIZER, Source, cast_dtype, checkpoint_folder, open_source
 from mega_ckpt.storage import folder_at
 from mega_ckpt.store import Checkpoint
-from mega_ckpt.stream import blocks, slabs_of, write_checkpoint
+from mega_ckpt.stream import blocks, write_weights
 from mega_common.errors import CheckpointError
 from mega_common.log import ProgressBar, logger
 
@@ -97,7 +96,9 @@ def convert(
     with continued(final, _identity(source, to, options)) as journal:
         try:
             if to == "mega":
-                _write_mega(given, training, journal.folder, options, journal)
+                write_weights(
+                    given, journal.folder, "writing mega", dtype=options.dtype, training=training, journal=journal
+                )
             elif isinstance(journal.folder, Path):
                 _WRITERS[to](given, journal.folder, options, journal)
             if verify:
@@ -148,33 +149,6 @@ def _training(source: Source, options: Options) -> Training | None:
     return training
 
 
-def _write_mega(source: Source, training: Training | None, folder: Place, options: Options, journal: Journal) -> None:
-    def kind(name: str) -> torch.dtype:
-        return cast_dtype(source, name, options.dtype)
-
-    state = {f"optimizer/{kind}": held for kind, held in training.tensors.items()} if training else {}
-    slabs = [slab for name in source.keys() for slab in slabs_of(WEIGHTS + name, kind(name), source.shape(name))]  # noqa: SIM118
-    for name in source.buffers():
-        buffer = source.read_buffer(name)
-        slabs += slabs_of(BUFFERS + name, buffer.dtype, tuple(buffer.shape))
-    for group, held in state.items():
-        slabs += [slab for name in held.keys() for slab in slabs_of(f"{group}/{name}", torch.float32, held.shape(name))]  # noqa: SIM118
-    with ProgressBar("writing mega", total=sum(slab.nbytes for slab in slabs), unit="bytes") as bar:
-
-        def resolve(slab: Slab) -> Tensor:
-            bar.advance(slab.nbytes)
-            if slab.key.startswith(BUFFERS):
-                return _block(source.read_buffer(slab.key.removeprefix(BUFFERS)), slab.offset, slab.shape)
-            group, _, name = slab.key.rpartition("/")
-            return state.get(group, source).read_slice(name, slab.offset, slab.shape).to(slab.dtype)
-
-        journal.advance = bar.advance
-        write_checkpoint(
-            folder, slabs, resolve, model=source.model, assets=source.assets(), once=journal.once,
-            step=training.step if training else 0, state=training.state if training else None,
-        )  # fmt: skip
-
-
 def _write_megatron(source: Source, folder: Path, options: Options, _: Journal) -> None:
     writing = Writing(source, options.tp, options.pp, options.dtype, options.implementation)
     with ProgressBar("writing Megatron", total=writing.size, unit="bytes") as bar:
@@ -185,10 +159,6 @@ MEGATRON_FORMATS = {"torch_dist": write_dist, "torch": write_legacy}
 _WRITERS: Mapping[str, Callable[[Source, Path, Options, Journal], None]] = {
     "hf": _write_hf, "megatron": _write_megatron,
 }  # fmt: skip
-
-
-def _block(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    return tensor[tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
 
 
 def _compare(one: Source, other: Source, dtype: torch.dtype | None) -> None:
@@ -209,7 +179,7 @@ def _compare_state(training: Training, made: Checkpoint) -> None:
     for kind, held in training.tensors.items():
         for name in held.keys():  # noqa: SIM118
             for offset, shape in blocks(held.shape(name), torch.float32):
-                key = f"optimizer/{kind}/{name}"
+                key = f"{OPTIMIZER}{kind}/{name}"
                 _check_same(key, held.read_slice(name, offset, shape).float(), made.read(key, offset, shape))
 
 

@@ -19,6 +19,11 @@ from torch import Tensor
 Shape = tuple[int, ...]
 
 
+def crop(tensor: Tensor, offset: Iterable[int], shape: Iterable[int]) -> Tensor:
+    """`tensor[offset : offset + shape]`, as a view."""
+    return tensor[tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
+
+
 @dataclass(frozen=True)
 class Piece:
     """A rectangle of a local tensor and the place of that rectangle in the global tensor `name`.
@@ -53,7 +58,7 @@ class Piece:
 
     def view(self, local: Tensor) -> Tensor:
         """The rectangle, as a view of the local tensor."""
-        return local[tuple(slice(start, start + n) for start, n in zip(self.local_start, self.shape, strict=True))]
+        return crop(local, self.local_start, self.shape)
 
 
 @dataclass(frozen=True)

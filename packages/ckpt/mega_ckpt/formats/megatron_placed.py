@@ -13,7 +13,7 @@ from mega_ckpt.formats.megatron_contents import Held, overlap
 from mega_ckpt.formats.megatron_names import Part
 from mega_ckpt.manifest import tiles
 from mega_ckpt.names import some
-from mega_ckpt.pieces import Box, Piece, Shape, copy_overlap
+from mega_ckpt.pieces import Box, Piece, Shape, copy_overlap, crop
 from mega_common.errors import CheckpointError
 
 
@@ -54,10 +54,10 @@ class Placed:
         if len(found) == 1:
             (start, extent), stored, place = found[0]
             inside = _moved(place, (0,) * len(place), stored.offset)
-            return stored.read()[tuple(slice(at, at + n) for at, n in zip(inside, extent, strict=True))]
+            return crop(stored.read(), inside, extent)
         out = torch.empty(shape, dtype=self.dtype(name))
         for (start, extent), stored, place in found:
-            inner = out[tuple(slice(s - o, s - o + n) for s, o, n in zip(start, offset, extent, strict=True))]
+            inner = crop(out, _moved(start, (0,) * len(start), offset), extent)
             copy_overlap(Box(place, inner), Box(stored.offset, stored.read()))
         return out
 
