@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -29,7 +30,30 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 WORLD = 4
+BASE: dict[str, Any] = {
+    "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 4,
+    "group_query_attention": False, "kv_channels": 8, "normalization": "RMSNorm", "norm_epsilon": 1e-5, "swiglu": True,
+    "openai_gelu": False, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "num_experts": None,
+    "padded_vocab_size": 64, "vocab_size": 64, "max_position_embeddings": 64,
+    "untie_embeddings_and_output_weights": True, "position_embedding_type": "rope", "rotary_percent": 1.0,
+    "rotary_base": 10000, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "moe_router_pre_softmax": False, "multi_latent_attention": False,
+}  # fmt: skip
+GROUPED = {"group_query_attention": True, "num_query_groups": 2}
+EXPERTS = {
+    "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": None,
+    "moe_layer_freq": 1, "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
+}  # fmt: skip
 ADAM = {"lr": 0.01, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
+
+
+def run(jobs: list[dict[str, Any]], folder: Path) -> None:
+    """Do them in a process of their own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, __file__, str(folder / "jobs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def tokens(vocab_size: int) -> torch.Tensor:
@@ -217,11 +241,13 @@ class _OnCpu(TorchFunctionMode):
         return out.replace("torch.", "torch.cuda.") if function is torch.Tensor.type and isinstance(out, str) else out
 
 
-def _trained(args: Namespace, *, bf16: bool, distributed: bool) -> tuple[Any, Any]:
-    """A chunk after three steps of Megatron's optimizer, and that."""
+def _trained(args: Namespace, *, bf16: bool, distributed: bool) -> tuple[Any, Any, Any]:
+    """A chunk after three steps of Megatron's optimizer, that, and its schedule."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    torch.manual_seed(1)
     models = _models(args)
     _randomise(models, args)
     buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
@@ -231,9 +257,14 @@ def _trained(args: Namespace, *, bf16: bool, distributed: bool) -> tuple[Any, An
         params_dtype=torch.bfloat16 if bf16 else torch.float32, **ADAM,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(settings, [chunk])
+    decay = {"start_wd": ADAM["weight_decay"], "end_wd": ADAM["weight_decay"], "wd_incr_steps": 1}
+    schedule = OptimizerParamScheduler(
+        optimizer, 0.0, ADAM["lr"], 0.0, 0, 80, "constant", wd_incr_style="constant", **decay
+    )
     for step in range(3):
         _step(chunk, optimizer, 1.0 + step)
-    return chunk, optimizer
+        schedule.step(8)
+    return chunk, optimizer, schedule
 
 
 def _step(chunk: Any, optimizer: Any, factor: float) -> None:
@@ -259,14 +290,14 @@ def _train(job: dict[str, Any]) -> None:
         folder.mkdir(parents=True)
     dist.barrier()
     with _OnCpu():
-        chunk, optimizer = _trained(args, bf16=bf16, distributed=sharding is not None)
+        chunk, optimizer, schedule = _trained(args, bf16=bf16, distributed=sharding is not None)
         metadata = {"distrib_optim_sharding_type": sharding} if sharding else {}
         sharded = {"model": chunk.module.sharded_state_dict()}
         sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], metadata=metadata)
-        common = {"args": args, "checkpoint_version": 3.0, "iteration": 3, "opt_param_scheduler": {"num_steps": 24}}
+        common = {"args": args, "checkpoint_version": 3.0, "iteration": 3, "opt_param_scheduler": schedule.state_dict()}
         dist_checkpointing.save({**common, **sharded}, str(folder))
         if sharding:
-            chunk, optimizer = _trained(args, bf16=bf16, distributed=False)
+            chunk, optimizer, _ = _trained(args, bf16=bf16, distributed=False)
         held = {}
         for one in optimizer.chained_optimizers:
             held |= one.optimizer.state
