@@ -7,6 +7,7 @@ import logging
 import math
 import pickle
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,18 @@ def trained(
     return tmp_path / "dist"
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("plain"), {}).parent
+
+
+@pytest.fixture
+def folder(plain: Path, tmp_path: Path) -> Path:
+    """A copy to change, in dist."""
+    shutil.copytree(plain / "dist", tmp_path / "dist")
+    return tmp_path
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", [whole, flat])
 @pytest.mark.parametrize("experts", [False, True])
@@ -153,7 +166,7 @@ def bucket(root: Path) -> None:
 UP = "decoder.layers.mlp.linear_fc1.weight"
 LEFT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no optimizer": (metadata_says(pop("optimizer.")), "there is no optimizer in the checkpoint"),
-    "buckets": (bucket, "the distributed optimizer's buckets are of the ranks that wrote them"),
+    "buckets": (bucket, "the distributed optimizer's buckets fit only the ranks that wrote them"),
     "a moment left out": (
         metadata_says(pop(f"optimizer.state.exp_avg_sq.{UP}")),
         r"its optimizer has no exp_avg_sq of decoder.layers.0.mlp.linear_fc1.weight \(and 3 more\)",
@@ -183,25 +196,23 @@ def said(caplog: pytest.LogCaptureFixture, work: Callable[[], None]) -> str:
 
 
 @pytest.mark.parametrize("what", LEFT)
-def test_what_stays_behind_and_why(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = trained(tmp_path, {})
+def test_what_stays_behind_and_why(what: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     change, why = LEFT[what]
-    change(tmp_path)
-    text = said(caplog, lambda: convert(source, tmp_path / "ours", "mega"))
+    change(folder)
+    text = said(caplog, lambda: convert(folder / "dist", folder / "ours", "mega"))
     assert text.startswith("only the weights are converted: ")
     assert "\n" not in text
     assert re.search(why, text), text
-    ours = Checkpoint.open(tmp_path / "ours")
+    ours = Checkpoint.open(folder / "ours")
     assert not ours.keys("optimizer/")
     assert (ours.step, ours.state) == (0, {})
 
 
-def test_a_cast_leaves_the_optimizer_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = trained(tmp_path, {})
+def test_a_cast_leaves_the_optimizer_behind(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = Options(dtype=torch.bfloat16)
-    text = said(caplog, lambda: convert(source, tmp_path / "ours", "mega", options=options))
+    text = said(caplog, lambda: convert(folder / "dist", folder / "ours", "mega", options=options))
     assert "only the weights are converted: they are cast" in text
-    assert not Checkpoint.open(tmp_path / "ours").keys("optimizer/")
+    assert not Checkpoint.open(folder / "ours").keys("optimizer/")
 
 
 def test_files_of_ranks_say_no_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -210,20 +221,21 @@ def test_files_of_ranks_say_no_names(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "there is no optimizer" in said(caplog, lambda: convert(tmp_path / "torch", tmp_path / "one", "mega"))
     (tmp_path / "torch/release/mp_rank_00/distrib_optim.pt").write_bytes(b"not looked into")
     text = said(caplog, lambda: convert(tmp_path / "torch", tmp_path / "two", "mega"))
-    assert "only the weights are converted: in the format torch the optimizer's tensors have the numbers" in text
+    assert (
+        "only the weights are converted: in the format torch the optimizer's tensors have numbers of each rank's own"
+        in text
+    )
 
 
-def test_a_damaged_moment_is_an_error(tmp_path: Path) -> None:
-    source = trained(tmp_path, {})
+def test_a_damaged_moment_is_an_error(folder: Path) -> None:
     key = f"optimizer.state.exp_avg.{UP}"
-    metadata_says(lambda m: setattr(m.state_dict_metadata[key], "size", torch.Size((4, 40, 16))))(tmp_path)
-    with pytest.raises(CheckpointError, match="linear_fc1.weight has shape"):
-        convert(source, tmp_path / "ours", "mega")
-    assert not (tmp_path / "ours").exists()
+    metadata_says(lambda m: setattr(m.state_dict_metadata[key], "size", torch.Size((4, 40, 16))))(folder)
+    with pytest.raises(CheckpointError, match=r"linear_fc1\.weight has shape"):
+        convert(folder / "dist", folder / "ours", "mega")
+    assert not (folder / "ours").exists()
 
 
-def test_what_comes_along_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = trained(tmp_path, {})
-    text = said(caplog, lambda: convert(source, tmp_path / "ours", "mega"))
+def test_what_comes_along_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = said(caplog, lambda: convert(folder / "dist", folder / "ours", "mega"))
     assert "the optimizer's state after step 7 comes along" in text
     assert "\n" not in text

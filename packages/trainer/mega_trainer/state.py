@@ -82,7 +82,7 @@ class TrainState:
         if "settings" not in saved.state:
             raise CheckpointError(
                 f"{folder}: has weights alone, and nothing that a run goes on from",
-                hint=f"start from the weights, in another output folder: init_from={folder}",
+                hint=f"init_from={folder} starts from its weights, in another output folder and without checkpoint.load",
             )
         lines = check_changes(saved.state["settings"], self.config, str(folder))
         wanted = self.tensors()

@@ -39,7 +39,10 @@ _OF_WEIGHT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 # One that follows the buckets of the ranks that wrote it, and what is said beside.
 _OF_LAYOUT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(\w+)")
 _SAID = ("optimizer", "grad_scaler")
-_BUCKETS = "the distributed optimizer's buckets are of the ranks that wrote them"
+_BUCKETS = (
+    "the distributed optimizer's buckets fit only the ranks that wrote them "
+    "(Megatron saves it otherwise with --dist-ckpt-optim-fully-reshardable)"
+)
 # Beside the model: optimizer, random numbers, data loader.
 _OTHERS = ("optimizer", "chained_", "rng_state", "rerun_state", "opt_param_scheduler", "run_config", "iteration")
 

@@ -26,7 +26,10 @@ from mega_common.errors import CheckpointError
 FILE, BUCKETS = "model_optim_rng.pt", "distrib_optim.pt"
 _FILES = (FILE, "model_rng.pt")
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
-_NO_NAMES = "in the format torch the optimizer's tensors have the numbers that each rank gave them, and no names"
+_NO_NAMES = (
+    "in the format torch the optimizer's tensors have numbers of each rank's own and no names "
+    "(Megatron saves it otherwise with --ckpt-format torch_dist)"
+)
 _NO_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq")
 _BY_EXPERT = (
     r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.*)",
