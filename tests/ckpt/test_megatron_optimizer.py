@@ -63,19 +63,20 @@ def flat(key: str, tensor: Tensor) -> tuple[tuple[int, ...], Chunks]:
     return (*grid, math.prod(cell)), out
 
 
-def add(root: Path, key: str, size: tuple[int, ...], chunks: Chunks) -> None:
-    """Another tensor for a torch_dist folder."""
+def add(root: Path, tensors: dict[str, tuple[tuple[int, ...], Chunks]]) -> None:
+    """Further tensors for a torch_dist folder: their shapes and chunks."""
     metadata: Metadata = pickle.loads((root / ".metadata").read_bytes())
     name = f"__1_{len(list(root.glob('*.distcp')))}.distcp"
-    one = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), [])
     with open(root / name, "xb") as stream:
-        for offset, tensor in chunks.items():
-            begin = stream.tell()
-            torch.save(tensor, stream)
-            one.chunks.append(ChunkStorageMetadata(torch.Size(offset), tensor.shape))
-            place = _StorageInfo(name, begin, stream.tell() - begin)
-            metadata.storage_data[MetadataIndex(key, torch.Size(offset))] = place
-    metadata.state_dict_metadata[key] = one
+        for key, (size, chunks) in tensors.items():
+            one = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), [])
+            for offset, tensor in chunks.items():
+                begin = stream.tell()
+                torch.save(tensor, stream)
+                one.chunks.append(ChunkStorageMetadata(torch.Size(offset), tensor.shape))
+                place = _StorageInfo(name, begin, stream.tell() - begin)
+                metadata.storage_data[MetadataIndex(key, torch.Size(offset))] = place
+            metadata.state_dict_metadata[key] = one
     (root / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
@@ -91,9 +92,9 @@ def trained(
     root = tmp_path / "dist" / "release"
     for kind, seed in SEEDS.items():
         convert(mega(tmp_path / kind, fields, seed=seed), tmp_path / f"{kind}-dist", "megatron")
-        for key, tensor in tensors_in(tmp_path / f"{kind}-dist" / "release").items():
-            if not key.endswith("expert_bias"):
-                add(root, f"{prefix}optimizer.state.{kind}.{key}", *form(key, tensor))
+        found = tensors_in(tmp_path / f"{kind}-dist" / "release")
+        moved = {key: tensor for key, tensor in found.items() if not key.endswith("expert_bias")}
+        add(root, {f"{prefix}optimizer.state.{kind}.{key}": form(key, tensor) for key, tensor in moved.items()})
     rewrite(root / "common.pt", lambda state: state.update(iteration=7, optimizer={0: {"optimizer": STEP}}))
     rewrite(root / "common.pt", lambda state: setattr(state["args"], "consumed_train_samples", 56))
     return tmp_path / "dist"
@@ -160,7 +161,7 @@ def common(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 def bucket(root: Path) -> None:
     metadata_says(pop("optimizer."))(root)
     name = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.exp_avg"
-    add(root / "dist" / "release", name, (10,), {(0,): torch.ones(10)})
+    add(root / "dist" / "release", {name: whole("", torch.ones(10))})
 
 
 UP = "decoder.layers.mlp.linear_fc1.weight"

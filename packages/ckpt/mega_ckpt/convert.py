@@ -1,4 +1,4 @@
-"""Convert weights between formats, tensor by tensor: memory for one tensor, not for the model.
+"""Convert weights between formats, and from Megatron the optimizer too: memory for one tensor, not for the model.
 
 The output is written beside its place under a hidden name, made durable, and renamed: it is complete or not there. After a
 kill, the same conversion goes on with the file that it was at.
@@ -143,7 +143,8 @@ def _training(source: Source, options: Options) -> Training | None:
         logger.warning("only the weights are converted: %s", why)
         return None
     logger.info(
-        "the optimizer's state after step %d comes along; learning rate, schedule and decay do not: run.yaml has its own",
+        "the optimizer's state after step %d comes along; the learning rate, its schedule, Adam's settings and the "
+        "generators' states do not: run.yaml has its own",
         training.step,
     )
     return training
