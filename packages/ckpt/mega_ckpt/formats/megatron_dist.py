@@ -141,7 +141,7 @@ def _kinds(
 def _unflattened(chunk: Stored, grid: Shape, shape: Shape) -> Iterator[Stored]:
     """The rectangles of a stretch of one cell, where a tensor is a grid of cells, each in a row: [*grid, elements].
 
-    `fully_sharded_model_space` of Megatron-Core up to 0.14 is that; a cell is what one rank of the model has.
+    `fully_sharded_model_space` of older versions is that; a cell is what one rank of the model has.
     """
     *cell, start = chunk.offset
     size = tuple(n // parts for n, parts in zip(shape, grid, strict=True))
