@@ -59,50 +59,67 @@ Checkpoint = Annotated[
 ]
 
 
+Convertible = Annotated[
+    str,
+    typer.Argument(
+        help="A mega checkpoint, a run folder (its newest checkpoint), a HuggingFace or Megatron folder; mega also as URL."
+    ),
+]
+Converted = Annotated[str, typer.Argument(help="The folder to make; a URL with --to mega.")]
+To = Annotated[
+    Target,
+    typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from. megatron: a release."),
+]
+Cast = Annotated[Dtype | None, typer.Option(help="Cast the weights; default: as they are.")]
+Family = Annotated[
+    str | None, typer.Option(help="model_type to write (llama, qwen3, ...); default: the first that fits.")
+]
+MaxShardSize = Annotated[
+    str | None, typer.Option(help="Most bytes in one safetensors file: 500MB, 5GB, ...; default: as the source.")
+]
+FormatOption = Annotated[
+    MegatronFormat, typer.Option("--format", help="Of Megatron: torch_dist, or torch for a file a rank.")
+]
+Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks that Megatron's files are for.")]
+Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages that Megatron's files are for.")]
+TransformerImpl = Annotated[
+    MegatronLayers, typer.Option(help="Megatron's flag of that name; --format torch depends on it.")
+]
+Settings = Annotated[
+    Path | None, typer.Option(help="YAML with settings of the model that a Megatron checkpoint lacks or has wrong.")
+]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Compare every element, and the logits of both sides, before all is named.")
+]
+VerifyData = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PREFIX", help="Take tokens of this data set for the logits; default: a text, by the model's tokenizer."
+    ),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the destination once all is done.")]
+
+
 @app.command(epilog="Example: mega ckpt convert runs/llama3-8b out/hf --to hf --dtype bf16 --verify")
 def convert(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="A mega checkpoint, a run folder (its newest checkpoint), a HuggingFace or Megatron folder; mega also as URL."
-        ),
-    ],
-    destination: Annotated[str, typer.Argument(help="The folder to make; a URL with --to mega.")],
-    to: Annotated[
-        Target,
-        typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from. megatron: a release."),
-    ],
-    dtype: Annotated[Dtype | None, typer.Option(help="Cast the weights; default: as they are.")] = None,
-    family: Annotated[
-        str | None, typer.Option(help="model_type to write (llama, qwen3, ...); default: the first that fits.")
-    ] = None,
-    max_shard_size: Annotated[
-        str | None, typer.Option(help="Most bytes in one safetensors file: 500MB, 5GB, ...; default: as the source.")
-    ] = None,
-    megatron_format: Annotated[
-        MegatronFormat, typer.Option("--format", help="Of Megatron: torch_dist, or torch for a file a rank.")
-    ] = MegatronFormat.TORCH_DIST,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks that Megatron's files are for.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages that Megatron's files are for.")] = 1,
-    transformer_impl: Annotated[
-        MegatronLayers, typer.Option(help="Megatron's flag of that name; --format torch depends on it.")
-    ] = MegatronLayers.TRANSFORMER_ENGINE,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML with settings of the model that a Megatron checkpoint lacks or has wrong.")
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compare every element, and the logits of both sides, before all is named.")
-    ] = False,
-    verify_data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PREFIX",
-            help="Take tokens of this data set for the logits; default: a text, by the model's tokenizer.",
-        ),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the destination once all is done.")] = False,
+    source: Convertible,
+    destination: Converted,
+    to: To,
+    dtype: Cast = None,
+    family: Family = None,
+    max_shard_size: MaxShardSize = None,
+    megatron_format: FormatOption = MegatronFormat.TORCH_DIST,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    transformer_impl: TransformerImpl = MegatronLayers.TRANSFORMER_ENGINE,
+    config: Settings = None,
+    verify: Verify = False,
+    verify_data: VerifyData = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Convert a model's weights and the files that belong to it. The result appears when it is complete.
+
+    From Megatron to mega the optimizer's state comes along, where its form does not depend on the ranks that wrote it.
 
     After a kill or an interrupt, the same command goes on with the file that it was at.
     """

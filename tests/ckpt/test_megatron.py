@@ -42,9 +42,9 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def mega(folder: Path, fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
+def mega(folder: Path, fields: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 5) -> Path:
     """A checkpoint of random weights."""
-    model, generator = ModelConfig.parse(BASE | fields), torch.Generator().manual_seed(5)
+    model, generator = ModelConfig.parse(BASE | fields), torch.Generator().manual_seed(seed)
     held = {
         f"weights/{name}": Sharded(shape, [Box((0,) * len(shape), torch.randn(shape, generator=generator).to(dtype))])
         for name, shape in tensors_of(model).items()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import megatron_oracle
 import pytest
 import torch
+from megatron_oracle import BASE, EXPERTS, GROUPED, run
 
 from mega_ckpt.convert import Options, convert
 from mega_ckpt.source import open_source
@@ -19,23 +17,6 @@ from mega_eval.load import load_model
 pytest.importorskip("megatron.core", reason="the reference implementation")
 pytestmark = pytest.mark.timeout(900)  # the first test of a fixture waits for four ranks that start twice
 
-BASE: dict[str, Any] = {
-    "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 4,
-    "group_query_attention": False, "kv_channels": 8, "normalization": "RMSNorm", "norm_epsilon": 1e-5, "swiglu": True,
-    "openai_gelu": False, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "num_experts": None,
-    "padded_vocab_size": 64, "vocab_size": 64, "max_position_embeddings": 64,
-    "untie_embeddings_and_output_weights": True, "position_embedding_type": "rope", "rotary_percent": 1.0,
-    "rotary_base": 10000, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "hidden_dropout": 0.0,
-    "attention_dropout": 0.0, "moe_router_pre_softmax": False, "multi_latent_attention": False, "quick_geglu": False,
-    "activation_func_clamp_value": None, "glu_linear_offset": 0.0, "softmax_type": "vanilla", "window_size": None,
-    "window_attn_skip_freq": None, "rotary_interleaved": False, "layernorm_zero_centered_gamma": False,
-}  # fmt: skip
-GROUPED = {"group_query_attention": True, "num_query_groups": 2}
-EXPERTS = {
-    "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": None,
-    "moe_layer_freq": 1, "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
-    "moe_router_num_groups": 2, "moe_router_group_topk": None,
-}  # fmt: skip
 # name: what differs from BASE, and the layout that Megatron saves it in
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "grouped-bias-odd-vocabulary": ({**GROUPED, "add_qkv_bias": True, "vocab_size": 61}, {"tp": 2, "pp": 2}),
@@ -85,14 +66,6 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     ),
     "interleaved": ({}, {"tp": 1, "pp": 2, "vp": 2}),
 }  # fmt: skip
-
-
-def run(jobs: list[dict[str, Any]], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, megatron_oracle.__file__, str(folder / "jobs.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")

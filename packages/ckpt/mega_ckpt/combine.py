@@ -10,9 +10,8 @@ import contextlib
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +21,10 @@ from mega_ckpt.families import same_model
 from mega_ckpt.folders import make_durable_folder
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.remote import Place, Remote, place
-from mega_ckpt.shards import Slab
-from mega_ckpt.source import BUFFERS, WEIGHTS, MegaSource, Source, checkpoint_folder, open_source
-from mega_ckpt.stream import slabs_of, write_checkpoint
+from mega_ckpt.source import BUFFERS, WEIGHTS, MegaSource, checkpoint_folder, open_source
+from mega_ckpt.stream import write_weights
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.files import atomic_folder
-from mega_common.log import ProgressBar
 from mega_common.model_config import ModelConfig
 
 
@@ -50,7 +47,7 @@ def prune(source: str | Place, destination: str | Place) -> None:
         held = MegaSource(checkpoint)
         note = {"source": str(checkpoint.folder), "without": sorted(_others(checkpoint))}
         provenance = {**checkpoint.manifest.provenance, "pruned": note}
-        write_weights(held, held.read_slice, folder, "pruning", step=checkpoint.step, provenance=provenance)
+        write_weights(held, folder, "pruning", step=checkpoint.step, provenance=provenance)
 
 
 def average(
@@ -83,41 +80,13 @@ def average(
             total = torch.zeros(shape, dtype=wide)
             for one, share in zip(opened, shares, strict=True):
                 total.add_(one.read_slice(name, offset, shape).to(wide), alpha=share)
-            return total.to(opened[0].dtype(name))
+            return total
 
         note = [
             {"source": str(checkpoint_folder(path)), "weight": share}
             for path, share in zip(sources, shares, strict=True)
         ]
-        write_weights(opened[0], mean, folder, "averaging", step=0, provenance={"average": note})
-
-
-def write_weights(
-    source: Source,
-    read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor],
-    folder: Place,
-    title: str,
-    *,
-    step: int,
-    provenance: dict[str, Any],
-) -> None:
-    """Write a checkpoint like `source`, whose weights `read` gives: (name, offset, shape) to elements."""
-    buffers = {BUFFERS + name: source.read_buffer(name) for name in source.buffers()}
-    tensors = [(WEIGHTS + name, source.dtype(name), source.shape(name)) for name in source.keys()]  # noqa: SIM118
-    tensors += [(key, buffer.dtype, tuple(buffer.shape)) for key, buffer in buffers.items()]
-    slabs = [slab for tensor in tensors for slab in slabs_of(*tensor)]
-    with ProgressBar(title, total=sum(slab.nbytes for slab in slabs), unit="bytes") as bar:
-
-        def resolve(slab: Slab) -> Tensor:
-            bar.advance(slab.nbytes)
-            if slab.key in buffers:
-                window = tuple(slice(start, start + n) for start, n in zip(slab.offset, slab.shape, strict=True))
-                return buffers[slab.key][window]
-            return read(slab.key.removeprefix(WEIGHTS), slab.offset, slab.shape)
-
-        write_checkpoint(
-            folder, slabs, resolve, model=source.model, step=step, assets=source.assets(), provenance=provenance
-        )
+        write_weights(opened[0], folder, "averaging", read=mean, provenance={"average": note})
 
 
 def _others(checkpoint: Checkpoint) -> set[str]:

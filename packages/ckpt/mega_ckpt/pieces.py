@@ -19,6 +19,11 @@ from torch import Tensor
 Shape = tuple[int, ...]
 
 
+def crop(tensor: Tensor, offset: Iterable[int], shape: Iterable[int]) -> Tensor:
+    """`tensor[offset : offset + shape]`, as a view."""
+    return tensor[tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
+
+
 @dataclass(frozen=True)
 class Piece:
     """A rectangle of a local tensor and the place of that rectangle in the global tensor `name`.
@@ -53,7 +58,7 @@ class Piece:
 
     def view(self, local: Tensor) -> Tensor:
         """The rectangle, as a view of the local tensor."""
-        return local[tuple(slice(start, start + n) for start, n in zip(self.local_start, self.shape, strict=True))]
+        return crop(local, self.local_start, self.shape)
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def boxes_of_range(flat: Tensor, pieces: Sequence[Piece], local_shape: Shape, st
     most 2 * axes - 1 rectangles, and each is intersected with each piece.
     """
     out: dict[str, Sharded] = {}
-    for low, extent, first in _rectangles(local_shape, start, start + flat.numel()):
+    for low, extent, first in rectangles(local_shape, start, start + flat.numel()):
         block = flat[first - start : first - start + math.prod(extent)].view(extent)
         for piece in pieces:
             begin = tuple(map(max, low, piece.local_start))
@@ -104,7 +109,7 @@ def boxes_of_range(flat: Tensor, pieces: Sequence[Piece], local_shape: Shape, st
     return out
 
 
-def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
+def rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
     """Cut the row-major range [start, stop) of `shape` into rectangles: (first index, extent, first flat position)."""
     if start >= stop:
         return
@@ -126,7 +131,7 @@ def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Sh
 
 def _row_part(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
     base = row * math.prod(shape[1:])
-    for low, extent, first in _rectangles(shape[1:], start - base, stop - base):
+    for low, extent, first in rectangles(shape[1:], start - base, stop - base):
         yield (row, *low), (1, *extent), first + base
 
 

@@ -37,7 +37,7 @@ from torch.futures import Future
 
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, Chunk, FileEntry, tiles
-from mega_ckpt.pieces import Box, Shape, Sharded, cut
+from mega_ckpt.pieces import Box, Shape, Sharded, crop, cut
 from mega_ckpt.remote import Place
 from mega_ckpt.shards import Slab, write_shards
 from mega_common.errors import CheckpointError, MegaError
@@ -91,8 +91,7 @@ def _chunk_of(box: Box) -> ChunkStorageMetadata:
 
 def _slabs(box: Box, max_bytes: int) -> Iterator[Box]:
     for start, shape in cut(tuple(box.tensor.shape), max_bytes // box.tensor.element_size()):
-        part = box.tensor[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
-        yield Box(tuple(o + s for o, s in zip(box.offset, start, strict=True)), part)
+        yield Box(tuple(o + s for o, s in zip(box.offset, start, strict=True)), crop(box.tensor, start, shape))
 
 
 class Saving(DefaultSavePlanner):

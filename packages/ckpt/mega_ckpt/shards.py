@@ -79,17 +79,16 @@ class NewFile:
         self._hash = xxhash.xxh3_128()
         self._file = folder_at(path.parent).create(path.name)
 
-    def write(self, data: bytes | memoryview) -> str:
-        """Append `data`; returns its checksum."""
-        own, whole = xxhash.xxh3_128(), memoryview(data)
+    def write(self, data: bytes | memoryview, *own: xxhash.xxh3_128) -> None:
+        """Append `data`, and add it to hashes of the caller's own."""
+        whole = memoryview(data)
         # A block that was just hashed is written from the processor's cache: twice as fast as one after the other.
         for start in range(0, len(whole), BLOCK_BYTES):
             block = whole[start : start + BLOCK_BYTES]
-            own.update(block)
-            self._hash.update(block)
+            for digest in (self._hash, *own):
+                digest.update(block)
             self._file.write(block)
             self.bytes += len(block)
-        return own.hexdigest()
 
     def close(self) -> FileEntry:
         """Finish the file; returns what a manifest says of it."""
@@ -136,8 +135,12 @@ def write_shards(
 def _write_shard(path: Place, head: bytes, slabs: Sequence[Slab], resolve: Callable[[Slab], Tensor]) -> Finished:
     with NewFile(path) as file:
         file.write(head)
-        checksums = tuple(file.write(raw(resolve(slab))) for slab in slabs)
-        return Finished(file=file.close(), parts=checksums)
+        checksums = []
+        for slab in slabs:
+            part = xxhash.xxh3_128()
+            file.write(raw(resolve(slab)), part)
+            checksums.append(part.hexdigest())
+        return Finished(file=file.close(), parts=tuple(checksums))
 
 
 def _groups(slabs: Sequence[Slab], max_bytes: int) -> Iterator[list[Slab]]:

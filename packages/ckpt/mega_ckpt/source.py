@@ -18,13 +18,13 @@ from mega_ckpt.formats.hf import CONFIG, HfSource
 from mega_ckpt.formats.megatron import MegatronSource, is_megatron
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.names import some, tensors_of
-from mega_ckpt.pieces import Shape, Sharded
+from mega_ckpt.pieces import Shape, Sharded, crop
 from mega_ckpt.remote import Place, content_of, place
 from mega_ckpt.store import Checkpoint, latest
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
-WEIGHTS, BUFFERS, ASSETS = "weights/", "hf/", "assets"
+WEIGHTS, OPTIMIZER, BUFFERS, ASSETS = "weights/", "optimizer/", "hf/", "assets"
 
 
 class Source(Protocol):
@@ -99,8 +99,7 @@ class MegaSource:
         for chunk in self._checkpoint.entry(key).chunks:
             starts = [o - c for o, c in zip(offset, chunk.offset, strict=True)]
             if all(s >= 0 and s + n <= m for s, n, m in zip(starts, shape, chunk.shape, strict=True)):
-                window = tuple(slice(start, start + n) for start, n in zip(starts, shape, strict=True))
-                return self._checkpoint.chunk(key, chunk)[window]
+                return crop(self._checkpoint.chunk(key, chunk), starts, shape)
         return self._checkpoint.read(key, offset, shape)
 
     def buffers(self) -> Sequence[str]:

@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mega_ckpt.combine import new_folder, write_weights
+from mega_ckpt.combine import new_folder
 from mega_ckpt.names import tensors_of
-from mega_ckpt.pieces import Shape
+from mega_ckpt.pieces import Shape, crop
 from mega_ckpt.remote import Place
 from mega_ckpt.source import Source, checkpoint_folder, open_source
+from mega_ckpt.stream import write_weights
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig, MoeConfig
 
@@ -60,7 +61,7 @@ def upcycle(
     note = {"source": str(checkpoint_folder(source)), "experts": experts, "top_k": top_k, "seed": seed}
     with new_folder(destination) as folder:
         made = Upcycled(dense, model, seed)
-        write_weights(made, made.read_slice, folder, "upcycling", step=0, provenance={"upcycled": note})
+        write_weights(made, folder, "upcycling", provenance={"upcycled": note})
 
 
 def sparse_model(
@@ -120,8 +121,7 @@ class Upcycled:
     def read_slice(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         """A rectangle of it."""
         if ROUTER.fullmatch(name):
-            window = tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))
-            return self._router(name)[window].to(self.dtype(name))
+            return crop(self._router(name), offset, shape).to(self.dtype(name))
         if EXPERT.fullmatch(name):
             places = range(offset[0], offset[0] + shape[0])
             return torch.stack([self._expert(name, place, offset[1:], shape[1:]) for place in places])

@@ -79,6 +79,11 @@ class TrainState:
             CheckpointError: when it is not a complete checkpoint.
         """
         saved = Checkpoint.open(folder)
+        if "settings" not in saved.state:
+            raise CheckpointError(
+                f"{folder}: has weights alone, and nothing that a run goes on from",
+                hint=f"init_from={folder} starts from its weights, in another output folder and without checkpoint.load",
+            )
         lines = check_changes(saved.state["settings"], self.config, str(folder))
         wanted = self.tensors()
         if not saved.keys("optimizer/main/"):  # saved in full precision: weights are the main ones

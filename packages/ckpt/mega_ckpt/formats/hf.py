@@ -18,7 +18,7 @@ from mega_ckpt.families import Family, family_of
 from mega_ckpt.families.layouts import DiskTensor, Slab
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile
 from mega_ckpt.names import some, tensors_of
-from mega_ckpt.pieces import Box, Shape, copy_overlap
+from mega_ckpt.pieces import Box, Shape, copy_overlap, crop
 from mega_ckpt.remote import Place, Remote, content_of
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -79,8 +79,7 @@ class HfSource:
         """A rectangle of it: a view of the file, unless it is assembled from several tensors there."""
         places = self._places[name]
         if len(places) == 1:
-            window = tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))
-            return self._view(*places[0])[window]
+            return crop(self._view(*places[0]), offset, shape)
         out = torch.empty(shape, dtype=self.dtype(name))
         for disk, slab in places:
             if all(a < b + n and b < a + m for a, m, b, n in zip(offset, shape, slab.offset, slab.shape, strict=True)):

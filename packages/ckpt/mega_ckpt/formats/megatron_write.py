@@ -19,7 +19,7 @@ from mega_ckpt.formats.megatron import TRACKER
 from mega_ckpt.formats.megatron_args import write_args
 from mega_ckpt.formats.megatron_contents import overlap
 from mega_ckpt.formats.megatron_names import Part, parts_of
-from mega_ckpt.pieces import Shape
+from mega_ckpt.pieces import Shape, crop
 from mega_ckpt.source import Source, cast_dtype, put_file
 
 RELEASE = "release"
@@ -61,8 +61,8 @@ class Writing:
             if shared:
                 start, extent = shared
                 place = tuple(s - a + b for s, a, b in zip(start, piece.local_start, piece.global_offset, strict=True))
-                inner = out[tuple(slice(s - o, s - o + n) for s, o, n in zip(start, offset, extent, strict=True))]
-                inner.copy_(self._source.read_slice(piece.name, place, extent))
+                inside = tuple(s - o for s, o in zip(start, offset, strict=True))
+                crop(out, inside, extent).copy_(self._source.read_slice(piece.name, place, extent))
         return out
 
 
