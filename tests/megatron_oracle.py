@@ -69,14 +69,6 @@ class _NoTracker:
         yield
 
 
-class _OnCpu(TorchFunctionMode):
-    """Makes on the CPU what is asked for on a GPU."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return function(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
-
-
 class _LayerNorm(torch.autograd.Function):
     """What Megatron's own layer norm, which adds one to weights by itself, asks of apex."""
 

@@ -74,6 +74,8 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         "sliding_window": draw(st.sampled_from([None, 5])),
         "full_attention_layers": draw(st.sampled_from([None, [1, 3], [0]])),
     }  # fmt: skip
+    if fields["position"] != "learned":
+        fields |= {"mtp_layers": draw(st.integers(0, 2)), "mtp_loss": 0.2}
     if fields["position"] == "rope":
         fields["rope"] = {"interleaved": draw(st.booleans())}
     if fields["activation"] == "swiglu":
@@ -85,7 +87,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         fields["moe"] = EXPERTS | {
             "router_bias": bias, "shared_ffn_hidden_size": 0 if bias else draw(st.sampled_from([0, 8])), "selection_bias": draw(st.booleans()),
-            "layers": draw(st.sampled_from([None, [1, 3], [0, 1, 2]])), "score": draw(st.sampled_from(["softmax", "sigmoid"])),
+            "layers": draw(st.sampled_from([None, [1, 3, *range(4, 4 + fields.get("mtp_layers", 0))], [0, 1, 2]])), "score": draw(st.sampled_from(["softmax", "sigmoid"])),
         }  # fmt: skip
     return fields
 
@@ -393,6 +395,8 @@ NOT_MEGATRON: dict[str, dict[str, Any]] = {
     "sum of two logits": {"moe": EXPERTS | {"groups": 2, "group_score": "top2"}},
     "latents' norms": {**LATENT, "zero_centered_norm": True},
     "rope.fraction = 0.5": {"rope": {"scaling": "yarn", "factor": 2.0, "original_max_position": 16, "fraction": 0.5}},
+    r"moe\.layers = \[1, 3, 4\], but .* if layer 3": {"moe": EXPERTS | {"layers": [1, 3, 4]}, "mtp_layers": 2},
+    r"moe\.layers = \[0, 4\], but": {"moe": EXPERTS | {"layers": [0, 4]}, "mtp_layers": 1},
     "local_rope": {"sliding_window": 7, "full_attention_layers": [1], "local_rope": {"theta": 5e5}},
 }
 
@@ -432,6 +436,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rope": {"scaling": "yarn", "factor": 32.0, "original_max_position": 4096, "truncate": False},
     },
     "centred norms": {"zero_centered_norm": True, "norm": "layernorm", "rope": {"interleaved": True, "fraction": 0.5}},
+    "further": {
+        "mtp_layers": 2, "mtp_loss": 0.5, "sliding_window": 7, "full_attention_layers": [1, 4],
+        "moe": EXPERTS | {"layers": [0, 3, 4, 5]},
+    },
     "experts": {
         "moe": EXPERTS | {
             "score": "sigmoid", "groups": 2, "top_groups": 1, "group_score": "top2", "selection_bias": True, "bias_rate": 0.01,
@@ -477,6 +485,12 @@ MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**FLAT, "yarn_beta_fast": 4.0, "beta_fast": 8.0}, {"rope.beta_fast": 8.0}),
     ({**FLAT, "rope_type": "rope", "use_rope_scaling": True}, {"rope.scaling": "none"}),
     ({**FLAT, "add_bias_linear": True}, {"qkv_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    ({"mtp_num_layers": 2}, {"mtp_layers": 2, "mtp_loss": 0.1}),
+    ({"mtp_num_layers": 0, "mtp_loss_scaling_factor": 0.7}, {"mtp_layers": 0, "mtp_loss": 0.3}),
+    ({"mtp_num_layers": None, "mtp_use_repeated_layer": True}, {"mtp_layers": 0}),
+    ({**SPARSE, "mtp_num_layers": 2, "moe_layer_freq": [0, 1, 0, 1]}, {"moe.layers": [1, 3, 4, 5]}),
+    ({**SPARSE, "mtp_num_layers": 2, "moe_layer_freq": 2}, {"moe.layers": [0, 2]}),
+    ({"mtp_num_layers": 2, "window_size": (7, 0), "window_attn_skip_freq": 3}, {"full_attention_layers": [2, 5]}),
     ({**SPARSE, "moe_router_num_groups": 2}, {"moe.groups": 1}),
     ({**SPARSE, "moe_router_num_groups": 2, "moe_router_group_topk": 2}, {"moe.groups": 2, "moe.group_score": "max"}),
     ({**SPARSE, "moe_expert_capacity_factor": -1.0}, {"moe.capacity_factor": None}),
@@ -509,6 +523,12 @@ NOT_MEGA: dict[str, dict[str, Any]] = {
     "with learned positions": {**FLAT, "position_embedding_type": "learned_absolute"},
     "the sum of two logits": {**SPARSE, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
     "use_mup = True": {"use_mup": True},
+    "mtp_use_repeated_layer = True: .* is not supported": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+    "mtp_num_layers = 1099511627776 is not between": {**SPARSE, "mtp_num_layers": 1 << 40},
+    r"window_attn_skip_freq = \[1, 0, 1, 0\] does not fit 5 layers": {
+        "window_size": (7, 0), "window_attn_skip_freq": [1, 0, 1, 0], "mtp_num_layers": 1,
+    },
+    "problem\n  mtp_layers = 1: embeds further tokens": {"mtp_num_layers": 1, "position_embedding_type": "learned_absolute"},
 }  # fmt: skip
 
 

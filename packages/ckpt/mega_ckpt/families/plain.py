@@ -37,8 +37,9 @@ def resolved(model: ModelConfig) -> ModelConfig:
 
 
 def _windows(model: ModelConfig) -> dict[str, Any]:
-    full = [layer for layer in range(model.num_layers) if model.window(layer) is None]
-    if len(full) == model.num_layers:
+    layers = range(model.num_layers + model.mtp_layers)
+    full = [layer for layer in layers if model.window(layer) is None]
+    if len(full) == len(layers):
         return dict.fromkeys(("sliding_window", "full_attention_layers", "local_rope"))
     same = model.local_rope == model.rope
     return {"full_attention_layers": full or None, "local_rope": None if same else model.local_rope}

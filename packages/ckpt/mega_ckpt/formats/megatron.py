@@ -97,8 +97,9 @@ class MegatronSource:
         if not self.contents.args.get("vocab_size") and "vocab_size" not in (settings or {}):
             rows = self.model.vocab_size
             logger.warning("%s: does not say how many tokens there are; all %d padded rows are taken", folder, rows)
-        if self.model.num_layers > self.contents.count:
-            raise CheckpointError(f"{folder}: {self.model.num_layers} layers, but only {self.contents.count} tensors")
+        layers = self.model.num_layers + self.model.mtp_layers
+        if layers > self.contents.count:
+            raise CheckpointError(f"{folder}: {layers} layers, but only {self.contents.count} tensors")
         self._shapes = tensors_of(self.model)
         self._parts = parts_of(self.model)
         self._weights = Placed(self._parts, self.contents.tensors(self._parts), folder)

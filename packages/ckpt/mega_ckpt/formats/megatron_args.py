@@ -11,7 +11,7 @@ from typing import Any
 
 from mega_ckpt.families.keys import Entry, Key, MismatchError, Only, Raw
 from mega_ckpt.families.plain import plain, resolved
-from mega_ckpt.formats.megatron_entries import Activation, Biases, Experts, Not, Sizes, Window
+from mega_ckpt.formats.megatron_entries import Activation, Biases, Experts, Further, Not, Sizes, Window
 from mega_ckpt.formats.megatron_rope import Latent, Positions
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
@@ -38,6 +38,7 @@ SETTINGS: tuple[Entry, ...] = (
     Positions(),
     Latent(),
     Experts(),
+    Further(),
     Key("hidden_dropout", "residual_dropout", 0.1),
     Key("attention_dropout", "attention_dropout", 0.1),
     Key("init_method_std", "init_std", 0.02),
@@ -45,7 +46,6 @@ SETTINGS: tuple[Entry, ...] = (
         {
             "apply_residual_connection_post_layernorm": (False, None),
             "qk_l2_norm": (False, None),
-            "mtp_num_layers": (None, 0),
             "attention_output_gate": (False, None),
             "experimental_attention_variant": (None,),
             "no_rope_freq": (None, 0),

@@ -76,7 +76,7 @@ class _Stack:
     def of(cls, part: Part, model: ModelConfig) -> _Stack:
         head, _ = split_layer(part.name)
         alike = len({model.has_experts(layer) for layer in range(model.num_layers)}) == 1
-        return cls(int(head.split(".")[2]) if head and alike else None, model.num_layers)
+        return cls(int(head.split(".")[2]) if head.startswith(LAYER) and alike else None, model.num_layers)
 
     def keys(self, part: Part, *, latent: bool) -> list[str]:
         """The names of a tensor: some have another in other kinds of layers, and get both."""

@@ -129,23 +129,31 @@ class Window(Several):
             return {"sliding_window": None, "full_attention_layers": None}
         if sizes[1] != 0:
             raise MismatchError(f"window_size = {given!r} is not supported: it looks ahead")
-        every = raw.get("window_attn_skip_freq") is None
-        narrow = [] if every else _pattern(raw, "window_attn_skip_freq", lambda layer, n: (layer + 1) % n != 0)
+        every, layers = raw.get("window_attn_skip_freq") is None, (raw.get("num_layers") or 0) + further(raw)
+        narrow = [] if every else _pattern(raw, "window_attn_skip_freq", layers, lambda layer, n: (layer + 1) % n != 0)
         whole = [layer for layer, has in enumerate(narrow) if not has]
         return {"sliding_window": sizes[0] + 1, "full_attention_layers": whole or None}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The pair, and a list of zeros and ones."""
-        pattern = [int(model.window(layer) is not None) for layer in range(model.num_layers)]
+        pattern = [int(model.window(layer) is not None) for layer in range(model.num_layers + model.mtp_layers)]
         return {
             "window_size": (model.sliding_window - 1, 0) if model.sliding_window else None,
             "window_attn_skip_freq": pattern if model.full_attention_layers else None,
         }
 
 
-def _pattern(raw: Raw, key: str, every: Callable[[int, int], bool]) -> list[bool]:
+def further(raw: Raw) -> int:
+    """How many layers behind the last predict further tokens."""
+    count: int = raw.get("mtp_num_layers") or 0
+    if not 0 <= count <= MOST_LAYERS:
+        raise MismatchError(f"mtp_num_layers = {count!r} is not between 0 and {MOST_LAYERS}")
+    return count
+
+
+def _pattern(raw: Raw, key: str, layers: int, every: Callable[[int, int], bool]) -> list[bool]:
     """For each layer whether it is of a kind: as a list has it, or by what a number n means, `every(layer, n)`."""
-    given, layers = raw.get(key), raw.get("num_layers") or 0
+    given = raw.get(key)
     if isinstance(given, int) and given > 0 and layers <= MOST_LAYERS:
         return [every(layer, given) for layer in range(layers)]
     if isinstance(given, list) and len(given) == layers:
@@ -155,7 +163,10 @@ def _pattern(raw: Raw, key: str, every: Callable[[int, int], bool]) -> list[bool
 
 @dataclass(frozen=True)
 class Experts(Several):
-    """The mixture of experts. Scores are a softmax over the chosen ones, unless `moe_router_pre_softmax` is set."""
+    """The mixture of experts. Scores are a softmax over the chosen ones, unless `moe_router_pre_softmax` is set.
+
+    Layers that predict further tokens are of the kind of the last layer.
+    """
 
     keys: frozenset[str] = words(
         """num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
@@ -170,7 +181,9 @@ class Experts(Several):
         if not raw.get("num_experts"):
             return {"moe": None}
         top, score = raw.get("moe_router_topk", 2), raw.get("moe_router_score_function", "softmax")
-        sparse = _pattern({"moe_layer_freq": 1, **raw}, "moe_layer_freq", lambda layer, n: layer % n == 0)
+        freq, layers = {"moe_layer_freq": 1, **raw}, raw.get("num_layers") or 0
+        sparse = _pattern(freq, "moe_layer_freq", layers, lambda layer, n: layer % n == 0)
+        sparse += sparse[-1:] * further(raw)
         shared, capacity = raw.get("moe_shared_expert_intermediate_size") or 0, raw.get("moe_expert_capacity_factor")
         scope, loss = _balance(raw)
         bias = bool(raw.get("moe_router_enable_expert_bias"))
@@ -244,6 +257,36 @@ def _balance(raw: Raw) -> tuple[str, float]:
     scopes = {"aux_loss": "batch", "seq_aux_loss": "sequence"}
     known = [(scopes[kind], float(loss)) for kind, loss in zip(kinds, losses, strict=False) if kind in scopes]
     return next((one for one in known if one[1]), known[0] if known else ("sequence", 0.0))
+
+
+@dataclass(frozen=True)
+class Further(Several):
+    """Layers that predict further tokens as DeepSeek-V3's do, and the weight of their mean loss."""
+
+    keys: frozenset[str] = words(
+        """mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads mtp_hsm
+        mtp_hybrid_override_pattern"""
+    )
+    fields: frozenset[str] = frozenset({"mtp_layers", "mtp_loss"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """Nothing where there are none: the weight is that of no loss then."""
+        if not (count := further(raw)):
+            return {}
+        others = sorted(self.keys - {"mtp_num_layers", "mtp_loss_scaling_factor"})
+        if wrong := [f"{key} = {raw[key]!r}" for key in others if raw.get(key)]:
+            raise MismatchError(f"{', '.join(wrong)}: multi-token prediction of this kind is not supported")
+        return {"mtp_layers": count, "mtp_loss": raw.get("mtp_loss_scaling_factor", 0.1)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Number and weight."""
+        if not model.mtp_layers:
+            return {"mtp_num_layers": None}
+        last, layers = model.num_layers - 1, range(model.num_layers, model.num_layers + model.mtp_layers)
+        if model.moe and any(model.has_experts(layer) != model.has_experts(last) for layer in layers):
+            rule = f"its layers that predict further tokens have experts if layer {last} has"
+            raise MismatchError(f"moe.layers = {model.moe.layers}, but {rule}")
+        return {"mtp_num_layers": model.mtp_layers, "mtp_loss_scaling_factor": model.mtp_loss}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from mega_ckpt.formats.megatron_contents import Contents, Held, OptimizerHeld, Stored
-from mega_ckpt.formats.megatron_names import EXPERTS, HEAD, LAYER, Part, split_layer, usual_name
+from mega_ckpt.formats.megatron_names import EMBEDDING, EXPERTS, HEAD, LAYER, Part, split_layer, usual_name
 from mega_ckpt.formats.torch_archive import StoredTensor, load_archive, namespace
 from mega_ckpt.pieces import Shape
 from mega_common.errors import CheckpointError
@@ -124,7 +124,7 @@ def _gather(ranks: Sequence[_Rank], sizes: Sequence[int], parts: Sequence[Part])
     known, held = {part.name: part for part in parts}, dict[str, Held]()
     for rank, chunk, before in _numbered(ranks):
         for name, stored in chunk.items():
-            if name == HEAD and name not in known:  # the last stage's copy of a tied embedding
+            if (name == HEAD and name not in known) or (name == EMBEDDING and rank.pp):  # the last stage's copies of it
                 continue
             full, local = _as_part(_moved(name, before), stored, known, sizes[2])
             part = known.get(full)

@@ -10,7 +10,7 @@ import math
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +96,17 @@ def _locals(writing: Writing, tp: int, pp: int) -> Iterator[_Local]:
     own, first, last = writing.model.num_layers // writing.pp, pp == 0, pp == writing.pp - 1
     for part in writing.parts:
         head, tail = split_layer(part.name)
-        if head:
+        if head.startswith(LAYER):
             layer = int(head.split(".")[2]) - pp * own
             if 0 <= layer < own:
                 yield from _layer(writing, part, f"{LAYER}{layer}.", tail, tp)
-        elif (part.name.startswith("embedding.") and first) or (not part.name.startswith("embedding.") and last):
-            yield _local(part.name, part, tp, writing.tp)
-    if writing.model.tie_embeddings and last and not first:
+        elif first if part.name.startswith("embedding.") else last:
+            yield from _layer(writing, part, head, tail, tp)
+    if last and not first:
         embedding = next(part for part in writing.parts if part.name == EMBEDDING)
-        yield _local(HEAD, embedding, tp, writing.tp)
+        for name, there in ((EMBEDDING, writing.model.mtp_layers), (HEAD, writing.model.tie_embeddings)):
+            if there:
+                yield replace(_local(name, embedding, tp, writing.tp), copy=True)
 
 
 def _layer(writing: Writing, part: Part, head: str, tail: str, tp: int) -> Iterator[_Local]:
@@ -121,7 +123,7 @@ def _layer(writing: Writing, part: Part, head: str, tail: str, tp: int) -> Itera
 def _local(name: str, part: Part, rank: int, tp: int, expert: int | None = None, *, whole: bool = False) -> _Local:
     """A rank's share of a part, or of one expert of it, which then has no axis for them."""
     shape, offset = list(part.shape), [0] * len(part.shape)
-    copy = (rank > 0 and (part.axis is None or whole)) or (name == HEAD and part.name == EMBEDDING)
+    copy = rank > 0 and (part.axis is None or whole)
     if expert is not None:
         shape[0], offset[0] = 1, expert
     boxes = [(tuple(offset), tuple(shape))]

@@ -5,6 +5,7 @@ which rectangle of a canonical tensor. Legend: V vocabulary, D width, F feed-for
 
     linear_qkv   group by group: the queries of the group, its key, its value      [(H + 2G) d, D]
     linear_fc1   all gate rows, then all up rows                                   [2F, D], of experts [E, 2F, D]
+    eh_proj      the columns of the embedding, then those of the layer before      [D, 2D]
     embedding    padded with rows that no token has                                [V', D]
 
 Facts: Megatron-LM, megatron/core/models/gpt and transformer.
@@ -23,6 +24,7 @@ from mega_common.model_config import ModelConfig
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 LAYER = "decoder.layers."
+FURTHER, INNER = "mtp.layers.", "transformer_layer."  # a layer that predicts a further token, the plain one inside it
 EXPERTS = "mlp.experts.experts."
 
 
@@ -31,7 +33,8 @@ class Part:
     """One tensor of Megatron's.
 
     Attributes:
-        name: its name; `decoder.layers.{i}.` with the number of the layer in the whole model.
+        name: its name; `decoder.layers.{i}.` with the number of the layer in the whole model, those that predict further
+            tokens by themselves.
         shape: its shape on a single rank. The experts of a layer are stacked on axis 0.
         pieces: the canonical tensors in it.
         axis: the axis that tensor parallelism splits; None where every rank has it whole.
@@ -65,12 +68,14 @@ def parts_of(model: ModelConfig, padded_vocab: int | None = None) -> list[Part]:
     if model.position == "learned":
         out.append(_plain("embedding.position_embeddings.weight", "model.embed_positions.weight", shapes))
     for index in range(model.num_layers):
-        out += _layer(model, index, shapes)
+        out += _layer(model, index, shapes, f"{LAYER}{index}.")
     for kind in ("weight", "bias"):
         if f"model.norm.{kind}" in shapes:
             out.append(_plain(f"decoder.final_layernorm.{kind}", f"model.norm.{kind}", shapes))
     if not model.tie_embeddings:
         out.append(_vocabulary(HEAD, "lm_head.weight", shapes, rows))
+    for index in range(model.mtp_layers):
+        out += _predictor(model, index, shapes)
     left = shapes.keys() - {piece.name for part in out for piece in part.pieces}
     if left:
         raise CheckpointError(f"Megatron has no place for the tensor {min(left)} of this model")
@@ -108,6 +113,16 @@ _LATENT: Mapping[str, tuple[str, int | None]] = {
     "self_attn.kv_a_layernorm.weight": ("self_attention.kv_layernorm.weight", None),
     "self_attn.kv_b_proj.weight": ("self_attention.linear_kv_up_proj.weight", 0),
 }
+# Those of a layer that predicts a further token, beside the plain one inside it.
+_PREDICTOR: Mapping[str, tuple[str, int | None]] = {
+    "enorm.weight": ("enorm.weight", None),
+    "enorm.bias": ("enorm.bias", None),
+    "hnorm.weight": ("hnorm.weight", None),
+    "hnorm.bias": ("hnorm.bias", None),
+    "eh_proj.weight": ("eh_proj.weight", 0),
+    "shared_head.norm.weight": ("final_layernorm.weight", None),
+    "shared_head.norm.bias": ("final_layernorm.bias", None),
+}
 # Names of the same tensors in other versions and other kinds of layers.
 _SAME = (
     (r"input_layernorm\.(weight|bias)", r"self_attention.linear_qkv.layer_norm_\1"),
@@ -117,8 +132,8 @@ _SAME = (
 )
 
 
-def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape]) -> Iterator[Part]:
-    ours, theirs = f"model.layers.{index}.", f"{LAYER}{index}."
+def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape], theirs: str) -> Iterator[Part]:
+    ours = f"model.layers.{index}."
 
     def joined(name: str, sources: Sequence[str], axis: int = 0) -> Iterator[Part]:
         names = [ours + source for source in sources if ours + source in shapes]
@@ -139,6 +154,14 @@ def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape]) -> Itera
         yield from joined(f"{EXPERTS}linear_fc1.{kind}", experts, axis=1)
     shared = [f"mlp.shared_expert.{one}_proj.weight" for one in ("gate", "up")]
     yield from joined("mlp.shared_experts.linear_fc1.weight", shared)
+
+
+def _predictor(model: ModelConfig, index: int, shapes: Mapping[str, Shape]) -> Iterator[Part]:
+    layer, theirs = model.num_layers + index, f"{FURTHER}{index}."
+    for source, (name, split) in _PREDICTOR.items():
+        if f"model.layers.{layer}.{source}" in shapes:
+            yield _plain(theirs + name, f"model.layers.{layer}.{source}", shapes, split)
+    yield from _layer(model, layer, shapes, theirs + INNER)
 
 
 def _plain(name: str, source: str, shapes: Mapping[str, Shape], axis: int | None = None) -> Part:
@@ -198,10 +221,16 @@ def _in_local(tail: str) -> str:
 
 def is_projection(name: str) -> bool:
     """Whether a tensor is the weight of a projection, of which Transformer Engine keeps a state."""
-    return re.fullmatch(r"decoder\..*linear_\w+\.weight", name) is not None
+    return re.fullmatch(r"(decoder|mtp)\..*(linear_\w+|eh_proj)\.weight", name) is not None
 
 
 def split_layer(name: str) -> tuple[str, str]:
-    """('decoder.layers.3.', the rest), ('decoder.layers.', the rest) without a number, or ('', name)."""
+    """('decoder.layers.3.', the rest), ('decoder.layers.', the rest) without a number, or ('', name).
+
+    What is inside of a layer that predicts a further token is ('mtp.layers.0.transformer_layer.', the rest), also of
+    versions that call it `mtp_model_layer`.
+    """
+    if found := re.match(rf"({re.escape(FURTHER)}\d+\.)(transformer_layer|mtp_model_layer)\.", name):
+        return found[1] + INNER, name[found.end() :]
     found = re.match(rf"{re.escape(LAYER)}(\d+\.)?", name)
     return (found[0], name[found.end() :]) if found else ("", name)
