@@ -6,7 +6,8 @@ Jobs, over four ranks with gloo:
 
     {"do": "save", "args": {...}, "tp": 2, "pp": 2, "ep": 1, "vp": 1, "folder": ..., "legacy": ...}
     {"do": "train", "args": {...}, "tp": 2, "pp": 2, "ep": 1, "bf16": false, "sharding": null, "folder": ..., "memory": ...}
-    {"do": "load", "folder": ..., "tp": 1}        leaves the logits of `tokens` in <folder>.pt
+    {"do": "load", "folder": ..., "tp": 1}        leaves what it makes of `tokens` in <folder>.pt: "logits", those of
+                                                  "further" tokens, and with tp 1 what their "loss" adds to the main one
     {"do": "load legacy", "folder": ..., "tp": 2, "pp": 2, "like": a torch_dist folder}
 
 A process by itself: Megatron's writer starts processes, which those of the tests' fork server may not.
@@ -24,6 +25,7 @@ import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,7 @@ BASE: dict[str, Any] = {
     "attention_dropout": 0.0, "moe_router_pre_softmax": False, "multi_latent_attention": False, "quick_geglu": False,
     "activation_func_clamp_value": None, "glu_linear_offset": 0.0, "softmax_type": "vanilla", "window_size": None,
     "window_attn_skip_freq": None, "rotary_interleaved": False, "layernorm_zero_centered_gamma": False,
+    "mtp_num_layers": None,
 }  # fmt: skip
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 EXPERTS = {
@@ -118,6 +121,9 @@ def _config(args: Namespace) -> Any:
         "rotary_base": args.rotary_base, "mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim,
         "rotary_scaling_factor": args.rotary_scaling_factor, "multi_latent_attention": True,
     }  # fmt: skip
+    further = {} if not args.mtp_num_layers else {
+        "mtp_num_layers": args.mtp_num_layers, "mtp_loss_scaling_factor": args.mtp_loss_scaling_factor,
+    }  # fmt: skip
     kind = MLATransformerConfig if latent else TransformerConfig
     config = kind(
         num_layers=args.num_layers, hidden_size=args.hidden_size, ffn_hidden_size=args.ffn_hidden_size,
@@ -134,7 +140,7 @@ def _config(args: Namespace) -> Any:
         gradient_accumulation_fusion=False, pipeline_dtype=torch.float32,
         tensor_model_parallel_size=args.tp, pipeline_model_parallel_size=args.pp, expert_model_parallel_size=args.ep,
         virtual_pipeline_model_parallel_size=args.vp if args.vp > 1 else None,
-        **experts, **latent,
+        **experts, **latent, **further,
     )  # fmt: skip
     if args.position_embedding_type == "yarn":  # as Megatron-LM does, by hand
         names = "original_max_position_embeddings beta_fast beta_slow correction_range_round_to_int"
@@ -163,7 +169,11 @@ def _models(args: Namespace) -> list[Any]:
     from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
     from megatron.core.models import backends
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.transformer import transformer_block
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -194,7 +204,8 @@ def _models(args: Namespace) -> list[Any]:
                 share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
                 position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
                 rotary_base=args.rotary_base, rope_scaling=args.use_rope_scaling,
-                rope_scaling_factor=args.rope_scaling_factor, **places,
+                rope_scaling_factor=args.rope_scaling_factor,
+                mtp_block_spec=get_gpt_mtp_block_spec(_config(args), spec, use_transformer_engine=False, **places), **places,
             ).eval()
         )  # fmt: skip
     return out
@@ -208,7 +219,7 @@ def _randomise(models: list[Any], args: Namespace) -> None:
     with torch.no_grad():
         for model in models:
             for name, parameter in model.named_parameters():
-                replicated = "layernorm" in name or "router" in name or name.endswith(("proj.bias", "fc2.bias"))
+                replicated = "norm" in name or "router" in name or name.endswith(("proj.bias", "fc2.bias"))
                 shared = torch.Generator().manual_seed(11) if replicated or "embedding" in name else generator
                 parameter.add_(torch.randn(parameter.shape, generator=shared), alpha=0.1)
             for module in model.modules():
@@ -240,7 +251,7 @@ def _save(job: dict[str, Any]) -> None:
         folder.mkdir(parents=True)
         (folder.parent / "latest_checkpointed_iteration.txt").write_text("7")
     dist.barrier()
-    sharded = {name: model.sharded_state_dict() for name, model in zip(names, models, strict=True)}
+    sharded = {name: _sharded(model) for name, model in zip(names, models, strict=True)}
     dist_checkpointing.save({**common, **sharded}, str(folder))
     if job.get("legacy"):
         _save_legacy(
@@ -349,16 +360,29 @@ def _save_as_weights(job: dict[str, Any], args: Namespace, model: Any, tensors: 
 
 def _load(job: dict[str, Any]) -> None:
     """Load with the defaults of Megatron, which are strict, and keep the logits."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
     folder = Path(job["folder"])
     (model,), args, state = _loaded(folder, job.get("tp", 1), 1)
     model.load_state_dict(state["model"])
     ids = tokens(args.vocab_size)
     positions = torch.arange(ids.shape[1])[None].expand_as(ids)
     mask = torch.ones(1, 1, ids.shape[1], ids.shape[1]).tril().logical_not()
-    with torch.no_grad():
-        logits = model(ids, positions, mask)[..., : args.vocab_size]
+    found: list[Any] = []
+    losses = [torch.zeros(())]
+
+    def keep(hidden: Any, loss: Any) -> Any:
+        losses.append(loss.sum())
+        return hidden
+
+    model.output_layer.register_forward_hook(
+        lambda module, inputs, output: found.append(output[0].transpose(0, 1)[..., : args.vocab_size].clone())
+    )  # before the loss writes over them
+    with torch.no_grad(), patch.object(MTPLossAutoScaler, "apply", keep):
+        model(ids, positions, mask, labels=ids.roll(-1, 1))
     if dist.get_rank() == 0:
-        torch.save(logits, folder.with_suffix(".pt"))
+        *further, logits = found
+        torch.save({"logits": logits, "further": further, "loss": sum(losses)}, folder.with_suffix(".pt"))
 
 
 def _loaded(folder: Path, tp: int, pp: int) -> tuple[list[Any], Namespace, dict[str, Any]]:
@@ -367,7 +391,14 @@ def _loaded(folder: Path, tp: int, pp: int) -> tuple[list[Any], Namespace, dict[
     args = dist_checkpointing.load_common_state_dict(str(folder))["args"]
     args.tp, args.pp, args.ep, args.vp = tp, pp, 1, 1
     models = _models(args)
-    return models, args, dist_checkpointing.load({"model": models[0].sharded_state_dict()}, str(folder))
+    return models, args, dist_checkpointing.load({"model": _sharded(models[0])}, str(folder))
+
+
+def _sharded(model: Any) -> dict[str, Any]:
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+    found: dict[str, Any] = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None))
+    return found
 
 
 def _load_legacy(job: dict[str, Any]) -> None:

@@ -9,14 +9,26 @@ import megatron_oracle
 import pytest
 import torch
 from megatron_oracle import BASE, EXPERTS, GROUPED, run
+from torch import nn
 
 from mega_ckpt.convert import Options, convert
-from mega_ckpt.source import open_source
+from mega_ckpt.pieces import boxes_of
+from mega_ckpt.source import load_weights, open_source
 from mega_eval.load import load_model
+from mega_trainer.batch import Ahead, MicroBatch
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.parallel.param import info_of, kept_of
+from mega_trainer.step import weigh_ahead
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
 pytestmark = pytest.mark.timeout(900)  # the first test of a fixture waits for four ranks that start twice
 
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "rope_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}  # fmt: skip
 # name: what differs from BASE, and the layout that Megatron saves it in
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "grouped-bias-odd-vocabulary": ({**GROUPED, "add_qkv_bias": True, "vocab_size": 61}, {"tp": 2, "pp": 2}),
@@ -37,14 +49,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         },
         {"tp": 1, "pp": 2, "ep": 2},
     ),
-    "latent": (
-        {
-            "multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 6,
-            "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "rope_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 0.7,
-            "mscale_all_dim": 0.9,
-        },
-        {"tp": 2, "pp": 2},
-    ),
+    "latent": (LATENT, {"tp": 2, "pp": 2}),
     "experts-as-in-gpt-oss": (
         {
             **GROUPED, **EXPERTS, "add_bias_linear": True, "swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0,
@@ -65,7 +70,26 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"tp": 2, "pp": 2},
     ),
     "interleaved": ({}, {"tp": 1, "pp": 2, "vp": 2}),
+    "further": (
+        {
+            **GROUPED, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.2, "window_size": [4, 0],
+            "window_attn_skip_freq": 5,
+        },
+        {"tp": 2, "pp": 2},
+    ),
+    "further-latent-experts": (
+        {
+            **EXPERTS, **LATENT, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1,
+            "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+        },
+        {"tp": 2, "pp": 2},
+    ),
+    "further-experts-in-some-layers": (
+        {**GROUPED, **EXPERTS, "moe_layer_freq": [0, 1, 0, 1], "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3},
+        {"tp": 1, "pp": 2, "ep": 2},
+    ),
 }  # fmt: skip
+FURTHER = [name for name, (changes, _) in MODELS.items() if changes.get("mtp_num_layers")]
 
 
 @pytest.fixture(scope="module")
@@ -114,18 +138,51 @@ def logits(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_megatron_saves_mega_reads(theirs: Path, name: str) -> None:
-    expected = torch.load(theirs / name / "iter_0000007.pt")
+    expected = torch.load(theirs / name / "iter_0000007.pt")["logits"]
     assert expected.std() > 0.1, "logits that say nothing"
     torch.testing.assert_close(logits(theirs / name), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_mega_writes_megatron_loads(theirs: Path, ours: Path, name: str) -> None:
-    expected = torch.load(theirs / name / "iter_0000007.pt")
-    torch.testing.assert_close(torch.load(ours / name / "release.pt"), expected, rtol=0, atol=1e-5)
+    expected = torch.load(theirs / name / "iter_0000007.pt")["logits"]
+    torch.testing.assert_close(torch.load(ours / name / "release.pt")["logits"], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_files_of_all_ranks_are_the_same_model(theirs: Path, name: str) -> None:
     dist, legacy = open_source(theirs / name), open_source(theirs / f"{name}-legacy")
     assert all(torch.equal(dist.read(key), legacy.read(key)) for key in dist.keys())  # noqa: SIM118
+
+
+def whole_model(folder: Path) -> Decoder:
+    """The model with the layers that predict further tokens."""
+    source = open_source(folder)
+    model = Decoder(Builder(source.model))
+    held = [(parameter.detach(), info_of(parameter).pieces) for parameter in model.parameters()]
+    load_weights(source, boxes_of([*held, *kept_of(model)]))
+    return model
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_tokens(theirs: Path, ours: Path, name: str) -> None:
+    """Their logits, on both sides of both ways, and what they add to the loss."""
+    model, expected = whole_model(theirs / name), torch.load(theirs / name / "iter_0000007.pt")
+    tokens, found = megatron_oracle.tokens(model.config.vocab_size), []
+    labels, positions, ones = tokens.roll(-1, 1), torch.arange(tokens.shape[1])[None], torch.ones(tokens.shape)
+    ahead = [
+        Ahead(*(nn.functional.pad(one[:, k:], (0, k)) for one in (tokens, labels, ones)))
+        for k in range(1, model.config.mtp_layers + 1)
+    ]
+    for predictor in model.predictors:
+        predictor.register_forward_hook(lambda module, inputs, output: found.append(output @ model.head_weight.T))
+    batch = MicroBatch(tokens, labels, ones, positions, None, [0, 1], ahead=ahead)
+    (batch,) = weigh_ahead([batch], ones.sum().item(), model.groups.world)
+    with torch.no_grad():
+        _, (_, loss) = model.whole(batch, model.context(positions))
+    written = torch.load(ours / name / "release.pt")["further"]
+    for mine, one, other in zip(found, expected["further"], written, strict=True):
+        assert one.std() > 0.1, "logits that say nothing"
+        torch.testing.assert_close(mine, one, rtol=0, atol=1e-5)
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.config.mtp_loss * loss / ones.sum(), expected["loss"], rtol=1e-5, atol=0)

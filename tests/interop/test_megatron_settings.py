@@ -39,6 +39,7 @@ MODEL = """
     --softmax-type learnable
     --window-size 7,0 | --window-size '(-1,-1)' | --window-size 7,0 --window-attn-skip-freq 2 | --window-size 7,0 --window-attn-skip-freq [1,0]*2
     --window-attn-skip-freq 2
+    --mtp-num-layers 2 | --mtp-num-layers 1 --mtp-loss-scaling-factor 0.5
     --hidden-dropout 0
     --attention-dropout 0.2
     --init-method-std 0.01
@@ -85,6 +86,8 @@ ODD = """
     --mscale 0.7
     --mscale-all-dim 0.7
     --use-mup
+    --mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope
+    --mtp-num-layers 1 --position-embedding-type rope --window-size 7,0 --window-attn-skip-freq [1,0,1,0,0]
     --qk-l2-norm
     --apply-residual-connection-post-layernorm
     --multi-latent-attention

@@ -135,7 +135,8 @@ def _window(draft: Draft) -> None:
 def _whole_layers(draft: Draft) -> None:
     """Every n-th layer sees all keys, or those with a zero in the list."""
     key, dest = "model.full_attention_layers", "window_attn_skip_freq"
-    windowed = layers_of_kind(draft, key, dest, lambda layer, n: (layer + 1) % n != 0)
+    further = draft["mtp_num_layers"] or 0
+    windowed = layers_of_kind(draft, key, dest, lambda layer, n: (layer + 1) % n != 0, further)
     if windowed is not None:
         draft.put(key, [layer for layer, narrow in enumerate(windowed) if not narrow], dest)
 

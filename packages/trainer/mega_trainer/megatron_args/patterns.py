@@ -8,12 +8,15 @@ from mega_trainer.megatron_args.arithmetic import layer_pattern
 from mega_trainer.megatron_args.draft import Draft
 
 
-def layers_of_kind(draft: Draft, key: str, dest: str, every: Callable[[int, int], bool]) -> list[bool] | None:
+def layers_of_kind(
+    draft: Draft, key: str, dest: str, every: Callable[[int, int], bool], further: int = 0
+) -> list[bool] | None:
     """For each layer whether it is of the kind of `dest`, where `every(layer, n)` tells what a number n means.
 
-    None where that cannot be told: a wrong pattern is refused, and without a number of layers `key` is to be filled in.
+    The `further` layers behind the last are counted too. None where that cannot be told: a wrong pattern is refused, and without a number of layers `key` is to be filled in.
     """
     layers, pattern = draft.run["model"]["num_layers"], layer_pattern(draft[dest])
+    layers = layers and layers + further
     if isinstance(pattern, int) and pattern > 0:
         if pattern > 1 and not layers:
             draft.put(key, None, dest, ask="follows from the number of layers")
