@@ -30,10 +30,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     ),
     "experts": ({**GROUPED, **EXPERTS}, {"tp": 1, "pp": 2, "ep": 2}),
     "experts-shared": ({**EXPERTS, "moe_shared_expert_intermediate_size": 40}, {"tp": 2, "pp": 1}),
-    "experts-in-some-layers": (
+    "experts-in-some-layers-and-groups": (
         {
             **EXPERTS, "moe_layer_freq": [0, 1, 1, 0], "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
+            "moe_router_enable_expert_bias": True, "moe_router_group_topk": 1,
         },
         {"tp": 1, "pp": 2, "ep": 2},
     ),
@@ -42,6 +42,25 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
             "multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 6,
             "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "rope_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 0.7,
             "mscale_all_dim": 0.9,
+        },
+        {"tp": 2, "pp": 2},
+    ),
+    "experts-as-in-gpt-oss": (
+        {
+            **GROUPED, **EXPERTS, "add_bias_linear": True, "swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 0.3, "softmax_type": "learnable", "window_size": [4, 0], "window_attn_skip_freq": 2,
+            "position_embedding_type": "yarn", "rotary_scaling_factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.0,
+            "yarn_original_max_position_embeddings": 16, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0,
+            "yarn_correction_range_round_to_int": False,
+        },
+        {"tp": 1, "pp": 2, "ep": 2},
+    ),
+    "centred-norms-neighbours": (
+        {
+            **GROUPED, "normalization": "LayerNorm", "layernorm_zero_centered_gamma": True, "rotary_interleaved": True,
+            "kv_channels": 12, "rotary_percent": 0.5, "softmax_type": "learnable", "window_size": [3, 0],
+            "window_attn_skip_freq": [1, 0, 0, 1], "swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 0.3,
         },
         {"tp": 2, "pp": 2},
     ),
@@ -68,11 +87,14 @@ def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     Its older format is loaded strictly too, and gives the same tensors on every rank.
     """
     root, jobs = tmp_path_factory.mktemp("ours"), []
-    for name in MODELS:
+    for name, (changes, _) in MODELS.items():
+        tp = (
+            1 if changes.get("num_experts") and changes.get("add_bias_linear") else 2
+        )  # biases of experts are not split
         convert(theirs / name, root / "mega" / name, "mega", verify=True)
-        convert(root / "mega" / name, root / name, "megatron", options=Options(tp=2), verify=True)
-        jobs.append({"do": "load", "folder": str(root / name / "release"), "tp": 2})
-        for tp, pp in ((2, 1), (2, 2)):
+        convert(root / "mega" / name, root / name, "megatron", options=Options(tp=tp), verify=True)
+        jobs.append({"do": "load", "folder": str(root / name / "release"), "tp": tp})
+        for pp in (1, 2):
             legacy = root / f"{name}-{tp}-{pp}"
             options = Options(megatron_format="torch", tp=tp, pp=pp, implementation="local")
             convert(root / "mega" / name, legacy, "megatron", options=options)
