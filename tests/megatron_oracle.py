@@ -72,6 +72,17 @@ class _NoTracker:
         yield
 
 
+class _OnCpu(TorchFunctionMode):
+    """Makes on the CPU what is asked for on a GPU, and says that it is there."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        out = function(*args, **kwargs)
+        return out.replace("torch.", "torch.cuda.") if function is torch.Tensor.type and isinstance(out, str) else out
+
+
 class _LayerNorm(torch.autograd.Function):
     """What Megatron's own layer norm, which adds one to weights by itself, asks of apex."""
 
@@ -273,17 +284,6 @@ def _save_legacy(job: dict[str, Any], args: Namespace, state: dict[str, Any]) ->
     (Path(job["legacy"]) / "latest_checkpointed_iteration.txt").write_text("7")
 
 
-class _OnCpu(TorchFunctionMode):
-    """What Megatron's optimizers want on CUDA is made here, and says that it is there."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        out = function(*args, **kwargs)
-        return out.replace("torch.", "torch.cuda.") if function is torch.Tensor.type and isinstance(out, str) else out
-
-
 def _trained(args: Namespace, *, bf16: bool, distributed: bool) -> tuple[Any, Any, Any]:
     """A chunk after three steps of Megatron's optimizer, that, and its schedule."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -332,24 +332,23 @@ def _train(job: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
-    with _OnCpu():
-        chunk, optimizer, schedule = _trained(args, bf16=bf16, distributed=sharding is not None)
-        metadata = {"distrib_optim_sharding_type": sharding} if sharding else {}
-        sharded = {"model": chunk.module.sharded_state_dict()}
-        sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], metadata=metadata)
-        common = {"args": args, "checkpoint_version": 3.0, "iteration": 3, "opt_param_scheduler": schedule.state_dict()}
-        dist_checkpointing.save({**common, **sharded}, str(folder))
-        if sharding:
-            chunk, optimizer, _ = _trained(args, bf16=bf16, distributed=False)
-        held = {}
-        for one in optimizer.chained_optimizers:
-            held |= one.optimizer.state
-        of = {name: getattr(weight, "main_param", weight) for name, weight in chunk.module.named_parameters()}
-        for what in ("exp_avg", "exp_avg_sq"):
-            _save_as_weights(job, args, chunk.module, {name: held[main][what] for name, main in of.items()}, what)
-        _save_as_weights(job, args, chunk.module, of, "main")
-        _step(chunk, optimizer, 1.0)
-        _save_as_weights(job, args, chunk.module, of, "after")
+    chunk, optimizer, schedule = _trained(args, bf16=bf16, distributed=sharding is not None)
+    metadata = {"distrib_optim_sharding_type": sharding} if sharding else {}
+    sharded = {"model": chunk.module.sharded_state_dict()}
+    sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], metadata=metadata)
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 3, "opt_param_scheduler": schedule.state_dict()}
+    dist_checkpointing.save({**common, **sharded}, str(folder))
+    if sharding:
+        chunk, optimizer, _ = _trained(args, bf16=bf16, distributed=False)
+    held = {}
+    for one in optimizer.chained_optimizers:
+        held |= one.optimizer.state
+    of = {name: getattr(weight, "main_param", weight) for name, weight in chunk.module.named_parameters()}
+    for what in ("exp_avg", "exp_avg_sq"):
+        _save_as_weights(job, args, chunk.module, {name: held[main][what] for name, main in of.items()}, what)
+    _save_as_weights(job, args, chunk.module, of, "main")
+    _step(chunk, optimizer, 1.0)
+    _save_as_weights(job, args, chunk.module, of, "after")
 
 
 def _save_as_weights(job: dict[str, Any], args: Namespace, model: Any, tensors: dict[str, Any], what: str) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mega_ckpt.convert import Options, convert
+from mega_ckpt.formats.megatron_inspect import inspect_megatron
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint
 from mega_common.errors import CheckpointError
@@ -207,6 +208,22 @@ def test_what_stays_behind_and_why(what: str, folder: Path, caplog: pytest.LogCa
     ours = Checkpoint.open(folder / "ours")
     assert not ours.keys("optimizer/")
     assert (ours.step, ours.state) == (0, {})
+
+
+def test_samples_as_the_schedule_counted_them(folder: Path) -> None:
+    change = folder / "dist/release/common.pt"
+    rewrite(change, lambda state: state.update(opt_param_scheduler={"num_steps": 48}))
+    convert(folder / "dist", folder / "one", "mega")
+    assert Checkpoint.open(folder / "one").state["consumed_samples"] == 56
+    rewrite(change, lambda state: delattr(state["args"], "consumed_train_samples"))
+    convert(folder / "dist", folder / "two", "mega")
+    assert Checkpoint.open(folder / "two").state["consumed_samples"] == 48
+
+
+def test_inspect_says_what_would_come_along(folder: Path) -> None:
+    assert inspect_megatron(folder / "dist").state["optimizer"] == "exp_avg, exp_avg_sq: these come along to mega"
+    metadata_says(pop("optimizer."))(folder)
+    assert "stays behind: there is no optimizer" in inspect_megatron(folder / "dist").state["optimizer"]
 
 
 def test_a_cast_leaves_the_optimizer_behind(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ kill, the same conversion goes on with the file that it was at.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -177,11 +178,15 @@ def _compare(one: Source, other: Source, dtype: torch.dtype | None) -> None:
 
 def _compare_state(training: Training, made: Checkpoint) -> None:
     """The same for the optimizer's state in a checkpoint of mega."""
-    for kind, held in training.tensors.items():
-        for name in held.keys():  # noqa: SIM118
-            for offset, shape in blocks(held.shape(name), torch.float32):
+    total = sum(4 * math.prod(made.shape(key)) for key in made.keys(OPTIMIZER))
+    with ProgressBar("comparing the optimizer", total=total, unit="bytes") as bar:
+        for kind, held in training.tensors.items():
+            for name in held.keys():  # noqa: SIM118
                 key = f"{OPTIMIZER}{kind}/{name}"
-                _check_same(key, held.read_slice(name, offset, shape).float(), made.read(key, offset, shape))
+                for offset, shape in blocks(held.shape(name), torch.float32):
+                    right = made.read(key, offset, shape)
+                    _check_same(key, held.read_slice(name, offset, shape).float(), right)
+                    bar.advance(right.nbytes)
 
 
 def _check_same(name: str, read: Tensor, written: Tensor) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -158,11 +159,21 @@ def write_file(
 ) -> Finished:
     """Write a file while its tensors come in, in the order of `header.entries`; durable when this returns.
 
-    `advance` is told of the bytes of each tensor.
+    A thread reads a tensor while the one before it is written. `advance` is told of the bytes of each.
     """
     with NewFile(path) as file:
         file.write(header.start)
-        for tensor in tensors:
+        for tensor in _ahead(tensors):
             file.write(raw(tensor))
             advance(tensor.nbytes)
         return Finished(file=file.close())
+
+
+def _ahead(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same tensors, each made by a thread while the one before it is used."""
+    made = iter(tensors)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        following = thread.submit(next, made, None)
+        while (tensor := following.result()) is not None:
+            following = thread.submit(next, made, None)
+            yield tensor
