@@ -334,7 +334,7 @@ def _train(job: dict[str, Any]) -> None:
     dist.barrier()
     chunk, optimizer, schedule = _trained(args, bf16=bf16, distributed=sharding is not None)
     metadata = {"distrib_optim_sharding_type": sharding} if sharding else {}
-    sharded = {"model": chunk.module.sharded_state_dict()}
+    sharded = {"model": _sharded(chunk.module)}
     sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], metadata=metadata)
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 3, "opt_param_scheduler": schedule.state_dict()}
     dist_checkpointing.save({**common, **sharded}, str(folder))

@@ -189,6 +189,27 @@ def test_experts_as_others_store_them(kind: str, tmp_path: Path) -> None:
     assert same(source, put(tmp_path / "iter_0000003", out))
 
 
+def test_further_tokens_as_newer_versions_store_them(tmp_path: Path) -> None:
+    """The plain layer inside has another name there; its experts too are found."""
+    source = mega(tmp_path / "mega", {"moe": EXPERTS, "mtp_layers": 2})
+    convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", pp=2))
+    states = ranks(tmp_path / "out")
+    for state in states.values():
+        names = {name: name.replace(".transformer_layer.", ".mtp_model_layer.") for name in state["model"]}
+        state["model"] = {names[name]: tensor for name, tensor in state["model"].items()}
+    assert any(".mtp_model_layer.mlp.experts." in name for name in states["mp_rank_00_001"]["model"])
+    assert same(source, put(tmp_path / "iter_0000003", states))
+
+
+def test_further_tokens_that_the_settings_do_not_tell_of(tmp_path: Path) -> None:
+    convert(mega(tmp_path / "mega", {"mtp_layers": 1}), tmp_path / "out", "megatron")
+    path = tmp_path / "out" / "release" / "common.pt"
+    rewrite(path, lambda state: setattr(state["args"], "mtp_num_layers", None))
+    with pytest.raises(CheckpointError, match=r"the tensor mtp\.layers\.0\..* is not one of a model with its settings"):
+        open_source(tmp_path / "out")
+    assert open_source(tmp_path / "out", settings={"mtp_layers": 1}).model.mtp_layers == 1
+
+
 def test_folders(folder: Path) -> None:
     """The root, the folder of an iteration, a tracker that names either."""
     assert same(folder / "dist", folder / "dist" / "release")

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)  # the first test waits for four ranks
 
 # name: what differs from BASE, and how Megatron trains and saves it
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "fp32": ({**GROUPED, "vocab_size": 61}, {}),
+    "fp32": ({**GROUPED, "vocab_size": 61, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}, {}),
     "bf16": ({"untie_embeddings_and_output_weights": False, "qk_layernorm": True}, {"bf16": True}),
     "experts": ({**GROUPED, **EXPERTS, "add_bias_linear": True, "softmax_type": "learnable"}, {"tp": 1, "ep": 2}),
     "distributed": ({**GROUPED, "vocab_size": 61}, {"pp": 1, "bf16": True, "sharding": "fully_reshardable"}),
