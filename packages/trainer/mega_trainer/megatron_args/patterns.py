@@ -13,7 +13,8 @@ def layers_of_kind(
 ) -> list[bool] | None:
     """For each layer whether it is of the kind of `dest`, where `every(layer, n)` tells what a number n means.
 
-    The `further` layers behind the last are counted too. None where that cannot be told: a wrong pattern is refused, and without a number of layers `key` is to be filled in.
+    The `further` layers behind the last are counted too. None where that cannot be told: a wrong pattern is refused, and
+    without a number of layers `key` is to be filled in.
     """
     layers, pattern = draft.run["model"]["num_layers"], layer_pattern(draft[dest])
     layers = layers and layers + further
