@@ -44,7 +44,7 @@ def _case(seed: int, rng: random.Random) -> Case:
     parallel: dict[str, Any] = {
         "tp": tp, "sp": rng.random() < 0.5, "pp": pp, "virtual_stages": v, "zero": rng.choice(ZERO_LEVELS),
         "cp": cp, "cp_kind": rng.choice(CONTEXT),
-        "schedule": rng.choice(["1f1b", {1: "zb-h1", 2: "zbv"}.get(v, "1f1b")]),
+        "schedule": rng.choice(["1f1b", {1: "zb-h1", 2: "zbv"}.get(v, "gpipe")]),
     }  # fmt: skip
     layers = pp * v + rng.randint(0, 2)
     experts = _experts(rng, layers) if rng.random() < 0.4 else {}
