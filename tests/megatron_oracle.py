@@ -5,6 +5,7 @@
 Jobs, over four ranks with gloo:
 
     {"do": "save", "args": {...}, "tp": 2, "pp": 2, "ep": 1, "vp": 1, "folder": ..., "legacy": ...}
+    {"do": "train", "args": {...}, "tp": 2, "pp": 2, "ep": 1, "bf16": false, "sharding": null, "folder": ..., "memory": ...}
     {"do": "load", "folder": ..., "tp": 1}        leaves the logits of `tokens` in <folder>.pt
     {"do": "load legacy", "folder": ..., "tp": 2, "pp": 2, "like": a torch_dist folder}
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -25,8 +27,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 WORLD = 4
+BASE: dict[str, Any] = {
+    "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 4,
+    "group_query_attention": False, "kv_channels": 8, "normalization": "RMSNorm", "norm_epsilon": 1e-5, "swiglu": True,
+    "openai_gelu": False, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "num_experts": None,
+    "padded_vocab_size": 64, "vocab_size": 64, "max_position_embeddings": 64,
+    "untie_embeddings_and_output_weights": True, "position_embedding_type": "rope", "rotary_percent": 1.0,
+    "rotary_base": 10000, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "moe_router_pre_softmax": False, "multi_latent_attention": False, "quick_geglu": False,
+    "activation_func_clamp_value": None, "glu_linear_offset": 0.0, "softmax_type": "vanilla", "window_size": None,
+    "window_attn_skip_freq": None, "rotary_interleaved": False, "layernorm_zero_centered_gamma": False,
+}  # fmt: skip
+GROUPED = {"group_query_attention": True, "num_query_groups": 2}
+EXPERTS = {
+    "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": None,
+    "moe_layer_freq": 1, "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": 2, "moe_router_group_topk": None,
+}  # fmt: skip
+ADAM = {"lr": 0.01, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
+
+
+def run(jobs: list[dict[str, Any]], folder: Path) -> None:
+    """Do them in a process of their own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, __file__, str(folder / "jobs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def tokens(vocab_size: int) -> torch.Tensor:
@@ -39,10 +69,30 @@ class _NoTracker:
         yield
 
 
+class _OnCpu(TorchFunctionMode):
+    """Makes on the CPU what is asked for on a GPU, and says that it is there."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        out = function(*args, **kwargs)
+        return out.replace("torch.", "torch.cuda.") if function is torch.Tensor.type and isinstance(out, str) else out
+
+
+class _LayerNorm(torch.autograd.Function):
+    """What Megatron's own layer norm, which adds one to weights by itself, asks of apex."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, shape: Any, eps: float) -> Any:
+        return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
+
+
 def _prepare() -> None:
     """What Megatron asks of CUDA although nothing here needs it."""
     warnings.simplefilter("ignore")
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.fusions import fused_layer_norm
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
@@ -53,14 +103,17 @@ def _prepare() -> None:
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoTracker(), True
     moe_utils.te_general_gemm = None
     multi_latent_attention.TELinear = multi_latent_attention.TEColumnParallelLinear = _Attention  # any class
+    fused_layer_norm.FusedLayerNormAffineFunction, fused_layer_norm.HAVE_FUSED_LAYER_NORM = _LayerNorm, True
+    torch._dynamo.config.disable = True
     filesystem_async._process_memory = lambda: 0  # asks for psutil
     filesystem_async._results_queue = queue.Queue()  # else of a process of its own
 
 
 def _config(args: Namespace) -> Any:
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    functions = {"swiglu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+    function = torch.nn.functional.silu if args.swiglu else quick_gelu if args.quick_geglu else torch.nn.functional.gelu
     experts = {} if not args.num_experts else {
         "num_moe_experts": args.num_experts, "moe_router_topk": args.moe_router_topk,
         "moe_ffn_hidden_size": args.moe_ffn_hidden_size, "moe_token_dispatcher_type": "allgather",
@@ -68,6 +121,7 @@ def _config(args: Namespace) -> Any:
         "moe_router_pre_softmax": args.moe_router_pre_softmax, "moe_aux_loss_coeff": 0.0,
         "moe_layer_freq": args.moe_layer_freq, "moe_router_score_function": args.moe_router_score_function,
         "moe_router_enable_expert_bias": args.moe_router_enable_expert_bias,
+        "moe_router_num_groups": args.moe_router_num_groups, "moe_router_group_topk": args.moe_router_group_topk,
     }  # fmt: skip
     latent = {} if not args.multi_latent_attention else {
         "q_lora_rank": args.q_lora_rank, "kv_lora_rank": args.kv_lora_rank, "qk_head_dim": args.qk_head_dim,
@@ -76,11 +130,15 @@ def _config(args: Namespace) -> Any:
         "rotary_scaling_factor": args.rotary_scaling_factor, "multi_latent_attention": True,
     }  # fmt: skip
     kind = MLATransformerConfig if latent else TransformerConfig
-    return kind(
+    config = kind(
         num_layers=args.num_layers, hidden_size=args.hidden_size, ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads, num_query_groups=args.num_query_groups,
         kv_channels=args.kv_channels, normalization=args.normalization, layernorm_epsilon=args.norm_epsilon,
-        gated_linear_unit=args.swiglu, activation_func=functions["swiglu" if args.swiglu else "gelu"],
+        layernorm_zero_centered_gamma=args.layernorm_zero_centered_gamma,
+        gated_linear_unit=args.swiglu or args.quick_geglu, activation_func=function,
+        activation_func_clamp_value=args.activation_func_clamp_value, glu_linear_offset=args.glu_linear_offset,
+        softmax_type=args.softmax_type, window_size=args.window_size, window_attn_skip_freq=args.window_attn_skip_freq,
+        rotary_interleaved=args.rotary_interleaved,
         add_bias_linear=args.add_bias_linear, add_qkv_bias=args.add_qkv_bias, qk_layernorm=args.qk_layernorm,
         hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, bias_activation_fusion=False,
         bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
@@ -89,6 +147,12 @@ def _config(args: Namespace) -> Any:
         virtual_pipeline_model_parallel_size=args.vp if args.vp > 1 else None,
         **experts, **latent,
     )  # fmt: skip
+    if args.position_embedding_type == "yarn":  # as Megatron-LM does, by hand
+        names = "original_max_position_embeddings beta_fast beta_slow correction_range_round_to_int"
+        config.__dict__.update({f"yarn_{name}": getattr(args, f"yarn_{name}") for name in names.split()})
+        given = (args.rotary_scaling_factor, args.mscale, args.mscale_all_dim)
+        config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = given
+    return config
 
 
 class _Attention(torch.nn.Module):
@@ -107,9 +171,15 @@ class _Attention(torch.nn.Module):
 def _models(args: Namespace) -> list[Any]:
     """The chunks of this rank."""
     from megatron.core import parallel_state
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+    from megatron.core.models import backends
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    norm = FusedLayerNorm if args.layernorm_zero_centered_gamma else WrappedTorchNorm
+    backends.LNImpl = transformer_block.LayerNormImpl = norm
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         args.tp, args.pp, args.vp if args.vp > 1 else None, expert_model_parallel_size=args.ep
@@ -141,13 +211,10 @@ def _models(args: Namespace) -> list[Any]:
     return out
 
 
-def _save(job: dict[str, Any]) -> None:
-    from megatron.core import dist_checkpointing, parallel_state
+def _randomise(models: list[Any], args: Namespace) -> None:
+    """Weights that differ, but are the same on all ranks that hold the same ones."""
+    from megatron.core import parallel_state
 
-    tp, pp, ep, vp = (job.get(name, 1) for name in ("tp", "pp", "ep", "vp"))
-    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
-    args = Namespace(**job["args"], **sizes, tp=tp, pp=pp, ep=ep, vp=vp)
-    models = _models(args)
     generator = torch.Generator().manual_seed(dist.get_rank() % (args.tp * args.pp * args.ep))
     with torch.no_grad():
         for model in models:
@@ -167,6 +234,16 @@ def _save(job: dict[str, Any]) -> None:
                 weight.normal_(
                     std=0.3, generator=torch.Generator().manual_seed(parallel_state.get_tensor_model_parallel_rank())
                 )
+
+
+def _save(job: dict[str, Any]) -> None:
+    from megatron.core import dist_checkpointing
+
+    tp, pp, ep, vp = (job.get(name, 1) for name in ("tp", "pp", "ep", "vp"))
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
+    args = Namespace(**job["args"], **sizes, tp=tp, pp=pp, ep=ep, vp=vp)
+    models = _models(args)
+    _randomise(models, args)
     names = [f"model{i}" for i in range(len(models))] if len(models) > 1 else ["model"]
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
     folder = Path(job["folder"])
@@ -194,6 +271,79 @@ def _save_legacy(job: dict[str, Any], args: Namespace, state: dict[str, Any]) ->
     folder.mkdir(parents=True)
     torch.save(state, folder / "model_optim_rng.pt")
     (Path(job["legacy"]) / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def _trained(args: Namespace, *, bf16: bool, distributed: bool) -> tuple[Any, Any, Any]:
+    """A chunk after three steps of Megatron's optimizer, that, and its schedule."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    torch.manual_seed(1)
+    models = _models(args)
+    _randomise(models, args)
+    buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    (chunk,) = (DistributedDataParallel(one.config, buffers, one.bfloat16() if bf16 else one) for one in models)
+    settings = OptimizerConfig(
+        optimizer="adam", min_lr=0.0, clip_grad=0.0, bf16=bf16, use_distributed_optimizer=distributed,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32, **ADAM,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(settings, [chunk])
+    decay = {"start_wd": ADAM["weight_decay"], "end_wd": ADAM["weight_decay"], "wd_incr_steps": 1}
+    schedule = OptimizerParamScheduler(
+        optimizer, 0.0, ADAM["lr"], 0.0, 0, 80, "constant", wd_incr_style="constant", **decay
+    )
+    for step in range(3):
+        _step(chunk, optimizer, 1.0 + step)
+        schedule.step(8)
+    return chunk, optimizer, schedule
+
+
+def _step(chunk: Any, optimizer: Any, factor: float) -> None:
+    """A step with gradients that are the weights times `factor`."""
+    for parameter in chunk.parameters():
+        parameter.main_grad.copy_(parameter.detach()).mul_(factor)
+    assert optimizer.step()[0]
+
+
+def _train(job: dict[str, Any]) -> None:
+    """Three steps and a checkpoint, in the form `sharding` of the distributed optimizer where it is given.
+
+    What the plain optimizer has in memory then goes into files of all ranks, as if it were weights, to <memory>-<what>; and
+    so do the main weights after one more step, with the weights for gradients.
+    """
+    from megatron.core import dist_checkpointing
+
+    tp, pp, ep, bf16, sharding = (job[name] for name in ("tp", "pp", "ep", "bf16", "sharding"))
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
+    args = Namespace(**job["args"], **sizes, tp=tp, pp=pp, ep=ep, vp=1, consumed_train_samples=24)
+    folder = Path(job["folder"])
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    chunk, optimizer, schedule = _trained(args, bf16=bf16, distributed=sharding is not None)
+    metadata = {"distrib_optim_sharding_type": sharding} if sharding else {}
+    sharded = {"model": chunk.module.sharded_state_dict()}
+    sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], metadata=metadata)
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 3, "opt_param_scheduler": schedule.state_dict()}
+    dist_checkpointing.save({**common, **sharded}, str(folder))
+    if sharding:
+        chunk, optimizer, _ = _trained(args, bf16=bf16, distributed=False)
+    held = {}
+    for one in optimizer.chained_optimizers:
+        held |= one.optimizer.state
+    of = {name: getattr(weight, "main_param", weight) for name, weight in chunk.module.named_parameters()}
+    for what in ("exp_avg", "exp_avg_sq"):
+        _save_as_weights(job, args, chunk.module, {name: held[main][what] for name, main in of.items()}, what)
+    _save_as_weights(job, args, chunk.module, of, "main")
+    _step(chunk, optimizer, 1.0)
+    _save_as_weights(job, args, chunk.module, of, "after")
+
+
+def _save_as_weights(job: dict[str, Any], args: Namespace, model: Any, tensors: dict[str, Any], what: str) -> None:
+    state = {name: value for name, value in model.state_dict().items() if name not in tensors}
+    found = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    _save_legacy({"legacy": f"{job['memory']}-{what}"}, args, {"args": args, "iteration": 3, "model": state | found})
 
 
 def _load(job: dict[str, Any]) -> None:
@@ -242,7 +392,8 @@ def _rank(rank: int, jobs: list[dict[str, Any]], store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     _prepare()
     for job in jobs:
-        {"save": _save, "load": _load, "load legacy": _load_legacy}[job["do"]](job)
+        with _OnCpu():
+            {"save": _save, "train": _train, "load": _load, "load legacy": _load_legacy}[job["do"]](job)
         dist.barrier()
     dist.destroy_process_group()
 

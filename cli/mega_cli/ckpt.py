@@ -119,6 +119,8 @@ def convert(
 ) -> None:
     """Convert a model's weights and the files that belong to it. The result appears when it is complete.
 
+    From Megatron to mega the optimizer's state comes along, where its form does not depend on the ranks that wrote it.
+
     After a kill or an interrupt, the same command goes on with the file that it was at.
     """
     from mega_ckpt import convert as converting

@@ -8,6 +8,7 @@ import pickle
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from test_pickles import BOMBS
 from torch import Tensor
 
 from mega_ckpt.convert import Options, convert
+from mega_ckpt.families.plain import resolved
 from mega_ckpt.formats.megatron import MegatronSource, is_megatron
 from mega_ckpt.formats.megatron_args import read_args, write_args
 from mega_ckpt.names import tensors_of
@@ -40,9 +42,9 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def mega(folder: Path, fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
+def mega(folder: Path, fields: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 5) -> Path:
     """A checkpoint of random weights."""
-    model, generator = ModelConfig.parse(BASE | fields), torch.Generator().manual_seed(5)
+    model, generator = ModelConfig.parse(BASE | fields), torch.Generator().manual_seed(seed)
     held = {
         f"weights/{name}": Sharded(shape, [Box((0,) * len(shape), torch.randn(shape, generator=generator).to(dtype))])
         for name, shape in tensors_of(model).items()
@@ -67,14 +69,22 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         "tie_embeddings": draw(st.booleans()), "norm": draw(st.sampled_from(["rmsnorm", "layernorm"])),
         "activation": draw(st.sampled_from(["swiglu", "gelu", "gelu_tanh", "relu2"])),
         "position": draw(st.sampled_from(["rope", "learned", "none"])), "mlp_bias": bias, "attention_out_bias": bias,
-        "qkv_bias": bias or draw(st.booleans()),
+        "qkv_bias": bias or draw(st.booleans()), "zero_centered_norm": draw(st.booleans()),
+        "attention_sinks": draw(st.booleans()),
+        "sliding_window": draw(st.sampled_from([None, 5])),
+        "full_attention_layers": draw(st.sampled_from([None, [1, 3], [0]])),
     }  # fmt: skip
+    if fields["position"] == "rope":
+        fields["rope"] = {"interleaved": draw(st.booleans())}
+    if fields["activation"] == "swiglu":
+        fields["activation_limit"] = draw(st.sampled_from([None, 7.0]))
     if not bias and draw(st.integers(0, 3)) == 0:
         fields |= LATENT | {"mla": LATENT["mla"] | {"q_lora_rank": draw(st.sampled_from([None, 12]))}}
+        fields |= {"zero_centered_norm": False, "attention_sinks": False}
     fields["qk_norm"] = "mla" not in fields and fields["norm"] == "rmsnorm" and draw(st.booleans())
-    if not bias and draw(st.booleans()):
+    if draw(st.booleans()):
         fields["moe"] = EXPERTS | {
-            "shared_ffn_hidden_size": draw(st.sampled_from([0, 8])), "selection_bias": draw(st.booleans()),
+            "router_bias": bias, "shared_ffn_hidden_size": 0 if bias else draw(st.sampled_from([0, 8])), "selection_bias": draw(st.booleans()),
             "layers": draw(st.sampled_from([None, [1, 3], [0, 1, 2]])), "score": draw(st.sampled_from(["softmax", "sigmoid"])),
         }  # fmt: skip
     return fields
@@ -98,6 +108,7 @@ def test_there_and_back(
     assert same(source, tmp_path / "back")
     one, other = open_source(source).model, open_source(tmp_path / "back").model
     assert write_args(one) == write_args(other)
+    assert resolved(one) == resolved(other)
 
 
 @pytest.fixture
@@ -229,8 +240,8 @@ def test_settings_from_a_file(folder: Path) -> None:
 
 def test_settings_that_mega_has_not(folder: Path) -> None:
     path = folder / "dist" / "release" / "common.pt"
-    rewrite(path, lambda state: state["args"].__dict__.update(apply_layernorm_1p=True, quick_geglu=True))
-    with pytest.raises(CheckpointError, match=r"quick_geglu is not supported.*apply_layernorm_1p"):
+    rewrite(path, lambda state: state["args"].__dict__.update(qk_l2_norm=True, swiglu=False, quick_geglu=True))
+    with pytest.raises(CheckpointError, match=r"quick_geglu is not supported.*qk_l2_norm"):
         open_source(folder / "dist")
 
 
@@ -379,6 +390,10 @@ NOT_MEGATRON: dict[str, dict[str, Any]] = {
     r"moe\.group_score = 'top2'": {"moe": EXPERTS | {"groups": 2, "top_groups": 2, "group_score": "top2"}},
     r"mla\.norm_eps = 1e-06": {**LATENT, "mla": {**LATENT["mla"], "norm_eps": 1e-6}},
     "layernorm": {"qk_norm": True, "norm": "layernorm"},
+    "sum of two logits": {"moe": EXPERTS | {"groups": 2, "group_score": "top2"}},
+    "latents' norms": {**LATENT, "zero_centered_norm": True},
+    "rope.fraction = 0.5": {"rope": {"scaling": "yarn", "factor": 2.0, "original_max_position": 16, "fraction": 0.5}},
+    "local_rope": {"sliding_window": 7, "full_attention_layers": [1], "local_rope": {"theta": 5e5}},
 }
 
 
@@ -407,6 +422,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "yarn": {"rope": {"scaling": "yarn", "factor": 40.0, "original_max_position": 4096, "mscale": 0.7, "mscale_all_dim": 0.9}},
     "window": {"sliding_window": 7},
     "latent": {**LATENT, "rope": {"interleaved": True, "scaling": "yarn", "factor": 40.0, "original_max_position": 4096}},
+    "latent ramp": {
+        **LATENT, "rope": {
+            "interleaved": True, "scaling": "yarn", "factor": 40.0, "original_max_position": 512, "beta_fast": 16.0, "beta_slow": 2.0,
+        },
+    },
+    "gpt-oss": {
+        "activation_limit": 7.0, "attention_sinks": True, "sliding_window": 7, "full_attention_layers": [1, 3],
+        "rope": {"scaling": "yarn", "factor": 32.0, "original_max_position": 4096, "truncate": False},
+    },
+    "centred norms": {"zero_centered_norm": True, "norm": "layernorm", "rope": {"interleaved": True, "fraction": 0.5}},
     "experts": {
         "moe": EXPERTS | {
             "score": "sigmoid", "groups": 2, "top_groups": 1, "group_score": "top2", "selection_bias": True, "bias_rate": 0.01,
@@ -423,6 +448,74 @@ def test_settings_there_and_back(name: str) -> None:
     different = {field for field in SETTINGS[name] if getattr(found, field) != getattr(model, field)}
     assert not different
     assert json.loads(json.dumps(write_args(model)))["padded_vocab_size"] == 128
+
+
+PLAIN = write_args(ModelConfig.parse(BASE))
+SPARSE = {"num_experts": 4, "moe_router_topk": 2}
+FLAT = {
+    "multi_latent_attention": True, "qk_layernorm": True, "position_embedding_type": "rope", "group_query_attention": False,
+    "kv_lora_rank": 8, "qk_pos_emb_head_dim": 4,
+}  # fmt: skip
+ZERO = "layernorm_zero_centered_gamma"
+MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"apply_layernorm_1p": True, ZERO: None}, {"zero_centered_norm": True}),
+    ({"apply_layernorm_1p": True}, {"zero_centered_norm": False}),  # of an older run; the newer name counts
+    ({ZERO: True}, {"zero_centered_norm": True}),
+    ({"softmax_type": "learnable"}, {"attention_sinks": True}),
+    ({"window_size": (7, 0), "window_attn_skip_freq": 3}, {"sliding_window": 8, "full_attention_layers": [2]}),
+    ({"window_size": [7, 0], "window_attn_skip_freq": [1, 0, 0, 1]}, {"full_attention_layers": [1, 2]}),
+    ({"window_size": "7,0", "window_attn_skip_freq": [1] * 4}, {"full_attention_layers": None}),
+    ({"window_size": (-1, -1), "window_attn_skip_freq": 0}, {"sliding_window": None}),
+    ({"swiglu": False, "squared_relu": True, "quick_geglu": True}, {"activation": "relu2"}),
+    ({"swiglu": False, "activation_func_clamp_value": 7.0}, {"activation": "gelu", "activation_limit": None}),
+    ({"position_embedding_type": "yarn", "rotary_percent": 0.5}, {"rope.fraction": 1.0, "rope.truncate": True}),
+    ({"position_embedding_type": "yarn", "rotary_interleaved": True}, {"rope.interleaved": False}),
+    (
+        {**FLAT, "rope_type": None},
+        {"rope.scaling": "yarn", "rope.original_max_position": 4096, "rope.interleaved": True},
+    ),
+    ({**FLAT, "yarn_beta_fast": 4.0, "beta_fast": 8.0}, {"rope.beta_fast": 8.0}),
+    ({**FLAT, "rope_type": "rope", "use_rope_scaling": True}, {"rope.scaling": "none"}),
+    ({**FLAT, "add_bias_linear": True}, {"qkv_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    ({**SPARSE, "moe_router_num_groups": 2}, {"moe.groups": 1}),
+    ({**SPARSE, "moe_router_num_groups": 2, "moe_router_group_topk": 2}, {"moe.groups": 2, "moe.group_score": "max"}),
+    ({**SPARSE, "moe_expert_capacity_factor": -1.0}, {"moe.capacity_factor": None}),
+    ({**SPARSE, "moe_shared_expert_gate": True}, {"moe.shared_gate": False}),
+    (
+        {**SPARSE, "moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
+        {"moe.aux_loss": 0.1, "moe.aux_loss_scope": "sequence"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), MEANT)
+def test_what_settings_mean(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    args = {name: value for name, value in {**PLAIN, **given}.items() if value is not None or name == "rope_type"}
+    model = read_args(args, "x")
+    assert {name: attrgetter(name)(model) for name in expected} == expected
+
+
+NOT_MEGA: dict[str, dict[str, Any]] = {
+    "softmax_type = 'off-by-one' is not supported": {"softmax_type": "off-by-one"},
+    "swiglu with activation_func_clamp_value": {"activation_func_clamp_value": 7.0},
+    "swiglu with .* or glu_linear_offset": {"glu_linear_offset": 1.0},
+    "quick_geglu is not supported": {"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 7.0},
+    "window_attn_skip_freq = 0 does not fit 4 layers": {"window_size": (7, 0), "window_attn_skip_freq": 0},
+    r"moe_layer_freq = \[1, 0\] does not fit": {**SPARSE, "moe_layer_freq": [1, 0]},
+    "moe_layer_freq = 2 does not fit": {**SPARSE, "moe_layer_freq": 2, "num_layers": 1 << 40},
+    "it looks ahead": {"window_size": (7, 1)},
+    "mscale = 0.7 with mscale_all_dim = 0.0": {"position_embedding_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.0},
+    "apply_layernorm_1p is not supported": {**FLAT, ZERO: True},
+    "with learned positions": {**FLAT, "position_embedding_type": "learned_absolute"},
+    "the sum of two logits": {**SPARSE, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "use_mup = True": {"use_mup": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", NOT_MEGA)
+def test_settings_that_mean_something_else(said: str) -> None:
+    with pytest.raises(CheckpointError, match=f"x: its settings .*{said}"):
+        read_args({**PLAIN, **NOT_MEGA[said]}, "x")
 
 
 def test_reading_a_part_reads_the_bytes_of_that_part(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,22 +13,40 @@ import torch
 from mega_ckpt.store import Checkpoint, latest
 from mega_data.indexed import IndexedWriter
 from mega_trainer.config import RunConfig
+from mega_trainer.kernels.grouped import Rows
+from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.ranks import Ranks
 from mega_trainer.train import run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"num_kv_heads": 2, "residual_dropout": 0.1},
+    "experts": {
+        "mlp_bias": True, "attention_sinks": True, "sliding_window": 40, "mtp_layers": 1,
+        "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 64, "shared_ffn_hidden_size": 64, "aux_loss": 0.01},
+    },
+    "latent": {
+        "mla": {
+            "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+        },
+        "moe": {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 96, "score": "sigmoid", "selection_bias": True},
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_trains_saves_and_resumes_on_a_gpu(tmp_path: Path, precision: str, recompute: str) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_trains_saves_and_resumes_on_a_gpu(tmp_path: Path, model: str, precision: str, recompute: str) -> None:
     with IndexedWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
         for start in range(50):
             writer.add_document(np.arange(start, start + 200).astype(np.uint16) % 500)
     raw = {
         "model": {
-            "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "num_kv_heads": 2,
-            "vocab_size": 500, "residual_dropout": 0.1,
+            "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "vocab_size": 500,
+            **MODELS[model],
         },
         "data": {"train": str(tmp_path / "tokens"), "seq_length": 128},
         "batch": {"micro": 4, "global": 8},
@@ -47,3 +66,16 @@ def test_trains_saves_and_resumes_on_a_gpu(tmp_path: Path, precision: str, recom
     saved = latest(tmp_path / "run/checkpoints")
     assert saved is not None
     assert Checkpoint.open(saved).step == 40
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 13, 8], [0, 0, 0, 0], [5, 7, 1, 0]])
+def test_grouped_products_are_those_of_a_loop(counts: list[int]) -> None:
+    """Torch's one kernel for all groups, which is for bf16, against a product for each in fp32."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(sum(counts), 32), (sum(counts), 48), (len(counts), 48, 32)]
+    x, y, weight = (torch.randn(shape, generator=generator, device="cuda") for shape in shapes)
+    rows, kernels = Rows.of(counts, x.device), TorchKernels()
+    for function, tensors in ((kernels.grouped_linear, (x, weight)), (kernels.grouped_outer, (y, x))):
+        fused = function(*(tensor.bfloat16() for tensor in tensors), rows)
+        alone = function(*(tensor.bfloat16().float() for tensor in tensors), rows)
+        torch.testing.assert_close(fused.float(), alone, rtol=1e-2, atol=1e-2)

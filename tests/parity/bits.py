@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity.cases import Case
+from parity.cases import STEPS, Case
 from parity.worker import (
-    STEPS,
     Found,
     Held,
     Outcome,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from itertools import combinations, product
 from typing import Any
 
 RANKS = 8
+STEPS = 3
 ZERO_LEVELS = (0, 1, 2, 3)
 SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 1), ("zbv", 2)]  # with virtual stages
 LARGE = 1 << 20  # a bucket that holds any of these models whole
@@ -64,6 +64,7 @@ MODELS["deepseek"] = MODELS["mla"] | {
     },
 }  # fmt: skip
 LENGTHS = {"long": 32}
+WITH_CONTEXT = ("mla", "long", "moe", "deepseek")
 CONTEXT = ("ring", "allgather", "alltoall")
 # Of which each layout draws one.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -88,6 +89,7 @@ class Case:
         closed: attention closed at document ends.
         length: tokens of a sample.
         clip: largest gradient norm; 0: no clip.
+        steps: to train.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Case:
     precision: str = "fp64"
     optimizer: str = "adamw"
     clip: float = 0.1  # small enough that every step is clipped
+    steps: int = STEPS
     debug: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -170,56 +173,42 @@ def degrees(ranks: int, tps: Sequence[int], cp: int = 1) -> Iterator[dict[str, A
             yield shape if schedule == "1f1b" else {**shape, "schedule": schedule}
 
 
-def expert_degrees(name: str, ranks: int, shape: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A layout with every combination of ep and expert_tp, where the model has experts; beside context parallelism or other
-    schedules, and for `deepseek`, one that is drawn."""
+def layouts(name: str, ranks: int) -> Iterator[dict[str, Any]]:
+    """Every layout of a model on `ranks` ranks: those of `degrees`, with context parallelism of each kind and with every
+    combination of ep and expert_tp, where the model has them."""
+    shapes = [] if name == "long" else list(degrees(ranks, (1, 2, 4, 8)))
+    if name in WITH_CONTEXT:
+        shapes += [{**shape, "cp": cp} for cp in (2, 4, 8) for shape in degrees(ranks, (1, 2, 4), cp)]
+    for shape in shapes:
+        kinds = [{"cp_kind": kind} for kind in CONTEXT] if "cp" in shape else [{}]
+        for experts, kind in product(expert_degrees(name, ranks // shape["pp"]), kinds):
+            yield shape | experts | kind
+
+
+def expert_degrees(name: str, ranks: int) -> list[dict[str, Any]]:
+    """Every ep and expert_tp on the ranks of a stage, where the model has experts."""
     if "moe" not in MODELS[name]:
-        yield dict(shape)
-        return
-    stage = ranks // shape["pp"]
-    degrees = [pair for pair in product((1, 2, 4, 8), (1, 2, 4)) if stage % math.prod(pair) == 0]
-    if degrees and (name == "deepseek" or not {"cp", "schedule", "zero3_shard"}.isdisjoint(shape)):
-        degrees = [random.Random(f"{ranks} {shape}").choice(degrees)]
-    for ep, expert_tp in degrees:
-        yield {**shape, "ep": ep, "expert_tp": expert_tp}
+        return [{}]
+    pairs = product((1, 2, 4, 8), (1, 2, 4))
+    return [{"ep": ep, "expert_tp": parts} for ep, parts in pairs if ranks % (ep * parts) == 0]
 
 
 def all_layouts() -> list[Case]:
     """Every layout of up to eight ranks, for each model; what else there is to choose is drawn, the same each time."""
-    whole = [
+    return [
         _with_choices(name, ranks, parallel)
         for name in MODELS
-        if name not in LENGTHS
         for ranks in range(1, RANKS + 1)
-        for shape in degrees(ranks, (1, 2, 4, 8))
-        for parallel in expert_degrees(name, ranks, shape)
+        for parallel in layouts(name, ranks)
     ]
-    return whole + context_layouts()
-
-
-def context_layouts() -> list[Case]:
-    """Every layout with context parallelism: of each kind for the long model, of one that is drawn for others."""
-    layouts = [
-        (ranks, {**parallel, "cp": cp})
-        for ranks in range(2, RANKS + 1)
-        for cp in (2, 4, 8)
-        for parallel in degrees(ranks, (1, 2, 4), cp)
-    ]
-    long = [_with_choices("long", ranks, {**at, "cp_kind": kind}) for ranks, at in layouts for kind in CONTEXT]
-    rng = random.Random("kinds")
-    others = [
-        _with_choices(name, ranks, {**parallel, "cp_kind": rng.choice(CONTEXT)})
-        for name in ("mla", "moe", "deepseek")
-        for ranks, at in layouts
-        for parallel in expert_degrees(name, ranks, at)
-    ]
-    return long + others
 
 
 def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
     rng = random.Random(f"{name} {ranks} {parallel}")
     stages = parallel["pp"] * parallel["virtual_stages"]
     layers, chosen = max(2, stages), dict(parallel)
+    # more than half of all are such; the others show what goes wrong from step to step
+    steps = 1 if {"cp", "ep"} <= parallel.keys() else STEPS
     if stages > 1 and rng.random() < 0.3:
         layers, chosen["pipeline_layout"] = uneven(stages, rng)
     batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)), parallel["pp"], rng)
@@ -227,7 +216,7 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
         name, ranks, layers=layers, variant=rng.choice(VARIANTS[name]) if name in VARIANTS else {}, parallel=chosen,
         recompute=rng.choice(RECOMPUTES),
         micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]),
-        optimizer=rng.choice(OPTIMIZERS) if parallel["zero"] < 3 else "adamw",
+        optimizer=rng.choice(OPTIMIZERS) if parallel["zero"] < 3 else "adamw", steps=steps,
     )  # fmt: skip
 
 
@@ -265,7 +254,7 @@ def covering(cases: Sequence[Case], count: int) -> list[Case]:
         if queue and -added > queue[0][0]:
             heappush(queue, (-added, index))
             continue
-        chosen.append(cases[index])
+        chosen.append(replace(cases[index], steps=STEPS))
         left -= triples[index]
     return chosen
 

@@ -20,12 +20,12 @@ SMALLEST = 1e-11  # errors below it are rounding, which differs from machine to 
 INTRODUCTION = """\
 # Any layout computes what one process computes
 
-Written by `make parity`; do not edit. Eight models train three steps in every combination of tensor parallelism (tp),
+Written by `make parity`; do not edit. Eight models train in every combination of tensor parallelism (tp),
 sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV), interleaved stages (vp), data
 parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), four of them also with context
 parallelism of each kind (cp), two with expert parallelism (ep), experts split as well (expert-tp), on up to {ranks}
-ranks, in fp64 on gloo, with uneven documents and loss masks; recomputation, uneven pipelines, micro-batch and bucket
-sizes, AdamW and Muon vary over them. Loss, gradient norm, every gradient after the clip, every weight and every optimizer
+ranks, in fp64 on gloo, with uneven documents and loss masks: three steps, or one where there are both cp and experts.
+Recomputation, uneven pipelines, micro-batch and bucket sizes, AdamW and Muon are drawn for each. Loss, gradient norm, every gradient after the clip, every weight and every optimizer
 moment are held against one process: the largest difference, relative to the largest element of each tensor, must be
 below {tolerance:g}.
 

@@ -524,7 +524,7 @@ MUTATIONS = [
     Mutation("column layer: the sum of dX dropped", TP, _column_without_sum),
     Mutation("row layer: bias added on every rank", replace(SP, parallel={"tp": 2}), _row_bias_on_every_rank),
     Mutation(
-        "head: gradient of the hidden state not summed", TP, lambda: swap(decoder, "sum_gradient", lambda x, g: x)
+        "head: gradient of the hidden state not summed", TP, lambda: swap(decoder, "whole_sequence", lambda x, g, sp: x)
     ),
     Mutation("norm gradient counted by every tensor rank", TP, _replicated(partial_grad=True)),
     Mutation("query-key norm gradient not summed", TP, _replicated(partial_grad=False)),
@@ -581,7 +581,7 @@ MUTATIONS = [
     Mutation(
         "latents: gradient of this rank's heads alone",
         replace(LATENT, parallel={"tp": 2}),
-        lambda: swap(mla, "sum_gradient", lambda x, g: x),
+        lambda: swap(mla, "whole_sequence", lambda x, g, sp: x),
     ),
     Mutation("further tokens: each rank divides by its own", AHEAD_DP, _ahead_by_own_counts),
     Mutation("further tokens: each context rank divides by its own", AHEAD_CP, _ahead_by_own_counts),

@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from parity.cases import Case
+from parity.cases import STEPS, Case
 from torch import Tensor
 
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
@@ -34,7 +34,6 @@ from mega_trainer.state import TrainState
 from mega_trainer.step import StepResult, train_step
 from mega_trainer.train import around_backward
 
-STEPS = 3
 FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
 Held = Mapping[str, Sharded]
 
@@ -279,7 +278,7 @@ def sweep(cases: Sequence[Case]) -> list[Found | None]:
 
 
 def _found(case: Case, rank: int, maker: GroupMaker, references: References) -> Found:
-    mine, reference = Trainer.make(case, rank, maker).run(), references.of(case)
+    mine, reference = Trainer.make(case, rank, maker).run(case.steps), references.of(case, case.steps)
     held = places(mine)
     shapes = {name: tuple(it.shape) for name, it in reference.tensors.items()}
     shapes |= {f"gradients/{name}": tuple(it.shape) for name, it in reference.gradients.items()}

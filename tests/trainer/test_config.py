@@ -92,6 +92,9 @@ def test_changes_of_the_model_are_grave(settings: Settings) -> None:
     raw["model"] = {**raw["model"], "norm_eps": 1e-6}
     with pytest.raises(ConfigError, match=r"model\.norm_eps: 1e-05 -> 1e-06"):
         check_changes(saved, RunConfig.parse(raw), "there")
+    with pytest.raises(ConfigError, match=r"model\.norm_eps: 1e-05 -> 1e-06"):
+        check_changes({"model": saved["model"]}, RunConfig.parse(raw), "there")
+    assert check_changes({"model": saved["model"]}, RunConfig.parse(settings()), "a converted one") == []
     raw["checkpoint"] = {"allow_changes": True}
     assert any("norm_eps" in line for line in check_changes(saved, RunConfig.parse(raw), "there"))
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from mega_ckpt.combine import prune
 from mega_ckpt.remote import RemoteError
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint, latest, place
@@ -171,9 +172,28 @@ def test_old_checkpoints_go(settings: Settings) -> None:
     assert kept == ["step-00000003", "step-00000005", "step-00000006"]
 
 
+def test_a_run_that_began_from_another_resumes_from_its_own(settings: Settings, tmp_path: Path) -> None:
+    trained(settings(train={"steps": 2}, checkpoint={"every": 1}))
+    first = str(tmp_path / "run" / "checkpoints" / "step-00000001")
+    branch = settings(output=str(tmp_path / "branch"), checkpoint={"load": first, "every": 1})
+    for steps in (2, 3):
+        trained({**branch, "train": {"steps": steps}})
+    assert [record["step"] for record in lines(branch)] == [2, 3]
+    with pytest.raises(CheckpointError, match=r"later checkpoints \(step-00000002\).*step-00000001"):
+        trained(settings(train={"steps": 2}, checkpoint={"load": first}))
+
+
 def test_a_missing_checkpoint_that_was_asked_for_is_an_error(settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no complete checkpoint there"):
         trained(settings(checkpoint={"load": str(tmp_path / "nowhere")}))
+
+
+def test_weights_alone_are_nothing_to_go_on_from(settings: Settings, tmp_path: Path) -> None:
+    trained(settings(train={"steps": 1}))
+    prune(tmp_path / "run", tmp_path / "weights")
+    with pytest.raises(CheckpointError, match="has weights alone") as refused:
+        trained(settings(checkpoint={"load": str(tmp_path / "weights")}, output=str(tmp_path / "second")))
+    assert f"init_from={tmp_path / 'weights'}" in str(refused.value)
 
 
 def test_resume_refuses_another_model_and_tells_other_changes(

@@ -1,4 +1,4 @@
-"""Convert weights between formats, tensor by tensor: memory for one tensor, not for the model.
+"""Convert weights between formats, and from Megatron the optimizer too: memory for one tensor, not for the model.
 
 The output is written beside its place under a hidden name, made durable, and renamed: it is complete or not there. After a
 kill, the same conversion goes on with the file that it was at.
@@ -7,6 +7,7 @@ kill, the same conversion goes on with the file that it was at.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,21 +18,23 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
-from mega_ckpt.formats.megatron import TRACKER
+from mega_ckpt.formats.megatron import TRACKER, MegatronSource
 from mega_ckpt.formats.megatron_dist_write import write_dist
 from mega_ckpt.formats.megatron_legacy_write import write_legacy
+from mega_ckpt.formats.megatron_optimizer import StaysBehindError, Training
 from mega_ckpt.formats.megatron_write import Writing, write_release
 from mega_ckpt.journal import Journal, continued
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.remote import Place, Remote, place
-from mega_ckpt.source import Source, cast_dtype, checkpoint_folder, open_source
+from mega_ckpt.source import OPTIMIZER, Source, cast_dtype, checkpoint_folder, open_source
 from mega_ckpt.storage import folder_at
+from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream import blocks, write_weights
 from mega_common.errors import CheckpointError
 from mega_common.log import ProgressBar, logger
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Advance = Callable[[int], object]
+FORMATS = ("hf", "mega", "megatron")
 
 
 @dataclass(frozen=True)
@@ -85,19 +88,24 @@ def convert(
             exists and `overwrite` is not given. Nothing is left behind then.
         KeyboardInterrupt: the same call goes on with the file that it was at.
     """
-    if to not in _WRITERS:
-        raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(_WRITERS)}")
+    if to not in FORMATS:
+        raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(FORMATS)}")
     final = _absolute(place(destination))
     _check_destination(final, _absolute(place(source)), to, overwrite)
     given = open_source(source, settings=options.settings)
+    training = _training(given, options) if to == "mega" else None
     with continued(final, _identity(source, to, options)) as journal:
         try:
-            if isinstance(journal.folder, Path):
+            if to == "mega":
+                write_weights(
+                    given, journal.folder, "writing mega", dtype=options.dtype, training=training, journal=journal
+                )
+            elif isinstance(journal.folder, Path):
                 _WRITERS[to](given, journal.folder, options, journal)
-            else:
-                _write_mega(given, journal.folder, options, journal)
             if verify:
                 _compare(given, open_source(journal.made, settings=options.settings), options.dtype)
+            if verify and training is not None:
+                _compare_state(training, Checkpoint.open(journal.made))
             if check is not None:
                 check(journal.made)
         except KeyboardInterrupt:
@@ -124,8 +132,23 @@ def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) 
         write_folder(source, plan, folder, bar.advance, journal.once)
 
 
-def _write_mega(source: Source, folder: Place, options: Options, journal: Journal) -> None:
-    write_weights(source, folder, "writing mega", dtype=options.dtype, journal=journal)
+def _training(source: Source, options: Options) -> Training | None:
+    """What a run goes on from beside the weights, where a checkpoint of Megatron has it; one line says what became of it."""
+    if not isinstance(source, MegatronSource):
+        return None
+    try:
+        if options.dtype is not None:
+            raise StaysBehindError("they are cast, and training goes on with what it had")
+        training = source.training()
+    except StaysBehindError as why:
+        logger.warning("only the weights are converted: %s", why)
+        return None
+    logger.info(
+        "the optimizer's state after step %d comes along; the learning rate, its schedule, Adam's settings and the "
+        "generators' states do not: run.yaml has its own",
+        training.step,
+    )
+    return training
 
 
 def _write_megatron(source: Source, folder: Path, options: Options, journal: Journal) -> None:
@@ -137,7 +160,7 @@ def _write_megatron(source: Source, folder: Path, options: Options, journal: Jou
 
 MEGATRON_FORMATS = {"torch_dist": write_dist, "torch": write_legacy}
 _WRITERS: Mapping[str, Callable[[Source, Path, Options, Journal], None]] = {
-    "hf": _write_hf, "mega": _write_mega, "megatron": _write_megatron,
+    "hf": _write_hf, "megatron": _write_megatron,
 }  # fmt: skip
 
 
@@ -150,9 +173,26 @@ def _compare(one: Source, other: Source, dtype: torch.dtype | None) -> None:
             kind = cast_dtype(one, name, dtype)
             for offset, shape in blocks(one.shape(name), kind):
                 left, right = (each.read_slice(name, offset, shape) for each in (one, other))
-                if right.dtype != kind or not torch.equal(_bits(left.to(kind)), _bits(right)):
-                    raise CheckpointError(f"{name}: what was written is not what was read", hint="is the disk sound?")
+                _check_same(name, left.to(kind), right)
                 bar.advance(right.nbytes)
+
+
+def _compare_state(training: Training, made: Checkpoint) -> None:
+    """The same for the optimizer's state in a checkpoint of mega."""
+    total = sum(4 * math.prod(made.shape(key)) for key in made.keys(OPTIMIZER))
+    with ProgressBar("comparing the optimizer", total=total, unit="bytes") as bar:
+        for kind, held in training.tensors.items():
+            for name in held.keys():  # noqa: SIM118
+                key = f"{OPTIMIZER}{kind}/{name}"
+                for offset, shape in blocks(held.shape(name), torch.float32):
+                    right = made.read(key, offset, shape)
+                    _check_same(key, held.read_slice(name, offset, shape).float(), right)
+                    bar.advance(right.nbytes)
+
+
+def _check_same(name: str, read: Tensor, written: Tensor) -> None:
+    if read.dtype != written.dtype or not torch.equal(_bits(read), _bits(written)):
+        raise CheckpointError(f"{name}: what was written is not what was read", hint="is the disk sound?")
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def boxes_of_range(flat: Tensor, pieces: Sequence[Piece], local_shape: Shape, st
     most 2 * axes - 1 rectangles, and each is intersected with each piece.
     """
     out: dict[str, Sharded] = {}
-    for low, extent, first in _rectangles(local_shape, start, start + flat.numel()):
+    for low, extent, first in rectangles(local_shape, start, start + flat.numel()):
         block = flat[first - start : first - start + math.prod(extent)].view(extent)
         for piece in pieces:
             begin = tuple(map(max, low, piece.local_start))
@@ -109,7 +109,7 @@ def boxes_of_range(flat: Tensor, pieces: Sequence[Piece], local_shape: Shape, st
     return out
 
 
-def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
+def rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
     """Cut the row-major range [start, stop) of `shape` into rectangles: (first index, extent, first flat position)."""
     if start >= stop:
         return
@@ -131,7 +131,7 @@ def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Sh
 
 def _row_part(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
     base = row * math.prod(shape[1:])
-    for low, extent, first in _rectangles(shape[1:], start - base, stop - base):
+    for low, extent, first in rectangles(shape[1:], start - base, stop - base):
         yield (row, *low), (1, *extent), first + base
 
 

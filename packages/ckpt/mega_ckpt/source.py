@@ -24,7 +24,7 @@ from mega_ckpt.store import Checkpoint, latest
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
-WEIGHTS, BUFFERS, ASSETS = "weights/", "hf/", "assets"
+WEIGHTS, OPTIMIZER, BUFFERS, ASSETS = "weights/", "optimizer/", "hf/", "assets"
 
 
 class Source(Protocol):

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.commits import put_manifest
+from mega_ckpt.formats.megatron_optimizer import Training
 from mega_ckpt.journal import Journal, Once, always
 from mega_ckpt.manifest import DTYPE_NAMES, Chunk, FileEntry, TensorEntry, make_manifest
 from mega_ckpt.pieces import Shape, crop, cut
 from mega_ckpt.remote import Place
 from mega_ckpt.shards import NewFile, Slab, write_shards
-from mega_ckpt.source import BUFFERS, WEIGHTS, Source, cast_dtype
+from mega_ckpt.source import BUFFERS, OPTIMIZER, WEIGHTS, Source, cast_dtype
 from mega_common.log import ProgressBar
 from mega_common.model_config import ModelConfig
 
@@ -87,6 +88,7 @@ def write_weights(
     *,
     read: Callable[[str, Shape, Shape], Tensor] | None = None,
     dtype: torch.dtype | None = None,
+    training: Training | None = None,
     step: int = 0,
     provenance: Mapping[str, Any] | None = None,
     journal: Journal | None = None,
@@ -99,6 +101,7 @@ def write_weights(
         title: what the progress bar says.
         read: gives the weights in place of `source.read_slice`, in any dtype.
         dtype: to cast floating-point weights to.
+        training: what a run goes on from, with a step of its own; its tensors become fp32.
         journal: knows what is finished already.
     """
     slabs = [
@@ -109,21 +112,26 @@ def write_weights(
     for name in source.buffers():
         buffer = source.read_buffer(name)
         slabs += slabs_of(BUFFERS + name, buffer.dtype, tuple(buffer.shape))
-    elements = read or source.read_slice
+    state = {f"{OPTIMIZER}{kind}/": held for kind, held in training.tensors.items()} if training else {}
+    for prefix, held in state.items():
+        slabs += [slab for name in held.keys() for slab in slabs_of(prefix + name, torch.float32, held.shape(name))]  # noqa: SIM118
+    elements = {WEIGHTS: read or source.read_slice} | {prefix: held.read_slice for prefix, held in state.items()}
     with ProgressBar(title, total=sum(slab.nbytes for slab in slabs), unit="bytes") as bar:
 
         def resolve(slab: Slab) -> Tensor:
             bar.advance(slab.nbytes)
             if slab.key.startswith(BUFFERS):
                 return crop(source.read_buffer(slab.key.removeprefix(BUFFERS)), slab.offset, slab.shape)
-            return elements(slab.key.removeprefix(WEIGHTS), slab.offset, slab.shape).to(slab.dtype)
+            group, name = slab.key.rsplit("/", 1)
+            return elements[f"{group}/"](name, slab.offset, slab.shape).to(slab.dtype)
 
         if journal:
             journal.advance = bar.advance
         once = journal.once if journal else always
         write_checkpoint(
             folder, slabs, resolve,
-            model=source.model, step=step, assets=source.assets(), provenance=provenance, once=once,
+            model=source.model, step=training.step if training else step, state=training.state if training else None,
+            assets=source.assets(), provenance=provenance, once=once,
         )  # fmt: skip
 
 

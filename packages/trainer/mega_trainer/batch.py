@@ -44,7 +44,8 @@ class MicroBatch:
             document ends.
         samples: the global number of each sample.
         ahead: for each of the model's layers that predict further tokens.
-        matters: bool [B, S], tokens with a label that counts at or behind them; the others influence nothing. None: all.
+        matters: bool [B, S], tokens with a label that counts at or behind them; the others influence nothing. None: not
+            asked for, without experts.
         places: int64 [S], where the tokens stand in the whole samples; None when they are those.
         outline: of the whole samples, when the tokens are others.
     """
@@ -87,7 +88,7 @@ def micro_batches(
             f"{config.model.vocab_size}",
             hint="the data were made with another tokenizer, or model.vocab_size is too small",
         )
-    matters = np.logical_or.accumulate(batch.loss_mask[:, ::-1], axis=1)[:, ::-1]
+    matters = np.logical_or.accumulate(batch.loss_mask[:, ::-1], axis=1)[:, ::-1] if config.model.moe else None
     further = [_ahead(batch, places) for places in range(1, config.model.mtp_layers + 1)]
     own = None
     if context is not None and context.size > 1:
@@ -106,7 +107,7 @@ def micro_batches(
             documents=None if batch.document_ids is None else tensor(batch.document_ids),
             samples=[int(sample) for sample in batch.sample_ids[part]],
             ahead=[Ahead(*map(tensor, arrays)) for arrays in further],
-            matters=tensor(matters),
+            matters=None if matters is None else tensor(matters),
         )
         if own is None:
             yield whole

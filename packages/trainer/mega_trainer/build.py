@@ -15,7 +15,8 @@ from mega_trainer.config import RunConfig
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.decoder import Decoder, Recompute, Stage
+from mega_trainer.model.decoder import Decoder, Stage
+from mega_trainer.model.recompute import Recompute
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.muon import Muon, is_hidden_matrix
 from mega_trainer.optim.zero import Optimizer

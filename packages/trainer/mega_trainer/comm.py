@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 Reduction = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -145,13 +147,29 @@ def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: 
 
 
 def all_to_all(tensor: Tensor, group: Group, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
-    """Send `in_splits[r]` rows of `tensor` to each rank r and receive `out_splits[r]` rows from it."""
+    """Send `in_splits[r]` rows of `tensor` to each rank r and receive `out_splits[r]` rows from it.
+
+    The one collective here with a gradient: it goes back the way the rows came.
+    """
     if group.size == 1:
         return tensor
-    out = tensor.new_empty((sum(out_splits), *tensor.shape[1:]))
-    group.count("all_to_all", tensor)
-    dist.all_to_all_single(out, tensor.contiguous(), list(out_splits), list(in_splits), group=group.handle)
+    out: Tensor = _AllToAll.apply(tensor, group, list(out_splits), list(in_splits))  # type: ignore[no-untyped-call]
     return out
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, out_splits: list[int], in_splits: list[int]) -> Tensor:
+        ctx.group, ctx.splits = group, (in_splits, out_splits)
+        out = tensor.new_empty((sum(out_splits), *tensor.shape[1:]))
+        group.count("all_to_all", tensor)
+        dist.all_to_all_single(out, tensor.contiguous(), out_splits, in_splits, group=group.handle)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(gradient, ctx.group, *ctx.splits), None, None, None
 
 
 @dataclass(frozen=True)

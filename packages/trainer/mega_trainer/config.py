@@ -282,9 +282,9 @@ MODEL_SETTINGS = ("model",)
 def changes(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
     """What differs between a saved run's settings and `config`: (changes of the model itself, other changes).
 
-    Each is a line `path: old -> new`.
+    Each is a line `path: old -> new`. What was not saved at all, as in a converted checkpoint, is no change.
     """
-    now = _flat(config.model_dump(mode="json", by_alias=True))
+    now = _flat({name: value for name, value in config.model_dump(mode="json", by_alias=True).items() if name in saved})
     before = _flat(saved)
     lines = {
         path: f"{path}: {before.get(path)!r} -> {now.get(path)!r}"

@@ -79,6 +79,11 @@ class TrainState:
             CheckpointError: when it is not a complete checkpoint.
         """
         saved = Checkpoint.open(folder)
+        if "settings" not in saved.state:
+            raise CheckpointError(
+                f"{folder}: has weights alone, and nothing that a run goes on from",
+                hint=f"init_from={folder} starts from its weights, in another output folder and without checkpoint.load",
+            )
         lines = check_changes(saved.state["settings"], self.config, str(folder))
         wanted = self.tensors()
         if not saved.keys("optimizer/main/"):  # saved in full precision: weights are the main ones
@@ -161,8 +166,10 @@ class Saver:
 def starting_point(config: RunConfig) -> Place | None:
     """The checkpoint to go on from: the one asked for, or the newest of this run, or none.
 
+    Once a run that began from another's checkpoint has saved one of its own, that is the newest: the same command resumes.
+
     Raises:
-        CheckpointError: when one was asked for and is not there, or the run's folder is already further than it.
+        CheckpointError: when one was asked for and is not there, or is one of this run's own and not the newest.
     """
     newest = latest(config.checkpoints)
     if config.checkpoint.load is not None:
@@ -173,14 +180,19 @@ def starting_point(config: RunConfig) -> Place | None:
                 f"checkpoint.load = {config.checkpoint.load!r}: no complete checkpoint there",
                 hint="give a folder such as runs/name/checkpoints/step-00000100, or leave checkpoint.load out",
             )
-        if newest is not None and newest.name > found.name:
+        if newest is None or Checkpoint.open(newest).step <= Checkpoint.open(found).step:
+            return found
+        if not config.checkpoint.resume or _absolute(found.parent) == _absolute(config.checkpoints):
             raise CheckpointError(
                 f"{config.checkpoints} holds later checkpoints ({newest.name}) than the one to go on from, {found.name}",
                 hint="set another output folder for the new branch",
             )
-        return found
     if not config.checkpoint.resume:
         return None
     if newest is not None:
         logger.info("going on from %s", newest)
     return newest
+
+
+def _absolute(path: Place) -> Place:
+    return path.resolve() if isinstance(path, Path) else path

@@ -57,6 +57,7 @@ SMALL = """
     --attention-dropout 0
 """
 EXPERTS = SMALL + "--num-experts 8 --disable-bias-linear "
+LATENT = "--multi-latent-attention --qk-layernorm --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
 
 
 def parsed(translation: Translation) -> RunConfig:
@@ -142,6 +143,13 @@ def test_gpt_oss():
         ("--context-parallel-size 2 --cp-comm-type a2a a2a a2a a2a", {"parallel.cp_kind": "alltoall"}),
         ("--apply-layernorm-1p", {"model.zero_centered_norm": True}),
         ("--position-embedding-type rope --rotary-interleaved", {"model.rope.interleaved": True}),
+        ("--position-embedding-type yarn --rotary-interleaved", {"model.rope.interleaved": None}),
+        ("--position-embedding-type yarn --rotary-percent 0.5", {"model.rope.fraction": None, "model.rope.mscale": None}),
+        (
+            f"{LATENT} --position-embedding-type none --yarn-original-max-position-embeddings 8 --yarn-beta-fast 8",
+            {"model.position": "rope", "model.rope.original_max_position": 4096, "model.rope.beta_fast": None},
+        ),
+        (f"{LATENT} --position-embedding-type rope --rope-type rope --use-rope-scaling", {"model.rope.scaling": None}),
         ("--window-size 7,0 --window-attn-skip-freq [1,1,0,1]", {"model.full_attention_layers": [2]}),
         ("--window-size 7,0 --window-attn-skip-freq 4", {"model.full_attention_layers": [3]}),
         ("--optimizer-cpu-offload", {"optimizer.offload": True}),
@@ -166,6 +174,8 @@ def test_single_settings(arguments: str, expected: dict[str, Any]):
         ("--context-parallel-size 2 --cp-comm-type p2p a2a", "no equivalent", "--cp-comm-type"),
         ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "no equivalent", "--cp-comm-type"),
         ("--quick-geglu", "no equivalent", "--quick-geglu"),
+        ("--position-embedding-type yarn --mscale 0.7", "no equivalent", "--mscale"),
+        (f"{LATENT} --use-rotary-position-embeddings --apply-layernorm-1p", "changes meaning", "--apply-layernorm-1p"),
         ("--quick-geglu --activation-func-clamp-value 7", "no equivalent", "--activation-func-clamp-value"),
         ("--swiglu --activation-func-clamp-value 7", "no equivalent", "--activation-func-clamp-value"),
         ("--window-attn-skip-freq 2", "not needed", "--window-attn-skip-freq"),

@@ -18,8 +18,9 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.layout import Layout
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.decoder import Decoder, Recompute, Stage
+from mega_trainer.model.decoder import Decoder, Stage
 from mega_trainer.model.init import init_weights
+from mega_trainer.model.recompute import Recompute
 from mega_trainer.parallel.param import info_of
 from mega_trainer.rng import Dropout
 

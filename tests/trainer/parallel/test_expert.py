@@ -12,9 +12,10 @@ from torch import Tensor
 from mega_common.model_config import MoeConfig
 from mega_trainer.comm import Group
 from mega_trainer.kernels.grouped import Rows
+from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.model.router import within_capacity
 from mega_trainer.model.routing import Tokens
-from mega_trainer.parallel.expert import AllToAll, all_shares, own_share, sorted_slots
+from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, own_share, sorted_slots
 
 E, D = 8, 3
 
@@ -67,6 +68,18 @@ def test_ranks_whose_experts_get_no_token() -> None:
 def test_slots_are_sorted_by_expert_and_then_by_token() -> None:
     chosen = torch.tensor([[3, 0], [-1, 3], [0, -1]])
     assert sorted_slots(chosen, 4).tolist() == [1, 4, 0, 3]
+
+
+def test_each_row_gets_its_groups_bias() -> None:
+    counts = [3, 0, 2]
+    x, bias = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 3))
+    dy = torch.randn(5, 4, dtype=torch.float64)
+    of_row = [0, 0, 0, 2, 2]
+    y = grouped_bias(x, bias, Rows.of(counts, x.device), TorchKernels())
+    torch.testing.assert_close(y, x + bias[of_row])
+    y.backward(dy)
+    torch.testing.assert_close(x.grad, dy)
+    torch.testing.assert_close(bias.grad, torch.stack([dy[:3].sum(0), torch.zeros_like(dy[0]), dy[3:].sum(0)]))
 
 
 def shares() -> tuple[Tensor, Tensor, Tensor]:

@@ -19,12 +19,11 @@ from mega_trainer.parallel.tensor import (
     ColumnLinear,
     RowLinear,
     VocabEmbedding,
-    gather_sequence,
     sequence_part,
     split_rows,
-    sum_gradient,
     vocab_parameter,
     vocab_rows,
+    whole_sequence,
 )
 
 RANKS, B, S, D, N, V = 4, 2, 8, 6, 12, 13
@@ -98,7 +97,7 @@ def ends(rank: int, sp: bool) -> tuple[list[Any], list[Any]]:
     """The head's input: each rank's gradient is a part, of all tokens."""
     x, dy = drawn(B, S, D), drawn(RANKS, B, S, D, seed=1)
     mine = (own(x, rank, 1) if sp else x).clone().requires_grad_()
-    y = gather_sequence(mine, tp()) if sp else sum_gradient(mine, tp())
+    y = whole_sequence(mine, tp(), sp=sp)
     y.backward(dy[rank])
     total = dy.sum(0)
     return [y.detach(), mine.grad], [x, own(total, rank, 1) if sp else total]

@@ -17,8 +17,9 @@ from mega_trainer.comm import Group
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import build_groups
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.decoder import Decoder, Recompute, Stage
+from mega_trainer.model.decoder import Decoder, Stage
 from mega_trainer.model.init import init_weights
+from mega_trainer.model.recompute import Recompute
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.param import info_of
 from mega_trainer.pipeline.run import IN_FLIGHT, Executor

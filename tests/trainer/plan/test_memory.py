@@ -57,12 +57,23 @@ def test_pipeline_ranks_hold_the_model_between_them(model) -> None:
     assert sum(rank["weights"] for rank in ranks) == 2 * (count_parameters(model).total + tied)
 
 
-@pytest.mark.parametrize(("zero", "shared"), [(0, ""), (1, "o"), (2, "og"), (3, "ogw")])
+@pytest.mark.parametrize(("zero", "shared"), [(0, ""), (1, "o"), (2, "og")])
 def test_zero_shares_among_data_and_context_ranks(zero, shared) -> None:
     (alone,) = memory(LLAMA, RunShape(1024))
     (table,) = memory(LLAMA, RunShape(1024, dp=4, cp=2, zero=zero))
     for kind in ("weights", "gradients", "optimizer"):
         assert table[kind] == alone[kind] / (8 if kind[0] in shared else 1)
+
+
+@pytest.mark.parametrize(("precision", "element"), [("bf16", 2), ("fp32", 4)])
+def test_zero3_shares_fp32_and_gathers_what_it_needs(precision, element) -> None:
+    """Sixteen bytes a parameter are shared; the ends and two layers are whole, and so are some of their gradients."""
+    count = count_parameters(LLAMA)
+    (table,) = memory(LLAMA, RunShape(1024, dp=4, cp=2, zero=3, precision=precision))
+    layer, ends = count.layers[0].total, count.embedding + count.head + count.final_norm
+    assert table["optimizer"] == count.total
+    assert table["weights"] == count.total / 2 + element * (ends + 2 * layer)
+    assert table["gradients"] == count.total / 2 + element * (ends + layer) + 4 * ends
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -5,7 +5,6 @@ Neither Megatron nor a GPU is needed, and nothing is unpickled but through `pick
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ from torch import Tensor
 
 from mega_ckpt.formats import megatron_dist, megatron_legacy
 from mega_ckpt.formats.megatron_args import read_args
-from mega_ckpt.formats.megatron_contents import Contents, Held, overlap
-from mega_ckpt.formats.megatron_names import Part, parts_of
-from mega_ckpt.manifest import tiles
-from mega_ckpt.names import some, tensors_of
-from mega_ckpt.pieces import Box, Piece, Shape, copy_overlap
+from mega_ckpt.formats.megatron_contents import Contents
+from mega_ckpt.formats.megatron_names import parts_of
+from mega_ckpt.formats.megatron_optimizer import Training, read_training
+from mega_ckpt.formats.megatron_placed import Placed
+from mega_ckpt.names import tensors_of
+from mega_ckpt.pieces import Shape
 from mega_common.errors import CheckpointError
 from mega_common.log import logger
 from mega_common.model_config import ModelConfig
@@ -100,8 +100,8 @@ class MegatronSource:
         if self.model.num_layers > self.contents.count:
             raise CheckpointError(f"{folder}: {self.model.num_layers} layers, but only {self.contents.count} tensors")
         self._shapes = tensors_of(self.model)
-        parts = parts_of(self.model)
-        self._places = _places(parts, self.contents.tensors(parts), folder)
+        self._parts = parts_of(self.model)
+        self._weights = Placed(self._parts, self.contents.tensors(self._parts), folder)
 
     def keys(self) -> Sequence[str]:
         """Canonical names, in the order of the forward pass."""
@@ -113,8 +113,7 @@ class MegatronSource:
 
     def dtype(self, name: str) -> torch.dtype:
         """Its stored dtype."""
-        held, _ = self._places[name][0]
-        return held.dtype
+        return self._weights.dtype(name)
 
     def read(self, name: str) -> Tensor:
         """The whole tensor."""
@@ -123,23 +122,15 @@ class MegatronSource:
 
     def read_slice(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         """A rectangle of it: a view of the file where it is in one piece there, else put together."""
-        found = [
-            (target, stored, place)
-            for held, piece in self._places[name]
-            if (target := overlap(offset, shape, piece.global_offset, piece.shape))
-            for place in [_moved(target[0], piece.local_start, piece.global_offset)]
-            for stored in held.stored
-            if overlap(place, target[1], stored.offset, stored.shape)
-        ]
-        if len(found) == 1:
-            (start, extent), stored, place = found[0]
-            inside = _moved(place, (0,) * len(place), stored.offset)
-            return stored.read()[tuple(slice(at, at + n) for at, n in zip(inside, extent, strict=True))]
-        out = torch.empty(shape, dtype=self.dtype(name))
-        for (start, extent), stored, place in found:
-            inner = out[tuple(slice(s - o, s - o + n) for s, o, n in zip(start, offset, extent, strict=True))]
-            copy_overlap(Box(place, inner), Box(stored.offset, stored.read()))
-        return out
+        return self._weights.read_slice(name, offset, shape)
+
+    def training(self) -> Training:
+        """What a run goes on from beside the weights.
+
+        Raises:
+            StaysBehindError: why it cannot be taken from this checkpoint.
+        """
+        return read_training(self.contents, self._parts, self.folder, self.model, self.dtype(self.keys()[0]))
 
     def buffers(self) -> Sequence[str]:
         """None: everything is a weight."""
@@ -152,37 +143,3 @@ class MegatronSource:
     def assets(self) -> Mapping[str, Path | bytes]:
         """None: Megatron keeps the tokenizer elsewhere."""
         return {}
-
-
-def _places(parts: Sequence[Part], tensors: Mapping[str, Held], folder: Path) -> Mapping[str, list[tuple[Held, Piece]]]:
-    """Where each canonical tensor is, when `tensors` are exactly those of the model."""
-    missing = {part.name for part in parts} - tensors.keys()
-    if missing:
-        raise CheckpointError(f"{folder}: there is no tensor {some(missing)}, which its settings ask for")
-    unknown = tensors.keys() - {part.name for part in parts}
-    if unknown:
-        raise CheckpointError(
-            f"{folder}: the tensor {some(unknown)} is not one of a model with its settings",
-            hint="a tensor that is not understood is refused rather than dropped",
-        )
-    out = defaultdict(list)
-    for part in parts:
-        held = tensors[part.name]
-        fits = (
-            held.shape[1:] == part.shape[1:] and held.shape[0] >= part.shape[0]
-            if part.padded
-            else held.shape == part.shape
-        )
-        if not fits:
-            raise CheckpointError(
-                f"{folder}: {part.name} has shape {list(held.shape)}, but the settings make it {list(part.shape)}"
-            )
-        if not tiles(held.shape, ((one.offset, one.shape) for one in held.stored)):
-            raise CheckpointError(f"{folder}: the shards of {part.name} overlap or leave a part out")
-        for piece in part.pieces:
-            out[piece.name].append((held, piece))
-    return out
-
-
-def _moved(offset: Shape, to: Shape, origin: Shape) -> Shape:
-    return tuple(o + t - g for o, t, g in zip(offset, to, origin, strict=True))

@@ -6,16 +6,18 @@ compute; one that is here with a value that `ModelConfig` has not is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from mega_ckpt.families.keys import Entry, Key, MismatchError, Only, Raw
 from mega_ckpt.families.plain import plain, resolved
-from mega_ckpt.formats.megatron_entries import Activation, Biases, Experts, Latent, Not, Positions, Sizes, Window
+from mega_ckpt.formats.megatron_entries import Activation, Biases, Experts, Not, Sizes, Window
+from mega_ckpt.formats.megatron_rope import Latent, Positions
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
 
 NORMS: Mapping[str, str] = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+SINKS: Mapping[str, Any] = {"vanilla": False, "learnable": True}  # off-by-one: they are zero, and no weights
 DIVISOR = 128  # the vocabulary is padded to a multiple of this times tp
 
 SETTINGS: tuple[Entry, ...] = (
@@ -27,9 +29,11 @@ SETTINGS: tuple[Entry, ...] = (
     Not("untie_embeddings_and_output_weights", "tie_embeddings"),
     Key("normalization", "norm", "LayerNorm", NORMS),
     Key("norm_epsilon", "norm_eps", 1e-5),
+    Key("layernorm_zero_centered_gamma apply_layernorm_1p", "zero_centered_norm", False),
     Activation(),
     Biases(),
     Key("qk_layernorm", "qk_norm", False),
+    Key("softmax_type", "attention_sinks", "vanilla", SINKS),
     Window(),
     Positions(),
     Latent(),
@@ -39,21 +43,17 @@ SETTINGS: tuple[Entry, ...] = (
     Key("init_method_std", "init_std", 0.02),
     Only(
         {
-            "apply_layernorm_1p": (False, None),
             "apply_residual_connection_post_layernorm": (False, None),
             "qk_l2_norm": (False, None),
             "mtp_num_layers": (None, 0),
-            "softmax_type": ("vanilla", None),
             "attention_output_gate": (False, None),
             "experimental_attention_variant": (None,),
             "no_rope_freq": (None, 0),
-            "window_attn_skip_freq": (None,),
-            "activation_func_clamp_value": (None,),
-            "glu_linear_offset": (0.0, None),
             "moe_apply_probs_on_input": (False, None),
             "moe_latent_size": (None,),
             "is_hybrid_model": (False, None),
             "heterogeneous_layers_config_path": (None,),
+            "use_mup": (False, None),
         }
     ),
 )
@@ -65,20 +65,7 @@ def read_args(args: Raw, source: object, extra: Raw | None = None) -> ModelConfi
     Raises:
         CheckpointError: naming what is missing, and what `ModelConfig` cannot express.
     """
-    raw = dict(args)
-    raw.setdefault("norm_epsilon", raw.get("layernorm_epsilon", 1e-5))
-    fields: dict[str, Any] = {}
-    found = []
-    for entry in SETTINGS if args else ():
-        try:
-            fields |= entry.read(raw)
-        except MismatchError as error:
-            if not entry.fields or not entry.fields <= (extra or {}).keys():
-                found.append(str(error))
-        except (TypeError, ValueError):
-            found.append(f"{', '.join(sorted(entry.keys & raw.keys()))}: a value of the wrong kind")
-    if args:
-        fields["embedding_dropout"] = fields.get("residual_dropout", 0.0)
+    fields, found = _fields(args, (extra or {}).keys()) if args else ({}, [])
     if found:
         raise CheckpointError(
             f"{source}: its settings (args) do not give a model: {'; '.join(found)}",
@@ -90,6 +77,21 @@ def read_args(args: Raw, source: object, extra: Raw | None = None) -> ModelConfi
         raise CheckpointError(
             error.message, hint="settings can be given, or replaced, with --config model.yaml"
         ) from None
+
+
+def _fields(args: Raw, given: Set[str] = frozenset()) -> tuple[dict[str, Any], list[str]]:
+    """Fields of `ModelConfig`, and what has none there, but for what only concerns those that are `given` anyway."""
+    raw, fields, found = dict(args), dict[str, Any](), []
+    raw.setdefault("norm_epsilon", raw.get("layernorm_epsilon", 1e-5))
+    for entry in SETTINGS:
+        try:
+            fields |= entry.read(raw)
+        except MismatchError as error:
+            if not entry.fields or not entry.fields <= given:
+                found.append(str(error))
+        except (TypeError, ValueError):
+            found.append(f"{', '.join(sorted(entry.keys & raw.keys()))}: a value of the wrong kind")
+    return fields | {"embedding_dropout": fields.get("residual_dropout", 0.0)}, found
 
 
 def write_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
@@ -104,7 +106,10 @@ def write_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
             out |= entry.write(model)
         except MismatchError as error:
             raise CheckpointError(f"Megatron cannot express this model: {error}") from None
-    lost = _different(_said(model), _said(read_args(out, "what would be written")))
+    fields, found = _fields(out)
+    if found:
+        raise CheckpointError(f"Megatron cannot express this model: {'; '.join(found)}")
+    lost = _different(_said(model), _said(ModelConfig.parse(fields)))
     if model.qk_norm and model.norm == "layernorm":
         lost.append("qk_norm = True (in Megatron it would be a layernorm)")
     if lost:
@@ -116,6 +121,7 @@ def write_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "layernorm_epsilon": model.norm_eps,
+        "apply_layernorm_1p": model.zero_centered_norm,
     }
 
 

@@ -32,6 +32,21 @@ class Held:
 
 
 @dataclass(frozen=True)
+class OptimizerHeld:
+    """What a folder has of an optimizer.
+
+    Attributes:
+        kinds: its tensors by kind (`exp_avg` and so on), and then by the names of the weights.
+        said: gives what it has beside tensors, in containers of Megatron's making.
+        bound: why it fits one layout of ranks alone, if it does.
+    """
+
+    kinds: Mapping[str, Mapping[str, Held]] = field(default_factory=dict)
+    said: Callable[[], Any] = list
+    bound: str = ""
+
+
+@dataclass(frozen=True)
 class Contents:
     """What a folder of either format holds.
 
@@ -41,6 +56,8 @@ class Contents:
         iteration: steps done, if it says so.
         count: number of tensors there.
         tensors: gives them by the names of a model's parts, and those that are none of them by their own.
+        scheduled: samples that the learning rate's schedule has counted, if it says so.
+        optimizer: what it has of one.
     """
 
     kind: str
@@ -48,6 +65,8 @@ class Contents:
     iteration: int | None
     count: int
     tensors: Callable[[Sequence[Part]], Mapping[str, Held]]
+    scheduled: int | None = None
+    optimizer: OptimizerHeld = OptimizerHeld()
 
 
 def overlap(offset: Shape, shape: Shape, other: Shape, extent: Shape) -> tuple[Shape, Shape] | None:

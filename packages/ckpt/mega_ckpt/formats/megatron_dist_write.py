@@ -121,13 +121,13 @@ class _Stack:
 
     def states(self, key: str, part: Part) -> Iterator[str]:
         """Where Transformer Engine's state of the module would be, of each expert by itself."""
-        if not is_projection(key) and not key.endswith("norm.weight"):
+        if not is_projection(key) and not key.endswith(("norm.weight", ".softmax_offset")):
             return
         experts = part.shape[0] if EXPERTS in key else 0
         for expert in range(experts) if experts else (None,):
             axes = [(self.layer, self.layers)] * (self.layer is not None) + [(expert, experts)] * (expert is not None)
             offset, shape = (".".join(map(str, numbers)) for numbers in zip(*(axes or [(0, 1)]), strict=True))
-            yield f"{key.removesuffix('weight')}_extra_state/shard_{offset}_{shape}"
+            yield f"{key.rpartition('.')[0]}._extra_state/shard_{offset}_{shape}"
 
 
 def _metadata(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.keys import MismatchError, Raw
+from mega_ckpt.families.keys import MOST_LAYERS, MismatchError, Raw
 from mega_ckpt.formats.pickles import words
-from mega_common.model_config import ModelConfig, RopeConfig
+from mega_common.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
-class _Several:
+class Several:
     """What entries of several keys and fields have in common."""
 
     keys: frozenset[str]
@@ -21,7 +21,7 @@ class _Several:
 
 
 @dataclass(frozen=True)
-class Sizes(_Several):
+class Sizes(Several):
     """Sizes that Megatron fills in when it starts: width of the MLP, heads, vocabulary."""
 
     keys: frozenset[str] = words(
@@ -56,37 +56,49 @@ def feed_forward(raw: Raw) -> int | None:
 
 
 @dataclass(frozen=True)
-class Activation(_Several):
+class Activation(Several):
     """Several switches that make one function."""
 
-    keys: frozenset[str] = words("swiglu squared_relu quick_geglu openai_gelu bias_gelu_fusion")
-    fields: frozenset[str] = frozenset({"activation"})
+    keys: frozenset[str] = words(
+        """swiglu squared_relu quick_geglu openai_gelu bias_gelu_fusion activation_func_clamp_value glu_linear_offset"""
+    )
+    fields: frozenset[str] = frozenset({"activation", "activation_limit"})
 
     def read(self, raw: Raw) -> dict[str, Any]:
-        """GELU is the tanh form where it is fused with a bias."""
-        if raw.get("quick_geglu"):
-            raise MismatchError("quick_geglu is not supported: a GELU by a sigmoid")
+        """GELU is the tanh form where it is fused with a bias, and by a sigmoid where it is a gate, as in GPT-OSS."""
+        limit, offset = raw.get("activation_func_clamp_value"), raw.get("glu_linear_offset") or 0.0
+        quick = raw.get("quick_geglu") and not (raw.get("swiglu") or raw.get("squared_relu"))
+        if quick and not (limit and offset == 1.0):
+            raise MismatchError(
+                "quick_geglu is not supported but with activation_func_clamp_value, glu_linear_offset = 1"
+            )
+        if raw.get("swiglu") and (limit is not None or offset):
+            raise MismatchError("swiglu with activation_func_clamp_value or glu_linear_offset is not supported")
         fused = raw.get("bias_gelu_fusion") and raw.get("add_bias_linear", True)
         kinds = {
-            "swiglu": raw.get("swiglu"),
+            "swiglu": raw.get("swiglu") or quick,
             "relu2": raw.get("squared_relu"),
             "gelu_tanh": raw.get("openai_gelu") or fused,
         }
-        return {"activation": next((kind for kind, chosen in kinds.items() if chosen), "gelu")}
+        kind = next((kind for kind, chosen in kinds.items() if chosen), "gelu")
+        return {"activation": kind, "activation_limit": limit if quick else None}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The switches."""
+        limit = model.activation_limit
         return {
-            "swiglu": model.activation == "swiglu",
+            "swiglu": model.activation == "swiglu" and limit is None,
             "squared_relu": model.activation == "relu2",
             "openai_gelu": model.activation == "gelu_tanh",
-            "quick_geglu": False,
-            "bias_gelu_fusion": False,
+            "quick_geglu": limit is not None,
+            "activation_func_clamp_value": limit,
+            "glu_linear_offset": 0.0 if limit is None else 1.0,
+            "bias_gelu_fusion": model.activation == "gelu_tanh" and model.mlp_bias,
         }
 
 
 @dataclass(frozen=True)
-class Biases(_Several):
+class Biases(Several):
     """One switch for the biases of all projections, one for those of queries, keys and values alone."""
 
     keys: frozenset[str] = frozenset({"add_bias_linear", "add_qkv_bias"})
@@ -103,107 +115,46 @@ class Biases(_Several):
 
 
 @dataclass(frozen=True)
-class Window(_Several):
-    """How far back a query sees: (tokens before it, tokens after it)."""
+class Window(Several):
+    """How far back a query sees, (tokens before it, tokens after it), and the layers where it sees everything."""
 
-    keys: frozenset[str] = frozenset({"window_size"})
-    fields: frozenset[str] = frozenset({"sliding_window"})
+    keys: frozenset[str] = frozenset({"window_size", "window_attn_skip_freq"})
+    fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def read(self, raw: Raw) -> dict[str, Any]:
-        """None where the window is endless."""
+        """None where the window is endless. Every n-th layer is without it."""
         given = raw.get("window_size")
         sizes = [int(number) for number in re.findall(r"-?\d+", str(given or ""))]
         if len(sizes) != 2 or sizes[0] < 0:
-            return {"sliding_window": None}
+            return {"sliding_window": None, "full_attention_layers": None}
         if sizes[1] != 0:
             raise MismatchError(f"window_size = {given!r} is not supported: it looks ahead")
-        return {"sliding_window": sizes[0] + 1}
+        every = raw.get("window_attn_skip_freq") is None
+        narrow = [] if every else _pattern(raw, "window_attn_skip_freq", lambda layer, n: (layer + 1) % n != 0)
+        whole = [layer for layer, has in enumerate(narrow) if not has]
+        return {"sliding_window": sizes[0] + 1, "full_attention_layers": whole or None}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The pair."""
-        return {"window_size": (model.sliding_window - 1, 0) if model.sliding_window else None}
+        """The pair, and a list of zeros and ones."""
+        pattern = [int(model.window(layer) is not None) for layer in range(model.num_layers)]
+        return {
+            "window_size": (model.sliding_window - 1, 0) if model.sliding_window else None,
+            "window_attn_skip_freq": pattern if model.full_attention_layers else None,
+        }
 
 
-POSITIONS: Mapping[str, str] = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none"}
+def _pattern(raw: Raw, key: str, every: Callable[[int, int], bool]) -> list[bool]:
+    """For each layer whether it is of a kind: as a list has it, or by what a number n means, `every(layer, n)`."""
+    given, layers = raw.get(key), raw.get("num_layers") or 0
+    if isinstance(given, int) and given > 0 and layers <= MOST_LAYERS:
+        return [every(layer, given) for layer in range(layers)]
+    if isinstance(given, list) and len(given) == layers:
+        return [bool(kind) for kind in given]
+    raise MismatchError(f"{key} = {given!r:.60} does not fit {layers} layers")
 
 
 @dataclass(frozen=True)
-class Positions(_Several):
-    """The kind of positions, and the rotary settings."""
-
-    keys: frozenset[str] = words(
-        """position_embedding_type use_rotary_position_embeddings rotary_base rotary_percent use_rope_scaling
-        rope_scaling_factor rotary_scaling_factor rotary_seq_len_interpolation_factor mscale mscale_all_dim
-        yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow rotary_interleaved"""
-    )
-    fields: frozenset[str] = frozenset({"position", "rope"})
-
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """`position`, and `rope` where it is rotary."""
-        rotary = raw.get("use_rotary_position_embeddings")
-        kind = "rope" if rotary else raw.get("position_embedding_type", "learned_absolute")
-        if kind not in POSITIONS or raw.get("rotary_interleaved"):
-            raise MismatchError(f"positions of kind {kind!r} are not supported (rotary_interleaved neither)")
-        position = POSITIONS[kind]
-        return {"position": position} | ({"rope": _rope(raw, yarn=kind == "yarn")} if position == "rope" else {})
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Both."""
-        names = {ours: theirs for theirs, ours in POSITIONS.items() if theirs != "yarn"}
-        yarn = model.rope.scaling == "yarn" and model.position == "rope"
-        return _write_rope(model.rope) | {"position_embedding_type": "yarn" if yarn else names[model.position]}
-
-
-def _rope(raw: Raw, *, yarn: bool) -> dict[str, Any]:
-    out: dict[str, Any] = {
-        "theta": float(raw.get("rotary_base", 10_000)), "fraction": float(raw.get("rotary_percent", 1.0)),
-    }  # fmt: skip
-    stretch = raw.get("rotary_seq_len_interpolation_factor")
-    if yarn:
-        out |= {"scaling": "yarn", "factor": raw.get("rotary_scaling_factor", 1.0)}
-        names = ("yarn_original_max_position_embeddings", "original_max_position_embeddings")
-        out["original_max_position"] = next((raw[name] for name in names if raw.get(name)), 4096)
-        out |= {"beta_fast": raw.get("yarn_beta_fast") or 32.0, "beta_slow": raw.get("yarn_beta_slow") or 1.0}
-        out |= _mscale(raw)
-    elif raw.get("use_rope_scaling"):
-        out |= LLAMA3 | {"scaling": "llama3", "factor": raw.get("rope_scaling_factor", 8.0)}
-    elif stretch:
-        out |= {"scaling": "linear", "factor": float(stretch)}
-    return out
-
-
-def _mscale(raw: Raw) -> dict[str, float]:
-    """YaRN's two factors, which only count together."""
-    one, every = raw.get("mscale", 1.0), raw.get("mscale_all_dim", 0.0)
-    if one and every:
-        return {"mscale": one, "mscale_all_dim": every}
-    if one not in (None, 1.0):
-        raise MismatchError(f"mscale = {one} without mscale_all_dim is not supported")
-    return {}
-
-
-# What Megatron's rope scaling has built in; only the factor can be given.
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
-
-
-def _write_rope(rope: RopeConfig) -> dict[str, Any]:
-    out: dict[str, Any] = {
-        "rotary_base": int(rope.theta), "rotary_percent": rope.fraction, "use_rope_scaling": rope.scaling == "llama3",
-        "rope_scaling_factor": rope.factor if rope.scaling == "llama3" else 8.0,
-        "rotary_seq_len_interpolation_factor": int(rope.factor) if rope.scaling == "linear" else None,
-        "rotary_interleaved": False,
-    }  # fmt: skip
-    if rope.scaling == "yarn":
-        out |= {
-            "rotary_scaling_factor": rope.factor, "mscale": rope.mscale or 1.0, "mscale_all_dim": rope.mscale_all_dim or 0.0,
-            "yarn_beta_fast": rope.beta_fast, "yarn_beta_slow": rope.beta_slow,
-            "yarn_original_max_position_embeddings": rope.original_max_position,
-        }  # fmt: skip
-    return out
-
-
-@dataclass(frozen=True)
-class Experts(_Several):
+class Experts(Several):
     """The mixture of experts. Scores are a softmax over the chosen ones, unless `moe_router_pre_softmax` is set."""
 
     keys: frozenset[str] = words(
@@ -218,35 +169,30 @@ class Experts(_Several):
         """`moe`, or None."""
         if not raw.get("num_experts"):
             return {"moe": None}
-        top, groups = raw.get("moe_router_topk", 2), raw.get("moe_router_num_groups") or 1
-        top_groups = raw.get("moe_router_group_topk") or 1
-        counted = top // top_groups if groups > 1 else 1  # experts whose scores are the score of their group
-        if counted > 2:
-            raise MismatchError(f"moe_router_topk = {top} with moe_router_group_topk = {top_groups} is not supported")
-        score = raw.get("moe_router_score_function", "softmax")
-        scope, loss = balance(raw)
+        top, score = raw.get("moe_router_topk", 2), raw.get("moe_router_score_function", "softmax")
+        sparse = _pattern({"moe_layer_freq": 1, **raw}, "moe_layer_freq", lambda layer, n: layer % n == 0)
+        shared, capacity = raw.get("moe_shared_expert_intermediate_size") or 0, raw.get("moe_expert_capacity_factor")
+        scope, loss = _balance(raw)
         bias = bool(raw.get("moe_router_enable_expert_bias"))
         return {
             "moe": {
                 "num_experts": raw["num_experts"],
                 "top_k": top,
                 "ffn_hidden_size": raw.get("moe_ffn_hidden_size") or feed_forward(raw),
-                "layers": _expert_layers(raw.get("moe_layer_freq", 1), raw.get("num_layers", 0)),
-                "shared_ffn_hidden_size": raw.get("moe_shared_expert_intermediate_size") or 0,
-                "shared_gate": bool(raw.get("moe_shared_expert_gate")),
+                "layers": None if all(sparse) else [layer for layer, has in enumerate(sparse) if has],
+                "shared_ffn_hidden_size": shared,
+                "shared_gate": bool(shared and raw.get("moe_shared_expert_gate")),
                 "score": score,
                 "normalize": top > 1 if score == "sigmoid" else not raw.get("moe_router_pre_softmax"),
                 "scaling": raw.get("moe_router_topk_scaling_factor") or 1.0,
                 "router_bias": bool(raw.get("add_bias_linear", True)),
-                "groups": groups,
-                "top_groups": top_groups,
-                "group_score": "top2" if counted == 2 else "max",
+                **_groups(raw, top, logits=score == "softmax" and not raw.get("moe_router_pre_softmax")),
                 "selection_bias": bias,
                 "bias_rate": raw.get("moe_router_bias_update_rate", 1e-3) if bias else 0.0,
                 "aux_loss": loss,
                 "aux_loss_scope": scope,
                 "z_loss": raw.get("moe_z_loss_coeff") or 0.0,
-                "capacity_factor": raw.get("moe_expert_capacity_factor"),
+                "capacity_factor": capacity if (capacity or -1) > 0 else None,
             }
         }
 
@@ -276,67 +222,28 @@ class Experts(_Several):
         }
 
 
-def _expert_layers(given: int | list[int], layers: int) -> list[int] | None:
-    """Layers with experts, from every n-th or a list of zeros and ones; None for all."""
-    pattern = given if isinstance(given, list) else [int(i % given == 0) for i in range(layers)]
-    return None if all(pattern) else [i for i, has in enumerate(pattern) if has]
+def _groups(raw: Raw, top: int, *, logits: bool) -> dict[str, Any]:
+    """Groups, which only count where their number for each token is given; one's score is that of its best experts."""
+    groups, top_groups = raw.get("moe_router_num_groups") or 1, raw.get("moe_router_group_topk") or 0
+    if groups == 1 or not top_groups:
+        return {}
+    counted = top // top_groups
+    if counted not in (1, 2):
+        raise MismatchError(f"moe_router_topk = {top} with moe_router_group_topk = {top_groups} is not supported")
+    if counted == 2 and logits:
+        raise MismatchError(
+            "groups chosen by the sum of two logits are not supported (only with moe_router_pre_softmax)"
+        )
+    return {"groups": groups, "top_groups": top_groups, "group_score": "top2" if counted == 2 else "max"}
 
 
-def balance(raw: Raw) -> tuple[str, float]:
-    """What the auxiliary loss counts over, and its weight; Megatron has one kind, or several with a weight each."""
+def _balance(raw: Raw) -> tuple[str, float]:
+    """What the auxiliary loss counts over, and its weight, of the first of Megatron's that has one and is here too."""
     kinds, losses = raw.get("moe_router_load_balancing_type", "aux_loss"), raw.get("moe_aux_loss_coeff", 0.0)
     kinds, losses = (value if isinstance(value, list) else [value] for value in (kinds, losses))
-    for kind, scope in (("aux_loss", "batch"), ("seq_aux_loss", "sequence")):
-        if kind in kinds[: len(losses)]:
-            return scope, float(losses[kinds.index(kind)])
-    return "sequence", 0.0
-
-
-@dataclass(frozen=True)
-class Latent(_Several):
-    """Multi-head latent attention, which has head sizes, norms and a default of YaRN of its own."""
-
-    keys: frozenset[str] = words(
-        "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
-    )
-    fields: frozenset[str] = frozenset({"mla"})
-
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """`mla`, and what goes with it."""
-        if not raw.get("multi_latent_attention"):
-            return {}
-        if not raw.get("qk_layernorm"):
-            raise MismatchError("multi_latent_attention without qk_layernorm is not supported")
-        mla = {
-            "q_lora_rank": raw.get("q_lora_rank"),
-            "kv_lora_rank": raw.get("kv_lora_rank", 32),
-            "qk_nope_head_dim": raw.get("qk_head_dim", 128),
-            "qk_rope_head_dim": raw.get("qk_pos_emb_head_dim", 64),
-            "v_head_dim": raw.get("v_head_dim", 128),
-            "norm_eps": raw.get("norm_epsilon", 1e-5),
-        }
-        rope = _rope(raw, yarn=raw.get("rope_type", "yarn") == "yarn") | {"interleaved": True}
-        alone = {"qk_norm": False, "head_dim": None, "num_kv_heads": None, "position": "rope"}
-        return {"mla": mla, "rope": rope, **alone}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The sizes."""
-        mla = model.mla
-        if mla is None:
-            return {"multi_latent_attention": False}
-        return {
-            "multi_latent_attention": True,
-            "qk_layernorm": True,
-            "group_query_attention": False,
-            "q_lora_rank": mla.q_lora_rank,
-            "kv_lora_rank": mla.kv_lora_rank,
-            "qk_head_dim": mla.qk_nope_head_dim,
-            "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
-            "v_head_dim": mla.v_head_dim,
-            "rope_type": "yarn" if model.rope.scaling == "yarn" else "rope",
-            "position_embedding_type": "rope",
-            "original_max_position_embeddings": model.rope.original_max_position or 4096,
-        }
+    scopes = {"aux_loss": "batch", "seq_aux_loss": "sequence"}
+    known = [(scopes[kind], float(loss)) for kind, loss in zip(kinds, losses, strict=False) if kind in scopes]
+    return next((one for one in known if one[1]), known[0] if known else ("sequence", 0.0))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from mega_ckpt.formats.megatron import MegatronSource, iteration_folder
+from mega_ckpt.formats.megatron_optimizer import StaysBehindError
 from mega_ckpt.manifest import DTYPE_NAMES
 from mega_ckpt.verify import Group, Summary
 
@@ -33,10 +34,18 @@ def inspect_megatron(folder: Path) -> Summary:
         folder=folder,
         step=contents.iteration or 0,
         model=source.model.model_dump(mode="json", exclude_defaults=True),
-        state={"format": f"Megatron {contents.kind}", "saved with": saved_with},
+        state={"format": f"Megatron {contents.kind}", "saved with": saved_with, "optimizer": _optimizer(source)},
         provenance={},
         parameters=sum(group.elements for group in groups.values()),
         bytes=sum(path.stat().st_size for path in files),
         files=len(files),
         groups=list(groups.values()),
     )
+
+
+def _optimizer(source: MegatronSource) -> str:
+    """What a conversion to mega takes along, or why not."""
+    try:
+        return f"{', '.join(source.training().tensors)}: these come along to mega"
+    except StaysBehindError as why:
+        return f"stays behind: {why}"

@@ -17,15 +17,19 @@ from typing import Any
 
 from torch import Tensor
 
-from mega_ckpt.formats.megatron_contents import Contents, Held, Stored
+from mega_ckpt.formats.megatron_contents import Contents, Held, OptimizerHeld, Stored
 from mega_ckpt.formats.megatron_names import EXPERTS, HEAD, LAYER, Part, split_layer, usual_name
 from mega_ckpt.formats.torch_archive import StoredTensor, load_archive, namespace
 from mega_ckpt.pieces import Shape
 from mega_common.errors import CheckpointError
 
-FILE = "model_optim_rng.pt"
+FILE, BUCKETS = "model_optim_rng.pt", "distrib_optim.pt"
 _FILES = (FILE, "model_rng.pt")
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+_NO_NAMES = (
+    "in the format torch the optimizer's tensors have numbers of each rank's own and no names "
+    "(Megatron saves it otherwise with --ckpt-format torch_dist)"
+)
 _NO_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq")
 _BY_EXPERT = (
     r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.*)",
@@ -81,8 +85,10 @@ def read(folder: Path) -> Contents:
         raise CheckpointError(f"{folder}: the file of tp rank {tp}, pp rank {pp}, ep rank {ep} is missing")
     iteration = states[0][1].get("iteration")
     tensors = sum(len(chunk) for rank in ranks for chunk in rank.chunks)
+    has_optimizer = "optimizer" in states[0][1] or any(folder.glob(f"mp_rank_*/{BUCKETS}"))
     return Contents(
-        "torch", args, iteration if isinstance(iteration, int) else None, tensors, lambda parts: _gather(ranks, sizes, parts)
+        "torch", args, iteration if isinstance(iteration, int) else None, tensors, lambda parts: _gather(ranks, sizes, parts),
+        optimizer=OptimizerHeld(bound=_NO_NAMES if has_optimizer else ""),
     )  # fmt: skip
 
 

@@ -83,6 +83,7 @@ _PLAIN: Mapping[str, tuple[str, int | None]] = {
     "input_layernorm.bias": ("self_attention.linear_qkv.layer_norm_bias", None),
     "self_attn.q_norm.weight": ("self_attention.q_layernorm.weight", None),
     "self_attn.k_norm.weight": ("self_attention.k_layernorm.weight", None),
+    "self_attn.sinks": ("self_attention.core_attention.softmax_offset", 0),
     "self_attn.o_proj.weight": ("self_attention.linear_proj.weight", 1),
     "self_attn.o_proj.bias": ("self_attention.linear_proj.bias", None),
     "post_attention_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", None),

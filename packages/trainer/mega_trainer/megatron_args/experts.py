@@ -67,7 +67,7 @@ def _groups(draft: Draft) -> None:
     """Megatron's score of a group is the sum of its best top_k / top_groups experts."""
     flags = ("moe_router_num_groups", "moe_router_group_topk")
     groups, top = (draft[name] for name in flags)
-    if not groups or not top:
+    if (groups or 1) == 1 or not top:
         return
     draft.put("model.moe.groups", groups, flags[0])
     draft.put("model.moe.top_groups", top, flags[1])

@@ -74,7 +74,10 @@ def _parts(draft: Draft) -> None:
         put("model.zero_centered_norm", True, "layernorm_zero_centered_gamma")
     _activation(draft)
     latent = draft["multi_latent_attention"]
-    if not latent:
+    if latent:
+        text = "mega's norms of latents multiply by their weight, without 1 +"
+        draft.tell("changes meaning", text, "layernorm_zero_centered_gamma")
+    else:
         put("model.qkv_bias", biased or draft["add_qkv_bias"], *([] if biased else ["add_qkv_bias"]), "add_bias_linear")
         draft.tell("translated", "model.qkv_bias, which the other biases switch on already", "add_qkv_bias")
     put("model.attention_out_bias", biased, "add_bias_linear")
@@ -139,35 +142,31 @@ def _whole_layers(draft: Draft) -> None:
 
 def _position(draft: Draft) -> None:
     kind = "rope" if draft["use_rotary_position_embeddings"] else draft["position_embedding_type"]
+    latent = draft["multi_latent_attention"]
+    if latent and kind == "none":
+        kind = "rope"  # it has its own
     flags = ("use_rotary_position_embeddings", "position_embedding_type")
     ours = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none", "mrope": "rope"}
     draft.put("model.position", ours.get(kind, "none"), *flags)
     if kind in ("mrope", "relative"):
         draft.tell("no equivalent", f"positions of kind {kind} are missing", *flags)
     if kind in ("rope", "yarn", "mrope"):
-        latent = draft["multi_latent_attention"] and draft["rope_type"] != "rope"
-        _rope(draft, yarn=kind == "yarn" or latent)
+        _rope(draft, yarn=draft["rope_type"] != "rope" if latent else kind == "yarn")
 
 
 def _rope(draft: Draft, *, yarn: bool) -> None:
     put = draft.put
     put("model.rope.theta", float(draft["rotary_base"]), "rotary_base")
+    if yarn:
+        return _yarn(draft)
     put("model.rope.fraction", draft["rotary_percent"], "rotary_percent")
+    if draft["multi_latent_attention"]:
+        if draft["mscale_all_dim"] and draft["rotary_scaling_factor"] > 1:
+            draft.tell("no equivalent", "it scales scores without YaRN too, in Megatron alone", "mscale_all_dim")
+        return None
     if draft["rotary_interleaved"]:
         put("model.rope.interleaved", True, "rotary_interleaved")
-    if yarn:
-        put("model.rope.scaling", "yarn", "position_embedding_type", "rope_type")
-        put("model.rope.factor", draft["rotary_scaling_factor"], "rotary_scaling_factor")
-        original = draft["yarn_original_max_position_embeddings"] or 4096
-        put("model.rope.original_max_position", original, "yarn_original_max_position_embeddings")
-        put("model.rope.beta_fast", draft["yarn_beta_fast"] or 32.0, "yarn_beta_fast")
-        put("model.rope.beta_slow", draft["yarn_beta_slow"] or 1.0, "yarn_beta_slow")
-        put("model.rope.mscale", draft["mscale"], "mscale")
-        put("model.rope.mscale_all_dim", draft["mscale_all_dim"], "mscale_all_dim")
-        whole = "yarn_correction_range_round_to_int"
-        if whole in draft and not draft["multi_latent_attention"]:  # whose ramp is at whole dimensions always
-            put("model.rope.truncate", draft[whole], whole)
-    elif draft["use_rope_scaling"]:
+    if draft["use_rope_scaling"]:
         put("model.rope.scaling", "llama3", "use_rope_scaling")
         put("model.rope.factor", draft["rope_scaling_factor"], "rope_scaling_factor")
         put("model.rope.low_freq_factor", 1.0)
@@ -177,6 +176,28 @@ def _rope(draft: Draft, *, yarn: bool) -> None:
         put("model.rope.scaling", "linear", "rotary_seq_len_interpolation_factor")
         factor = float(draft["rotary_seq_len_interpolation_factor"])
         put("model.rope.factor", factor, "rotary_seq_len_interpolation_factor")
+    return None
+
+
+def _yarn(draft: Draft) -> None:
+    """YaRN, which turns whole heads; latent attention knows nothing of the flags that begin with its name."""
+    put, original, whole = draft.put, "yarn_original_max_position_embeddings", "yarn_correction_range_round_to_int"
+    put("model.rope.scaling", "yarn", "position_embedding_type", "rope_type")
+    put("model.rope.factor", draft["rotary_scaling_factor"], "rotary_scaling_factor")
+    if draft["multi_latent_attention"]:
+        put("model.rope.original_max_position", 4096)
+    else:
+        put("model.rope.original_max_position", draft[original] or 4096, original)
+        put("model.rope.beta_fast", draft["yarn_beta_fast"] or 32.0, "yarn_beta_fast")
+        put("model.rope.beta_slow", draft["yarn_beta_slow"] or 1.0, "yarn_beta_slow")
+        if whole in draft:
+            put("model.rope.truncate", draft[whole], whole)
+    factors = {name: draft[name] for name in ("mscale", "mscale_all_dim")}
+    if all(factors.values()):
+        for name, factor in factors.items():
+            put(f"model.rope.{name}", factor, name)
+    elif factors != {"mscale": 1.0, "mscale_all_dim": 0.0}:
+        draft.tell("no equivalent", "one of YaRN's two factors without the other is missing", *factors)
 
 
 def _latents(draft: Draft) -> None:

@@ -51,7 +51,7 @@ class Attention(nn.Module):
         q, k, v = (t.unflatten(-1, (-1, self.size)) for t in self.qkv(x).split(widths, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        rotation = context.rotation if self.core.window is None else context.local_rotation
+        rotation = context.rotation_within(self.core.window)
         if rotation is not None:
             q, k = rotation.apply(q), rotation.apply(k)
         if context.cache is not None:

@@ -111,6 +111,10 @@ class Context:
     dropout: Dropout | None = None
     routing: Routing | None = None
 
+    def rotation_within(self, window: int | None) -> Rotation | None:
+        """The angles of a layer whose queries see `window` keys, or all."""
+        return self.rotation if window is None else self.local_rotation
+
 
 def attention_mask(length: int, *, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor | None:
     """The mask [B or 1, 1, S, S] of causal attention with a sliding window and closed documents; None if plain.

@@ -9,12 +9,12 @@ import math
 from functools import partial
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.torch import plain_attention
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context, Sequences
+from mega_trainer.model.recompute import computed
 from mega_trainer.parallel.context import context_parallel
 
 
@@ -63,12 +63,7 @@ class AttentionCore(nn.Module):
 
     def _whole(self, context: Context, q: Tensor, k: Tensor, v: Tensor, how: Scores, first: int) -> Tensor:
         """Attention of whole sequences by this rank's heads from its `first` on."""
-        if self.recompute and self.training:
-            y: Tensor = checkpoint(
-                self._attend, context, q, k, v, how, first, use_reentrant=False, preserve_rng_state=False
-            )
-            return y
-        return self._attend(context, q, k, v, how, first)
+        return computed(self._attend, context, q, k, v, how, first, again=self.recompute and self.training)
 
     def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor, how: Scores, first: int) -> Tensor:
         mask = context.sight.mask(self.window)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.batch import MicroBatch
@@ -21,10 +19,11 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Cache, Context, Outline, Sequences, Sight
 from mega_trainer.model.loss import head_loss
 from mega_trainer.model.mtp import Predictor
+from mega_trainer.model.recompute import Recompute, computed
 from mega_trainer.model.rope import rotation
 from mega_trainer.model.routing import Routing
 from mega_trainer.parallel.grads import Unit
-from mega_trainer.parallel.tensor import embed_tokens, gather_sequence, sequence_part, sum_gradient
+from mega_trainer.parallel.tensor import embed_tokens, sequence_part, whole_sequence
 from mega_trainer.rng import Dropout
 
 
@@ -46,17 +45,6 @@ class Stage:
     def whole(cls, config: ModelConfig) -> Stage:
         """All of the model."""
         return cls(0, config.num_layers)
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """What the backward pass computes again instead of keeping: nothing, the cheap and large parts, or whole layers.
-
-    `layers` bounds `full` to the first so many layers of each stage.
-    """
-
-    kind: Literal["none", "selective", "full"] = "none"
-    layers: int | None = None
 
 
 class Decoder(nn.Module):
@@ -161,11 +149,8 @@ class Decoder(nn.Module):
     def _run(self, layer: nn.Module, index: int, *inputs: Tensor | Context) -> Tensor:
         """One of the stage's layers, which the backward computes again if it is to."""
         bound = self.recompute.layers
-        if self.recompute.kind == "full" and self.training and (bound is None or index < bound):
-            y: Tensor = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y = layer(*inputs)
-        return y
+        again = self.recompute.kind == "full" and self.training and (bound is None or index < bound)
+        return computed(layer, *inputs, again=again)
 
     def loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted sum of the cross entropies, and each token's [B, S], from the residual stream.
@@ -207,18 +192,15 @@ class Decoder(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [B, S, V] of the residual stream, whole on every tensor rank. Not for training."""
-        local = nn.functional.linear(self._gathered(self.norm(x)), self.head_weight)
+        hidden = whole_sequence(self.norm(x), self.groups.tp, sp=self.sp)
+        local = nn.functional.linear(hidden, self.head_weight)
         logits, cap = all_gather(local, self.groups.tp, -1)[..., : self.config.vocab_size], self.config.logit_softcap
         return logits if cap is None else cap * (logits / cap).tanh()
 
     def _head_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
         """As `loss`, of what has been normed, through the output matrix [V/T, D]."""
         total, losses = head_loss(
-            self._gathered(hidden).flatten(0, 1), head, labels.flatten(), weights.flatten(),
+            whole_sequence(hidden, self.groups.tp, sp=self.sp).flatten(0, 1), head, labels.flatten(), weights.flatten(),
             self.groups.tp, self.config.vocab_size, self.config.logit_softcap,
         )  # fmt: skip
         return total, losses.view(labels.shape)
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        """The whole sequence. Each rank's head rows give a part of the gradient, summed on the way back."""
-        return gather_sequence(x, self.groups.tp) if self.sp else sum_gradient(x, self.groups.tp)

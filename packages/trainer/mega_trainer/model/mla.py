@@ -29,7 +29,7 @@ from mega_trainer.model.builder import Builder, Norm
 from mega_trainer.model.context import Cache, Context
 from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.rope import yarn_mscale
-from mega_trainer.parallel.tensor import gather_sequence, sum_gradient
+from mega_trainer.parallel.tensor import whole_sequence
 
 
 class LatentAttention(nn.Module):
@@ -57,7 +57,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[B, S or S/T, D] -> the same shape."""
-        rotation = context.rotation if self.core.window is None else context.local_rotation
+        rotation = context.rotation_within(self.core.window)
         assert rotation is not None
         q, latent, k_rot = self._projected(x)
         parts = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
@@ -74,15 +74,11 @@ class LatentAttention(nn.Module):
         """Queries [B, S, H (n + r)], latent [B, S, c] and the shared part of the key [B, S, r], of the whole sequence."""
         widths = [self.mla.kv_lora_rank, self.mla.qk_rope_head_dim]
         if self.mla.q_lora_rank is None:
-            latent, k_rot = torch.split(self._whole(self.latent(x)), widths, -1)
+            latent, k_rot = torch.split(whole_sequence(self.latent(x), self.tp, sp=self.sp), widths, -1)
             return self.query(x), latent, k_rot
-        joined = self._whole(torch.cat([self.query_latent(x), self.latent(x)], -1))
+        joined = whole_sequence(torch.cat([self.query_latent(x), self.latent(x)], -1), self.tp, sp=self.sp)
         q, latent, k_rot = torch.split(joined, [self.mla.q_lora_rank, *widths], -1)
         return self.linear(q, self.query_heads, None), latent, k_rot
-
-    def _whole(self, x: Tensor) -> Tensor:
-        """[B, S or S/T, w] -> [B, S, w]. Each rank's heads give a part of the gradient."""
-        return gather_sequence(x, self.tp) if self.sp else sum_gradient(x, self.tp)
 
     def _attend(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, context: Context) -> Tensor:
         """[B, S, H, e], with keys and values of every head."""

@@ -6,10 +6,10 @@ Legend: B batch, S sequence, D model width, F feed-forward width, T tensor-paral
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mega_trainer.model.activation import activate
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.recompute import computed
 
 
 class Mlp(nn.Module):
@@ -32,10 +32,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S or S/T, D] -> the same shape."""
-        x = self.up(x)
-        if self.recompute and self.training:
-            x = checkpoint(activate, x, self.config, self.kernels, use_reentrant=False, preserve_rng_state=False)
-        else:
-            x = activate(x, self.config, self.kernels)
-        y: Tensor = self.down(x)
+        h = computed(activate, self.up(x), self.config, self.kernels, again=self.recompute and self.training)
+        y: Tensor = self.down(h)
         return y

@@ -10,16 +10,16 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.model.activation import activate
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.mlp import Mlp
+from mega_trainer.model.recompute import computed
 from mega_trainer.model.router import Router
 from mega_trainer.model.routing import Tokens
-from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_linear, own_share
+from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, grouped_linear, own_share
 
 
 class Moe(nn.Module):
@@ -90,17 +90,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """Rows sorted by expert, [M, D] -> [M, D]."""
-        h = self._add(self.linear(x, self.up, rows), self.up_bias, rows)
-        if self.recompute and self.training:
-            h = checkpoint(activate, h, self.config, self.kernels, use_reentrant=False, preserve_rng_state=False)
-        else:
-            h = activate(h, self.config, self.kernels)
+        h = self._biased(self.linear(x, self.up, rows), self.up_bias, rows)
+        h = computed(activate, h, self.config, self.kernels, again=self.recompute and self.training)
         # once among the parts
         bias = self.down_bias if self.down_bias is None or self.first_part else self.down_bias * 0
-        return self._add(self.linear(h, self.down, rows), bias, rows)
+        return self._biased(self.linear(h, self.down, rows), bias, rows)
 
-    def _add(self, x: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
-        if bias is None:
-            return x
-        counts = torch.tensor(rows.counts, device=x.device)
-        return x + bias.repeat_interleave(counts, 0, output_size=x.shape[0])
+    def _biased(self, x: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
+        return x if bias is None else grouped_bias(x, bias, rows, self.kernels)

@@ -274,7 +274,7 @@ class AllToAll:
         if k.shape[2] < size:
             k, v = (t.repeat_interleave(size // k.shape[2], dim=2) for t in (k, v))
         shares = [t.reshape(rows, tokens, size, -1) for t in (q, k, v)]
-        received = _in_order(_exchange(torch.cat(shares, -1).movedim(2, 0), self.group))
+        received = _in_order(self._exchange(torch.cat(shares, -1).movedim(2, 0)))
         parts = torch.split(received, [share.shape[-1] for share in shares], -1)
         q, k, v = (part.reshape(rows, size * tokens, -1, t.shape[-1]) for part, t in zip(parts, (q, k, v), strict=True))
         own = heads // size
@@ -282,28 +282,13 @@ class AllToAll:
         if how.sinks is not None:
             how = replace(how, sinks=how.sinks[first : first + own])
         y = whole(q, k, v, how, first)
-        mine = _exchange(_by_rank(y.flatten(-2), size), self.group)
+        mine = self._exchange(_by_rank(y.flatten(-2), size))
         return mine.movedim(0, 2).reshape(rows, tokens, heads, -1)
 
-
-def _exchange(x: Tensor, group: Group) -> Tensor:
-    """[N, ..]: x[r] goes to rank r, and what rank r sends comes to y[r]."""
-    y: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
-
-
-class _Exchange(Function):
-    """All-to-all; the gradient goes back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_to_all(x.contiguous(), group, [1] * group.size, [1] * group.size)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _exchange(dy, ctx.group), None
+    def _exchange(self, x: Tensor) -> Tensor:
+        """[N, ..]: x[r] goes to rank r, and what rank r sends comes to y[r]."""
+        one_each = [1] * self.group.size
+        return all_to_all(x, self.group, one_each, one_each)
 
 
 def _in_order(parts: Tensor) -> Tensor:

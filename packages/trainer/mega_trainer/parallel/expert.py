@@ -13,7 +13,7 @@ Legend: N tokens of this rank, K experts of a token, E experts, M rows (a row is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -93,7 +93,7 @@ class AllToAll:
         if self.parts > 1:
             pieces = torch.split(rows, trip.leaving[:: self.parts])
             rows = torch.cat([piece for piece in pieces for _ in range(self.parts)])
-        rows = exchange(rows, self.group, trip.coming, trip.leaving)
+        rows = all_to_all(rows, self.group, trip.coming, trip.leaving)
         sorted_rows: Tensor = _Permute.apply(rows, trip.order, trip.inverse)  # type: ignore[no-untyped-call]
         return sorted_rows
 
@@ -102,7 +102,7 @@ class AllToAll:
         if self.group.size == 1:
             return rows
         rows = _Permute.apply(rows, trip.inverse, trip.order)  # type: ignore[no-untyped-call]
-        rows = exchange(rows, self.group, trip.leaving, trip.coming)
+        rows = all_to_all(rows, self.group, trip.leaving, trip.coming)
         if self.parts == 1:
             return rows
         pieces = torch.split(rows, trip.leaving)
@@ -178,26 +178,6 @@ class _Permute(Function):
         return dy[inverse], None, None
 
 
-class _Exchange(Function):
-    """An all-to-all of rows; the gradient goes the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group, coming: Sequence[int], leaving: Sequence[int]) -> Tensor:
-        ctx.group, ctx.coming, ctx.leaving = group, coming, leaving
-        return all_to_all(rows, group, coming, leaving)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(dy, ctx.group, ctx.leaving, ctx.coming), None, None, None
-
-
-def exchange(rows: Tensor, group: Group, coming: Sequence[int], leaving: Sequence[int]) -> Tensor:
-    """Send `leaving[r]` rows to each rank r of the group and receive `coming[r]` from it."""
-    out: Tensor = _Exchange.apply(rows, group, coming, leaving)  # type: ignore[no-untyped-call]
-    return out
-
-
 class _GroupedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels, deferred: Deferred | None) -> Tensor:
@@ -223,6 +203,27 @@ def grouped_linear(x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels, defe
     `deferred` takes the product for the weight's gradient, where a backward puts it off.
     """
     y: Tensor = _GroupedLinear.apply(x, weight, rows, kernels, deferred)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _GroupedBias(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, rows: Rows, kernels: Kernels) -> Tensor:
+        ctx.rows, ctx.kernels = rows, kernels
+        counts = rows.ends.diff(prepend=rows.ends.new_zeros(1))
+        return x + bias.repeat_interleave(counts, 0, output_size=x.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        # a product with ones: a scattered sum would add in any order on a GPU. Eight columns suit the grouped kernel
+        sums = ctx.kernels.grouped_outer(dy, dy.new_ones(dy.shape[0], 8), ctx.rows)
+        return dy, sums[..., 0].contiguous(), None, None
+
+
+def grouped_bias(x: Tensor, bias: Tensor, rows: Rows, kernels: Kernels) -> Tensor:
+    """To each row its group's bias: [M, N] + [G, N] -> [M, N]."""
+    y: Tensor = _GroupedBias.apply(x, bias, rows, kernels)  # type: ignore[no-untyped-call]
     return y
 
 

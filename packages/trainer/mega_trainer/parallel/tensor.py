@@ -120,9 +120,12 @@ def sum_over(x: Tensor, group: Group, *, sp: bool) -> Tensor:
     return x if group.size == 1 else _SumForward.apply(x, group, sp)  # type: ignore[no-untyped-call]
 
 
-def gather_sequence(x: Tensor, group: Group) -> Tensor:
-    """[B, S/T, D] -> [B, S, D], for a consumer on each rank that contributes its own part of the gradient."""
-    return x if group.size == 1 else _GatherSequence.apply(x, group)  # type: ignore[no-untyped-call]
+def whole_sequence(x: Tensor, group: Group, *, sp: bool) -> Tensor:
+    """[B, S or, with `sp`, S/T, D] -> [B, S, D], for a consumer on each rank that contributes its own part of the gradient."""
+    if group.size == 1 or not sp:
+        return sum_gradient(x, group)
+    y: Tensor = _GatherSequence.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
 
 
 def sum_gradient(x: Tensor, group: Group) -> Tensor:

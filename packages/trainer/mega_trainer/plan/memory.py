@@ -55,7 +55,8 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
     """Bytes of each kind on a rank of each pipeline rank, in pipeline order.
 
     Kinds: `weights`, `gradients`, `optimizer` (two moments of Adam and, under a 16-bit precision, fp32 weights),
-    `activations`. Not counted: what libraries and the allocator need for themselves, buffers of messages, and the
+    `activations`. ZeRO-3 keeps fp32 weights alone, and what it gathers of the others, and the gradients that it has not
+    yet scattered, are counted where they are most. Not counted: what libraries and the allocator need for themselves, buffers of messages, and the
     uneven parts of vocabulary and experts.
 
     Raises:
@@ -160,22 +161,27 @@ def _tokens(run: RunShape) -> float:
 def _states(model: ModelConfig, run: RunShape, layers: Sequence[int], *, first: bool, last: bool) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer of a pipeline rank with those layers and ends."""
     count = count_parameters(model)
-    own = [count.layers[index] for index in layers]
-    dense = sum(layer.split / run.tp + layer.whole for layer in own)
-    dense += count.embedding / run.tp if first else 0
+    block = run.ep * run.expert_tp  # ranks that hold all experts
+    dense = [count.layers[index].split / run.tp + count.layers[index].whole for index in layers]
+    experts = [count.layers[index].experts / block for index in layers]
+    ends = count.embedding / run.tp if first else 0
     if last:
         copied = not first and (model.tie_embeddings or model.mtp_layers > 0)
-        dense += count.final_norm
-        dense += (count.head + model.vocab_size * model.hidden_size * copied) / run.tp
-    block = run.ep * run.expert_tp  # ranks that hold all experts
-    experts = sum(layer.experts for layer in own) / block
+        ends += count.final_norm + (count.head + model.vocab_size * model.hidden_size * copied) / run.tp
     element = _ELEMENT[run.precision]
-    whole = max(4, element)
-    sizes = {"weights": (element, 3), "gradients": (whole, 2), "optimizer": (2 * whole + (4 if element == 2 else 0), 1)}
+    wide = max(4, element)
+    sharded = run.zero == 3  # these weights are the ones that the optimizer works on
+    copy = 4 if element == 2 and not sharded else 0
+    sizes = {"weights": (wide if sharded else element, 3), "gradients": (wide, 2), "optimizer": (2 * wide + copy, 1)}
     sharers = run.zero3_shard or run.dp * run.cp
     table = {}
     for kind, (size, level) in sizes.items():
         shared = run.zero >= level
         parts = (sharers, max(1, run.dp * run.cp * run.tp // block)) if shared else (1, 1)
-        table[kind] = round(size * (dense / parts[0] + experts / parts[1]))
-    return table
+        table[kind] = size * ((sum(dense) + ends) / parts[0] + sum(experts) / parts[1])
+    if sharded:
+        layer = max(map(sum, zip(dense, experts, strict=True)), default=0)
+        # embedding and head stay from forward to backward, beside a layer and the next one; gradients are widened to be summed
+        table["weights"] += element * (ends + 2 * layer)
+        table["gradients"] += element * (ends + layer) + wide * max(ends, layer)
+    return {kind: round(size) for kind, size in table.items()}
