@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +279,18 @@ def test_the_cases_cover_every_family() -> None:
     from mega_ckpt.families import FAMILIES
 
     assert {kind for kind, _ in MODELS.values()} == {family.name for family in FAMILIES}
+
+
+def test_no_more_than_one_tensor_is_read_ahead(tmp_path: Path) -> None:
+    made: list[int] = []
+    ahead: list[int] = []
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for number in range(6):
+            made.append(number)
+            yield torch.tensor([number])
+
+    header = Header.make({str(number): (torch.int64, (1,)) for number in range(6)}, {})
+    write_file(tmp_path / "one", header, tensors(), lambda _: ahead.append(len(made) - len(ahead)))
+    assert max(ahead) <= 2  # the one that is written, and the next
+    assert torch.equal(SafetensorsFile.open(tmp_path / "one").read("5"), torch.tensor([5]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -19,7 +20,9 @@ from ranks import PRELOAD
 
 from mega_ckpt import shards, stream
 from mega_ckpt.convert import Options, convert
+from mega_ckpt.formats import megatron_dist_write
 from mega_ckpt.formats.hf import HfSource
+from mega_ckpt.formats.megatron_write import Writing
 from mega_ckpt.journal import CONTENT, JOURNAL, continued
 from mega_ckpt.remote import place
 from mega_ckpt.source import MegaSource, open_source
@@ -85,18 +88,31 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def convert_and_die(source: Path, out: Path, to: str, at: int) -> None:
-    stream.FILE_BYTES = FILE_BYTES
+def convert_and_die(source: Path, out: Path, to: str, at: int, **more: Any) -> None:
+    stream.FILE_BYTES = megatron_dist_write.BYTES_PER_FILE = FILE_BYTES
     calls = iter(range(10**9))
-    write = shards.NewFile.write
 
-    def dying(self: shards.NewFile, *args: Any) -> None:
-        if next(calls) == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, *args)
+    def dying(work: Any) -> Any:
+        def wrapped(*args: Any) -> Any:
+            if next(calls) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return work(*args)
 
-    shards.NewFile.write = dying  # type: ignore[method-assign]
-    convert(source, out, to)
+        return wrapped
+
+    shards.NewFile.write = dying(shards.NewFile.write)  # type: ignore[method-assign]
+    Writing.block = dying(Writing.block)  # type: ignore[method-assign]
+    convert(source, out, to, **more)
+
+
+def killed(*args: Any, **more: Any) -> None:
+    """Run a conversion, in a process of its own, that is killed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=convert_and_die, args=args, kwargs=more)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("to", ["hf", "mega"])
@@ -107,16 +123,11 @@ def test_killed_at_random_and_started_again(
     convert(source, tmp_path / "straight", to)
     shard_count = len(list((tmp_path / "straight").glob("*.safetensors")))
     assert shard_count > 5
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     choose = random.Random()
     for turn in range(4):
         out = tmp_path / f"out-{turn}"
         for _ in range(2):  # killed, and killed again
-            process = context.Process(target=convert_and_die, args=(source, out, to, choose.randrange(2, 20)))
-            process.start()
-            process.join()
-            assert process.exitcode == -signal.SIGKILL
+            killed(source, out, to, choose.randrange(2, 20))
             assert not out.exists()
         (left,) = tmp_path.glob(f".{out.name}.*.partial")
         kept = len((left / JOURNAL).read_text().splitlines()) - 1
@@ -126,6 +137,24 @@ def test_killed_at_random_and_started_again(
         assert len([name for name in names if name.endswith(".safetensors")]) == shard_count - kept
         assert content(out) == content(tmp_path / "straight")
         assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(("kind", "at"), [("torch_dist", 15), ("torch", 30)])  # of 21 and 2 * 24 blocks
+def test_to_megatron(kind: str, at: int, mega: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_dist_write, "BYTES_PER_FILE", FILE_BYTES)
+    options, out = Options(megatron_format=kind, tp=2), tmp_path / "out"
+    convert(mega, tmp_path / "straight", "megatron", options=options)
+    for block in (at, 3):  # killed, and killed again
+        killed(mega, out, "megatron", block, options=options)
+        assert not out.exists()
+    (left,) = tmp_path.glob(f".{out.name}.*.partial")
+    finished = [json.loads(line)["name"] for line in (left / JOURNAL).read_text().splitlines()[1:]]
+    times = {name: (left / CONTENT / name).stat().st_mtime_ns for name in finished}
+    assert times
+    convert(mega, out, "megatron", options=options)
+    assert {name: (out / name).stat().st_mtime_ns for name in finished} == times
+    assert content(out) == content(tmp_path / "straight")
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_an_interrupt_says_how_to_go_on(

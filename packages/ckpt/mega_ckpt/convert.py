@@ -151,10 +151,11 @@ def _training(source: Source, options: Options) -> Training | None:
     return training
 
 
-def _write_megatron(source: Source, folder: Path, options: Options, _: Journal) -> None:
+def _write_megatron(source: Source, folder: Path, options: Options, journal: Journal) -> None:
     writing = Writing(source, options.tp, options.pp, options.dtype, options.implementation)
     with ProgressBar("writing Megatron", total=writing.size, unit="bytes") as bar:
-        write_release(writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance)
+        journal.advance = bar.advance
+        write_release(writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance, journal.once)
 
 
 MEGATRON_FORMATS = {"torch_dist": write_dist, "torch": write_legacy}

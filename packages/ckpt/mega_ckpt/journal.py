@@ -33,10 +33,16 @@ READ_BYTES = 1 << 22
 
 
 class Finished(Config):
-    """A file that is on the disk, and the checksums of the tensors' parts in it, in their order."""
+    """A file that is on the disk, and of the tensors' parts in it, in their order, what does not follow from the plan.
+
+    Attributes:
+        parts: their checksums.
+        places: where they begin and end.
+    """
 
     file: FileEntry
     parts: tuple[Checksum, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
 
 
 # Makes the file of a name, which begins with a header, unless it is finished already; returns it either way.
@@ -46,6 +52,15 @@ Once = Callable[[str, bytes, Callable[[], Finished]], Finished]
 def always(_name: str, _header: bytes, make: Callable[[], Finished]) -> Finished:
     """Make it: nothing can be finished already."""
     return make()
+
+
+def entry_of(path: Path) -> FileEntry:
+    """What a file is, by reading it."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as stream:
+        while block := stream.read(READ_BYTES):
+            digest.update(block)
+        return FileEntry(bytes=stream.tell(), checksum=digest.hexdigest())
 
 
 class Journal(Protocol):
@@ -121,14 +136,10 @@ class LocalJournal:
         path, expected = self._folder / name, self.finished[name].file
         if not path.is_file() or path.stat().st_size != expected.bytes:
             return False
-        digest = xxhash.xxh3_128()
         with open(path, "rb") as stream:
             if stream.read(len(header)) != header:
                 return False
-            digest.update(header)
-            while block := stream.read(READ_BYTES):
-                digest.update(block)
-        if digest.hexdigest() != expected.checksum:
+        if entry_of(path) != expected:
             return False
         self.advance(expected.bytes - len(header))
         return True

@@ -121,7 +121,7 @@ def write_shards(
     `resolve` is asked for one slab at a time, so one slab of memory suffices where tensors live on a device. `once`
     passes over files that are there already.
     """
-    for number, group in enumerate(_groups(sorted(slabs, key=lambda slab: slab.order), max_bytes)):
+    for number, group in enumerate(groups(sorted(slabs, key=lambda slab: slab.order), max_bytes)):
         name, head = f"{prefix}-{number:03d}.safetensors", header(group)
         done = once(name, head, partial(_write_shard, folder / name, head, group, resolve))
         ends = list(itertools.accumulate((slab.nbytes for slab in group), initial=len(head)))
@@ -143,7 +143,8 @@ def _write_shard(path: Place, head: bytes, slabs: Sequence[Slab], resolve: Calla
         return Finished(file=file.close(), parts=tuple(checksums))
 
 
-def _groups(slabs: Sequence[Slab], max_bytes: int) -> Iterator[list[Slab]]:
+def groups(slabs: Sequence[Slab], max_bytes: int) -> Iterator[list[Slab]]:
+    """The slabs of one file after another: as many as fit, and at least one."""
     group: list[Slab] = []
     size = 0
     for slab in slabs:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -25,44 +26,69 @@ from torch.distributed.checkpoint.metadata import (
 
 from mega_ckpt.formats.megatron_dist import COMMON, FORMAT, METADATA
 from mega_ckpt.formats.megatron_names import EXPERTS, LAYER, Part, is_projection, split_layer
-from mega_ckpt.formats.megatron_write import Writing, durable
+from mega_ckpt.formats.megatron_write import RELEASE, Writing, durable
 from mega_ckpt.formats.torch_archive import load_archive
+from mega_ckpt.journal import Finished, Once, entry_of
 from mega_ckpt.pieces import Shape
-from mega_ckpt.shards import raw
+from mega_ckpt.shards import Slab, groups, raw
 from mega_ckpt.source import put_file
-from mega_ckpt.stream import blocks
+from mega_ckpt.stream import slabs_of
 from mega_common.model_config import ModelConfig
 
 BYTES_PER_FILE = 4 << 30
 ALIGNMENT = 64  # of storages in an archive
 
 
-def write_dist(writing: Writing, folder: Path, advance: Callable[[int], object]) -> None:
-    """Write tensors, settings and metadata into an existing empty folder; durable when this returns."""
-    metadata = Metadata({}, storage_data={})
-    with _Files(folder) as files:
-        nothing = files.add_object([None])
-        for part in writing.parts:
-            stack = _Stack.of(part, writing.model)
-            keys, kind = stack.keys(part, latent=writing.model.mla is not None), writing.dtype(part)
-            chunks = []
-            for offset, shape in blocks(part.shape, kind):
-                data = writing.block(part, offset, shape)
-                chunks.append(
-                    (stack.place(offset), stack.extent(shape), files.add_tensor(data.view(stack.extent(shape))))
-                )
-                advance(data.nbytes)
-            for key in keys:
-                _describe(metadata, key, kind, stack.whole(part.shape), chunks)
-                for state in stack.states(key, part):
-                    metadata.state_dict_metadata[state] = BytesStorageMetadata()
-                    metadata.storage_data[MetadataIndex(state)] = nothing
+def write_dist(writing: Writing, folder: Path, advance: Callable[[int], object], once: Once) -> None:
+    """Write tensors, settings and metadata into an existing folder; durable when this returns."""
+    slabs = [slab for part in writing.parts for slab in slabs_of(part.name, writing.dtype(part), part.shape)]
+    chunks: defaultdict[str, list[tuple[Slab, _StorageInfo]]] = defaultdict(list)
+    files = list(groups(slabs, BYTES_PER_FILE))
+    for number, group in enumerate(files):
+        name = f"__0_{number}.distcp"
+        done = once(f"{RELEASE}/{name}", b"", partial(_write_file, writing, folder / name, group, advance))
+        for slab, (begin, end) in zip(group, done.places, strict=True):
+            chunks[slab.key].append((slab, _StorageInfo(name, begin, end - begin)))
+    nothing = _write_nothing(folder / f"__0_{len(files)}.distcp")
     with durable(folder / METADATA) as stream:
-        pickle.dump(metadata, stream)
+        pickle.dump(_metadata(writing, chunks, nothing), stream)
     with durable(folder / COMMON) as stream:
         torch.save({"args": Namespace(**writing.args), "checkpoint_version": 3.0, "iteration": 0}, stream)
     versions = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     put_file(folder / FORMAT, json.dumps({**versions, "common_backend": "torch", "common_backend_version": 1}).encode())
+
+
+def _write_file(writing: Writing, path: Path, slabs: Sequence[Slab], advance: Callable[[int], object]) -> Finished:
+    """One archive after another."""
+    parts, places = {part.name: part for part in writing.parts}, []
+    with durable(path) as stream:
+        for slab in slabs:
+            part = parts[slab.key]
+            extent = _Stack.of(part, writing.model).extent(slab.shape)
+            places.append(_add(stream, path, writing.block(part, slab.offset, slab.shape).view(extent)))
+            advance(slab.nbytes)
+    return Finished(file=entry_of(path), places=tuple(places))
+
+
+def _add(stream: IO[bytes], path: Path, tensor: Tensor) -> tuple[int, int]:
+    """Append what `torch.save` makes of a contiguous tensor, without the checksum that nobody reads; returns where it is."""
+    # Aligned as it is inside the archive, a tensor can be mapped where it lies.
+    stream.write(bytes(-stream.tell() % ALIGNMENT))
+    begin = stream.tell()
+    with torch.serialization.skip_data():
+        torch.save(tensor, stream)
+    end = stream.tell()
+    stream.flush()
+    stream.seek(load_archive(path, begin, end).begin)
+    stream.write(raw(tensor))
+    stream.seek(end)
+    return begin, end
+
+
+def _write_nothing(path: Path) -> _StorageInfo:
+    with durable(path) as stream:
+        torch.save([None], stream)
+        return _StorageInfo(path.name, 0, stream.tell())
 
 
 @dataclass(frozen=True)
@@ -104,61 +130,23 @@ class _Stack:
             yield f"{key.rpartition('.')[0]}._extra_state/shard_{offset}_{shape}"
 
 
-def _describe(
-    metadata: Metadata, key: str, kind: torch.dtype, shape: Shape, chunks: list[tuple[Shape, Shape, _StorageInfo]]
-) -> None:
-    fresh = TensorStorageMetadata(TensorProperties(dtype=kind), torch.Size(shape), [])
-    one = metadata.state_dict_metadata.setdefault(key, fresh)
-    assert isinstance(one, TensorStorageMetadata)
-    for offset, extent, info in chunks:
-        one.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(extent)))
-        metadata.storage_data[MetadataIndex(key, torch.Size(offset))] = info
-
-
-class _Files:
-    """Archives one after another, in files of a bounded size."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
-        self._stream: IO[bytes] | None = None
-
-    def add_object(self, value: Any) -> _StorageInfo:
-        """Append what `torch.save` makes of a value; returns where it is."""
-        stream, begin = self._next()
-        torch.save(value, stream)
-        return _StorageInfo(Path(stream.name).name, begin, stream.tell() - begin)
-
-    def add_tensor(self, tensor: Tensor) -> _StorageInfo:
-        """The same for a contiguous tensor, without the checksum that nobody reads."""
-        with torch.serialization.skip_data():
-            info = self.add_object(tensor)
-        assert self._stream is not None
-        end = self._stream.tell()
-        self._stream.flush()
-        self._stream.seek(load_archive(self._folder / info.relative_path, info.offset, end).begin)
-        self._stream.write(raw(tensor))
-        self._stream.seek(end)
-        return info
-
-    def _next(self) -> tuple[IO[bytes], int]:
-        """The file to append to, and where that is."""
-        if self._stream is None or self._stream.tell() > BYTES_PER_FILE:
-            self.close()
-            self._stream = open(self._folder / f"__0_{self._count}.distcp", "xb")  # noqa: SIM115
-            self._count += 1
-        # Aligned as it is inside the archive, a tensor can be mapped where it lies.
-        self._stream.write(bytes(-self._stream.tell() % ALIGNMENT))
-        return self._stream, self._stream.tell()
-
-    def close(self) -> None:
-        """Make the last file durable."""
-        if self._stream is not None:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-            self._stream.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _metadata(
+    writing: Writing, chunks: Mapping[str, Sequence[tuple[Slab, _StorageInfo]]], nothing: _StorageInfo
+) -> Metadata:
+    """What is where: each tensor in its chunks, and `nothing` in place of each state."""
+    metadata = Metadata({}, storage_data={})
+    for part in writing.parts:
+        stack = _Stack.of(part, writing.model)
+        for key in stack.keys(part, latent=writing.model.mla is not None):
+            kind, shape = writing.dtype(part), torch.Size(stack.whole(part.shape))
+            fresh = TensorStorageMetadata(TensorProperties(dtype=kind), shape, [])
+            one = metadata.state_dict_metadata.setdefault(key, fresh)
+            assert isinstance(one, TensorStorageMetadata)
+            for slab, info in chunks[part.name]:
+                offset = torch.Size(stack.place(slab.offset))
+                one.chunks.append(ChunkStorageMetadata(offset, torch.Size(stack.extent(slab.shape))))
+                metadata.storage_data[MetadataIndex(key, offset)] = info
+            for state in stack.states(key, part):
+                metadata.state_dict_metadata[state] = BytesStorageMetadata()
+                metadata.storage_data[MetadataIndex(state)] = nothing
+    return metadata

@@ -11,6 +11,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch
 
 from mega_ckpt.formats.megatron_legacy import FILE
 from mega_ckpt.formats.megatron_names import EMBEDDING, EXPERTS, HEAD, LAYER, Part, is_projection, split_layer
-from mega_ckpt.formats.megatron_write import Writing, durable
+from mega_ckpt.formats.megatron_write import RELEASE, Writing, durable
 from mega_ckpt.formats.torch_archive import load_archive
+from mega_ckpt.journal import Finished, Once, entry_of
 from mega_ckpt.pieces import Shape
 from mega_ckpt.shards import raw
 from mega_ckpt.stream import blocks
@@ -40,8 +42,8 @@ class _Local:
     copy: bool
 
 
-def write_legacy(writing: Writing, folder: Path, advance: Callable[[int], object]) -> None:
-    """Write the files of all ranks into an existing empty folder; durable when this returns.
+def write_legacy(writing: Writing, folder: Path, advance: Callable[[int], object], once: Once) -> None:
+    """Write the files of all ranks into an existing folder; durable when this returns.
 
     Raises:
         CheckpointError: when the sizes of the model cannot be divided by tp or pp.
@@ -50,7 +52,9 @@ def write_legacy(writing: Writing, folder: Path, advance: Callable[[int], object
     for tp, pp in itertools.product(range(writing.tp), range(writing.pp)):
         place = folder / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if writing.pp > 1 else ""))
         place.mkdir(exist_ok=True)
-        _write_rank(writing, place / FILE, list(_locals(writing, tp, pp)), last=pp == writing.pp - 1, advance=advance)
+        tensors, last = list(_locals(writing, tp, pp)), pp == writing.pp - 1
+        make = partial(_write_rank, writing, place / FILE, tensors, last=last, advance=advance)
+        once(f"{RELEASE}/{place.name}/{FILE}", b"", make)
 
 
 def _check(writing: Writing) -> None:
@@ -67,7 +71,7 @@ def _check(writing: Writing) -> None:
 
 def _write_rank(
     writing: Writing, path: Path, tensors: list[_Local], *, last: bool, advance: Callable[[int], object]
-) -> None:
+) -> Finished:
     model: dict[str, Any] = {}
     for one in tensors:
         model[one.name] = torch.empty(one.shape, dtype=writing.dtype(one.part))
@@ -89,6 +93,7 @@ def _write_rank(
                     advance(0 if one.copy else math.prod(extent) * writing.dtype(one.part).itemsize)
         stream.flush()
         os.fsync(stream.fileno())
+    return Finished(file=entry_of(path))
 
 
 def _locals(writing: Writing, tp: int, pp: int) -> Iterator[_Local]:

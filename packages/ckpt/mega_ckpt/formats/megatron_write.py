@@ -19,6 +19,7 @@ from mega_ckpt.formats.megatron import TRACKER
 from mega_ckpt.formats.megatron_args import write_args
 from mega_ckpt.formats.megatron_contents import overlap
 from mega_ckpt.formats.megatron_names import Part, parts_of
+from mega_ckpt.journal import Once, always
 from mega_ckpt.pieces import Shape, crop
 from mega_ckpt.source import Source, cast_dtype, put_file
 
@@ -69,19 +70,21 @@ class Writing:
 def write_release(
     writing: Writing,
     folder: Path,
-    write: Callable[[Writing, Path, Callable[[int], object]], None],
+    write: Callable[[Writing, Path, Callable[[int], object], Once], None],
     advance: Callable[[int], object] = lambda _: None,
+    once: Once = always,
 ) -> None:
-    """Write a release into an existing folder, anew; durable when this returns.
+    """Write a release into an existing folder; durable when this returns.
 
     Args:
         writing: what to write.
         folder: to hold the tracker file.
         write: fills the folder beside it, in one of the formats.
         advance: told of bytes as they are written.
+        once: passes over files of tensors that are there already; nothing else is.
     """
     (folder / RELEASE).mkdir(exist_ok=True)
-    write(writing, folder / RELEASE, advance)
+    write(writing, folder / RELEASE, advance, once)
     put_file(folder / TRACKER, RELEASE.encode())
 
 
