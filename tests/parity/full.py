@@ -55,7 +55,7 @@ def main() -> int:
     parts, results = batches(cases), list[Verdict]()
     for number, part in enumerate(parts, start=1):
         print(f"layouts {len(results)} to {len(results) + len(part)} of {len(cases)}, batch {number} of {len(parts)}")
-        results += verdicts(part, run_ranks(sweep, RANKS, part, timeout=3600))
+        results += verdicts(part, run_ranks(sweep, part[0].ranks, part, timeout=3600))
     problems = [problem for result in results if (problem := result.problem(TOLERANCE))]
     print("\n".join(problems) or f"{len(cases)} layouts agree with one process to {TOLERANCE:g}")
     if not problems and not few:
@@ -65,11 +65,17 @@ def main() -> int:
 
 
 def batches(cases: Sequence[Case]) -> list[list[Case]]:
-    """A few hundred at a time, and together those that need the same process groups: for each one that it is in, a rank has
-    threads that wake a hundred times a second."""
+    """A few hundred of as many ranks, so that none waits long for those that have more to do, and together those that need
+    the same process groups: for each one that it is in, a rank has threads that wake a hundred times a second."""
     degrees = ("tp", "pp", "cp", "ep", "expert_tp")
-    ordered = sorted(cases, key=lambda case: [case.ranks, *(case.layout[degree] for degree in degrees)])
-    return [ordered[start : start + BATCH] for start in range(0, len(ordered), BATCH)]
+    parts = []
+    for ranks in range(1, RANKS + 1):
+        alike = sorted(
+            (case for case in cases if case.ranks == ranks),
+            key=lambda case: [case.layout[degree] for degree in degrees],
+        )
+        parts += [alike[start : start + BATCH] for start in range(0, len(alike), BATCH)]
+    return parts
 
 
 def page(results: Sequence[Verdict]) -> str:
