@@ -15,7 +15,7 @@ def results(cases: list[Case], ranks: int) -> list[Verdict]:
 
 
 def test_a_covering_of_all_layouts() -> None:
-    assert not [problem for one in results(covering(all_layouts(), 40), 8) if (problem := one.problem(1e-10))]
+    assert not [problem for one in results(covering(all_layouts(), 30), 8) if (problem := one.problem(1e-10))]
 
 
 def test_experts_with_a_capacity_and_with_losses_over_the_batch() -> None:
