@@ -26,9 +26,9 @@ sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, 
 parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), four of them also with context
 parallelism of each kind (cp), two with expert parallelism (ep), experts split as well (expert-tp), on up to {ranks}
 ranks, in fp64 on gloo, with uneven documents and loss masks: three steps, or one where there are both cp and experts.
-Recomputation, uneven pipelines, micro-batch and bucket sizes, AdamW and Muon are drawn for each. Loss, gradient norm, every gradient after the clip, every weight and every optimizer
-moment are held against one process: the largest difference, relative to the largest element of each tensor, must be
-below {tolerance:g}.
+Recomputation, uneven pipelines, micro-batch and bucket sizes, AdamW and Muon are drawn for each. Loss, gradient norm,
+every gradient after the clip, every weight and every optimizer moment are held against one process: the largest
+difference, relative to the largest element of each tensor, must be below {tolerance:g}.
 
 - `dense`: RMSNorm, SwiGLU, rope
 - `tied`: tied embeddings, LayerNorm, GELU, learned positions, biases, three dropouts, a vocabulary of 59
