@@ -104,8 +104,8 @@ def convert(
                 _WRITERS[to](given, journal.folder, options, journal)
             if verify:
                 _compare(given, open_source(journal.made, settings=options.settings), options.dtype)
-            if verify and training is not None:
-                _compare_state(training, Checkpoint.open(journal.made))
+                if training is not None:
+                    _compare_state(training, Checkpoint.open(journal.made))
             if check is not None:
                 check(journal.made)
         except KeyboardInterrupt:
