@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
-from parity.cases import Case, all_layouts, case, covering
+from parity.cases import MODELS, Case, all_layouts, case, covering
 from parity.worker import Verdict, sweep, verdicts
 from ranks import run_ranks
 
@@ -31,6 +32,20 @@ def test_experts_with_a_capacity_and_with_losses_over_the_batch() -> None:
         for more in ({"aux_loss_scope": "batch"}, {"capacity_factor": 0.8, "score": "sigmoid"})
     ]
     assert not [problem for one in results(cases, 4) if (problem := one.problem(1e-10))]
+
+
+def test_experts_and_ranks_that_get_no_token() -> None:
+    """A step has 32 tokens for 64 experts, so that half of these get none; a micro-batch of 4, for 8 ranks."""
+    shapes = [
+        {"tp": 8, "ep": 8}, {"tp": 8, "ep": 4, "expert_tp": 2}, {"tp": 4, "pp": 2, "ep": 4, "schedule": "zb-h1"},
+        {"tp": 2, "cp": 2, "ep": 8}, {"cp": 2, "cp_kind": "alltoall", "ep": 8, "zero": 3}, {"ep": 8, "zero": 2},
+    ]  # fmt: skip
+    experts = {"layers": [1], "num_experts": 64, "top_k": 1, "aux_loss_scope": "sequence"}
+    cases = [
+        case(name, 8, parallel=shape, micro=1, length=4, variant={"moe": {**MODELS[name]["moe"], **experts}})
+        for name, shape in product(("moe", "deepseek"), shapes)
+    ]
+    assert not [problem for one in results(cases, 8) if (problem := one.problem(1e-10))]
 
 
 def test_in_fp32() -> None:
