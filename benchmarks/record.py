@@ -46,13 +46,16 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the working tree, `+` behind it when there are changes."""
+    """The commit of the working tree, `+` behind it when there are changes; `unknown` of a copy without its history."""
 
     def git(*args: str) -> str:
         return subprocess.run(
             ["git", "-C", str(HERE), *args], capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    return git("rev-parse", "--short=12", "HEAD") + (
-        "+" if git("status", "--porcelain", "--untracked-files=no") else ""
-    )
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -37,6 +37,7 @@ from mega_trainer.train import around_backward
 
 LAYERS, WIDTH, FFN, HEADS, VOCABULARY, BATCH, LENGTH = 4, 256, 688, 4, 16_384, 8, 256
 STEPS = 3  # of each contestant in a round
+CPU = torch.device("cpu")
 
 
 def settings(precision: str) -> RunConfig:
@@ -53,44 +54,51 @@ def settings(precision: str) -> RunConfig:
     )  # fmt: skip
 
 
-def tokens() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, LENGTH + 1))
+def tokens(config: RunConfig) -> np.ndarray:
+    shape = (config.batch.micro, config.data.seq_length + 1)
+    return np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
 
 
-def ours(precision: str) -> Callable[[], object]:
-    config = settings(precision)
+def ours(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
     groups = connect(config, Ranks())
     schedule = build_schedule(config, groups)
-    stages = build_stages(config, Builder(config.model, groups, dtype=dtype_of(config)), schedule)
+    stages = build_stages(config, Builder(config.model, groups, dtype=dtype_of(config), device=device), schedule)
     init_weights(stages[0], 0)
     shared = share_stages(config, stages)
     optimizer = build_optimizer(config, shared, groups)
     executor = Executor(schedule, stages, groups.pp, 0, partial(around_backward, shared))
-    ids = tokens()
+    ids = tokens(config)
+    rows, length = ids[:, 1:].shape
     batch = StepBatch(
-        ids[:, :-1], ids[:, 1:], np.ones((BATCH, LENGTH), bool), np.tile(np.arange(LENGTH), (BATCH, 1)), None,
-        np.arange(BATCH),
+        ids[:, :-1], ids[:, 1:], np.ones((rows, length), bool), np.tile(np.arange(length), (rows, 1)), None,
+        np.arange(rows),
     )  # fmt: skip
 
     def step() -> None:
-        micro = list(micro_batches(batch, config, torch.device("cpu")))
+        micro = list(micro_batches(batch, config, device))
         train_step(executor, optimizer, micro, lr=1e-4, clip=1.0, data=groups.dp_cp)
 
     return step
 
 
-def theirs(precision: str) -> Callable[[], object]:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=FFN, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, tie_word_embeddings=True, max_position_embeddings=LENGTH, attn_implementation="sdpa",
+def theirs(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
+    model = config.model
+    llama = transformers.LlamaConfig(
+        vocab_size=model.vocab_size, hidden_size=model.hidden_size, intermediate_size=model.ffn_hidden_size,
+        num_hidden_layers=model.num_layers, num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.kv_heads, tie_word_embeddings=model.tie_embeddings,
+        max_position_embeddings=config.data.seq_length, attn_implementation="sdpa",
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16 if precision == "bf16" else torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    ids = torch.from_numpy(tokens()[:, :-1].copy())
+    with device:
+        llama_model = transformers.LlamaForCausalLM(llama).to(dtype_of(config))
+    if config.recompute.kind == "full":
+        llama_model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(llama_model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    ids = torch.from_numpy(tokens(config)[:, :-1].copy()).to(device)
 
     def step() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        llama_model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(llama_model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -119,15 +127,19 @@ def floor(precision: str) -> Callable[[], object]:
     return step
 
 
-def seconds(step: Callable[[], object]) -> float:
+def seconds(step: Callable[[], object], device: torch.device = CPU) -> float:
+    """Of one step, the mean of a few."""
     begin = time.perf_counter()
     for _ in range(STEPS):
         step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return (time.perf_counter() - begin) / STEPS
 
 
 def compare(precision: str, rounds: int) -> dict[str, Any]:
-    contestants = {"mega": ours(precision), "transformers": theirs(precision), "floor": floor(precision)}
+    config = settings(precision)
+    contestants = {"mega": ours(config), "transformers": theirs(config), "floor": floor(precision)}
     for step in contestants.values():
         step()
     times: dict[str, list[float]] = {name: [] for name in contestants}
