@@ -97,9 +97,11 @@ def _table(told: dict[str, Any]) -> str:
         + ("" if formula is None else f" (formula {100 * formula:.1f} %)"),
         "estimated bytes a rank, by pipeline rank:",
     ]
+    large = max(sum(kinds.values()) for kinds in told["memory_bytes"]) >= 2**30
+    scale, unit = (2**30, "GiB") if large else (2**20, "MiB")
     for rank, (kinds, flight) in enumerate(zip(told["memory_bytes"], told["microbatches_in_flight"], strict=True)):
-        parts = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in kinds.items())
-        lines.append(f"  {rank}: {sum(kinds.values()) / 2**30:.2f} GiB = {parts}; {flight} activations in flight")
+        parts = ", ".join(f"{kind} {size / scale:.2f}" for kind, size in kinds.items())
+        lines.append(f"  {rank}: {sum(kinds.values()) / scale:.2f} {unit} = {parts}; {flight} activations in flight")
     if told["drawing"]:
         lines.append(f"drawn into {told['drawing']}")
     return "\n".join(lines)
