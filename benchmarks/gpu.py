@@ -1,9 +1,9 @@
 """Training step on one GPU: speed of mega against transformers, share of the device's peak, memory, recomputation, experts.
 
-    python benchmarks/gpu.py [--rounds 5] [--device cpu --tiny]
+    python benchmarks/gpu.py [--rounds 5] [--tiny]
 
 As `train_step.py`, of a size that fills a GPU: contestants interleaved, ratios as medians over rounds. Memory is the
-peak of a step above what was there before the contestant was built. mega keeps fp32 gradients, moments and main weights;
+most that is allocated in a step, with weights and optimizer. mega keeps fp32 gradients, moments and main weights;
 transformers has all of these in bf16.
 """
 
@@ -17,10 +17,12 @@ from typing import Any
 
 import record
 import torch
-from train_step import ours, seconds, spread, theirs
+from train_step import ours, seconds, settings, spread, theirs
 
+from mega_trainer.build import dtype_of
 from mega_trainer.config import RunConfig
-from mega_trainer.plan.flops import count_parameters, model_flops, peak_flops
+from mega_trainer.metrics import Speed, memory_in_use
+from mega_trainer.plan.flops import count_parameters
 
 DENSE = {
     "num_layers": 16, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16, "num_kv_heads": 8,
@@ -39,48 +41,36 @@ TINY_EXPERTS = TINY | {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 
 Contestant = tuple[Callable[[RunConfig, torch.device], Callable[[], object]], RunConfig]
 
 
-def settings(model: dict[str, Any], rows: int, length: int, recompute: str = "none") -> RunConfig:
-    return RunConfig.parse(
-        {
-            "model": model,
-            "data": {"train": "unused", "seq_length": length},
-            "batch": {"micro": rows, "global": rows},
-            "recompute": {"kind": recompute},
-            "precision": "bf16",
-        }
-    )
-
-
 def contestants(*, tiny: bool) -> dict[str, Contestant]:
     rows, length = (2, 64) if tiny else (4, 4096)
     dense, experts = (TINY, TINY_EXPERTS) if tiny else (DENSE, EXPERTS)
-    plain, full = (settings(dense, rows, length, kind) for kind in ("none", "full"))
+    plain, selective, full = (settings("bf16", dense, rows, length, kind) for kind in ("none", "selective", "full"))
     return {
         "mega": (ours, plain),
         "transformers": (theirs, plain),
-        "mega, selective": (ours, settings(dense, rows, length, "selective")),
+        "mega, selective": (ours, selective),
         "mega, full": (ours, full),
         "transformers, full": (theirs, full),
-        "mega, experts": (ours, settings(experts, rows, length)),
+        "mega, experts": (ours, settings("bf16", experts, rows, length)),
     }
 
 
 def measure(all_of_them: dict[str, Contestant], rounds: int, device: torch.device) -> dict[str, Any]:
     """Each contestant is alone on the device, and built anew for each round, so that none takes memory from another."""
     times: dict[str, list[float]] = {name: [] for name in all_of_them}
-    memory = dict.fromkeys(all_of_them, 0.0)
+    memory = dict.fromkeys(all_of_them, 0)
     for number in range(rounds):
         for name, (make, config) in all_of_them.items():
-            before = memory_of(device, peak=False)
             step = make(config, device)
             step()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
             times[name].append(seconds(step, device))
-            memory[name] = max(memory[name], memory_of(device, peak=True) - before)
+            memory[name] = max(memory[name], memory_in_use())
             del step
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats(device)
             print(f"round {number + 1} of {rounds}: {name}: {times[name][-1] * 1e3:.0f} ms", flush=True)
     return {name: described(all_of_them[name][1], times[name], memory[name], device) for name in all_of_them} | {
         "speed over transformers": ratio(times["transformers"], times["mega"]),
@@ -90,18 +80,18 @@ def measure(all_of_them: dict[str, Contestant], rounds: int, device: torch.devic
     }
 
 
-def described(config: RunConfig, times: list[float], memory: float, device: torch.device) -> dict[str, Any]:
+def described(config: RunConfig, times: list[float], memory: int, device: torch.device) -> dict[str, Any]:
+    speed = Speed.of(config, device, dtype_of(config), world_size=1)
     count = count_parameters(config.model)
     rate = config.batch.micro * config.data.seq_length / statistics.median(times)
-    achieved = rate * model_flops(config.model, config.data.seq_length)
-    peak = peak_flops(torch.cuda.get_device_name(device), "bf16") if device.type == "cuda" else None
+    achieved = rate * speed.exact
     return {
         "parameters": count.total,
         "active_parameters": count.active,
         "batch": [config.batch.micro, config.data.seq_length],
         "tokens_per_second": round(rate),
         "tflops": round(achieved / 1e12, 2),
-        "mfu": None if peak is None else round(achieved / peak, 3),
+        "mfu": round(achieved / speed.peak, 3),
         "peak_gb": round(memory / 1e9, 2),
     }
 
@@ -110,27 +100,20 @@ def ratio(these: list[float], those: list[float]) -> dict[str, float]:
     return spread([one / other for one, other in zip(these, those, strict=True)])
 
 
-def memory_of(device: torch.device, *, peak: bool) -> float:
-    if device.type != "cuda":
-        return 0.0
-    return float(torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a size for trying this script; nothing is written")
+    parser.add_argument("--tiny", action="store_true", help="try the script on a CPU; nothing is written")
     options = parser.parse_args()
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device here; --device cpu --tiny tries the script")
+    if not options.tiny and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device here; --tiny tries the script")
+    device = torch.device("cpu" if options.tiny else "cuda")
     results = measure(contestants(tiny=options.tiny), options.rounds, device)
     for name, result in results.items():
         print(name, result)
     if not options.tiny:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        print("written to", record.write("gpu", {"device": name, **results}, ["torch", "transformers"]))
+        results = {"device": torch.cuda.get_device_name(device), **results}
+        print("written to", record.write("gpu", results, ["torch", "transformers"]))
 
 
 if __name__ == "__main__":

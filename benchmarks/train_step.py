@@ -40,18 +40,24 @@ STEPS = 3  # of each contestant in a round
 CPU = torch.device("cpu")
 
 
-def settings(precision: str) -> RunConfig:
+MODEL = {
+    "num_layers": LAYERS, "hidden_size": WIDTH, "ffn_hidden_size": FFN, "num_attention_heads": HEADS,
+    "vocab_size": VOCABULARY, "tie_embeddings": True, "max_position": LENGTH,
+}  # fmt: skip
+
+
+def settings(
+    precision: str, model: dict[str, Any] = MODEL, rows: int = BATCH, length: int = LENGTH, recompute: str = "none"
+) -> RunConfig:
     return RunConfig.parse(
         {
-            "model": {
-                "num_layers": LAYERS, "hidden_size": WIDTH, "ffn_hidden_size": FFN, "num_attention_heads": HEADS,
-                "vocab_size": VOCABULARY, "tie_embeddings": True, "max_position": LENGTH,
-            },
-            "data": {"train": "unused", "seq_length": LENGTH},
-            "batch": {"micro": BATCH, "global": BATCH},
+            "model": model,
+            "data": {"train": "unused", "seq_length": length},
+            "batch": {"micro": rows, "global": rows},
+            "recompute": {"kind": recompute},
             "precision": precision,
         }
-    )  # fmt: skip
+    )
 
 
 def tokens(config: RunConfig) -> np.ndarray:

@@ -1,11 +1,24 @@
-"""What all tests share: one thread per process, since their ranks and workers share the cores, and no clocks."""
+"""What all tests share: one thread per process, since their ranks and workers share the cores, no clocks, and a fresh log."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in every process that is started
 settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log() -> Iterator[None]:
+    """A command sets up the log of its process: here that ends with the test, and `caplog` hears each record once."""
+    yield
+    logger = logging.getLogger("mega")
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import os
 import random
@@ -160,7 +159,6 @@ def test_to_megatron(kind: str, at: int, mega: Path, tmp_path: Path, monkeypatch
 def test_an_interrupt_says_how_to_go_on(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("mega"), "propagate", True)
     begun(monkeypatch, llama, tmp_path / "out")
     assert "the same command goes on" in caplog.text
 

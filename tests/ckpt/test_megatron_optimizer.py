@@ -192,7 +192,6 @@ LEFT: dict[str, tuple[Callable[[Path], Any], str]] = {
 def said(caplog: pytest.LogCaptureFixture, work: Callable[[], None]) -> str:
     caplog.clear()
     with caplog.at_level(logging.INFO, logger.name):
-        logger.propagate = True
         work()
     return "\n".join(record.message for record in caplog.records)
 

@@ -2,21 +2,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_common.log import ProgressBar, human, logger, setup_log
-
-
-@pytest.fixture(autouse=True)
-def _restored_logger() -> Iterator[None]:
-    before = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
 
 
 def test_rank_0_tells_all_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

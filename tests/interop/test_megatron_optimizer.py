@@ -154,10 +154,9 @@ def test_a_run_makes_the_step_of_adam(root: Path, tokens: Path) -> None:
 
 def test_buckets_stay_behind(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger.name):
-        logger.propagate = True
         convert(root / "buckets" / "theirs", tmp_path / "ours", "mega")
-    assert {record.message for record in caplog.records} == {
+    assert [record.message for record in caplog.records] == [
         "only the weights are converted: the distributed optimizer's buckets fit only the ranks that wrote them "
         "(Megatron saves it otherwise with --dist-ckpt-optim-fully-reshardable)"
-    }
+    ]
     assert not Checkpoint.open(tmp_path / "ours").keys("optimizer/")

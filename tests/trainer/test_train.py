@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -101,7 +100,6 @@ def test_old_checkpoints_that_cannot_be_removed_end_no_run(
     def refuse(*_: Any, **__: Any) -> None:
         raise RemoteError("no answer")
 
-    monkeypatch.setattr(logging.getLogger("mega"), "propagate", True)
     monkeypatch.setattr("mega_trainer.state.retain", refuse)
     url = f"memory://bucket/{tmp_path.name}"
     trained(settings(train={"steps": 2}, checkpoint={"path": url, "every": 1, "keep": 1}))
@@ -207,9 +205,6 @@ def test_resume_refuses_another_model_and_tells_other_changes(
             trained(raw)
         assert next(iter(change)) in str(refused.value)
     with caplog.at_level("INFO", "mega"):
-        from mega_common.log import logger
-
-        logger.propagate = True
         trained(settings(train={"steps": 3}, optimizer={"weight_decay": 0.3}))
     assert "optimizer.weight_decay: 0.1 -> 0.3" in caplog.text
 

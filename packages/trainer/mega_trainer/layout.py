@@ -186,9 +186,8 @@ def _suggestion(config: RunConfig, world_size: int) -> str:
         if world_size % (tp * pp * cp) == 0
     )
     for _, tp, pp, cp in near:
-        degrees: dict[str, int | str] = {"tp": tp, "pp": pp, "cp": cp, "dp": world_size // (tp * pp * cp)}
-        if parallel.cp == 1:
-            del degrees["cp"]
+        split = {"cp": cp} if parallel.cp > 1 else {}
+        degrees: dict[str, int | str] = {"tp": tp, "pp": pp, **split, "dp": world_size // (tp * pp * cp)}
         if pp == 1:
             alone: dict[str, int | str] = {"virtual_stages": 1, "schedule": "1f1b"}
             degrees |= {name: value for name, value in alone.items() if getattr(parallel, name) != value}
