@@ -72,8 +72,8 @@ def train_command(
 
 
 def _translated(script: Path) -> str:
+    from mega_cli.megatron_args import to_yaml, translate
     from mega_common.errors import ConfigError
-    from mega_trainer.megatron_args import to_yaml, translate
 
     try:
         text = script.read_text(encoding="utf-8")

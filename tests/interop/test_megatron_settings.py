@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from mega_ckpt.families.plain import plain
 from mega_ckpt.formats.megatron_args import read_args
+from mega_cli.megatron_args import translate
+from mega_cli.megatron_args.arithmetic import layer_pattern
+from mega_cli.megatron_args.flags import load_flags, parse_arguments
+from mega_cli.megatron_args.launch import find_launch
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
-from mega_trainer.megatron_args import translate
-from mega_trainer.megatron_args.arithmetic import layer_pattern
-from mega_trainer.megatron_args.flags import load_flags, parse_arguments
-from mega_trainer.megatron_args.launch import find_launch
 
 SCRIPT = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --vocab-size 512

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mega_cli.megatron_args.arithmetic import calculate
+from mega_cli.megatron_args.script import read_script
+from mega_cli.megatron_args.shell import shown
 from mega_common.errors import ConfigError
-from mega_trainer.megatron_args.arithmetic import calculate
-from mega_trainer.megatron_args.script import read_script
-from mega_trainer.megatron_args.shell import shown
 
 BASH = shutil.which("bash")
 needs_bash = pytest.mark.skipif(BASH is None, reason="compares with bash, which is not installed")

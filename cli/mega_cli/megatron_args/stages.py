@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mega_trainer.megatron_args.draft import Draft
+from mega_cli.megatron_args.draft import Draft
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"

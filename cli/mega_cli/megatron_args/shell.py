@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mega_cli.megatron_args.arithmetic import calculate
 from mega_common.errors import ConfigError
-from mega_trainer.megatron_args.arithmetic import calculate
 
 # An unknown parameter stands in a text between these two characters of Unicode's private use area.
 OPEN, CLOSE = "\ue000", "\ue001"

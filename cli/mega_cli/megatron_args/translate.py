@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mega_trainer.megatron_args.data import data_section
-from mega_trainer.megatron_args.draft import Draft, Note
-from mega_trainer.megatron_args.flags import load_flags, parse_arguments
-from mega_trainer.megatron_args.launch import Launch, find_launch
-from mega_trainer.megatron_args.model import model_section
-from mega_trainer.megatron_args.training import (
+from mega_cli.megatron_args.data import data_section
+from mega_cli.megatron_args.draft import Draft, Note
+from mega_cli.megatron_args.flags import load_flags, parse_arguments
+from mega_cli.megatron_args.launch import Launch, find_launch
+from mega_cli.megatron_args.model import model_section
+from mega_cli.megatron_args.training import (
     batch_section,
     checkpoint_section,
     log_section,

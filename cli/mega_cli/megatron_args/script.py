@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from mega_cli.megatron_args.conditions import Truth, both, either, test
+from mega_cli.megatron_args.shell import ASSIGNMENT, MARK, Expander, Lexer, Token, Word, shown, unknown
 from mega_common.errors import ConfigError
-from mega_trainer.megatron_args.conditions import Truth, both, either, test
-from mega_trainer.megatron_args.shell import ASSIGNMENT, MARK, Expander, Lexer, Token, Word, shown, unknown
 
 DECLARING = frozenset({"export", "declare", "local", "readonly", "typeset"})
 LEADING = frozenset({"then", "else", "do", "{", "}", "time"})

@@ -14,13 +14,13 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mega_cli.megatron_args import Translation, draft, to_yaml, translate
+from mega_cli.megatron_args.draft import load_handling
+from mega_cli.megatron_args.flags import Flag, load_flags
 from mega_common.config import load_yaml
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.config import RunConfig, resolve
-from mega_trainer.megatron_args import Translation, draft, to_yaml, translate
-from mega_trainer.megatron_args.draft import load_handling
-from mega_trainer.megatron_args.flags import Flag, load_flags
 
 FLAGS = load_flags()
 HANDLING = load_handling()
@@ -489,7 +489,7 @@ def test_remarks_of_the_script_stand_on_top():
 
 
 def test_no_torch_is_imported():
-    code = "import sys, mega_trainer.megatron_args; sys.exit('torch' in sys.modules)"
+    code = "import sys, mega_cli.megatron_args; sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=False).returncode
         == 0

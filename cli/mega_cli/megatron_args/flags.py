@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
+from mega_cli.megatron_args.shell import MARK, Word, shown
 from mega_common.config import Problem, raise_problems
-from mega_trainer.megatron_args.shell import MARK, Word, shown
 
 SOURCE = "the launch script"
 
@@ -61,7 +61,7 @@ class Flag:
 
 def load_flags() -> list[Flag]:
     """The table."""
-    text = (files("mega_trainer.megatron_args") / "flags.csv").read_text(encoding="utf-8")
+    text = (files("mega_cli.megatron_args") / "flags.csv").read_text(encoding="utf-8")
     return [
         Flag(
             row["flag"], tuple(row["aliases"].split()), row["dest"], row["takes"], row["type"], row["default"],

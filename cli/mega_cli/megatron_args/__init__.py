@@ -9,8 +9,8 @@ of a run. `flags.csv` is the table of Megatron-LM's flags, `handling.yaml` tells
 from.
 """
 
-from mega_trainer.megatron_args.draft import Note
-from mega_trainer.megatron_args.render import to_yaml
-from mega_trainer.megatron_args.translate import Translation, translate
+from mega_cli.megatron_args.draft import Note
+from mega_cli.megatron_args.render import to_yaml
+from mega_cli.megatron_args.translate import Translation, translate
 
 __all__ = ["Note", "Translation", "to_yaml", "translate"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mega_trainer.megatron_args.draft import Draft
-from mega_trainer.megatron_args.patterns import layers_of_kind
+from mega_cli.megatron_args.draft import Draft
+from mega_cli.megatron_args.patterns import layers_of_kind
 
 SCOPES = {"aux_loss": "batch", "seq_aux_loss": "sequence"}
 BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")

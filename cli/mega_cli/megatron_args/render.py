@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from mega_trainer.megatron_args.draft import Kind, Note
-from mega_trainer.megatron_args.translate import Translation
+from mega_cli.megatron_args.draft import Kind, Note
+from mega_cli.megatron_args.translate import Translation
 
 HEADINGS: dict[Kind, str] = {
     "open": "To look at before the first run:",

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
+from mega_cli.megatron_args import Translation, to_yaml, translate
+from mega_cli.megatron_args.arithmetic import layer_pattern
 from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig, resolve
-from mega_trainer.megatron_args import Translation, to_yaml, translate
-from mega_trainer.megatron_args.arithmetic import layer_pattern
 
 DEEPSEEK_V3 = r"""
 NODES=32; MOE_FREQ="([0]*3+[1]*58)"

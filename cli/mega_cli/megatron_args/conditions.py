@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
-from mega_trainer.megatron_args.shell import MARK, is_unset
+from mega_cli.megatron_args.shell import MARK, is_unset
 
 Truth = bool | None  # None: not known
 

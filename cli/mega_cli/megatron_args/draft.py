@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import yaml
 
-from mega_trainer.megatron_args.flags import Arguments, Given
-from mega_trainer.megatron_args.shell import MARK, shown
+from mega_cli.megatron_args.flags import Arguments, Given
+from mega_cli.megatron_args.shell import MARK, shown
 
 Kind = Literal["translated", "not needed", "changes meaning", "no equivalent", "open"]
 DEFAULT = "Megatron's default"
@@ -107,7 +107,7 @@ class Draft:
 
 def load_handling() -> list[tuple[str, Kind, str]]:
     """What becomes of flags without a key, from `handling.yaml`: (pattern of the flag's name, kind, why)."""
-    text = (files("mega_trainer.megatron_args") / "handling.yaml").read_text(encoding="utf-8")
+    text = (files("mega_cli.megatron_args") / "handling.yaml").read_text(encoding="utf-8")
     table: Mapping[Kind, Mapping[str, str]] = yaml.safe_load(text)
     return [
         (pattern, kind, why) for kind, rows in table.items() for why, flags in rows.items() for pattern in flags.split()

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from mega_cli.megatron_args.script import Script, read_script
+from mega_cli.megatron_args.shell import Word, shown
 from mega_common.errors import ConfigError
-from mega_trainer.megatron_args.script import Script, read_script
-from mega_trainer.megatron_args.shell import Word, shown
 
 OTHER_MODELS = re.compile(r"bert|t5|ict|retro|vision|vlm|mimo|multimodal|mamba|hybrid|realm|orqa")
 SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)(?:=|[ \t]*)([^\s#]*)", re.MULTILINE)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mega_trainer.megatron_args.arithmetic import layer_pattern
-from mega_trainer.megatron_args.draft import Draft
+from mega_cli.megatron_args.arithmetic import layer_pattern
+from mega_cli.megatron_args.draft import Draft
 
 
 def layers_of_kind(

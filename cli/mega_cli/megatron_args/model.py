@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from mega_trainer.megatron_args.draft import Draft
-from mega_trainer.megatron_args.experts import experts_section
-from mega_trainer.megatron_args.patterns import layers_of_kind
+from mega_cli.megatron_args.draft import Draft
+from mega_cli.megatron_args.experts import experts_section
+from mega_cli.megatron_args.patterns import layers_of_kind
 
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 # The vocabulary of the one tokenizer that fixes it by its type.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mega_trainer.megatron_args.draft import Draft
-from mega_trainer.megatron_args.stages import layout_of_flags
+from mega_cli.megatron_args.draft import Draft
+from mega_cli.megatron_args.stages import layout_of_flags
 
 CONTEXT = {"p2p": "ring", "a2a": "alltoall", "all_gather": "allgather"}
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}

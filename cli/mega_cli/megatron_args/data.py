@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from mega_trainer.megatron_args.draft import Draft
+from mega_cli.megatron_args.draft import Draft
 
 OWN = ("train_data_path", "valid_data_path", "test_data_path")
 SPLIT = "969, 30, 1"
