@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch.distributed.distributed_c10d import Store
 
-from mega_ckpt.source import copy_assets, load_weights, open_source, put_file
+from mega_ckpt.source import copy_assets, load_weights, open_source, put_file, tell_unread
 from mega_common.errors import ConfigError
 from mega_common.files import atomic_file
 from mega_common.log import human, logger
@@ -115,7 +115,10 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
         for stage in state.stages.values():
             init_weights(stage, config.train.seed)
         if config.init_from is not None:
-            load_weights(open_source(config.init_from), weights_of(state.stages))
+            source = open_source(config.init_from)
+            if world.rank == 0:
+                tell_unread(source)
+            load_weights(source, weights_of(state.stages))
             logger.info("starting from the weights of %s", config.init_from)
         state.optimizer.reload_main()
     if world.rank == 0:

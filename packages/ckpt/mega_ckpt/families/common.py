@@ -83,13 +83,16 @@ class QueryScalar:
 
 @dataclass(frozen=True)
 class OwnHeads:
-    """Every head has its own key and value, and together they are as wide as the model: no key speaks of them."""
+    """Every head has its own key and value, and together they are as wide as the model."""
 
-    keys: frozenset[str] = frozenset()
+    keys: frozenset[str] = frozenset({"head_dim"})
     fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def read(self, raw: Raw) -> dict[str, Any]:
-        """Nothing: these are the defaults."""
+        """Nothing: these are the defaults, and a width that is there must be that."""
+        width, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
+        if raw.get("head_dim") is not None and width and heads and raw["head_dim"] != width // heads:
+            raise MismatchError(f"head_dim = {raw['head_dim']!r} must be {width // heads}")
         return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from mega_ckpt.families.base import Family
 from mega_ckpt.families.common import OwnHeads
 from mega_ckpt.families.keys import Fixed, Key, MismatchError, Only, Raw
 from mega_ckpt.families.layouts import TRANSPOSED, Rule
+from mega_ckpt.families.windows import SameWindow
 from mega_common.model_config import ModelConfig
 
 _LAYER, _H = "model.layers.{i}", "transformer.h.{i}"
@@ -49,10 +50,10 @@ GPT2 = Family(
     buffers=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
     entries=(
         Key("vocab_size", "vocab_size"),
-        Key("n_embd", "hidden_size"),
-        Key("n_layer", "num_layers"),
-        Key("n_head", "num_attention_heads"),
-        Key("n_positions", "max_position"),
+        Key("n_embd hidden_size", "hidden_size"),
+        Key("n_layer num_hidden_layers", "num_layers"),
+        Key("n_head num_attention_heads", "num_attention_heads"),
+        Key("n_positions max_position_embeddings", "max_position"),
         Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("activation_function", "activation", "gelu_new",
             {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}),
@@ -65,8 +66,9 @@ GPT2 = Family(
         OwnHeads(),
         Only({"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
               "reorder_and_upcast_attn": (False, True)}),
+        SameWindow(knows=False),
         Fixed({"norm": "layernorm", "position": "learned", "qkv_bias": True, "attention_out_bias": True,
-               "mlp_bias": True, "qk_norm": False, "sliding_window": None}),
+               "mlp_bias": True, "qk_norm": False}),
     ),
     rules=(
         Rule("transformer.wte.weight", ("model.embed_tokens.weight",)),
@@ -80,6 +82,7 @@ GPT2 = Family(
         *_both("transformer.ln_f", "model.norm"),
     ),
     carried=frozenset(
-        {"summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"}
+        {"classifier_dropout", "hidden_dropout", "summary_activation", "summary_first_dropout", "summary_last_dropout",
+         "summary_proj_to_labels", "summary_type", "summary_use_proj"}
     ),
 )  # fmt: skip

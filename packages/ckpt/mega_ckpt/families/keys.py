@@ -46,7 +46,7 @@ class Key:
     """One key that is one field, or several fields which then must agree.
 
     Attributes:
-        key: the key's name, and after spaces others that are read where it is absent.
+        key: the key's name, and after spaces others that mean the same.
         names: the fields' names, separated by spaces.
         default: what transformers takes for an absent key. `...` marks a key that must be there.
         values: how values are called there and here; by default they are the same. The first match is written.
@@ -72,7 +72,11 @@ class Key:
     def read(self, raw: Raw) -> dict[str, Any]:
         """The key's value in each field."""
         written, *_ = self.key.split()
-        value = next((raw[key] for key in self.key.split() if key in raw), self.default)
+        there = [key for key in self.key.split() if key in raw]
+        value = raw[there[0]] if there else self.default
+        for key in there[1:]:
+            if raw[key] != value:
+                raise MismatchError(f"{there[0]} = {value!r} and {key} = {raw[key]!r} must be the same")
         if value is ...:
             raise MismatchError(f"{written} is missing")
         if value is None and self.given:

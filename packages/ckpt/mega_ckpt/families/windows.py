@@ -13,6 +13,39 @@ _FULL, _LOCAL = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
+class SameWindow:
+    """One window in every layer, or none. transformers' caches go by the list of kinds, if there is one: it must agree.
+
+    Attributes:
+        size: the window where the key is absent.
+        knows: whether the family's code has windows at all.
+    """
+
+    size: int | None = None
+    knows: bool = True
+    keys: frozenset[str] = frozenset({"sliding_window", "layer_types"})
+    fields: frozenset[str] = frozenset({"sliding_window"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """The window."""
+        size = raw.get("sliding_window", self.size)
+        if size is not None and not self.knows:
+            if raw.get("use_sliding_window", True):
+                raise MismatchError(f"sliding_window = {size!r} is not supported (only None)")
+            size = None
+        check_kinds(raw, size)
+        return {"sliding_window": size}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The size, where the family has the key."""
+        if self.knows:
+            return {"sliding_window": model.sliding_window}
+        if model.sliding_window is not None:
+            raise MismatchError(f"sliding_window must be None, not {model.sliding_window!r}")
+        return {}
+
+
+@dataclass(frozen=True)
 class LayerTypes:
     """A window's size, and a list of the layers' kinds; where that is absent, every so many layers one is full.
 
@@ -83,16 +116,29 @@ class SwitchedWindow:
     """A window in every layer or none, with Qwen's switch before it."""
 
     size: int = 4096
-    keys: frozenset[str] = frozenset({"use_sliding_window", "sliding_window", "max_window_layers"})
+    keys: frozenset[str] = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
     fields: frozenset[str] = frozenset({"sliding_window"})
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """The window, if it is switched on; transformers does nothing with `max_window_layers`."""
-        return {"sliding_window": raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None}
+        size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
+        check_kinds(raw, size)
+        return {"sliding_window": size}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Switch and size."""
         return {"use_sliding_window": model.sliding_window is not None, "sliding_window": model.sliding_window}
+
+
+def check_kinds(raw: Raw, size: int | None) -> None:
+    """See that a list of kinds, which the family does not ask, says of each layer what the family makes it.
+
+    Raises:
+        MismatchError: when it does not.
+    """
+    kind = _LOCAL if size else _FULL
+    if any(each != kind for each in raw.get("layer_types") or ()):
+        raise MismatchError(f"layer_types is not supported where it names layers other than {kind}")
 
 
 def layer_kinds(model: ModelConfig) -> list[str]:
