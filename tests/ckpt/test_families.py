@@ -67,7 +67,11 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
         assert loaded[key] == raw[key], key
 
 
-@pytest.mark.parametrize("case", [case for case, (kind, _) in MODELS.items() if not family_named(kind).by_expert])
+# In memory transformers fuses the experts of other families, and of these with other names.
+_FUSED_IN_MEMORY = {family.name for family in FAMILIES if family.by_expert} | {"granitemoe"}
+
+
+@pytest.mark.parametrize("case", [case for case, (kind, _) in MODELS.items() if kind not in _FUSED_IN_MEMORY])
 def test_tensors_are_those_of_transformers(case: str) -> None:
     transformers = pytest.importorskip("transformers")
     kind, chosen = MODELS[case]
@@ -347,7 +351,7 @@ def test_a_model_that_none_can_express_is_told_why(changes: dict[str, Any], told
 
 def test_no_family_fits_and_each_says_why() -> None:
     with pytest.raises(CheckpointError) as caught:
-        family_for(ModelConfig.parse(SIZES | {"norm": "layernorm", "rope": {"fraction": 0.5}}))
+        family_for(ModelConfig.parse(SIZES | {"norm": "layernorm", "rope": {"fraction": 0.5}, "activation": "geglu"}))
     text = str(caught.value)
     assert "llama: rope.fraction (partial_rotary_factor) must be 1.0" in text or "norm must be 'rmsnorm'" in text
     assert "gpt2: " in text

@@ -146,7 +146,7 @@ class Family:
         """
         names = set(names) if names is not None else None
         layers = model.num_layers + model.mtp_layers
-        table = disk_tensors(self.rules, tensors_of(model), layers, model.num_attention_heads)
+        table = disk_tensors(self.rules, tensors_of(model), layers, model.kv_heads)
         for copy, name in self.copies(model).items():
             if copy != self.head if names is None else copy in names:
                 original = next(disk for disk in table.values() if disk.slabs[0].name == name)

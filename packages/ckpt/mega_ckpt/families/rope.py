@@ -152,18 +152,19 @@ class TwoRopes:
 
     Attributes:
         rope, local: what each set's keys are and stand for.
-        local_key: what older folders call the base of the second, which they only have without scaling.
+        local_key: what older folders call the base of the second, which they only have without scaling; None: they have
+            no key for it.
     """
 
     rope: Rope
     local: Rope
-    local_key: str = "rope_local_base_freq"
+    local_key: str | None = "rope_local_base_freq"
     fields: frozenset[str] = frozenset({"rope", "local_rope"})
 
     @property
     def keys(self) -> frozenset[str]:
         """The keys of either form."""
-        return self.rope.keys | {self.local_key}
+        return self.rope.keys | ({self.local_key} if self.local_key else set())
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """Both sets; `rope_scaling` speaks of layers without a window alone."""
@@ -172,7 +173,7 @@ class TwoRopes:
             raise MismatchError(f"rope_parameters = {given!r} is not one set of parameters for each of {_SETS}")
         full, local = (given.get(name) or {} for name in _SETS)
         rest = {key: value for key, value in raw.items() if key not in ("rope_parameters", "rope_scaling")}
-        base = raw.get(self.local_key) or self.local.theta
+        base = (raw.get(self.local_key) if self.local_key else None) or self.local.theta
         rope = self.rope.read({**rest, "rope_parameters": {**full, **(raw.get("rope_scaling") or {})}})
         windowed = self.local.read({**rest, "rope_parameters": local, "rope_theta": base})
         return {**rope, "local_rope": windowed["rope"]}
@@ -182,4 +183,5 @@ class TwoRopes:
         full = self.rope.write(model)
         local = self.local.write(model.model_copy(update={"rope": model.local_rope or model.rope}))
         sets = zip(_SETS, (full["rope_parameters"], local["rope_parameters"]), strict=True)
-        return {**full, self.local_key: local["rope_theta"], "rope_parameters": dict(sets)}
+        base = {self.local_key: local["rope_theta"]} if self.local_key else {}
+        return {**full, **base, "rope_parameters": dict(sets)}
