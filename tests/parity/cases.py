@@ -88,6 +88,7 @@ class Case:
         bucket: elements of a gradient bucket.
         closed: attention closed at document ends.
         length: tokens of a sample.
+        decoupled_lr: of the input embedding and the output layer; None: that of the others.
         clip: largest gradient norm; 0: no clip.
         steps: to train.
     """
@@ -104,6 +105,7 @@ class Case:
     length: int = 16
     precision: str = "fp64"
     optimizer: str = "adamw"
+    decoupled_lr: float | None = None
     clip: float = 0.1  # small enough that every step is clipped
     steps: int = STEPS
     debug: Mapping[str, Any] = field(default_factory=dict)
@@ -118,11 +120,13 @@ class Case:
             "parallel": dict(self.parallel),
             "recompute": dict(self.recompute),
             "batch": {"micro": self.micro, "global": self.batch},
-            "optimizer": {"name": self.optimizer, "clip_grad": self.clip, "eps": 1e-4},
+            "optimizer": {
+                "name": self.optimizer, "clip_grad": self.clip, "eps": 1e-4, "decoupled_lr": self.decoupled_lr,
+            },
             "train": {"steps": 10},
             "precision": self.precision,
             "debug": dict(self.debug),
-        }
+        }  # fmt: skip
 
     @property
     def single(self) -> Case:

@@ -57,7 +57,7 @@ def _case(seed: int, rng: random.Random) -> Case:
         f"seed {seed}", {**_model(rng), **experts, "num_layers": max(1, layers)}, tp * pp * cp * dp,
         parallel=parallel, recompute=rng.choice(RECOMPUTES), micro=micro, batch=batch,
         bucket=rng.choice([LARGE, 3000, 500]), closed=rng.random() < 0.7, clip=rng.choice([0.0, 0.1, 1.0]),
-        length=rng.choice([12, 16, 24, 48]), optimizer=rng.choice(OPTIMIZERS),
+        length=rng.choice([12, 16, 24, 48]), optimizer=rng.choice(OPTIMIZERS), decoupled_lr=rng.choice([None, 0.03]),
     )  # fmt: skip
 
 

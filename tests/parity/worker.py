@@ -92,9 +92,11 @@ class Trainer:
         number = self.state.step if number is None else number
         batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
-        clip = self.config.optimizer.clip_grad
-        data, scale = self.groups.dp_cp, self.state.loss_scale
-        result = train_step(self.executor, self.optimizer, micro, lr=1e-2, clip=clip, data=data, loss_scale=scale)
+        settings = self.config.optimizer
+        result = train_step(
+            self.executor, self.optimizer, micro, lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
+            data=self.groups.dp_cp, loss_scale=self.state.loss_scale,
+        )  # fmt: skip
         self.state.advance(result)
         return result
 

@@ -221,6 +221,26 @@ def test_start_from_other_weights(settings: Settings, tmp_path: Path) -> None:
     assert first.step == 2
 
 
+ENDS = {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("more", [{}, {"name": "muon"}, {"offload": True}])
+def test_a_learning_rate_of_their_own_moves_embedding_and_output_alone(
+    settings: Settings, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """One step: with each rate alone, and with both; without a clip no gradient depends on the others."""
+    made, rates = {}, {"low": {"lr": 1e-3}, "high": {"lr": 5e-3}, "both": {"lr": 1e-3, "decoupled_lr": 5e-3}}
+    for name, lr in rates.items():
+        optimizer = {"clip_grad": 0.0, **lr, **more}
+        made[name] = bits(trained(settings(train={"steps": 1}, optimizer=optimizer, output=str(tmp_path / name))))
+    for key, boxes in made["both"].items():
+        like = made["high" if key.removeprefix("weights/") in ENDS else "low"][key]
+        assert all(torch.equal(a, b) for a, b in zip(boxes, like, strict=True)), key
+    (line,) = lines(settings(output=str(tmp_path / "both")))
+    assert (line["lr"], line["decoupled_lr"]) == (1e-3, 5e-3)
+    assert "decoupled_lr" not in lines(settings(output=str(tmp_path / "low")))[0]
+
+
 def test_not_finite_stops_without_touching_the_weights(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = settings(train={"steps": 4}, checkpoint={"every": 1, "async": False})
     real, calls = step_module.mean_loss, []

@@ -113,9 +113,12 @@ def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         slices=level > 0,
         each_backward=level == 2 or config.debug.reduce_every_microbatch,
         apart=is_hidden_matrix if config.optimizer.name == "muon" else None,
+        decoupled=config.optimizer.decoupled_lr is not None,
     )
     return {
-        index: FullyShardedStage(stage) if isinstance(stage, FSDPModule) else flatten(stage, sharing, stage.units())
+        index: FullyShardedStage(stage, decoupled=sharing.decoupled)
+        if isinstance(stage, FSDPModule)
+        else flatten(stage, sharing, stage.units())
         for index, stage in stages.items()
     }
 

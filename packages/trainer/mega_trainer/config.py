@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import frexp
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from mega_ckpt.remote import Place, Remote, place
 from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
@@ -85,6 +86,9 @@ class OptimizerConfig(Config):
 
     name: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(3e-4, gt=0)
+    decoupled_lr: float | None = Field(
+        None, gt=0, description="learning rate of the input embedding and the output layer; default: lr"
+    )
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
@@ -206,6 +210,13 @@ class RunConfig(Config):
         """The learning rate as a function of consumed samples."""
         return self.lr_schedule.curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_)
 
+    def decoupled_lr_curve(self) -> LRCurve | None:
+        """That of the input embedding and the output layer, where they have one of their own."""
+        highest, lowest = self.optimizer.decoupled_lr, self.lr_schedule.decoupled_min_lr
+        if highest is None:
+            return None
+        return replace(self.lr_curve(), highest=highest, lowest=self.lr_schedule.min_lr if lowest is None else lowest)
+
     def due(self, step: int, every: int) -> bool:
         """Whether something done `every` steps (0: only at the end) is due after `step`."""
         return step == self.train.steps or bool(every and step % every == 0)
@@ -228,11 +239,27 @@ class RunConfig(Config):
             lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_
         ):
             yield replace(problem, path=f"lr_schedule.{problem.path}")
+        yield from self._decoupled_problems()
         if isinstance(place(self.output), Remote):
             rule = "must be a folder here: metrics and logs are written line by line"
             yield Problem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")
         if self.batch.global_ % self.batch.micro:
             yield Problem("batch.global", f"must be a multiple of batch.micro = {self.batch.micro}", self.batch.global_)
+
+    def _decoupled_problems(self) -> Iterator[Problem]:
+        """Rates of their own for the input embedding and the output layer."""
+        curve, key, lowest = (
+            self.decoupled_lr_curve(),
+            "lr_schedule.decoupled_min_lr",
+            self.lr_schedule.decoupled_min_lr,
+        )
+        if curve is None:
+            if lowest is not None:
+                yield Problem(
+                    key, "ends a decay that is not there", lowest, "set optimizer.decoupled_lr, or leave it out"
+                )
+        elif curve.lowest > curve.highest:
+            yield Problem(key, f"must be at most optimizer.decoupled_lr = {curve.highest:g}", curve.lowest)
 
 
 def resolve(raw: Mapping[str, Any], *, base: Path = Path()) -> dict[str, Any]:
@@ -282,10 +309,13 @@ MODEL_SETTINGS = ("model",)
 def changes(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
     """What differs between a saved run's settings and `config`: (changes of the model itself, other changes).
 
-    Each is a line `path: old -> new`. What was not saved at all, as in a converted checkpoint, is no change.
+    Each is a line `path: old -> new`. A section that was not saved at all, as in a converted checkpoint, is no change,
+    and a setting that did not exist yet was at its default.
     """
-    now = _flat({name: value for name, value in config.model_dump(mode="json", by_alias=True).items() if name in saved})
-    before = _flat(saved)
+    current = config.model_dump(mode="json", by_alias=True)
+    with suppress(ValidationError):  # one with settings that this version has not got is compared as it stands
+        saved = RunConfig.model_validate({**current, **saved}).model_dump(mode="json", by_alias=True, include={*saved})
+    now, before = _flat({name: value for name, value in current.items() if name in saved}), _flat(saved)
     lines = {
         path: f"{path}: {before.get(path)!r} -> {now.get(path)!r}"
         for path in sorted(now.keys() | before.keys())

@@ -67,7 +67,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
     begin(state, groups.world, tokenizer)
     executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
-    curve = config.lr_curve()
+    curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype, ranks.world_size)
     loader = partial(
         Loader, global_batch=config.batch.global_, seq_length=config.data.seq_length,
@@ -82,10 +82,11 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
         left = max(0, config.train.steps - state.step)
         for batch in islice(loader(train_data, consumed_samples=state.consumed_samples), left):
             lr = curve(state.consumed_samples)
+            own_lr = None if decoupled is None else decoupled(state.consumed_samples)
             micro = list(micro_batches(batch, config, device, groups.cp))
             result = train_step(
                 executor, optimizer, micro,
-                lr=lr, clip=config.optimizer.clip_grad, data=groups.dp_cp, loss_scale=state.loss_scale,
+                lr=lr, decoupled_lr=own_lr, clip=config.optimizer.clip_grad, data=groups.dp_cp, loss_scale=state.loss_scale,
             )  # fmt: skip
             state.advance(result)
             valid = None
@@ -93,7 +94,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
                 valid = validate(executor, loader(valid_data), config, device, groups)
             metrics.step(
                 state.step, state.consumed_samples, lr, result,
-                valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
+                decoupled_lr=own_lr, valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
             )  # fmt: skip
             stopping = agreed(stop.name is not None, groups.world)
             if stopping or config.due(state.step, config.checkpoint.every):

@@ -59,6 +59,12 @@ def test_warmup_is_a_straight_line_from_zero(name) -> None:
     assert rate(0, name=name, warmup_steps=0) == HIGH
 
 
+def test_warmup_may_start_above_zero() -> None:
+    assert rate(0, warmup_init=1e-4) == 1e-4
+    assert rate(25, warmup_init=1e-4) == pytest.approx(1e-4 + (HIGH - 1e-4) / 4)
+    assert rate(100, warmup_init=1e-4) == HIGH
+
+
 def test_warmup_may_be_given_in_samples() -> None:
     schedule = LRSchedule.parse({"warmup_samples": 1000})
     assert schedule.curve(lr=HIGH, steps=STEPS, batch=BATCH)(250) == pytest.approx(HIGH / 4)
@@ -140,6 +146,7 @@ def test_what_contradicts_is_refused(fields, path) -> None:
     ("fields", "path"),
     [
         ({"min_lr": 1e-3}, "min_lr"),
+        ({"warmup_init": 1e-3}, "warmup_init"),
         ({"warmup_steps": 1000}, "warmup_steps"),
         ({"warmup_samples": 1_000_000}, "warmup_samples"),
         ({"warmup_steps": 100, "decay_steps": 50}, "warmup_steps"),

@@ -117,8 +117,8 @@ def _shard(parameter: nn.Parameter) -> Shard:
 class FullyShardedStage:
     """A model after `shard_fully`, as `FlatStage` is one with flat buffers."""
 
-    def __init__(self, model: Decoder) -> None:
-        kinds = by_kind(model, model.dtype)
+    def __init__(self, model: Decoder, *, decoupled: bool = False) -> None:
+        kinds = by_kind(model, model.dtype, decoupled=decoupled)
         self.buffers = [RowBuffer(parameters, kind) for kind, parameters in kinds.items()]
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
 

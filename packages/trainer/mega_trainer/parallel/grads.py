@@ -45,12 +45,14 @@ class Sharing:
         slices: each rank keeps, updates and saves its slice of every bucket (ZeRO-1 and up), rather than all of it.
         each_backward: gradients are summed after every micro-batch and not kept whole (ZeRO-2).
         apart: which parameters have buffers of their own, for an optimizer that treats them otherwise.
+        decoupled: the input embedding and the output layer have, for a learning rate of their own.
         bucket_elements: a bucket is closed when it has so many.
     """
 
     slices: bool
     each_backward: bool = False
     apart: Callable[[nn.Parameter], bool] | None = None
+    decoupled: bool = False
     bucket_elements: int = BUCKET_ELEMENTS
 
 
@@ -218,6 +220,6 @@ def flatten(model: nn.Module, sharing: Sharing, units: Sequence[Unit] = ()) -> F
         units: its parts in the order of a forward; by default the whole model is one.
     """
     dtype = next(model.parameters()).dtype
-    kinds = by_kind(model, dtype, sharing.apart)
+    kinds = by_kind(model, dtype, sharing.apart, decoupled=sharing.decoupled)
     buffers = [FlatBuffer(parameters, kind, sharing) for kind, parameters in kinds.items()]
     return FlatStage(model, buffers, sharing, units or [Unit(model, list(model.parameters()))])
