@@ -20,6 +20,27 @@ def config(**sections: Any) -> RunConfig:
     return RunConfig.parse({"model": model, "data": {"train": "none"}, "train": {"steps": STEPS}, **sections})
 
 
+@pytest.mark.parametrize(
+    ("start", "increment", "size", "samples"),
+    [(16, 16, 128, 5000), (8, 24, 128, 977), (32, 96, 128, 1), (4, 4, 44, 7777)],
+)
+def test_a_growing_batch(start: int, increment: int, size: int, samples: int) -> None:
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    theirs = RampupBatchsizeNumMicroBatchesCalculator(size, 4, 1, False, 1, start, increment, samples)
+    ours = config(
+        batch={"micro": 4, "global": size, "rampup": {"start": start, "increment": increment, "samples": samples}}
+    )
+    consumed = 0
+    for step in range(400):
+        theirs.update(consumed, consistency_check=True)
+        assert ours.batch.at(consumed) == theirs.get_current_global_batch_size(), step
+        consumed += theirs.get_current_global_batch_size()
+    for consumed in range(samples + 2):  # also where no step begins
+        theirs.update(consumed, consistency_check=False)
+        assert ours.batch.at(consumed) == theirs.get_current_global_batch_size()
+
+
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("warmup", [0, 10])
 @pytest.mark.parametrize("decoupled_min", [None, 2e-4])

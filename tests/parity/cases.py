@@ -85,6 +85,7 @@ class Case:
         ranks: ranks that take part.
         parallel, recompute, debug: the sections of a run.yaml.
         micro, batch: samples of one forward pass on one rank, and of a step.
+        rampup: of the batch, whose increments `micro` divides.
         bucket: elements of a gradient bucket.
         closed: attention closed at document ends.
         length: tokens of a sample.
@@ -100,6 +101,7 @@ class Case:
     recompute: Mapping[str, Any] = field(default_factory=dict)
     micro: int = 8
     batch: int = 8
+    rampup: Mapping[str, int] | None = None
     bucket: int = LARGE
     closed: bool = True
     length: int = 16
@@ -119,7 +121,7 @@ class Case:
             "data": {"train": ["none"], "seq_length": self.length},
             "parallel": dict(self.parallel),
             "recompute": dict(self.recompute),
-            "batch": {"micro": self.micro, "global": self.batch},
+            "batch": {"micro": self.micro, "global": self.batch, "rampup": self.rampup},
             "optimizer": {
                 "name": self.optimizer, "clip_grad": self.clip, "eps": 1e-4, "decoupled_lr": self.decoupled_lr,
             },
@@ -131,7 +133,8 @@ class Case:
     @property
     def single(self) -> Case:
         """The same model and batches in one process, in one micro-batch: the mathematics of a step is the same."""
-        return replace(self, ranks=1, parallel={}, recompute={}, micro=self.batch, bucket=LARGE, debug={})
+        micro = self.micro if self.rampup else self.batch
+        return replace(self, ranks=1, parallel={}, recompute={}, micro=micro, bucket=LARGE, debug={})
 
     @property
     def layout(self) -> dict[str, Any]:

@@ -47,13 +47,27 @@ def pipelines(precision: str) -> list[Case]:
     ]  # fmt: skip
 
 
+GROWING = {"start": 4, "increment": 2, "samples": 8}  # steps of 4, 6 and 8 samples
+
+
+def growing() -> list[Case]:
+    """A batch that is another one in each step, also a number of micro-batches that the pipeline ranks do not divide."""
+    shapes = [
+        ("dense", {"pp": 2}), ("gqa", {"pp": 4, "virtual_stages": 2}), ("tied", {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
+    ]  # fmt: skip
+    return [
+        case(model, shape["pp"], layers=shape["pp"] * shape.get("virtual_stages", 1), parallel=shape, micro=2, rampup=GROWING, precision="bf16")
+        for model, shape in shapes
+    ]  # fmt: skip
+
+
 def bits(cases: list[tuple[Case, Case]]) -> list[list[str] | None]:
     return pairs(cases, norms=True)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_any_schedule_computes_what_serial_microbatches_compute(precision: str) -> None:
-    cases = [serial(other) for other in pipelines(precision)]
+    cases = [serial(other) for other in [*pipelines(precision), *(growing() if precision == "bf16" else [])]]
     assert not told([b for _, b in cases], run_ranks(bits, 4, cases, timeout=240))
 
 
@@ -170,6 +184,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
         case(model, ranks, layers=4, parallel=parallel, micro=2, precision=precision, optimizer=rule, debug=ORDERED)
         for model, ranks, parallel, precision, rule in shapes
     ]
+    cases.append(case("gqa", 2, layers=4, parallel={"zero": 1}, micro=1, batch=8, rampup=GROWING, debug=ORDERED))
     assert not told(cases, run_ranks(resumed, 4, cases, tmp_path))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from parity.cases import MODELS, Case, all_layouts, case, covering
 from parity.worker import Verdict, sweep, verdicts
@@ -22,6 +23,19 @@ def problems(cases: list[Case], ranks: int) -> list[str]:
 
 def test_a_covering_of_all_layouts() -> None:
     assert not problems(covering(all_layouts(), 30), 8)
+
+
+def test_a_growing_batch_and_a_rate_of_embedding_and_output() -> None:
+    more: dict[str, Any] = {"rampup": {"start": 4, "increment": 4, "samples": 8}, "batch": 12, "decoupled_lr": 3e-2}
+    shapes = [
+        ("tied", {"tp": 2, "zero": 2}, 2), ("gqa", {"pp": 2, "virtual_stages": 2}, 1), ("long", {"cp": 2, "zero": 3}, 1),
+        ("moe", {"tp": 2, "ep": 4}, 2),
+    ]  # fmt: skip
+    cases = [
+        case(name, 4, layers=shape.get("pp", 1) * 2, parallel=shape, micro=micro, **more)
+        for name, shape, micro in shapes
+    ]
+    assert not problems(cases, 4)
 
 
 def test_experts_with_a_capacity_and_with_losses_over_the_batch() -> None:

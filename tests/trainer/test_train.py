@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -75,6 +76,22 @@ def test_resume_is_bitwise(settings: Settings, tmp_path: Path, precision: str) -
     assert resumed.consumed_samples == 24
     assert same_bits(whole, bits(resumed))
     assert [line["loss"] for line in lines(straight)] == [line["loss"] for line in lines(halves)]
+
+
+def test_a_growing_batch_resumes_bitwise_and_reads_every_sample_once(settings: Settings, tmp_path: Path) -> None:
+    batch = {"micro": 2, "global": 8, "rampup": {"start": 2, "increment": 2, "samples": 13}}
+    more: dict[str, Any] = {"batch": batch, "lr_schedule": {"decay_steps": 8, "warmup_steps": 3}}
+    straight = settings(train={"steps": 8, "eval_every": 4, "eval_steps": 1}, output=str(tmp_path / "straight"), **more)
+    whole = bits(trained(straight))
+    for steps in (3, 8):
+        resumed = trained(settings(train={"steps": steps}, output=str(tmp_path / "halves"), **more))
+    assert same_bits(whole, bits(resumed))
+    told = lines(straight)
+    assert [line["consumed_samples"] for line in told] == [2, 4, 6, 10, 16, 24, 32, 40]
+    assert told[1]["lr"] == pytest.approx(1e-2 * 2 / 6)  # a third of the warmup's samples, which three steps read
+    assert told[-1]["lr"] == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * (32 - 6) / (40 - 6))))
+    per_sample = [line["tokens_per_second"] * line["seconds"] / 16 for line in told]
+    assert per_sample == pytest.approx([2, 2, 2, 4, 6, 8, 8, 8])
 
 
 def test_checkpoints_on_an_object_store_resume_bitwise(settings: Settings, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDatase
     train = config.train
     evaluations = train.steps // train.eval_every + 1 if train.eval_every else 0
     samples = {
-        "train": train.steps * config.batch.global_,
+        "train": config.batch.consumed(train.steps),
         "valid": evaluations and train.eval_steps * config.batch.global_,
     }
     training, valid, _ = build_datasets(config.data, seed=train.seed, samples=samples, eod=eod)

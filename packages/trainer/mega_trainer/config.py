@@ -17,6 +17,7 @@ from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_data.config import DataConfig
+from mega_trainer.batch_size import BatchConfig
 from mega_trainer.layout import model_problems, world_problems
 from mega_trainer.optim.lr import LRCurve, LRSchedule
 
@@ -49,13 +50,6 @@ class ParallelConfig(Config):
     zero3_shard: int | None = Field(
         None, ge=2, description="under zero 3, neighbouring data ranks that share one copy; default: all of them"
     )
-
-
-class BatchConfig(Config):
-    """Sizes in samples: of one forward pass on one rank, and of one optimizer step over all ranks."""
-
-    micro: PositiveInt = 1
-    global_: PositiveInt = Field(1, alias="global")
 
 
 class TrainConfig(Config):
@@ -203,12 +197,12 @@ class RunConfig(Config):
         return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
     def microbatches(self, dp: int) -> int:
-        """Micro-batches of a step on each of `dp` data-parallel ranks."""
+        """Micro-batches of a step on each of `dp` data-parallel ranks, of the largest steps."""
         return self.batch.global_ // (self.batch.micro * dp)
 
     def lr_curve(self) -> LRCurve:
         """The learning rate as a function of consumed samples."""
-        return self.lr_schedule.curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_)
+        return self.lr_schedule.curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch)
 
     def decoupled_lr_curve(self) -> LRCurve | None:
         """That of the input embedding and the output layer, where they have one of their own."""
@@ -235,16 +229,12 @@ class RunConfig(Config):
         if parallel.zero3_shard is not None and parallel.zero != 3:
             rule = f"shards weights, which parallel.zero = {parallel.zero} does not"
             yield Problem("parallel.zero3_shard", rule, parallel.zero3_shard, "leave it out, or parallel.zero=3")
-        for problem in self.lr_schedule.run_problems(
-            lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_
-        ):
+        for problem in self.lr_schedule.run_problems(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch):
             yield replace(problem, path=f"lr_schedule.{problem.path}")
         yield from self._decoupled_problems()
         if isinstance(place(self.output), Remote):
             rule = "must be a folder here: metrics and logs are written line by line"
             yield Problem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")
-        if self.batch.global_ % self.batch.micro:
-            yield Problem("batch.global", f"must be a multiple of batch.micro = {self.batch.micro}", self.batch.global_)
 
     def _decoupled_problems(self) -> Iterator[Problem]:
         """Rates of their own for the input embedding and the output layer."""

@@ -73,12 +73,12 @@ def measured_peak(device: torch.device, dtype: torch.dtype, enough: float = 0.02
 class Metrics:
     """Takes each step's numbers to where they go. Only rank 0 of a run makes one that writes."""
 
-    def __init__(self, config: RunConfig, speed: Speed, *, start: int, writes: bool) -> None:
+    def __init__(self, config: RunConfig, speed: Speed, start: int, consumed_samples: int, *, writes: bool) -> None:
         self._config, self._speed, self._writes = config, speed, writes
         self._sinks: list[Sink] = []
         self._closers: list[Callable[[], object]] = []
         self._begin = self._last = time.monotonic()
-        self._start = start
+        self._start = self._consumed = consumed_samples
         if writes:
             self._open(Path(config.output), start)
 
@@ -123,10 +123,12 @@ class Metrics:
         """Tell of a finished step. `more` are further numbers; None is left out."""
         now = time.monotonic()
         seconds, self._last = now - self._last, now
+        samples, self._consumed = consumed_samples - self._consumed, consumed_samples
         if not self._writes or step % self._config.log.every:
             return
-        rate = self._config.batch.global_ * self._config.data.seq_length / seconds
-        left = (self._config.train.steps - step) * (now - self._begin) / max(1, step - self._start)
+        rate = samples * self._config.data.seq_length / seconds
+        end = self._config.batch.consumed(self._config.train.steps - step, consumed_samples)
+        left = (end - consumed_samples) * (now - self._begin) / (consumed_samples - self._start)
         numbers = {
             "consumed_samples": consumed_samples,
             "loss": result.loss,

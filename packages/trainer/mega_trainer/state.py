@@ -51,7 +51,7 @@ class TrainState:
             TrainingError: when the run's policy says stop.
         """
         self.step += 1
-        self.consumed_samples += self.config.batch.global_
+        self.consumed_samples += self.config.batch.at(self.consumed_samples)
         self.guard.check(self.step, result)
 
     def tensors(self) -> dict[str, Sharded]:

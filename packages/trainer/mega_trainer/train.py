@@ -69,18 +69,16 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
     executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype, ranks.world_size)
-    loader = partial(
-        Loader, global_batch=config.batch.global_, seq_length=config.data.seq_length,
-        dp_rank=groups.dp.rank, dp_size=groups.dp.size,
-    )  # fmt: skip
+    loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
         watching(state, ranks, store),
         StopSignal() as stop,
         Saver(config) as saver,
-        Metrics(config, speed, start=state.step, writes=groups.world.rank == 0) as metrics,
+        Metrics(config, speed, state.step, state.consumed_samples, writes=groups.world.rank == 0) as metrics,
     ):
         left = max(0, config.train.steps - state.step)
-        for batch in islice(loader(train_data, consumed_samples=state.consumed_samples), left):
+        batches = loader(train_data, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
+        for batch in islice(batches, left):
             lr = curve(state.consumed_samples)
             own_lr = None if decoupled is None else decoupled(state.consumed_samples)
             micro = list(micro_batches(batch, config, device, groups.cp))
@@ -91,7 +89,9 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
             state.advance(result)
             valid = None
             if valid_data is not None and config.due(state.step, config.train.eval_every):
-                valid = validate(executor, loader(valid_data), config, device, groups)
+                valid = validate(
+                    executor, loader(valid_data, global_batch=config.batch.global_), config, device, groups
+                )
             metrics.step(
                 state.step, state.consumed_samples, lr, result,
                 decoupled_lr=own_lr, valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
@@ -128,8 +128,11 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
         world.size,
         state.step + 1,
         config.train.steps,
-        human(config.batch.global_ * config.data.seq_length),
+        human(config.batch.at(state.consumed_samples) * config.data.seq_length),
     )
+    if growing := list(config.batch.plateaus(state.consumed_samples)):
+        steps, sizes = sum(steps for _, steps in growing), [size for size, _ in growing]
+        logger.info("  the batch grows from %d to %d samples in %d steps", sizes[0], config.batch.global_, steps)
 
 
 def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:

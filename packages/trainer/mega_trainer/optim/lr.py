@@ -1,6 +1,6 @@
 """The learning rate as a pure function of how many samples have been consumed. No torch.
 
-Positions are counted in samples (steps times the global batch) and the end of the decay is absolute, so a run that
+Positions are counted in samples (those of so many steps) and the end of the decay is absolute, so a run that
 stops and resumes, also with another batch size, goes on along the same curve. The curves are Megatron-LM's, except
 that `inverse-sqrt` has no end at which it falls to `min_lr`.
 """
@@ -15,6 +15,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from mega_common.config import Config, Problem
+from mega_trainer.batch_size import BatchConfig
 
 Shape = Literal["linear", "cosine", "exponential", "minus-sqrt"]
 
@@ -48,8 +49,8 @@ class LRSchedule(Config):
         if self.cooldown_steps and self.cooldown_share is not None:
             yield Problem("cooldown_share", "given beside cooldown_steps", self.cooldown_share, "leave one of them out")
 
-    def run_problems(self, *, lr: float, steps: int, batch: int) -> Iterator[Problem]:
-        """What does not fit a run of `steps` steps of `batch` samples with the highest rate `lr`."""
+    def run_problems(self, *, lr: float, steps: int, batch: BatchConfig) -> Iterator[Problem]:
+        """What does not fit a run of `steps` steps of `batch` with the highest rate `lr`."""
         if self.min_lr > lr:
             yield Problem("min_lr", f"must be at most optimizer.lr = {lr:g}", self.min_lr)
         if self.warmup_init > lr:
@@ -66,17 +67,24 @@ class LRSchedule(Config):
             key = "cooldown_steps" if self.cooldown_steps else "cooldown_share"
             yield Problem(key, "the cooldown would start before the warmup ends", getattr(self, key), "make it less")
 
-    def curve(self, *, lr: float, steps: int, batch: int) -> LRCurve:
-        """The curve for a run of `steps` steps of `batch` samples with the highest rate `lr`."""
-        warmup = self.warmup_samples if self.warmup_samples is not None else self.warmup_steps * batch
-        end = (self.decay_steps or steps) * batch
+    def curve(self, *, lr: float, steps: int, batch: BatchConfig) -> LRCurve:
+        """The curve for a run of `steps` steps of `batch` with the highest rate `lr`."""
+        warmup = self.warmup_samples if self.warmup_samples is not None else batch.consumed(self.warmup_steps)
+        last = self.decay_steps or steps
+        end = batch.consumed(last)
         start, shape = warmup, self.cooldown_shape
         if self.name == "wsd":
             share = self.cooldown_share or 0.1
-            start = end - (self.cooldown_steps * batch if self.cooldown_steps else max(1, round(share * end)))
+            start = (
+                batch.consumed(max(0, last - self.cooldown_steps))
+                if self.cooldown_steps
+                else end - max(1, round(share * end))
+            )
         elif self.name in ("cosine", "linear"):
             shape = self.name
-        return LRCurve(self.name, shape, self.warmup_init, lr, self.min_lr, warmup, start, end, root=max(warmup, batch))
+        return LRCurve(
+            self.name, shape, self.warmup_init, lr, self.min_lr, warmup, start, end, root=max(warmup, batch.at(0))
+        )
 
 
 @dataclass(frozen=True)
