@@ -292,7 +292,7 @@ def test_tokens_outside_the_vocabulary_are_named(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_with_status_0(settings: Settings, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_and_ends_with_status_75(settings: Settings, tmp_path: Path, number: signal.Signals) -> None:
     raw = settings(train={"steps": 100_000}, checkpoint={"async": True})
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(raw))
@@ -308,7 +308,7 @@ def test_a_signal_saves_and_ends_with_status_0(settings: Settings, tmp_path: Pat
         time.sleep(0.05)
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
-    assert process.returncode == 0, told
+    assert process.returncode == 75, told
     saved = latest(Path(raw["output"]) / "checkpoints")
     assert saved is not None
     assert f"{number.name}: saved step {Checkpoint.open(saved).step}" in told

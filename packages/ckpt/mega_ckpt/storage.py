@@ -69,9 +69,6 @@ class Folder(Protocol):
     def names(self) -> list[str]:
         """All files, at any depth."""
 
-    def modified(self, name: str) -> float:
-        """When a file was written, in seconds since 1970."""
-
     def stamps(self) -> dict[str, str]:
         """{name: what changes when the file does} of all files but hidden ones."""
 
@@ -103,10 +100,6 @@ class LocalFolder:
     def names(self) -> list[str]:
         """Links and the like too."""
         return [path.relative_to(self._path).as_posix() for path in self._path.rglob("*") if not path.is_dir()]
-
-    def modified(self, name: str) -> float:
-        """By the file system's clock."""
-        return (self._path / name).stat().st_mtime
 
     def stamps(self) -> dict[str, str]:
         """Length and time."""
@@ -151,10 +144,6 @@ class RemoteFolder:
     def names(self) -> list[str]:
         """All objects below."""
         return sorted(self._path.sizes())
-
-    def modified(self, name: str) -> float:
-        """By the store's clock."""
-        return (self._path / name).modified()
 
     def stamps(self) -> dict[str, str]:
         """Length and whatever the store tells of when or what was put."""

@@ -47,6 +47,10 @@ class CheckpointError(MegaError):
     """A checkpoint that is missing, incomplete, corrupt, foreign or of another model."""
 
 
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint at a place: certainly none, not one that cannot be read."""
+
+
 class MissingPackageError(MegaError):
     """A command needs a package or an extra that is not installed."""
 

@@ -13,7 +13,7 @@ import yaml
 from torch.distributed.distributed_c10d import Store
 
 from mega_ckpt.source import copy_assets, load_weights, open_source, put_file
-from mega_common.errors import ConfigError
+from mega_common.errors import ConfigError, Interrupted
 from mega_common.files import atomic_file
 from mega_common.log import human, logger
 from mega_data.loader import Loader
@@ -50,6 +50,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
     """Train as `config` says; returns the final state. With the job's `store`, a rank that hangs is named.
 
     Raises:
+        Interrupted: when a signal asked to end before the last step, and the step done is saved.
         MegaError: ConfigError, DataError or CheckpointError for what the user can mend, TrainingError when the numbers
             go wrong.
     """
@@ -76,7 +77,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
         Saver(config) as saver,
         Metrics(config, speed, state.step, state.consumed_samples, writes=groups.world.rank == 0) as metrics,
     ):
-        left = max(0, config.train.steps - state.step)
+        left, stopping = max(0, config.train.steps - state.step), False
         batches = loader(train_data, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
         for batch in islice(batches, left):
             lr = curve(state.consumed_samples)
@@ -101,7 +102,12 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
                 saver.save(state)
             if stopping:
                 break
-    logger.info(farewell(state, stop))
+    if state.step < config.train.steps and stopping:
+        raise Interrupted(
+            f"{stop.name or 'asked to end'}: saved step {state.step} of {config.train.steps} in {config.checkpoints}",
+            hint="the same command goes on from there",
+        )
+    logger.info("done: %d steps; the model is in %s", state.step, config.checkpoints)
     return state
 
 
@@ -180,14 +186,6 @@ def agreed(flag: bool, world: Group) -> bool:
     vote = torch.tensor(float(flag))
     all_reduce(vote, world, "max")
     return bool(vote.item())
-
-
-def farewell(state: TrainState, stop: StopSignal) -> str:
-    """The last line of a run."""
-    where = state.config.checkpoints
-    if stop.name is not None:
-        return f"{stop.name}: saved step {state.step} in {where} and stopped; the same command goes on from there"
-    return f"done: {state.step} steps; the model is in {where}"
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
