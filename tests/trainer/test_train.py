@@ -21,7 +21,7 @@ from mega_ckpt.combine import prune
 from mega_ckpt.remote import RemoteError
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint, latest, place
-from mega_common.errors import CheckpointError, ConfigError, DataError, TrainingError
+from mega_common.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingError
 from mega_trainer import step as step_module
 from mega_trainer.config import RunConfig
 from mega_trainer.ranks import Ranks
@@ -282,6 +282,20 @@ def test_not_finite_can_be_skipped(settings: Settings, monkeypatch: pytest.Monke
     monkeypatch.setattr(step_module, "mean_loss", poisoned)
     state = trained(settings(train={"steps": 4, "on_nan": "skip"}))
     assert (state.step, state.optimizer.steps) == (4, 3)
+
+
+@pytest.mark.parametrize("limit", [{"exit_interval": 2}, {"exit_after_minutes": 1e-9}])
+def test_a_limit_saves_and_ends_and_the_same_command_goes_on(
+    settings: Settings, tmp_path: Path, limit: dict[str, float]
+) -> None:
+    whole = bits(trained(settings(train={"steps": 5}, output=str(tmp_path / "straight"))))
+    raw = settings(train={"steps": 5, **limit})
+    ends = [2, 4] if "exit_interval" in limit else [1, 2, 3, 4]
+    for step in ends:
+        with pytest.raises(Interrupted, match=rf"{next(iter(limit))} = .*: saved step {step} of 5"):
+            trained(raw)
+    assert same_bits(whole, bits(trained(raw)))
+    assert [line["step"] for line in lines(raw)] == [1, 2, 3, 4, 5]
 
 
 def test_tokens_outside_the_vocabulary_are_named(settings: Settings) -> None:

@@ -59,6 +59,10 @@ class TrainConfig(Config):
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 for none")
     eval_steps: PositiveInt = Field(10, description="global batches of one validation")
     seed: int = Field(1234, ge=0)
+    exit_after_minutes: float | None = Field(
+        None, gt=0, description="save and end with status 75 after so long; the same command goes on"
+    )
+    exit_interval: PositiveInt | None = Field(None, description="the same after each step that is a multiple of this")
     on_nan: Literal["stop", "skip"] = Field("stop", description="on a loss or gradient that is not finite")
     max_skips: PositiveInt = Field(10, description="skipped steps in a row after which `skip` stops too")
     spike_factor: float = Field(0.0, ge=0, description="a loss this many times the recent average is a spike; 0: never")

@@ -32,6 +32,7 @@ from mega_trainer.build import (
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard, StopSignal
+from mega_trainer.limits import Limits
 from mega_trainer.mesh import Groups
 from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
@@ -50,10 +51,11 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
     """Train as `config` says; returns the final state. With the job's `store`, a rank that hangs is named.
 
     Raises:
-        Interrupted: when a signal asked to end before the last step, and the step done is saved.
+        Interrupted: when a signal or a limit asked to end before the last step, and the step done is saved.
         MegaError: ConfigError, DataError or CheckpointError for what the user can mend, TrainingError when the numbers
             go wrong.
     """
+    limits = Limits(config.train)
     device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
     groups = connect(config, ranks)
     schedule = build_schedule(config, groups)
@@ -97,14 +99,15 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
                 state.step, state.consumed_samples, lr, result,
                 decoupled_lr=own_lr, valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
             )  # fmt: skip
-            stopping = agreed(stop.name is not None, groups.world)
+            reason = stop.name or limits.reached(state.step)
+            stopping = agreed(reason is not None, groups.world)
             if stopping or config.due(state.step, config.checkpoint.every):
                 saver.save(state)
             if stopping:
                 break
     if state.step < config.train.steps and stopping:
         raise Interrupted(
-            f"{stop.name or 'asked to end'}: saved step {state.step} of {config.train.steps} in {config.checkpoints}",
+            f"{reason or 'asked to end'}: saved step {state.step} of {config.train.steps} in {config.checkpoints}",
             hint="the same command goes on from there",
         )
     logger.info("done: %d steps; the model is in %s", state.step, config.checkpoints)
