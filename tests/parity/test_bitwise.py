@@ -15,7 +15,7 @@ from ranks import run_ranks
 # ZeRO-2 must sum over the ranks after each micro-batch; the others are made to, so that all add in one order.
 ORDERED = {"ordered_reductions": True, "reduce_every_microbatch": True}
 
-
+HALVED = {"grad_reduce_dtype": "bf16"}
 FLAT = [zero for zero in ZERO_LEVELS if zero < 3]
 
 
@@ -94,6 +94,7 @@ def zero_levels() -> list[tuple[Case, Case]]:
         ("long", 4, {"cp": 2}, 1000, "adamw", "bf16"),
         ("moe", 4, {"ep": 2}, 1000, "adamw", "bf16"),
         ("moe", 4, {"tp": 2, "sp": True}, LARGE, "muon", "fp64"),
+        ("dense", 4, HALVED, 1000, "adamw", "bf16"),
     ]
     plain = [
         case(
@@ -117,6 +118,7 @@ def fully_sharded() -> list[tuple[Case, Case]]:
         ("dense", 4, {}, 0.1), ("tied", 3, {}, 0.1), ("gqa", 3, {}, 0.0), ("gqa", 4, {"tp": 2}, 0.0),
         ("tied", 4, {"tp": 2, "sp": True}, 0.1), ("long", 4, {"cp": 2}, 0.1),
         ("moe", 4, {"ep": 2}, 0.1), ("moe", 4, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2}, 0.1),
+        ("moe", 2, {"ep": 2, **HALVED}, 0.1),
     ]  # fmt: skip
     plain = [
         case(

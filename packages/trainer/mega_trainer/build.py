@@ -83,7 +83,7 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
         stages[index] = Decoder(own, part, recompute)
     if sharded:
         for stage in stages.values():
-            shard_fully(stage, dtype=dtype_of(config), device=device)
+            shard_fully(stage, dtype=dtype_of(config), device=device, wire=wire_of(config))
     return stages
 
 
@@ -114,9 +114,10 @@ def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         each_backward=level == 2 or config.debug.reduce_every_microbatch,
         apart=is_hidden_matrix if config.optimizer.name == "muon" else None,
         decoupled=config.optimizer.decoupled_lr is not None,
+        wire=wire_of(config),
     )
     return {
-        index: FullyShardedStage(stage, decoupled=sharing.decoupled)
+        index: FullyShardedStage(stage, decoupled=sharing.decoupled, wire=sharing.wire)
         if isinstance(stage, FSDPModule)
         else flatten(stage, sharing, stage.units())
         for index, stage in stages.items()
@@ -139,6 +140,11 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     """The type of weights and activations; gradients and main weights are fp32, or fp64 in an fp64 run."""
     names = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return names[config.precision]
+
+
+def wire_of(config: RunConfig) -> torch.dtype | None:
+    """The type that gradients are summed over data ranks in, where that is not their own."""
+    return torch.bfloat16 if config.parallel.grad_reduce_dtype == "bf16" else None
 
 
 def loss_scale_of(config: RunConfig) -> LossScale | None:

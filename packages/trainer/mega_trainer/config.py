@@ -50,6 +50,9 @@ class ParallelConfig(Config):
     zero3_shard: int | None = Field(
         None, ge=2, description="under zero 3, neighbouring data ranks that share one copy; default: all of them"
     )
+    grad_reduce_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="what gradients are summed over data ranks in; bf16 sends half as much, and sums lose bits"
+    )
 
 
 class TrainConfig(Config):
