@@ -1,12 +1,21 @@
-"""Megatron's functions of the consumed samples: what mega makes of the same settings is the same at every step."""
+"""What Megatron's settings of training compute: rates and batches at every step, the choice of experts."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from megatron_oracle import BASE
 
+from mega_ckpt.formats.megatron_args import read_args
+from mega_common.model_config import ModelConfig
 from mega_trainer.config import RunConfig
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.init import init_weights
+from mega_trainer.model.router import Router
+from mega_trainer.model.routing import Routing, Tokens
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
 
@@ -65,3 +74,26 @@ def test_learning_rates(name: str, warmup: int, decoupled_min: float | None) -> 
         theirs.num_steps = samples
         assert curve(samples) == pytest.approx(theirs.get_lr({}), rel=1e-12)
         assert decoupled(samples) == pytest.approx(theirs.get_lr(group), rel=1e-12)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_a_balanced_choice_of_experts(top_k: int) -> None:
+    """Of one sequence, whose tokens are all that Megatron's rank has; in training and after it."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    torch.manual_seed(0)
+    settings = {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": top_k, "num_experts": 8}
+    moe = read_args({**BASE, **settings}, "args").moe
+    assert moe is not None
+    like = SimpleNamespace(topk=top_k, config=SimpleNamespace(moe_aux_loss_coeff=0.0), training=True)
+    width = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+    ours = Router(Builder(ModelConfig.model_validate({**width, "init_std": 1.0, "moe": moe.model_dump()})), 0)
+    init_weights(ours, 1)
+    x = torch.randn(64, 16)
+    logits, there = torch.nn.functional.linear(x, ours.weight), torch.ones(64, dtype=torch.bool)
+    tokens = Tokens(torch.zeros(64, dtype=torch.long), torch.arange(64), there, 1, 64)
+    for like.training, routing in ((True, Routing(None, None, 1.0, 1.0)), (False, None)):
+        scores, chosen_there = TopKRouter.sinkhorn_load_balancing(like, logits)
+        chosen, weights = ours(x, tokens, routing)
+        assert torch.zeros_like(chosen_there).scatter(1, chosen, True).equal(chosen_there)
+        torch.testing.assert_close(torch.zeros_like(scores).scatter(1, chosen, weights.detach()), scores)

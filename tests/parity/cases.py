@@ -66,11 +66,19 @@ MODELS["deepseek"] = MODELS["mla"] | {
 LENGTHS = {"long": 32}
 WITH_CONTEXT = ("mla", "long", "moe", "deepseek")
 CONTEXT = ("ring", "allgather", "alltoall")
+# A choice that is balanced, and nothing else that would balance it.
+SINKHORN = {
+    "sinkhorn": True, "normalize": False, "scaling": 1.0, "groups": 1, "selection_bias": False, "bias_rate": 0.0,
+    "aux_loss": 0.0,
+}  # fmt: skip
 # Of which each layout draws one.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "moe": [{}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]}],
+    "moe": [
+        {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
+        {"moe": MODELS["moe"]["moe"] | SINKHORN},
+    ],
     "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
-}
+}  # fmt: skip
 VARIANTS["deepseek"] = VARIANTS["mla"]
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from parity.cases import CONTEXT, LARGE, OPTIMIZERS, RANKS, RECOMPUTES, ZERO_LEVELS, Case, batch_of, uneven
+from parity.cases import CONTEXT, LARGE, OPTIMIZERS, RANKS, RECOMPUTES, SINKHORN, ZERO_LEVELS, Case, batch_of, uneven
 from parity.worker import sweep, verdicts
 from ranks import run_ranks
 
@@ -83,6 +83,8 @@ def _experts(rng: random.Random, layers: int) -> dict[str, Any]:
         "z_loss": rng.choice([0.0, 0.01]), "capacity_factor": rng.choice([None, None, 0.7, 1.2]),
     }  # fmt: skip
     moe["shared_gate"] = bool(moe["shared_ffn_hidden_size"]) and rng.random() < 0.5
+    if rng.random() < 0.25:
+        moe |= SINKHORN | {"score": "sigmoid" if moe["top_k"] == 1 else "softmax"}
     return {"moe": moe}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from parity.bits import moved, pairs, resumed, told
-from parity.cases import CONTEXT, LARGE, ZERO_LEVELS, Case, case
+from parity.cases import CONTEXT, LARGE, VARIANTS, ZERO_LEVELS, Case, case
 from parity.worker import verdict
 from ranks import run_ranks
 
@@ -151,6 +151,7 @@ def recomputed() -> list[tuple[Case, Case]]:
         case("moe", 2, parallel={"pp": 2, "schedule": "zb-h1"}, layers=3, micro=2, precision="bf16"),
         case("deepseek", 2, parallel={"tp": 2, "sp": True, "expert_tp": 2}, micro=4, precision="bf16"),
         case("deepseek", 2, parallel={"cp": 2, "ep": 2, "zero": 3}, micro=4),
+        case("moe", 2, parallel={"cp": 2}, micro=4, variant=VARIANTS["moe"][-1]),
     ]
     ways = [{"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}]
     return [(one, replace(one, recompute=way)) for one in plain for way in ways]

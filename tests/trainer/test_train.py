@@ -18,10 +18,12 @@ import torch
 import yaml
 
 from mega_ckpt.combine import prune
+from mega_ckpt.convert import convert
 from mega_ckpt.remote import RemoteError
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint, latest, place
 from mega_common.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingError
+from mega_common.model_config import MoeConfig
 from mega_trainer import step as step_module
 from mega_trainer.config import RunConfig
 from mega_trainer.ranks import Ranks
@@ -61,6 +63,18 @@ def test_routers_tell_what_they_do(settings: Settings, tmp_path: Path) -> None:
         assert keys <= sparse.keys()
         assert sparse["expert_load_min"] <= 1 <= sparse["expert_load_max"]
         assert sparse["drop_rate"] == 0
+
+
+def test_what_a_balanced_choice_leaves_behind_is_told_at_export(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    moe = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8, "sinkhorn": True, "normalize": False}
+    raw = settings(train={"steps": 2})
+    raw["model"] = {**raw["model"], "moe": moe, "qk_norm": True}
+    trained(raw)
+    convert(tmp_path / "run", tmp_path / "hf", "hf")
+    assert "model.moe.sinkhorn balanced the choice of experts in training alone" in caplog.text
+    assert open_source(tmp_path / "hf").model.moe == MoeConfig.model_validate({**moe, "sinkhorn": False})
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])

@@ -127,6 +127,11 @@ def _identity(source: str | Place, to: str, options: Options) -> dict[str, Any]:
 
 def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) -> None:
     plan = plan_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
+    if source.model.moe and source.model.moe.sinkhorn:
+        logger.warning(
+            "model.moe.sinkhorn balanced the choice of experts in training alone: like validation and `mega eval`, the "
+            "exported model chooses them by score"
+        )
     with ProgressBar("writing HuggingFace", total=plan.size, unit="bytes") as bar:
         journal.advance = bar.advance
         write_folder(source, plan, folder, bar.advance, journal.once)
