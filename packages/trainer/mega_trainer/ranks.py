@@ -19,7 +19,8 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.rendezvous import rendezvous
