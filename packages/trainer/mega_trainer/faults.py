@@ -18,6 +18,7 @@ _HOST_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) b
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|\[?gloo|socket", re.IGNORECASE
 )
+_PLACE = re.compile(r"^\[\S+:\d+\] ")
 MEMORY_HINT = (
     "lower batch.micro, set recompute (selective, then full), share more (parallel.zero 2 or 3, optimizer.offload), or split "
     "the model over more ranks (parallel.tp, pp); mega plan estimates the memory"
@@ -50,7 +51,7 @@ def faults_told(rank: int, step: Callable[[], str]) -> Iterator[None]:
             message = f"out of memory on the host: {human(int(wanted[1]))}B more were asked for"
             raise TrainingError(f"{where.format(step())}: {message}", hint=MEMORY_HINT) from error
         if isinstance(error, dist.DistError) or _LOST.search(str(error)):
-            reason = str(error).strip().splitlines()[0]
+            reason = _PLACE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]
             raise TrainingError(
                 f"{where.format(step())}: the other ranks cannot be reached ({reason})", hint=LOST_HINT
             ) from error
