@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mega_ckpt.remote import Place, Remote, in_words
 from mega_common.errors import CheckpointError
-from mega_common.files import fsync_folder
+from mega_common.files import fsync_folder, naming
 
 AHEAD_BYTES = 2 << 20  # the kernel cuts what is asked for at once to a few megabytes
 SENT_BYTES = 64 << 20
@@ -158,12 +158,13 @@ class _NewFile:
     """Written with an early hint to the disk, durable by fsync."""
 
     def __init__(self, path: Path) -> None:
-        self._bytes = self._sent = 0
+        self._path, self._bytes, self._sent = path, 0, 0
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def write(self, block: memoryview) -> None:
         while block:
-            written = os.write(self._descriptor, block)
+            with naming(self._path):
+                written = os.write(self._descriptor, block)
             block = block[written:]
             self._bytes += written
         if self._bytes - self._sent >= SENT_BYTES:
@@ -176,7 +177,8 @@ class _NewFile:
         self._sent = self._bytes
 
     def finish(self) -> None:
-        os.fsync(self._descriptor)
+        with naming(self._path):
+            os.fsync(self._descriptor)
 
     def release(self) -> None:
         os.close(self._descriptor)

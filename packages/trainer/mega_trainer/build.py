@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -48,7 +49,7 @@ def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, lo
         ranks.rank,
         kv_heads=config.model.kv_heads,
         shard=parallel.zero3_shard,
-        maker=maker,
+        maker=maker or GroupMaker(timedelta(seconds=2 * config.timeout_seconds)),  # as `ranks.joined`
         ordered=config.debug.ordered_reductions,
         log=log,
     )

@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 
 from mega_common.errors import MissingPackageError
-from mega_common.files import atomic_file
+from mega_common.files import atomic_file, naming
 from mega_common.log import human, logger
 from mega_trainer.config import RunConfig
 from mega_trainer.plan.flops import model_flops, palm_flops, peak_flops
@@ -86,7 +86,12 @@ class Metrics:
         path = folder / "metrics.jsonl"
         forget_after(path, start)
         stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
-        self._sinks.append(lambda step, numbers: _write_line(stream, {"step": step, **numbers}))
+
+        def put(step: int, numbers: dict[str, float]) -> None:
+            with naming(path):
+                _write_line(stream, {"step": step, **numbers})
+
+        self._sinks.append(put)
         self._closers.append(stream.close)
         if self._config.log.tensorboard:
             self._open_tensorboard(folder / "tensorboard", start)

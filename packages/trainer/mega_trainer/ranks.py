@@ -19,7 +19,8 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.rendezvous import rendezvous
@@ -150,26 +151,35 @@ def _status(failures: Mapping[int, ProcessFailure], stop: StopSignal, logs: Path
     statuses = {failure.exitcode for failure in failures.values()} - {-signal.SIGTERM}
     if statuses == {INTERRUPTED_STATUS}:
         return INTERRUPTED_STATUS
-    if stop.name is not None and statuses <= {KEYBOARD_STATUS, *(-number for number in STOP_SIGNALS)} and failures:
+    if stop.name is not None and failures and statuses <= {KEYBOARD_STATUS, *(-number for number in STOP_SIGNALS)}:
         raise TrainingError(f"{stop.name}: the run ended before it began to train")
-    if failures:
-        raise _first_failure(failures, logs)
-    return 0
+    if not failures:
+        return 0
+    rank, first = min(failures.items(), key=lambda item: (item[1].exitcode != -signal.SIGKILL, item[1].timestamp))
+    if rank == 0 and first.exitcode > 0:
+        return first.exitcode  # all that it said was shown
+    raise _told(rank, failures, logs)
 
 
-def _first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> TrainingError:
-    """The rank that died first, and what it last said. One that was killed comes before those that missed it."""
-    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode != -signal.SIGKILL, item[1].timestamp))
-    found = sorted(logs.glob(f"*/attempt_0/{rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
-    said = found[-1].read_text(errors="replace").strip().splitlines()[-12:] if found else []
-    how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit status {failure.exitcode}"
-    hint = f"all output is in {logs}"
-    if failure.exitcode == -signal.SIGKILL:
-        hint = f"if nobody killed it, the kernel did for lack of memory (see dmesg); {hint}"
-    told = TrainingError(
-        f"rank {rank} on {socket.gethostname()} ended with {how}; its last words:\n"
-        + "\n".join(f"  | {line}" for line in said),
-        hint=hint,
-    )
-    told.exit_status = failure.exitcode if failure.exitcode > 0 else 1  # type: ignore[misc]
+def _told(rank: int, failures: Mapping[int, ProcessFailure], logs: Path) -> TrainingError:
+    """An error that names the rank that died first, and says what it last said. A killed one leaves that to another."""
+    exitcode = failures[rank].exitcode
+    lines, hint = [f"rank {rank} on {socket.gethostname()} ended with {_how(exitcode)}"], f"all output is in {logs}"
+    if exitcode == -signal.SIGKILL:
+        hint = f"so the kernel ends what takes too much memory (see dmesg), and mega what does not answer; {hint}"
+        others = (other for other, failure in failures.items() if failure.exitcode > 0)
+        rank = next(others, rank)
+    if rank and (words := _last_words(logs, rank)):  # those of rank 0 were shown
+        lines += [f"last words of rank {rank}:", *(f"  | {line}" for line in words)]
+    told = TrainingError("\n".join(lines), hint=hint)
+    told.exit_status = exitcode if exitcode > 0 else 1  # type: ignore[misc]
     return told
+
+
+def _how(exitcode: int) -> str:
+    return f"signal {-exitcode}" if exitcode < 0 else f"exit status {exitcode}"
+
+
+def _last_words(logs: Path, rank: int) -> list[str]:
+    found = sorted(logs.glob(f"*/attempt_0/{rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
+    return found[-1].read_text(errors="replace").strip().splitlines()[-12:] if found else []

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import torch
-import yaml
 from torch.distributed.distributed_c10d import Store
 
-from mega_ckpt.source import copy_assets, load_weights, open_source, put_file
+from mega_ckpt.source import load_weights, open_source
 from mega_common.errors import ConfigError, Interrupted
-from mega_common.files import atomic_file
 from mega_common.log import human, logger
 from mega_data.loader import Loader
 from mega_data.tokenizer import Tokenizer
@@ -31,6 +28,7 @@ from mega_trainer.build import (
 )
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
+from mega_trainer.faults import faults_told
 from mega_trainer.guard import Guard, StopSignal
 from mega_trainer.limits import Limits
 from mega_trainer.mesh import Groups
@@ -41,9 +39,10 @@ from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.flops import count_parameters
 from mega_trainer.ranks import Ranks
+from mega_trainer.run_folder import claimed, make_run_folder
 from mega_trainer.state import Saver, TrainState, starting_point, weights_of
 from mega_trainer.step import evaluate_step, train_step
-from mega_trainer.tokens import run_tokenizer, tokenizer_files
+from mega_trainer.tokens import run_tokenizer
 from mega_trainer.watch import Watch
 
 
@@ -55,9 +54,15 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
         MegaError: ConfigError, DataError or CheckpointError for what the user can mend, TrainingError when the numbers
             go wrong.
     """
+    groups = connect(config, ranks)
+    with claimed(config, ranks, groups.world), faults_told(ranks.rank, lambda: "before the first step"):
+        return train(config, ranks, groups, store)
+
+
+def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) -> TrainState:
+    """The run itself, in folders that are its own."""
     limits = Limits(config.train)
     device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
-    groups = connect(config, ranks)
     schedule = build_schedule(config, groups)
     builder = Builder(
         config.model, groups, sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dtype=dtype, device=device
@@ -74,6 +79,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
     speed = Speed.of(config, device, dtype, ranks.world_size)
     loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
+        faults_told(ranks.rank, lambda: f"step {state.step + 1}"),
         watching(state, ranks, store),
         StopSignal() as stop,
         Saver(config) as saver,
@@ -100,11 +106,14 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
                 decoupled_lr=own_lr, valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
             )  # fmt: skip
             reason = stop.name or limits.reached(state.step)
-            stopping = agreed(reason is not None, groups.world)
+            stopping, failed = agreed((reason is not None, saver.failed), groups.world)
+            if failed:
+                saver.wait()
             if stopping or config.due(state.step, config.checkpoint.every):
                 saver.save(state)
             if stopping:
                 break
+    agreed((), groups.world)  # leave together: a launcher ends the others soon after the first one
     if state.step < config.train.steps and stopping:
         raise Interrupted(
             f"{reason or 'asked to end'}: saved step {state.step} of {config.train.steps} in {config.checkpoints}",
@@ -144,21 +153,6 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
         logger.info("  the batch grows from %d to %d samples in %d steps", sizes[0], config.batch.global_, steps)
 
 
-def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """`<output>/run.yaml` with every setting, and the files that travel with the model (`assets/`: its tokenizer)."""
-    folder = Path(config.output)
-    with atomic_file(folder / "run.yaml", text=True) as stream:
-        yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), stream, sort_keys=False)
-    assets = folder / "assets"
-    if assets.exists():
-        return
-    if config.init_from is not None:
-        copy_assets(open_source(config.init_from), assets)
-    elif tokenizer is not None:
-        for path in tokenizer_files(tokenizer):
-            put_file(assets / path.name, path)
-
-
 def validate(executor: Executor, loader: Loader, config: RunConfig, device: torch.device, groups: Groups) -> float:
     """Mean loss per token over the first `eval_steps` global batches of the validation set, the same ones each time."""
     for stage in executor.stages.values():
@@ -184,11 +178,11 @@ def watching(state: TrainState, ranks: Ranks, store: Store | None) -> AbstractCo
     return Watch(store, ranks.rank, ranks.world_size, lambda: state.step + 1, state.config.timeout_seconds)
 
 
-def agreed(flag: bool, world: Group) -> bool:
-    """Whether any rank's flag is set; the same answer on all ranks. Voted in host memory, as tokens are counted."""
-    vote = torch.tensor(float(flag))
-    all_reduce(vote, world, "max")
-    return bool(vote.item())
+def agreed(flags: Sequence[bool], world: Group) -> Sequence[bool]:
+    """For each flag whether any rank has set it; the same answer on all ranks. Voted in host memory, as tokens are counted."""
+    votes = torch.tensor(flags, dtype=torch.float32)
+    all_reduce(votes, world, "max")
+    return [bool(vote) for vote in votes.tolist()]
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
