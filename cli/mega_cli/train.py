@@ -68,7 +68,7 @@ def train_command(
         return
     if run is None:
         raise ConfigError("no run.yaml given", hint="mega train run.yaml; see mega train --help")
-    config = load_run(run, set_ or [])
+    config = load_run(run, set_ or [], tell=check)  # a run that starts tells by itself, once
     if nproc is not None:
         config.check_ranks(nproc)
     if check:
