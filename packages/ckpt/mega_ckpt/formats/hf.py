@@ -93,21 +93,34 @@ def checked_table(
     if model.moe and family.by_expert and model.moe.num_experts > len(held):
         raise CheckpointError(f"{source}: {model.moe.num_experts} experts by {CONFIG}, but only {len(held)} tensors")
     table = family.table(model, held)
+    check_table(
+        table, {name: shape for name, shape in held.items() if name in table or not family.is_buffer(name)}, source
+    )
+    return table
+
+
+def check_table(
+    table: Mapping[str, DiskTensor], held: Mapping[str, Shape], source: object, config: str = CONFIG
+) -> None:
+    """Check that `held` (disk names with shapes) are the tensors of `table`, which follows from `config`.
+
+    Raises:
+        CheckpointError: naming a tensor that is missing, unknown or of another shape.
+    """
     missing = table.keys() - held.keys()
     if missing:
         raise CheckpointError(f"{source}: the tensor {some(missing)} is missing")
-    unknown = {name for name in held.keys() - table.keys() if not family.is_buffer(name)}
+    unknown = held.keys() - table.keys()
     if unknown:
         raise CheckpointError(
-            f"{source}: the tensor {some(unknown)} is not one of a {family.name} model with this {CONFIG}",
+            f"{source}: the tensor {some(unknown)} is not one of a model with this {config}",
             hint="a tensor that is not understood is refused rather than dropped",
         )
     for name, disk in table.items():
         if held[name] != disk.shape:
             raise CheckpointError(
-                f"{source}: {name} has shape {list(held[name])}, but {CONFIG} makes it {list(disk.shape)}"
+                f"{source}: {name} has shape {list(held[name])}, but {config} makes it {list(disk.shape)}"
             )
-    return table
 
 
 def read_config(folder: Place) -> dict[str, Any]:

@@ -35,6 +35,11 @@ class WeightFiles:
     headers: Mapping[str, Header] = field(default_factory=dict)
 
 
+def holds_weights(folder: Place) -> bool:
+    """Whether there are weights of these kinds in a folder."""
+    return any((folder / name).is_file() for name in (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX))
+
+
 def open_weights(folder: Place) -> WeightFiles:
     """The weights of a folder; those in safetensors where there are two kinds.
 
