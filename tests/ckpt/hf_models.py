@@ -145,6 +145,10 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                     "attention_bias": False, "sliding_window": 8, "swiglu_limit": 2.5, "tie_word_embeddings": True,
                     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
+    "gpt_oss-32": (  # experts of widths that MXFP4 can hold
+        "gpt_oss", {**_SIZES, "hidden_size": 64, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 3,
+                    "num_experts_per_tok": 2},
+    ),
     "deepseek_v2": ("deepseek_v2", {**_DEEPSEEK, "first_k_dense_replace": 1, "n_shared_experts": 2}),
     "deepseek_v2-groups-plain-queries": (
         "deepseek_v2", {**_DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4,
