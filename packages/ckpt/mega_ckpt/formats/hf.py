@@ -43,11 +43,11 @@ class HfSource(DiskSource):
         self.family = family_of(self._raw, str(folder / CONFIG))
         described = self.family.read_config(self._raw, str(folder / CONFIG))
         files = open_weights(folder)
-        disk, self.quantised = dequantised(files.tensors, self._raw, folder)
-        self._headers = {} if self.quantised else files.headers
+        disk, quantised = dequantised(files.tensors, self._raw, folder)
+        self._headers = {} if quantised else files.headers
         model = self.family.as_held(described, disk)
         table = checked_table(self.family, model, {name: stored.shape for name, stored in disk.items()}, folder)
-        super().__init__(folder, model, table, disk)
+        super().__init__(folder, model, table, disk, quantised)
         self._check_copies(table)
 
     def assets(self) -> Mapping[str, Path | bytes]:
