@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_ckpt.formats.disk import DiskSource
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
 from mega_ckpt.formats.megatron import TRACKER, MegatronSource
 from mega_ckpt.formats.megatron_dist_write import write_dist
@@ -95,7 +96,7 @@ def convert(
     given = open_source(source, settings=options.settings)
     tell_unread(given)
     training = _training(given, options) if to == "mega" else None
-    quantised = getattr(given, "quantised", None)
+    quantised = given.quantised if isinstance(given, DiskSource) else None
     if quantised:
         logger.info("the weights of %s are quantised (%s); what is written is not", source, quantised)
     with continued(final, _identity(source, to, options)) as journal:

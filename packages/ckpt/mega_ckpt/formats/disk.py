@@ -39,14 +39,21 @@ class Stored:
 class DiskSource:
     """Weights in files that hold them under names and in layouts of their own. One costly tensor is in memory at a time.
 
+    `quantised` tells how those are that are not stored as they are read.
+
     Raises:
         CheckpointError: from the constructor, when parts of one canonical tensor have two dtypes.
     """
 
     def __init__(
-        self, place: Place, model: ModelConfig, table: Mapping[str, DiskTensor], disk: Mapping[str, Stored]
+        self,
+        place: Place,
+        model: ModelConfig,
+        table: Mapping[str, DiskTensor],
+        disk: Mapping[str, Stored],
+        quantised: str | None = None,
     ) -> None:
-        self.place = place
+        self.place, self.quantised = place, quantised
         self.model: ModelConfig = model
         self._disk = disk
         self._shapes = tensors_of(model)
@@ -54,6 +61,10 @@ class DiskSource:
         self._buffers = [name for name in disk if name not in table]
         self._kept: dict[str, Tensor] = {}
         self._check_dtypes()
+
+    def files(self) -> Sequence[Place]:
+        """The files that hold the tensors."""
+        return sorted({stored.path for stored in self._disk.values()}, key=str)
 
     def keys(self) -> Sequence[str]:
         """Canonical names, in the order of the forward pass."""

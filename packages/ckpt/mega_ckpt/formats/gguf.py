@@ -39,7 +39,6 @@ class GgufSource(DiskSource):
         architecture = architecture_of(file)
         raw = config_of(file, architecture)
         self._file, self._raw = file, raw
-        self.quantised = file.quantised
         self.family = family_named(raw["model_type"])
         model = self.family.read_config(raw, str(path))
         expected = tensors_of(model)
@@ -51,7 +50,7 @@ class GgufSource(DiskSource):
         }
         shapes = {name: one.shape for name, one in disk.items()}
         check_table(table, shapes, path, self.family, f"the metadata of {path.name}")
-        super().__init__(path, model, table, disk)
+        super().__init__(path, model, table, disk, file.quantised)
 
     def assets(self) -> Mapping[str, Path | bytes]:
         """config.json, and what the metadata tells of tokens."""

@@ -30,16 +30,11 @@ _EXPERTS = {
 }  # fmt: skip
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _TOKENS = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
-# These say no more than other keys do, or are checked against them.
-_IMPLIED = frozenset(
-    {
-        "vocab_size",
-        "attention.value_length",
-        "rope.dimension_count",
-        "rope.scaling.finetuned",
-        "rope.scaling.attn_factor",
-    }
-)
+# These say no more than other keys do, and are checked against them.
+_IMPLIED = {
+    "vocab_size": "vocab_size", "attention.value_length": "head_dim", "rope.dimension_count": "head_dim",
+}  # fmt: skip
+_UNUSED = frozenset({"rope.scaling.finetuned"})
 _SCALING = {
     "rope.scaling.type": "rope_type", "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -71,6 +66,7 @@ class Architecture:
         keys: keys of the metadata, beside those of every architecture, and what config.json calls them.
         fixed: keys of config.json that no metadata tells.
         more: further ones that follow from the file.
+        taken: keys of the metadata that `more` looks at.
         norms: layer norms beside the first, and their canonical names.
         fused: rules for tensors that hold several canonical ones.
         halves_in_turns: whether the two halves of each head's rotated rows of queries and keys take turns.
@@ -81,6 +77,7 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     more: Callable[[Gguf, Raw], Raw] = lambda _, __: {}
+    taken: frozenset[str] = frozenset()
     norms: Mapping[str, str] = field(default_factory=lambda: {"ffn_norm": "post_attention_layernorm"})
     fused: tuple[Rule, ...] = ()
     halves_in_turns: bool = False
@@ -138,16 +135,25 @@ def _gemma(large: int) -> Callable[[Gguf, Raw], Raw]:
 
 
 def _phi3(file: Gguf, raw: Raw) -> Raw:
-    rotated = file.metadata["phi3.rope.dimension_count"]
-    out: Raw = {"partial_rotary_factor": rotated / (raw["hidden_size"] // raw["num_attention_heads"])}
+    out: Raw = {"partial_rotary_factor": file.metadata["phi3.rope.dimension_count"] / raw["head_dim"]}
     kinds = {kind: file.tensors.get(f"rope_factors_{kind}.weight") for kind in ("short", "long")}
     if not all(kinds.values()):
         return out
-    original = file.metadata["phi3.rope.scaling.original_context_length"]
-    factors = {
+    factors: Raw = {
         f"{kind}_factor": [float(str(n)) for n in stored.read().numpy()] for kind, stored in kinds.items() if stored
     }
+    attention = file.metadata.get("phi3.rope.scaling.attn_factor")
+    original = file.metadata["phi3.rope.scaling.original_context_length"]
+    longer = max(raw["max_position_embeddings"] / original, 1)
+    usual = math.sqrt(1 + math.log(longer) / math.log(original))
+    if attention is not None and not math.isclose(attention, usual, rel_tol=1e-4):
+        factors["attention_factor"] = attention
     return out | {"rope_scaling": {"rope_type": "longrope", **factors}, "original_max_position_embeddings": original}
+
+
+def _gpt_oss(_: Gguf, raw: Raw) -> Raw:
+    """The file does not tell that the ramp of its frequencies is not cut at whole numbers, as in every GPT-OSS."""
+    return {"rope_scaling": {**raw["rope_scaling"], "truncate": False}} if "rope_scaling" in raw else {}
 
 
 _GEMMA_NORMS = {
@@ -174,9 +180,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "gemma3_text", {**_WINDOW, "rope.freq_base_swa": "rope_local_base_freq"}, {"rope_local_base_freq": 10_000.0},
         more=_gemma(62), norms=_GEMMA_NORMS, ones_added=True,
     ),
-    "phi3": Architecture("phi3", _WINDOW, {"sliding_window": None}, more=_phi3, fused=_FUSED),
+    "phi3": Architecture(
+        "phi3", _WINDOW, {"sliding_window": None}, more=_phi3,
+        taken=frozenset({"rope.dimension_count", "rope.scaling.attn_factor"}), fused=_FUSED,
+    ),
     "gpt-oss": Architecture(
-        "gpt_oss", {**_WINDOW, **_EXPERTS, "expert_count": "num_local_experts"},
+        "gpt_oss", {**_WINDOW, **_EXPERTS, "expert_count": "num_local_experts"}, more=_gpt_oss,
         norms={"post_attention_norm": "post_attention_layernorm"},
     ),
 }  # fmt: skip
@@ -207,7 +216,7 @@ def config_of(file: Gguf, architecture: Architecture) -> Raw:
     given = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
     known = {**_KEYS, **architecture.keys}
     for key in given:
-        if key not in known and key not in _IMPLIED and key not in _SCALING:
+        if key not in {*known, *_IMPLIED, *_SCALING, *_UNUSED, *architecture.taken}:
             raise CheckpointError(f"{file.path}: {name}.{key} = {given[key]!r} is not understood")
     tokens = {
         f"{here}_token_id": file.metadata.get(f"tokenizer.ggml.{there}_token_id") for there, here in _TOKENS.items()
@@ -221,6 +230,9 @@ def config_of(file: Gguf, architecture: Architecture) -> Raw:
         **{key: value for key, value in tokens.items() if value is not None},
     }
     raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+    for there, here in _IMPLIED.items():
+        if there not in architecture.taken and given.get(there, raw[here]) != raw[here]:
+            raise CheckpointError(f"{file.path}: {name}.{there} = {given[there]!r}, but {raw[here]} was expected")
     scaling = {here: given[there] for there, here in _SCALING.items() if there in given}
     if scaling.get("rope_type", "none") not in ("none", "longrope"):
         raw["rope_scaling"] = scaling

@@ -44,11 +44,11 @@ class HfSource(DiskSource):
         self._raw = read_config(folder)
         self.family, described, self.unread = described_by(folder / CONFIG, self._raw)
         files = open_weights(folder)
-        disk, self.quantised = dequantised(files.tensors, self._raw, folder)
-        self._headers = {} if self.quantised else files.headers
+        disk, quantised = dequantised(files.tensors, self._raw, folder)
+        self._headers = {} if quantised else files.headers
         model = self.family.as_held(described, disk)
         table = checked_table(self.family, model, {name: stored.shape for name, stored in disk.items()}, folder)
-        super().__init__(folder, model, table, disk)
+        super().__init__(folder, model, table, disk, quantised)
         self._check_copies(table)
 
     def assets(self) -> Mapping[str, Path | bytes]:
