@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RUN = "{model: {preset: tiny}, data: {train: tokens}, parallel: {tp: 2}}"
+RUN = "{model: {preset: tiny}, data: {train: tokens}, parallel: {tp: 2}, batch: {global: 24}}"
 
 
 def mega(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ stages:
     assert json.loads(status.stdout)["manifest"] == {"run": False, "why": "up to date"}
     failed = mega(tmp_path, "flow.yaml", "--set", "stages.script.with.gpus-per-node=3")
     assert failed.returncode == 2
-    assert "does not divide the 3 ranks" in failed.stderr
+    assert "do not divide the 3 there are" in failed.stderr
     assert (
         "script    would run: failed with status 2, its command changed"
         in mega(tmp_path, "flow.yaml", "--status").stdout

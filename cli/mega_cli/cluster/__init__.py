@@ -1,0 +1,1 @@
+"""What starts the ranks of a run on the machines of a cluster."""
