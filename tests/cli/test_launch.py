@@ -15,7 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mega_cli.launch import app, dns_label
+from mega_cli.launch.command import app, dns_label
 from mega_common.errors import ConfigError
 
 CONFIG = {

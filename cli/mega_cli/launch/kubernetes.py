@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from mega_cli.cluster.ranks import ENVIRONMENT, SAVE_SECONDS, agent_command
+from mega_cli.launch.ranks import ENVIRONMENT, SAVE_SECONDS, agent_command
 
 PORT = 29500  # each pod has an address of its own
 GROUP = 10001  # of the user in mega's images

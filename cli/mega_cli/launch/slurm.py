@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_cli.cluster.ranks import ENVIRONMENT, SAVE_SECONDS, agent_command
+from mega_cli.launch.ranks import ENVIRONMENT, SAVE_SECONDS, agent_command
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`mega launch`: the batch script or the manifest that starts one training run on a cluster. It submits nothing."""
+"""The commands of `mega launch`, and the check of the run that comes first."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from mega_cli.cluster.kubernetes import PodPlan, manifests
-from mega_cli.cluster.slurm import Container, SlurmPlan, batch_script
+from mega_cli.launch.kubernetes import PodPlan, manifests
+from mega_cli.launch.slurm import Container, SlurmPlan, batch_script
 from mega_common.config import apply_overrides, load_yaml
 from mega_common.errors import ConfigError
 from mega_common.log import logger

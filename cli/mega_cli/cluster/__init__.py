@@ -1,1 +1,0 @@
-"""What starts the ranks of a run on the machines of a cluster."""
