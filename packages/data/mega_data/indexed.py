@@ -41,13 +41,21 @@ def best_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
 
 
+def data_prefix(path: Path) -> Path:
+    """The prefix that is meant by one of a data set's two files: `wiki` for `wiki.bin`, unless `wiki.bin.idx` exists."""
+    meant = path.suffix in (".bin", ".idx") and not path.with_name(path.name + ".idx").exists()
+    return path.with_suffix("") if meant else path
+
+
 def bin_path(prefix: Path) -> Path:
     """`PREFIX.bin`."""
+    prefix = data_prefix(prefix)
     return prefix.with_name(prefix.name + ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
     """`PREFIX.idx`."""
+    prefix = data_prefix(prefix)
     return prefix.with_name(prefix.name + ".idx")
 
 
@@ -65,7 +73,7 @@ class IndexedWriter:
     """
 
     def __init__(self, prefix: Path, dtype: npt.DTypeLike) -> None:
-        self.prefix = Path(prefix)
+        self.prefix = data_prefix(Path(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, name in DTYPES.items() if np.dtype(name) == self.dtype]
         if not codes:
@@ -196,7 +204,7 @@ class IndexedReader:
     """
 
     def __init__(self, prefix: Path) -> None:
-        self.prefix = Path(prefix)
+        self.prefix = data_prefix(Path(prefix))
         self._bin, self._idx = bin_path(self.prefix), idx_path(self.prefix)
         for path in (self._idx, self._bin):
             if not path.is_file():
