@@ -9,6 +9,7 @@ optionally S int8 modes, which only multimodal data has. Everything is little-en
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import struct
@@ -190,6 +191,16 @@ class IndexedWriter:
             self.abort()
 
 
+@contextlib.contextmanager
+def _readable(prefix: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        many = "each data set takes two: raise the limit (ulimit -Hn), or put some together with mega data merge"
+        hint = many if error.errno == errno.EMFILE else None
+        raise DataError(f"{prefix}: cannot be read ({error.strerror})", hint=hint) from error
+
+
 class IndexedReader:
     """A memory-mapped data set of S sequences; every claim of the index is checked against the files on opening.
 
@@ -209,16 +220,18 @@ class IndexedReader:
         for path in (self._idx, self._bin):
             if not path.is_file():
                 raise DataError(f"{path}: no such file", hint=self._nearby())
-        code, sequences, bounds = self._read_header()
+        with _readable(self.prefix):
+            code, sequences, bounds = self._read_header()
+            raw = np.memmap(self._idx, np.uint8, "r")
+            size = self._bin.stat().st_size
         self.dtype = np.dtype(DTYPES[code])
-        raw = np.memmap(self._idx, np.uint8, "r")
         at = HEADER.size
         self.lengths = np.frombuffer(raw, "<i4", sequences, at)
         self.pointers = np.frombuffer(raw, "<i8", sequences, at + 4 * sequences)
         self.document_index = np.frombuffer(raw, "<i8", bounds, at + 12 * sequences)
-        size = self._bin.stat().st_size
         self._check_index(size)
-        mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if size else np.empty(0, self.dtype)
+        with _readable(self.prefix):
+            mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if size else np.empty(0, self.dtype)
         self.tokens: Tokens = np.asarray(mapped)  # a plain array: slices of a memmap are slower
         self.num_tokens = size // self.dtype.itemsize
 

@@ -21,6 +21,7 @@ from mega_data.info import (
     refuse_inputs,
     write_info,
 )
+from mega_data.limits import allow_open_files
 
 
 def merge(prefixes: Sequence[Path], output: Path, *, mixed: bool = False, overwrite: bool = False) -> DataInfo:
@@ -34,6 +35,7 @@ def merge(prefixes: Sequence[Path], output: Path, *, mixed: bool = False, overwr
     """
     output = data_prefix(Path(output))
     prepare_output(output, overwrite)
+    allow_open_files(2 * len(prefixes))
     readers = [IndexedReader(Path(prefix)) for prefix in prefixes]
     refuse_inputs(output, (path(reader.prefix) for reader in readers for path in (bin_path, idx_path)))
     infos = [read_info(reader.prefix) for reader in readers]
