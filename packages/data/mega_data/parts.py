@@ -51,7 +51,7 @@ class Parts:
         if self._rules and eod is None:
             raise ConfigError(
                 f"{', '.join(self._rules)}: the tokenizer has no end-of-document token",
-                hint="switch it off, or name the token",
+                hint="switch it off, or set data.tokenizer to one that names it",
             )
         self._config, self._eod = config, eod
         self._bounds = dict(zip(SPLITS, split_bounds(config.shares), strict=True))
