@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 
 from mega_cli.megatron_args.script import Script, read_script
 from mega_cli.megatron_args.shell import Word, shown
 from mega_common.errors import ConfigError
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
 OTHER_MODELS = re.compile(r"bert|t5|ict|retro|vision|vlm|mimo|multimodal|mamba|hybrid|realm|orqa")
 SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)(?:=|[ \t]*)([^\s#]*)", re.MULTILINE)
 LONG = {"-N": "--nodes", "-n": "--ntasks", "--nproc_per_node": "--nproc-per-node"}
@@ -39,14 +41,23 @@ class Launch:
         return self.nodes * self.per_node if self.nodes and self.per_node else None
 
 
-def find_launch(text: str) -> Launch:
+def find_launch(
+    text: str, *, path: Path | None = None, define: Mapping[str, str] = NOTHING, arguments: Sequence[str] = ()
+) -> Launch:
     """The training command of a script, or of a bare list of arguments.
+
+    Args:
+        path: where the script lies; files that it sources are read from beside it.
+        define: variables of the script, which hold whatever it assigns to them itself.
+        arguments: of the script: `$1` and on.
 
     Raises:
         ConfigError: when there is none, or it trains another kind of model.
     """
     batch = {LONG.get(key, key): value for key, value in SBATCH.findall(text)}
-    script = read_script(text, {name: [Word(value, 0)] for name, value in _slurm_variables(batch).items()})
+    script = read_script(
+        text, {name: [Word(value, 0)] for name, value in {**_slurm_variables(batch), **define}.items()}
+    )
     commands = [(command, at) for command in _commands(script) if (at := _program(command)) is not None]
     training = [found for found in commands if _trains(*found)]
     if not training:
