@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_one_block_is_all_of_it(
     dy = torch.randn_like(expected)
     expected.backward(dy)
     with torch.no_grad():
-        parts = KERNELS.attend_block_backward(dy, q, k, v, lse, (y * dy).sum(-1), seen, how)
+        parts = KERNELS.attend_block_backward(dy, q, k, v, y, lse, seen, how)
     for part, whole in zip(parts, (q, k, v), strict=True):
         torch.testing.assert_close(part, whole.grad)
 
@@ -59,17 +60,36 @@ def test_a_query_that_sees_nothing_gives_nothing() -> None:
     assert y.isfinite().all()
     total = lse.logaddexp(torch.zeros_like(lse))  # with what other blocks gave
     parts = KERNELS.attend_block_backward(
-        torch.ones_like(y), q, k, v, total, torch.ones_like(lse), mask, Scores(1.0, 3.0)
+        torch.ones_like(y), q, k, v, torch.ones_like(y), total, mask, Scores(1.0, 3.0)
     )
     assert all(part.isfinite().all() for part in parts)
     assert not parts[0][:, 2].any()
 
 
-def test_low_precision_keeps_its_sums_wide() -> None:
+@pytest.mark.parametrize("how", [Scores(0.4), Scores(0.4, softcap=50.0)], ids=["fused", "product by product"])
+def test_low_precision_keeps_its_sums_wide(how: Scores) -> None:
     q, k, v = operands(dtype=torch.bfloat16)
-    y, lse = KERNELS.attend_block(q, k, v, "causal", Scores(0.4))
-    assert {y.dtype, lse.dtype} == {torch.float32}
-    wide = plain_attention(q.float(), k.float(), v.float(), None, Scores(0.4))
-    torch.testing.assert_close(y, wide, rtol=2e-2, atol=2e-2)
-    parts = KERNELS.attend_block_backward(y.bfloat16(), q, k, v, lse, (y * y).sum(-1), "causal", Scores(0.4))
-    assert {part.dtype for part in parts} == {torch.float32}
+    y, lse = KERNELS.attend_block(q, k, v, "causal", how)
+    assert lse.dtype == torch.float32
+    wide = [t.detach().float().requires_grad_() for t in (q, k, v)]
+    expected = plain_attention(*wide, None, how)
+    torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
+    expected.sum().backward()
+    dy = torch.ones_like(y, dtype=torch.bfloat16)
+    parts = KERNELS.attend_block_backward(dy, q, k, v, y.bfloat16(), lse, "causal", how)
+    for part, whole in zip(parts, wide, strict=True):
+        torch.testing.assert_close(part.float(), whole.grad, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("query", "value"), [(8, 3), (3, 8)])
+def test_heads_of_uneven_widths_are_fused_too(query: int, value: int) -> None:
+    """As those of latent attention are."""
+    q, k, v = (torch.randn(B, S, K, n, dtype=torch.float64, requires_grad=True) for n in (query, query, value))
+    with mock.patch.object(blocks, "_scores", side_effect=AssertionError("made product by product")):
+        y, lse = KERNELS.attend_block(q, k, v, "causal", Scores(0.4))
+        parts = KERNELS.attend_block_backward(torch.ones_like(y), q, k, v, y, lse, "causal", Scores(0.4))
+    expected = plain_attention(q, k, v, None, Scores(0.4))
+    torch.testing.assert_close(y, expected)
+    expected.sum().backward()
+    for part, whole in zip(parts, (q, k, v), strict=True):
+        torch.testing.assert_close(part, whole.grad)

@@ -65,17 +65,18 @@ class Kernels(Protocol):
     def attend_block(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
         """Attention to some of the keys, for one who merges blocks; without sinks, which belong to the whole.
 
-        Shapes as for `attention`. Returns y [B, S, H, e] and the logarithm of the sum of exponentiated scores
-        [B, S, H], in at least fp32; where a query sees no key these are 0 and minus infinity. Not differentiable.
+        Shapes as for `attention`. Returns y [B, S, H, e], in at least the precision of q, and the logarithm of the sum of
+        exponentiated scores [B, S, H], in at least fp32; where a query sees no key these are 0 and minus infinity. Not
+        differentiable.
         """
 
     def attend_block_backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, seen: Seen, how: Scores
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: Seen, how: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The part of (dq, dk, dv) that comes from one block, each as wide as its operand, in at least fp32.
+        """The part of (dq, dk, dv) that comes from one block, each shaped as its operand.
 
-        `lse` is that of all blocks together, sinks included, and `delta` the sum of y dy over each head, both
-        [B, S, H]: with p = exp(score - lse) the gradient of a score is p (dy v - delta) (arXiv:2205.14135).
+        y [B, S, H, e] and `lse` [B, S, H] are those of all blocks together, sinks included: with p = exp(score - lse) and
+        delta the sum of y dy over each head, the gradient of a score is p (dy v - delta) (arXiv:2205.14135).
         """
 
     def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:

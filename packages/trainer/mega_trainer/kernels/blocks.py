@@ -1,4 +1,8 @@
-"""Attention of some queries to some keys, product by product, and its backward: what context parallelism is made of.
+"""Attention of some queries to some keys, and its backward: what context parallelism is made of.
+
+A block is one fused kernel each way (arXiv:2205.14135) where there is one for it: torch's flash attention, whose twin for
+CPUs takes every precision. Its backward is told y and the logarithm of the sum over all blocks, and so gives the part of the
+gradient that comes from its own. Masks, soft caps and what a GPU's kernel does not take go product by product.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K queries that share one, d size of queries
 and keys, e of values. Queries that share a key are rows of one product: [B, K, G S, d], so no key is repeated.
@@ -10,25 +14,32 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mega_trainer.kernels.base import Scores, Seen
 
 # Elements of the scores at hand: on a CPU they should stay in its cache, on a GPU fill it with work.
 TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+WIDEST_HEAD = 256  # of the flash kernels on GPUs
+_aten = torch.ops.aten
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
     """See `Kernels.attend_block`."""
+    if _fused(q, v, seen, how):
+        return _flash(q, k, v, seen == "causal", how.scale)
     parts = [_attend(q[:, rows], k[:, keys], v[:, keys], mask, how) for rows, keys, mask in _tiles(q, k.shape[1], seen)]
     return torch.cat([y for y, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 
 def attend_block_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, seen: Seen, how: Scores
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: Seen, how: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Kernels.attend_block_backward`."""
+    if _fused(q, v, seen, how):
+        return _flash_backward(dy, q, k, v, y, lse, seen == "causal", how.scale)
     dk, dv = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
-    dq = []
+    delta, dq = (y.to(lse.dtype) * dy).sum(-1), []
     for rows, keys, mask in _tiles(q, k.shape[1], seen):
         queries = dy[:, rows], q[:, rows], lse[:, rows], delta[:, rows]
         dq_part, dk_part, dv_part = _attend_backward(*queries, k[:, keys], v[:, keys], mask, how)
@@ -36,6 +47,49 @@ def attend_block_backward(
         dk[:, keys] += dk_part
         dv[:, keys] += dv_part
     return torch.cat(dq, 1), dk, dv
+
+
+def _fused(q: Tensor, v: Tensor, seen: Seen, how: Scores) -> bool:
+    """Whether torch has one kernel for such a block."""
+    if isinstance(seen, Tensor) or how.softcap is not None:
+        return False
+    width = max(q.shape[-1], v.shape[-1])
+    return not q.is_cuda or (q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_HEAD)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    width, value = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = (_widened(t, width).transpose(1, 2) for t in (q, k, v))
+    kernel = (
+        _aten._scaled_dot_product_flash_attention if q.is_cuda else _aten._scaled_dot_product_flash_attention_for_cpu
+    )
+    y, lse, *_ = kernel(q, k, v, 0.0, causal, scale=scale)
+    return y.transpose(1, 2)[..., :value], lse.transpose(1, 2)
+
+
+def _flash_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    width, sizes = max(q.shape[-1], v.shape[-1]), (q.shape[-1], k.shape[-1], v.shape[-1])
+    dy, q, k, v, y = (_widened(t, width).transpose(1, 2) for t in (dy, q, k, v, y))
+    lse = lse.transpose(1, 2).contiguous()
+    if q.is_cuda:
+        # no sequences of uneven lengths, and no dropout, whose generator's state it would want to know
+        unused = torch.empty(0, dtype=torch.int64, device=q.device)
+        grads = _aten._scaled_dot_product_flash_attention_backward(
+            dy, q, k, v, y, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=scale
+        )
+    else:
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q, k, v, y, lse, 0.0, causal, scale=scale
+        )
+    dq, dk, dv = (grad.transpose(1, 2)[..., :size] for grad, size in zip(grads, sizes, strict=True))
+    return dq, dk, dv
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Heads filled up with zeros, which add nothing to a score or a value, to the one width that the kernel takes."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _tiles(q: Tensor, keys: int, seen: Seen) -> Iterator[tuple[slice, slice, Tensor | None]]:

@@ -60,10 +60,10 @@ class TorchKernels:
         return attend_block(q, k, v, seen, how)
 
     def attend_block_backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, seen: Seen, how: Scores
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: Seen, how: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernels.attend_block_backward`."""
-        return attend_block_backward(dy, q, k, v, lse, delta, seen, how)
+        return attend_block_backward(dy, q, k, v, y, lse, seen, how)
 
     def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
         """See `Kernels.gated`."""

@@ -14,7 +14,7 @@ heads, d size of queries and keys, e of values; heads are those of one tensor ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -168,19 +168,34 @@ class Blockwise:
 
     def blocks(self, length: int, rank: int, see: See) -> Iterator[tuple[slice, slice, Seen]]:
         """The blocks of my queries and the keys of `rank` in which something is seen: where they lie in the ranks'
-        tokens, and what is seen. A chunk's block with itself comes first, so that every query sees some key from then on.
-        A first chunk never sees a second one.
+        tokens, and what is seen. My own blocks of queries with their own keys come first, so that every query sees some
+        key from then on. A first chunk never sees a second one. Chunks that lie side by side are one block where they can.
         """
         mine = chunks_of(self.group.rank, length, self.group.size)
         theirs = chunks_of(rank, length, self.group.size)
-        for queries, keys in ((0, 0), (1, 1), (1, 0)):
-            seen = see(mine[queries], theirs[keys])
-            if seen is not None:
-                yield _half(queries, length // self.group.size), _half(keys, length // self.group.size), seen
+        seen = {(i, j): see(mine[i], theirs[j]) for i, j in ((0, 0), (1, 1), (1, 0))}
+        halves = _halves(length // self.group.size)
+        joined = _JOINED.get(tuple("mask" if isinstance(each, Tensor) else each for each in seen.values()))
+        if joined is not None:
+            queries, keys, what = joined
+            yield halves[queries], halves[keys], what
+            return
+        for (i, j), each in seen.items():
+            if each is not None:
+                yield halves[i], halves[j], each
 
 
-def _half(number: int, tokens: int) -> slice:
-    return slice(0, tokens // 2) if number == 0 else slice(tokens // 2, tokens)
+# What first sees first, second second and second first, where that is one block: of which queries and keys (0 the first
+# chunk, 1 the second, 2 both), and what is seen in it. So it is without windows and documents, one block for each rank.
+_JOINED: Mapping[tuple[object, ...], tuple[int, int, Seen]] = {
+    ("causal", "causal", "all"): (2, 2, "causal"),
+    ("all", None, "all"): (2, 0, "all"),
+    (None, "all", "all"): (1, 2, "all"),
+}
+
+
+def _halves(tokens: int) -> tuple[slice, slice, slice]:
+    return slice(0, tokens // 2), slice(tokens // 2, tokens), slice(0, tokens)
 
 
 class _Blockwise(Function):
@@ -191,15 +206,18 @@ class _Blockwise(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: Scores, see: See, kind: Blockwise
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        y = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=wide)
-        lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+        y = q.new_empty(*q.shape[:3], v.shape[-1], dtype=wide)
+        lse = q.new_empty(q.shape[:3], dtype=wide)
         length, split = q.shape[1] * kind.group.size, _Packing(k, v)
 
         def work(rank: int, packed: Tensor) -> None:
             keys, values = split.open(packed)
             for here, there, seen in kind.blocks(length, rank, see):
-                part = kind.kernels.attend_block(q[:, here], keys[:, there], values[:, there], seen, how)
-                _merge(y[:, here], lse[:, here], *part)
+                part, part_lse = kind.kernels.attend_block(q[:, here], keys[:, there], values[:, there], seen, how)
+                if rank == kind.group.rank and here == there:  # the first that these queries see
+                    y[:, here], lse[:, here] = part, part_lse
+                else:
+                    _merge(y[:, here], lse[:, here], part.to(wide), part_lse)
 
         kind.passage.visit(split.pack(k, v), work)
         if sinks is not None:
@@ -217,32 +235,36 @@ class _Blockwise(Function):
         q, k, v, y, lse, sinks = ctx.saved_tensors
         kind: Blockwise = ctx.kind
         length, split = q.shape[1] * kind.group.size, _Packing(k, v)
-        delta = (y.to(lse.dtype) * dy).sum(-1)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
+        dq = torch.empty_like(q, dtype=lse.dtype)
 
         def work(rank: int, packed: Tensor) -> Tensor:
             keys, values = split.open(packed)
-            gradient = torch.zeros_like(packed, dtype=lse.dtype)
+            own = rank == kind.group.rank
+            gradient = (torch.empty_like if own else torch.zeros_like)(packed, dtype=lse.dtype)
             dk, dv = split.open(gradient)
             for here, there, seen in kind.blocks(length, rank, ctx.see):
                 parts = kind.kernels.attend_block_backward(
-                    dy[:, here], q[:, here], keys[:, there], values[:, there], lse[:, here], delta[:, here], seen, ctx.how
-                )  # fmt: skip
+                    dy[:, here], q[:, here], keys[:, there], values[:, there], y[:, here], lse[:, here], seen, ctx.how
+                )
                 for whole, part in zip((dq[:, here], dk[:, there], dv[:, there]), parts, strict=True):
-                    whole += part
+                    (whole.copy_ if own and here == there else whole.add_)(part)
             return gradient
 
         dk, dv = split.open(kind.passage.collect(split.pack(k, v), work))
-        d_sinks = None if sinks is None else -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
+        d_sinks = None if sinks is None else _sinks_gradient(sinks, dy, y, lse)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
+
+
+def _sinks_gradient(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tensor) -> Tensor:
+    """[H]: a sink takes its share exp(sink - lse) of each query's probability, and gives no value for it."""
+    delta = (y.to(lse.dtype) * dy).sum(-1)
+    return -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
 
 
 def _merge(y: Tensor, lse: Tensor, block_y: Tensor, block_lse: Tensor) -> None:
     """Add a block's result to what earlier blocks gave, in place: both become shares of the sum of exponentials."""
-    total = torch.logaddexp(lse, block_lse)
-    y *= (lse - total).exp_().unsqueeze(-1)
-    y += block_y * (block_lse - total).exp_().unsqueeze(-1)
-    lse.copy_(total)
+    y.lerp_(block_y, torch.sigmoid(block_lse - lse).unsqueeze(-1))
+    torch.logaddexp(lse, block_lse, out=lse)
 
 
 class _Packing:
