@@ -73,6 +73,9 @@ class MoeConfig(Config):
     aux_loss: float = Field(0.0, ge=0, description="weight of the load balancing loss (arXiv:2101.03961)")
     aux_loss_scope: Literal["sequence", "batch"] = Field("sequence", description="what the load is counted over")
     z_loss: float = Field(0.0, ge=0, description="weight of the router's z-loss (arXiv:2202.08906)")
+    sinkhorn: bool = Field(
+        False, description="training chooses by a matrix balanced over each sequence (arXiv:2202.01169); else by score"
+    )
     capacity_factor: float | None = Field(None, gt=0, description="drops tokens past this multiple of an even load")
 
     def problems(self) -> Iterator[Problem]:
@@ -95,6 +98,17 @@ class MoeConfig(Config):
             )
         if self.shared_gate and not self.shared_ffn_hidden_size:
             yield Problem("shared_gate", "gates a shared expert that is not there", hint="give shared_ffn_hidden_size")
+        yield from self._sinkhorn_problems() if self.sinkhorn else ()
+
+    def _sinkhorn_problems(self) -> Iterator[Problem]:
+        """The choice is balanced by itself, and the weights are the scores as they are: as Megatron has it."""
+        score = "sigmoid" if self.top_k == 1 else "softmax"
+        wanted = {"normalize": False, "scaling": 1.0, "groups": 1, "selection_bias": False, "aux_loss": 0.0}
+        for name, value in {"score": score, **wanted}.items():
+            if getattr(self, name) != value:
+                told = str(value).lower() if isinstance(value, bool) else value
+                rule = f"does not go with sinkhorn and top_k = {self.top_k}"
+                yield Problem(name, rule, getattr(self, name), f"{name}: {told}")
 
 
 class MlaConfig(Config):

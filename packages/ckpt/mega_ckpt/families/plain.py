@@ -11,7 +11,7 @@ from mega_common.model_config import ModelConfig, MoeConfig
 TRAINING_FIELDS = frozenset(
     {"attention_dropout", "embedding_dropout", "init_std", "mtp_loss", "residual_dropout", "scale_residual_init"}
 )
-MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "z_loss"})
+MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "sinkhorn", "z_loss"})
 
 
 def same_model(one: ModelConfig, other: ModelConfig) -> bool:
