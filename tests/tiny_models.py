@@ -210,6 +210,11 @@ VARIANTS |= {
     "nemotron-partial-bias": {
         **_PLAIN_MLP, "zero_centered_norm": True, "activation": "relu2", "hidden_size": 32, "rope": {"fraction": 0.5},
     },
+    "nemotron-yarn": {
+        "norm": "layernorm", "zero_centered_norm": True, "activation": "relu2", "hidden_size": 48,
+        "rope": {**YARN, "fraction": 0.5},
+    },
+    "layernorm-llama3": {"norm": "layernorm", "hidden_size": 48, "rope": {**LLAMA3, "fraction": 0.5}},
     "gelu-mlp": {**_PLAIN_MLP, "activation": "gelu_tanh", "sliding_window": 7},
     "gelu-mlp-no-bias": {"norm": "layernorm", "activation": "gelu_tanh", "num_kv_heads": 2, "tie_embeddings": True},
     "relu2-biased": {**_PLAIN_MLP, "activation": "relu2"},
