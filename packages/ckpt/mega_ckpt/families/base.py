@@ -111,9 +111,8 @@ class Family:
         They change nothing of what the family's model computes; they are carried, and worth a word.
         """
         known = self.known_keys
-        return sorted(key for key, value in raw.items() if key not in known and value is not None) + unread_parameters(
-            raw
-        )
+        unread = sorted(key for key, value in raw.items() if key not in known and value is not None)
+        return unread + unread_parameters(raw)
 
     @property
     def known_keys(self) -> frozenset[str]:
