@@ -64,6 +64,9 @@ def trainings(folder: Path) -> int:
         ({"model": {"vocab_size": 301}}, STARTS_OVER, STARTS_OVER),
         ({"model": {"vocab_size": 301}, "train": {"steps": 70}}, STARTS_OVER, STARTS_OVER),
         ({"batch": {"global": 16}}, STARTS_OVER, GOES_ON),
+        ({"train": {"seed": 7}}, STARTS_OVER, GOES_ON),
+        ({"lr_schedule": {"decay_steps": 60}}, UP_TO_DATE, GOES_ON),  # the default, too
+        ({"lr_schedule": {"decay_steps": 50}}, STARTS_OVER, GOES_ON),
         ({"checkpoint": {"every": 5, "keep": 2}, "log": {"every": 7}}, UP_TO_DATE, GOES_ON),
         ({"parallel": {"tp": 2}, "batch": {"micro": 1}, "recompute": "full"}, UP_TO_DATE, GOES_ON),
     ],
@@ -88,7 +91,7 @@ def test_settings_on_the_command_count_like_those_in_the_file(trained: Flow) -> 
     trained.raw["stages"]["train"]["with"] = {"nproc": 2, "set": ["train.steps=60", "checkpoint.keep=3"]}
     assert what_happens(trained) == UP_TO_DATE
     trained.raw["stages"]["train"]["with"]["set"] = "train.steps=70"
-    assert trained.why() == {"train": "train.steps: 60 -> 70"}
+    assert trained.why() == {"train": "train.steps: 60 -> 70, lr_schedule.decay_steps: 60 -> 70"}
     assert what_happens(trained) == GOES_ON
 
 
@@ -145,6 +148,6 @@ def test_a_training_that_starts_over_takes_later_stages_of_its_run_along(halves:
 
 def test_a_longer_second_half_leaves_the_first_alone(halves: Flow) -> None:
     change(halves.base, {"train": {"steps": 70}})
-    assert halves.why() == {"first": "up to date", "second": "train.steps: 60 -> 70"}
+    assert halves.why() == {"first": "up to date", "second": "train.steps: 60 -> 70, lr_schedule.decay_steps: 60 -> 70"}
     assert halves.run() == ["train"]
     assert trainings(halves.base / "run") == 3
