@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from mega_trainer.config import RunConfig
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
 EXAMPLES = """
 Examples:
 
@@ -23,12 +25,21 @@ Examples:
 
   mega train --from-megatron-args pretrain.sh > run.yaml
 
+  mega train --from-megatron-args pretrain.sh --define GPUS=8 -- 7b data/wiki > run.yaml
+
   torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 -m mega_cli.main train run.yaml
 """
 
 
 def train_command(
-    run: Annotated[Path | None, typer.Argument(help="The run's configuration, run.yaml.", show_default=False)] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="The run's configuration, run.yaml. With --from-megatron-args: the script's own arguments, after `--`.",
+            show_default=False,
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=value. Repeatable.")
     ] = None,
@@ -44,9 +55,21 @@ def train_command(
         Path | None,
         typer.Option(help="Translate this launch script of Megatron-LM into a run.yaml, print it, and stop."),
     ] = None,
+    define: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="With --from-megatron-args: set a variable of the script. Repeatable."),
+    ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="With --from-megatron-args: refuse flags and values that Megatron-LM has not."),
+    ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of run.yaml, for editors.")] = False,
 ) -> None:
-    """Train a model as run.yaml says. The same command goes on from the newest checkpoint of its output folder."""
+    """Train a model as run.yaml says. The same command goes on from the newest checkpoint of its output folder.
+
+    Exit status: 0 all steps are done; 75 asked to end before that (SIGTERM, SIGINT, SIGHUP, SIGUSR1), saved, and the same
+    command goes on; 2 a mistake in what it was given; 1 a failure; 130 ended at once by a second Ctrl-C.
+    """
     import json
 
     import yaml
@@ -60,11 +83,15 @@ def train_command(
         print(json.dumps(json_schema(RunConfig), indent=1))
         return
     if from_megatron_args is not None:
-        print(_translated(from_megatron_args), end="")
+        print(_translated(from_megatron_args, define or [], words or [], strict=strict), end="")
         return
-    if run is None:
-        raise ConfigError("no run.yaml given", hint="mega train run.yaml; see mega train --help")
-    config = load_run(run, set_ or [])
+    run = _only_run(words or [])
+    if define or strict:
+        raise ConfigError(
+            f"{'--define' if define else '--strict'} is for --from-megatron-args",
+            hint="a setting of run.yaml is overridden by --set",
+        )
+    config = load_run(run, set_ or [], tell=check)  # a run that starts tells by itself, once
     if nproc is not None:
         config.check_ranks(nproc)
     if check:
@@ -75,7 +102,17 @@ def train_command(
     _start(config, run, set_ or [], nproc)
 
 
-def _translated(script: Path) -> str:
+def _only_run(words: list[str]) -> Path:
+    from mega_common.errors import ConfigError
+
+    if not words:
+        raise ConfigError("no run.yaml given", hint="mega train run.yaml; see mega train --help")
+    if len(words) > 1:
+        raise ConfigError(f"one run.yaml is trained at a time, and {words[1]} is given too", hint="mega train run.yaml")
+    return Path(words[0])
+
+
+def _translated(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:
     from mega_cli.megatron_args import to_yaml, translate
     from mega_common.errors import ConfigError
 
@@ -83,7 +120,17 @@ def _translated(script: Path) -> str:
         text = script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{script}: cannot be read ({error})") from None
-    return to_yaml(translate(text))
+    variables = dict(_definition(text) for text in define)
+    return to_yaml(translate(text, path=script, define=variables, arguments=arguments, strict=strict))
+
+
+def _definition(text: str) -> tuple[str, str]:
+    from mega_common.errors import ConfigError
+
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ConfigError(f"--define {text}: not of the form NAME=VALUE", hint="as in --define GPUS_PER_NODE=8")
+    return name, value
 
 
 def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None) -> None:
@@ -91,8 +138,9 @@ def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None
     import os
     import sys
 
+    _end_with_launcher()
     from mega_common.log import setup_log
-    from mega_trainer.ranks import Ranks, default_ranks, joined, ranks_of, start_local_ranks
+    from mega_trainer.ranks import Ranks, default_ranks, joined, ranks_of, start_local_ranks, warn_of_restarts
 
     ranks = ranks_of(os.environ)
     if ranks is None:
@@ -102,11 +150,26 @@ def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None
         if count > 1:
             options = [f"--set={override}" for override in overrides]
             command = [sys.executable, "-m", "mega_cli.main", "train", str(run), *options]
-            start_local_ranks(command, count, Path(config.output), config.checkpoints)
-            return
+            raise typer.Exit(start_local_ranks(command, count, Path(config.output)))
         ranks = Ranks()
     setup_log(rank=ranks.rank, world_size=ranks.world_size)
+    if ranks.rank == 0:
+        warn_of_restarts(os.environ)
     from mega_trainer.train import run as train
 
     with joined(ranks, config.device, config.timeout_seconds) as store:
         train(config, ranks, store)
+
+
+def _end_with_launcher() -> None:
+    """Have Linux send a rank SIGTERM when its launcher, torchrun or ours, dies: it saves and ends, and is no orphan.
+
+    To be called before torch is imported, which takes long enough for a launcher to die meanwhile.
+    """
+    import ctypes
+    import os
+    import signal
+    import sys
+
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

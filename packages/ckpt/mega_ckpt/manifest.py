@@ -28,7 +28,7 @@ from mega_ckpt.pieces import Shape
 from mega_ckpt.remote import Place
 from mega_ckpt.storage import folder_at
 from mega_common.config import Config, Problem
-from mega_common.errors import CheckpointError
+from mega_common.errors import CheckpointError, NoCheckpointError
 from mega_common.model_config import ModelConfig
 
 MANIFEST = "manifest.json"
@@ -40,6 +40,7 @@ MAX_AXES = 8
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
@@ -158,7 +159,8 @@ class Manifest(Config):
         """Read the manifest of a checkpoint folder.
 
         Raises:
-            CheckpointError: when there is none, or it is not sound.
+            NoCheckpointError: when there is none.
+            CheckpointError: when it is not sound, or cannot be read.
         """
         path = folder / MANIFEST
         try:
@@ -166,7 +168,7 @@ class Manifest(Config):
                 raise CheckpointError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes, which no manifest is")
             return cls.decode(path.read_bytes(), path)
         except FileNotFoundError:
-            raise CheckpointError(
+            raise NoCheckpointError(
                 f"{folder}: not a mega checkpoint, there is no {MANIFEST} in it",
                 hint="a checkpoint is a folder such as checkpoints/step-00000100",
             ) from None
