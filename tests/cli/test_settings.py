@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from workflows import Flow
 
 from mega_cli.settings import differences
 from mega_common.errors import ConfigError
+from mega_common.files import locked
 
 RUN = """\
 # a comment
@@ -151,3 +153,26 @@ def test_a_longer_second_half_leaves_the_first_alone(halves: Flow) -> None:
     assert halves.why() == {"first": "up to date", "second": "train.steps: 60 -> 70, lr_schedule.decay_steps: 60 -> 70"}
     assert halves.run() == ["train"]
     assert trainings(halves.base / "run") == 3
+
+
+def test_what_is_not_the_runs_own_stays_where_it_is(trained: Flow) -> None:
+    (trained.base / "run/tokens.bin").write_text("the data lies beside")
+    change(trained.base, {"model": {"vocab_size": 301}})
+    assert what_happens(trained) == STARTS_OVER
+    assert (trained.base / "run/tokens.bin").exists()
+    assert trainings(trained.base / "run") == 1
+    assert (trained.base / "run/checkpoints.old-1/made").exists()
+
+
+def test_a_folder_that_something_trains_in_is_not_moved(trained: Flow) -> None:
+    change(trained.base, {"model": {"vocab_size": 301}})
+    with locked(trained.base / "run"), pytest.raises(ConfigError, match=f"run is in use by process {os.getpid()}"):
+        trained.run()
+    assert trainings(trained.base / "run") == 1
+
+
+def test_a_run_that_moves_elsewhere_leaves_the_old_one_alone(trained: Flow) -> None:
+    (trained.base / "run/note").write_text("")
+    change(trained.base, {"output": "elsewhere"})
+    trained.run()
+    assert (trained.base / "run/note").exists()

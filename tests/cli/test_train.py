@@ -72,7 +72,7 @@ def test_a_shape_needs_no_weights(
     run = tmp_path / "run.yaml"
     run.write_text(yaml.safe_dump({"model": {"from": str(folder / name)}, "data": {"train": "tokens"}}))
     if command == "--check":
-        status, out, error = call(capsys, str(run), "--check")
+        status, out, error = call(capsys, str(run), "--check", "--no-data")
         resolved = yaml.safe_load(out)
         assert resolved["model"]["num_layers"] == 3
         assert (resolved.get("init_from") == str(folder)) is starts_from
