@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from mega_cli.fingerprint import Digests, FileRecord, code_digest, expand
-from mega_cli.settings import Verdict, settings_change, settings_of
+from mega_cli.settings import Settings, Verdict, settings_change, settings_of
 from mega_cli.workflow_config import Stage, Workflow
 from mega_common.config import Config
 from mega_common.errors import MegaError
@@ -181,11 +181,13 @@ class Runner:
         """Move away what the stage made: it starts from nothing, and nothing is lost.
 
         Raises:
-            MegaError: when another process trains in the folder of its run.
+            MegaError: when another process trains in the folder of its run, or its checkpoints cannot be renamed.
         """
-        run = self._run(name)
-        with held(run) if run is not None and run.is_dir() else contextlib.nullcontext():
-            for path in [*(run_files(run) if run is not None else ()), *self._made(name)]:
+        run = self._begun(name)
+        paths = [*(run_files(run, self.base) if run else ()), *self._made(name)]
+        folder = self.base / run["output"] if run else None
+        with held(folder) if folder is not None and folder.is_dir() else contextlib.nullcontext():
+            for path in paths:
                 set_aside(path)
 
     def _made(self, name: str) -> Iterator[Path]:
@@ -196,13 +198,12 @@ class Runner:
                 if path.suffix in (".bin", ".idx"):
                     yield from data_set_files(path.with_suffix(""))
 
-    def _run(self, name: str) -> Path | None:
-        """The folder of the run that a stage begins; None for one that goes on with what a stage before it trained."""
+    def _begun(self, name: str) -> Settings | None:
+        """The settings of the run that a stage begins; None for one that goes on with what a stage before it trained."""
         folders = {other: self._trained_in(other) for other in self.workflow.order(name)}
         folder, now = folders.pop(name), self._settings(name)
-        if folder is None or folder in folders.values() or now is None or now["output"] != folder:
-            return None
-        return self.base / folder
+        begins = now is not None and now["output"] == folder and folder not in folders.values()
+        return now if begins else None
 
     def _trained_in(self, name: str) -> str | None:
         last = self.attempts.get(name)
@@ -222,10 +223,21 @@ def set_aside(path: Path) -> None:
     logger.info("%s: set aside as %s", path, old.name)
 
 
-def run_files(folder: Path) -> list[Path]:
-    """What must go that a new run in `folder` would go on from or take over: all, where there is nothing else in it."""
+def run_files(settings: Settings, base: Path) -> Iterator[Path]:
+    """What a new run would go on from or take over: the whole folder of the old one, if there is nothing else in it.
+
+    Raises:
+        WorkflowError: when the checkpoints are where nothing can be renamed.
+    """
+    folder, kept = base / settings["output"], settings["checkpoint"]["path"]
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return [folder] if names <= RUN_FILES else [folder / name for name in ("checkpoints", "assets", "metrics.jsonl")]
+    yield from (
+        [folder] if names <= RUN_FILES else [folder / part for part in ("checkpoints", "assets", "metrics.jsonl")]
+    )
+    if kept is not None and "://" in kept:
+        raise WorkflowError(f"{kept}: checkpoints there cannot be set aside", hint="give another checkpoint.path")
+    if kept is not None:
+        yield base / kept
 
 
 def data_set_files(prefix: Path) -> list[Path]:

@@ -13,6 +13,7 @@ import yaml
 from workflows import Flow
 
 from mega_cli.settings import differences
+from mega_cli.stages import WorkflowError
 from mega_common.errors import ConfigError
 from mega_common.files import locked
 
@@ -176,3 +177,19 @@ def test_a_run_that_moves_elsewhere_leaves_the_old_one_alone(trained: Flow) -> N
     change(trained.base, {"output": "elsewhere"})
     trained.run()
     assert (trained.base / "run/note").exists()
+
+
+@pytest.mark.parametrize("place", ["kept", "s3://bucket/run"])
+def test_checkpoints_that_are_kept_elsewhere_are_not_gone_on_from_either(flow: Flow, place: str) -> None:
+    flow.raw = {"stages": {"train": {"run": "train", "args": ["run.yaml"], "outputs": ["run/checkpoints"]}}}
+    change(flow.base, {"checkpoint": {"path": place}})
+    flow.run()
+    (flow.base / "kept").mkdir()
+    change(flow.base, {"checkpoint": {"path": place}, "model": {"vocab_size": 301}})
+    if place == "kept":
+        flow.run()
+        assert (flow.base / "kept.old-1").exists()
+    else:
+        with pytest.raises(WorkflowError, match="s3://bucket/run: checkpoints there cannot be set aside"):
+            flow.run()
+        assert not (flow.base / "run.old-1").exists()
