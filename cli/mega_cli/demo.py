@@ -16,6 +16,8 @@ from typing import Annotated
 
 import typer
 
+from mega_cli.stages import set_aside
+
 EXAMPLES = """Examples:
 
   mega demo
@@ -133,6 +135,7 @@ def _library() -> Iterator[str]:
 
 
 def _write_plans(output: Path, nproc: int, steps: int) -> None:
+    """The workflow and its run.yaml. A run of other length has another learning rate at each step, and begins anew."""
     numbers = {
         "vocabulary": VOCABULARY,
         "sequence": SEQUENCE,
@@ -144,8 +147,11 @@ def _write_plans(output: Path, nproc: int, steps: int) -> None:
     for name, template in (("run.yaml", RUN), ("workflow.yaml", WORKFLOW)):
         text = template.format(**numbers, precision=_precision())
         path = output / name
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+        if path.exists() and path.read_text() == text:
+            continue
+        if name == "run.yaml":
+            set_aside(output / "run")
+        path.write_text(text)
 
 
 def _precision() -> str:

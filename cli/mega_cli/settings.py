@@ -12,13 +12,12 @@ from mega_common.config import apply_overrides, load_yaml
 
 Settings = dict[str, Any]
 
-# What a trained model does not depend on, but for rounding.
+# What a trained model does not depend on, but for rounding; and what of that it does depend on.
 WITHOUT_EFFECT = (
-    "parallel", "recompute", "batch.micro", "optimizer.offload", "data.cache", "device", "timeout_seconds",
-    "log", "debug", "train.eval_every", "train.eval_steps", "train.exit_after_minutes", "train.exit_interval",
-    "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async", "checkpoint.resume",
-    "checkpoint.allow_changes",
+    "parallel", "recompute", "batch.micro", "optimizer.offload", "data.cache", "device", "timeout_seconds", "log",
+    "debug", "train", "checkpoint",
 )  # fmt: skip
+DECISIVE = ("train.steps", "train.seed", "checkpoint.path", "checkpoint.load")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,10 @@ def settings_of(stage: Stage, base: Path) -> Settings | None:
 
     file = base / stage.run_file
     raw = apply_overrides(load_yaml(file), stage.overrides)
-    return RunConfig.parse(resolve(raw, base=base), source=str(file)).model_dump(mode="json", by_alias=True)
+    config = RunConfig.parse(resolve(raw, base=base), source=str(file))
+    settings = config.model_dump(mode="json", by_alias=True)
+    settings["lr_schedule"]["decay_steps"] = config.lr_schedule.decay_steps or config.train.steps
+    return settings
 
 
 def settings_change(stage: Stage, before: Settings | None, now: Settings | None, *, done: bool) -> Verdict | None:
@@ -62,7 +64,8 @@ def settings_change(stage: Stage, before: Settings | None, now: Settings | None,
 
 
 def _matters(stage: Stage, path: str) -> bool:
-    return stage.run != "train" or not any(f"{path}.".startswith(f"{free}.") for free in WITHOUT_EFFECT)
+    free = any(f"{path}.".startswith(f"{section}.") for section in WITHOUT_EFFECT)
+    return stage.run != "train" or path in DECISIVE or not free
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import signal
@@ -22,10 +23,11 @@ from types import FrameType
 from typing import Any, Literal
 
 from mega_cli.fingerprint import Digests, FileRecord, code_digest, expand
-from mega_cli.settings import Verdict, settings_change, settings_of
+from mega_cli.settings import Settings, Verdict, settings_change, settings_of
 from mega_cli.workflow_config import Stage, Workflow
 from mega_common.config import Config
 from mega_common.errors import MegaError
+from mega_common.files import locked as held
 from mega_common.files import write_json
 from mega_common.log import logger
 
@@ -33,6 +35,7 @@ from mega_common.log import logger
 MEGA = (sys.executable, "-P", "-m", "mega_cli.main")
 
 REFUSING = ("data", "ckpt")  # commands that write over nothing, not even over what they finished before a kill
+RUN_FILES = {"checkpoints", "assets", "metrics.jsonl", "run.yaml", "logs", "tensorboard", "wandb", ".lock"}
 
 
 class WorkflowError(MegaError):
@@ -77,6 +80,7 @@ class Runner:
         state = load_state(state_path)
         self.attempts = dict(state.stages)
         self.digests = Digests(base, {} if verify else state.files)
+        self._settings = functools.cache(lambda name: settings_of(workflow.stages[name], base))
 
     def save(self) -> None:
         """Replace the state file."""
@@ -98,7 +102,7 @@ class Runner:
             return Verdict("forced", start_over=True)
         if last is None:
             return Verdict("never run", start_over=False)
-        changed = self._change(stage, last)
+        changed = self._change(name, last)
         if last.status != "done":
             what = {"running": "was killed", "failed": f"failed with status {last.exit_status}"}
             reason = what.get(last.status, "was interrupted")
@@ -109,14 +113,14 @@ class Runner:
             return Verdict("the code changed", start_over=stage.run != "train")
         return changed or self._damage(stage, last)
 
-    def _change(self, stage: Stage, last: Attempt) -> Verdict | None:
+    def _change(self, name: str, last: Attempt) -> Verdict | None:
         """What differs from what the last attempt ran with, and whether that makes wrong what it left behind."""
+        stage = self.workflow.stages[name]
         if stage.identity != last.command:
             return Verdict("its command changed", start_over=True)
         if reason := difference("input", last.inputs, self.inputs(stage)):
             return Verdict(reason, start_over=True)
-        settings = settings_of(stage, self.base)
-        return settings_change(stage, last.settings, settings, done=last.status == "done")
+        return settings_change(stage, last.settings, self._settings(name), done=last.status == "done")
 
     def _damage(self, stage: Stage, last: Attempt) -> Verdict | None:
         """What became of the outputs. Training makes again what is gone, and may have gone on by hand."""
@@ -147,7 +151,7 @@ class Runner:
             self._set_aside(name)
         now, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         fresh = Attempt(
-            status="running", command=stage.identity, settings=settings_of(stage, self.base),
+            status="running", command=stage.identity, settings=self._settings(name),
             code=code_digest(stage.command[0]), inputs=self.inputs(stage), started=now,
         )  # fmt: skip
         self._record(name, fresh)
@@ -174,40 +178,66 @@ class Runner:
         self.save()
 
     def _set_aside(self, name: str) -> None:
-        """Move what the stage made to the first free NAME.old-N: it starts from nothing, and nothing is lost."""
-        for path in self._made(name):
-            if not path.exists():
-                continue
-            number = 1
-            while (old := path.with_name(f"{path.name}.old-{number}")).exists():
-                number += 1
-            path.rename(old)
-            logger.info("%s: set aside as %s", path, old.name)
+        """Move away what the stage made: it starts from nothing, and nothing is lost.
+
+        Raises:
+            MegaError: when another process trains in the folder of its run, or its checkpoints cannot be renamed.
+        """
+        run = self._begun(name)
+        paths = [*(run_files(run, self.base) if run else ()), *self._made(name)]
+        folder = self.base / run["output"] if run else None
+        with held(folder) if folder is not None and folder.is_dir() else contextlib.nullcontext():
+            for path in paths:
+                set_aside(path)
 
     def _made(self, name: str) -> Iterator[Path]:
-        """What a stage made: its outputs, with each file of a token data set that whole set, and its run folder."""
-        stage = self.workflow.stages[name]
-        if (folder := self._run_folder(name)) is not None:
-            yield folder
-        for pattern in stage.outputs:
+        """The outputs of a stage; with each file of a token data set that whole set."""
+        for pattern in self.workflow.stages[name].outputs:
             for path in [self.base / pattern] if (self.base / pattern).exists() else self.base.glob(pattern):
                 yield path
                 if path.suffix in (".bin", ".idx"):
                     yield from data_set_files(path.with_suffix(""))
 
-    def _run_folder(self, name: str) -> Path | None:
-        """The folder of the run that a stage begins; None for a stage that goes on with what one before it trained."""
-        outputs = {other: self._output(other) for other in self.workflow.order(name)}
-        folder = outputs.pop(name)
-        return None if folder is None or folder in outputs.values() else self.base / folder
+    def _begun(self, name: str) -> Settings | None:
+        """The settings of the run that a stage begins; None for one that goes on with what a stage before it trained."""
+        folders = {other: self._trained_in(other) for other in self.workflow.order(name)}
+        folder, now = folders.pop(name), self._settings(name)
+        begins = now is not None and now["output"] == folder and folder not in folders.values()
+        return now if begins else None
 
-    def _output(self, name: str) -> str | None:
-        """Where a stage trained and is to train again."""
-        stage, last = self.workflow.stages[name], self.attempts.get(name)
-        if stage.run != "train" or last is None or last.settings is None:
+    def _trained_in(self, name: str) -> str | None:
+        last = self.attempts.get(name)
+        if last is None or last.settings is None or last.command[0] != "train":
             return None
-        now, before = settings_of(stage, self.base), last.settings["output"]
-        return str(before) if now is not None and now["output"] == before else None
+        return str(last.settings["output"])
+
+
+def set_aside(path: Path) -> None:
+    """Move what is there to the first free NAME.old-N."""
+    if not path.exists():
+        return
+    number = 1
+    while (old := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    path.rename(old)
+    logger.info("%s: set aside as %s", path, old.name)
+
+
+def run_files(settings: Settings, base: Path) -> Iterator[Path]:
+    """What a new run would go on from or take over: the whole folder of the old one, if there is nothing else in it.
+
+    Raises:
+        WorkflowError: when the checkpoints are where nothing can be renamed.
+    """
+    folder, kept = base / settings["output"], settings["checkpoint"]["path"]
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    yield from (
+        [folder] if names <= RUN_FILES else [folder / part for part in ("checkpoints", "assets", "metrics.jsonl")]
+    )
+    if kept is not None and "://" in kept:
+        raise WorkflowError(f"{kept}: checkpoints there cannot be set aside", hint="give another checkpoint.path")
+    if kept is not None:
+        yield base / kept
 
 
 def data_set_files(prefix: Path) -> list[Path]:

@@ -25,6 +25,16 @@ def test_its_plans_are_valid_and_fit_together(tmp_path: Path) -> None:
     assert stages["train-half"]["with"] == {"set": "train.steps=12", "nproc": 2}
 
 
+def test_a_longer_demo_begins_anew_and_the_same_goes_on(tmp_path: Path) -> None:
+    demo._write_plans(tmp_path, nproc=1, steps=24)
+    (tmp_path / "run").mkdir()
+    demo._write_plans(tmp_path, nproc=2, steps=24)
+    assert (tmp_path / "run").exists()
+    demo._write_plans(tmp_path, nproc=2, steps=48)
+    assert not (tmp_path / "run").exists()
+    assert (tmp_path / "run.old-1").exists()
+
+
 def test_its_corpus_is_the_standard_library_with_some_held_out(tmp_path: Path) -> None:
     demo._write_corpus(tmp_path)
     train, held_out = (

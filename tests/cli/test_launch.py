@@ -186,7 +186,7 @@ def test_an_interrupted_pod_is_no_failure_and_a_mistake_is_final(tmp_path: Path)
         if "onExitCodes" in rule
         for code in rule["onExitCodes"]["values"]
     }
-    assert by_code == {75: "Ignore", 2: "FailJob"}
+    assert by_code == {75: "Ignore", 143: "Ignore", 2: "FailJob"}
     names = {
         rule["onExitCodes"]["containerName"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import yaml
 from workflows import Flow
 
 from mega_cli.settings import differences
+from mega_cli.stages import WorkflowError
 from mega_common.errors import ConfigError
+from mega_common.files import locked
 
 RUN = """\
 # a comment
@@ -64,6 +67,9 @@ def trainings(folder: Path) -> int:
         ({"model": {"vocab_size": 301}}, STARTS_OVER, STARTS_OVER),
         ({"model": {"vocab_size": 301}, "train": {"steps": 70}}, STARTS_OVER, STARTS_OVER),
         ({"batch": {"global": 16}}, STARTS_OVER, GOES_ON),
+        ({"train": {"seed": 7}}, STARTS_OVER, GOES_ON),
+        ({"lr_schedule": {"decay_steps": 60}}, UP_TO_DATE, GOES_ON),  # the default, too
+        ({"lr_schedule": {"decay_steps": 50}}, STARTS_OVER, GOES_ON),
         ({"checkpoint": {"every": 5, "keep": 2}, "log": {"every": 7}}, UP_TO_DATE, GOES_ON),
         ({"parallel": {"tp": 2}, "batch": {"micro": 1}, "recompute": "full"}, UP_TO_DATE, GOES_ON),
     ],
@@ -88,7 +94,7 @@ def test_settings_on_the_command_count_like_those_in_the_file(trained: Flow) -> 
     trained.raw["stages"]["train"]["with"] = {"nproc": 2, "set": ["train.steps=60", "checkpoint.keep=3"]}
     assert what_happens(trained) == UP_TO_DATE
     trained.raw["stages"]["train"]["with"]["set"] = "train.steps=70"
-    assert trained.why() == {"train": "train.steps: 60 -> 70"}
+    assert trained.why() == {"train": "train.steps: 60 -> 70, lr_schedule.decay_steps: 60 -> 70"}
     assert what_happens(trained) == GOES_ON
 
 
@@ -145,6 +151,45 @@ def test_a_training_that_starts_over_takes_later_stages_of_its_run_along(halves:
 
 def test_a_longer_second_half_leaves_the_first_alone(halves: Flow) -> None:
     change(halves.base, {"train": {"steps": 70}})
-    assert halves.why() == {"first": "up to date", "second": "train.steps: 60 -> 70"}
+    assert halves.why() == {"first": "up to date", "second": "train.steps: 60 -> 70, lr_schedule.decay_steps: 60 -> 70"}
     assert halves.run() == ["train"]
     assert trainings(halves.base / "run") == 3
+
+
+def test_what_is_not_the_runs_own_stays_where_it_is(trained: Flow) -> None:
+    (trained.base / "run/tokens.bin").write_text("the data lies beside")
+    change(trained.base, {"model": {"vocab_size": 301}})
+    assert what_happens(trained) == STARTS_OVER
+    assert (trained.base / "run/tokens.bin").exists()
+    assert trainings(trained.base / "run") == 1
+    assert (trained.base / "run/checkpoints.old-1/made").exists()
+
+
+def test_a_folder_that_something_trains_in_is_not_moved(trained: Flow) -> None:
+    change(trained.base, {"model": {"vocab_size": 301}})
+    with locked(trained.base / "run"), pytest.raises(ConfigError, match=f"run is in use by process {os.getpid()}"):
+        trained.run()
+    assert trainings(trained.base / "run") == 1
+
+
+def test_a_run_that_moves_elsewhere_leaves_the_old_one_alone(trained: Flow) -> None:
+    (trained.base / "run/note").write_text("")
+    change(trained.base, {"output": "elsewhere"})
+    trained.run()
+    assert (trained.base / "run/note").exists()
+
+
+@pytest.mark.parametrize("place", ["kept", "s3://bucket/run"])
+def test_checkpoints_that_are_kept_elsewhere_are_not_gone_on_from_either(flow: Flow, place: str) -> None:
+    flow.raw = {"stages": {"train": {"run": "train", "args": ["run.yaml"], "outputs": ["run/checkpoints"]}}}
+    change(flow.base, {"checkpoint": {"path": place}})
+    flow.run()
+    (flow.base / "kept").mkdir()
+    change(flow.base, {"checkpoint": {"path": place}, "model": {"vocab_size": 301}})
+    if place == "kept":
+        flow.run()
+        assert (flow.base / "kept.old-1").exists()
+    else:
+        with pytest.raises(WorkflowError, match="s3://bucket/run: checkpoints there cannot be set aside"):
+            flow.run()
+        assert not (flow.base / "run.old-1").exists()

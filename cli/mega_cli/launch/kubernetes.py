@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ def _job_spec(plan: PodPlan) -> dict[str, Any]:
         "backoffLimit": 10 * plan.nodes,
         "podFailurePolicy": {"rules": [
             # Saved before the end, or moved by the cluster: no failure, a pod comes in its place and goes on.
-            {"action": "Ignore", "onExitCodes": _codes(os.EX_TEMPFAIL)},
+            {"action": "Ignore", "onExitCodes": _codes(os.EX_TEMPFAIL, 128 + signal.SIGTERM)},
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             # A mistake in what it was given will not mend itself.
             {"action": "FailJob", "onExitCodes": _codes(2)},
