@@ -45,7 +45,9 @@ class Precision(StrEnum):
 
 Model = Annotated[
     str,
-    typer.Argument(help="A mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder; or its URL."),
+    typer.Argument(
+        help="A mega checkpoint, a run folder (its newest checkpoint), a HuggingFace folder or a GGUF file; or its URL."
+    ),
 ]
 PrecisionOption = Annotated[Precision, typer.Option(help="What weights and activations are computed in.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]

@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tensors": {"rope_freqs.weight": torch.tensor([1.0, 3.0, 2.0])}}, "scales frequencies in a way that is not Llama 3's",
     ),
     "a tensor that is not known": (
-        {"tensors": {"blk.1.attn_gate.weight": torch.ones(2)}}, "the tensor blk.1.attn_gate.weight is not one of a model with",
+        {"tensors": {"blk.1.attn_gate.weight": torch.ones(2)}}, "the tensor blk.1.attn_gate.weight is not one of a llama model with this metadata",
     ),
 }  # fmt: skip
 

@@ -231,6 +231,23 @@ def test_mxfp4_without_its_exponents(oss: Path, tmp_path: Path) -> None:
         open_source(folder)
 
 
+SCHEME = group("int-quantized", num_bits=8, strategy="channel")
+LOST: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
+    "scale": (lambda t, _: t.pop("model.layers.1.mlp.up_proj.weight_scale"), "up_proj.weight is quantised, but the tensor .*weight_scale is missing"),
+    "group": (lambda _, s: s["config_groups"].update(g={**s["config_groups"]["group_0"], "targets": ["A"]}, group_0={**s["config_groups"]["group_0"], "targets": ["B"]}), "config_groups of which none is for model.layers"),
+    "index": (lambda t, _: t.update({"model.layers.1.mlp.up_proj.weight_g_idx": torch.arange(24)}), "up_proj.weight_g_idx does not fit its scales"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_codes_are_never_taken_for_weights(lost: str, tmp_path: Path) -> None:
+    change = lambda w: integers(w, 8, (1, w.shape[1]), pack=False)  # noqa: E731
+    folder, _ = quantise(tmp_path / "hf", "llama", SCHEME, change, "_proj")
+    edit(folder, LOST[lost][0])
+    with pytest.raises(CheckpointError, match=LOST[lost][1]):
+        convert(folder, tmp_path / "out", "mega")
+
+
 def test_a_slice_decodes_no_more_than_once_in_a_row(
     v3: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

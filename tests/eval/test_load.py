@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_models import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import BASE, save_tiny, variant
 
@@ -15,6 +16,7 @@ from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.load import device_named, end_tokens, load_model, load_tokenizer
+from mega_trainer.config import resolve
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.init import init_weights
@@ -42,6 +44,34 @@ def test_every_kind_of_folder_is_the_same_model(folder: Path, tmp_path: Path):
         assert torch.equal(logits(path), expected)
         assert load_tokenizer(path).fingerprint == tokenizer.fingerprint
         assert end_tokens(path, tokenizer) == end_tokens(folder, tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "gguf", "pytorch_model.bin"])
+def test_what_is_not_stored_plainly_is_the_model_that_its_export_is(kind: str, tmp_path: Path):
+    folder = save_tiny_as(kind, tmp_path)
+    convert(folder, tmp_path / "hf", "hf")
+    assert torch.equal(logits(folder), logits(tmp_path / "hf"))
+    config = resolve({"model": {"from": str(folder)}, "data": {"train": "tokens"}})
+    assert (config["init_from"], config["model"]["num_layers"]) == (str(folder), BASE["num_layers"])
+
+
+def save_tiny_as(kind: str, tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    save_tiny(folder, family_named("llama"), variant("grouped"))
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors = load_file(file)
+    if kind == "gguf":
+        return write_gguf(folder, tmp_path / "model.gguf")
+    file.unlink()
+    if kind == "pytorch_model.bin":
+        torch.save(tensors, folder / kind)
+        return folder
+    for name in [name for name in tensors if "_proj" in name]:
+        tensors[f"{name}_scale_inv"] = torch.tensor(0.5)
+        tensors[name] = (tensors[name] / 0.5).to(torch.float8_e4m3fn)
+    save_file(tensors, file)
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    return folder
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path):

@@ -166,7 +166,9 @@ class RunConfig(Config):
 
     model: ModelConfig
     data: DataConfig
-    init_from: str | None = Field(None, description="start from the weights of this checkpoint or HuggingFace folder")
+    init_from: str | None = Field(
+        None, description="start from the weights of this checkpoint, HuggingFace folder or GGUF file"
+    )
     parallel: ParallelConfig = ParallelConfig()
     batch: BatchConfig = BatchConfig.model_validate({"global": 8})
     train: TrainConfig = TrainConfig()

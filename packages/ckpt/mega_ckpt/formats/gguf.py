@@ -48,8 +48,7 @@ class GgufSource(DiskSource):
             name: _as_trained(name, one, architecture, model.num_attention_heads, model.kv_heads)
             for name, one in stored.items()
         }
-        shapes = {name: one.shape for name, one in disk.items()}
-        check_table(table, shapes, path, self.family, f"the metadata of {path.name}")
+        check_table(table, {name: one.shape for name, one in disk.items()}, path, self.family.name, "metadata")
         super().__init__(path, model, table, disk, file.quantised)
 
     def assets(self) -> Mapping[str, Path | bytes]:

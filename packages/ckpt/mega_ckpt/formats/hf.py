@@ -95,14 +95,14 @@ def checked_table(
         raise CheckpointError(f"{source}: {model.moe.num_experts} experts by {CONFIG}, but only {len(held)} tensors")
     table = family.table(model, held)
     weights = {name: shape for name, shape in held.items() if name in table or not family.is_buffer(name)}
-    check_table(table, weights, source, family)
+    check_table(table, weights, source, family.name)
     return table
 
 
 def check_table(
-    table: Mapping[str, DiskTensor], held: Mapping[str, Shape], source: object, family: Family, config: str = CONFIG
+    table: Mapping[str, DiskTensor], held: Mapping[str, Shape], source: object, kind: str, config: str = CONFIG
 ) -> None:
-    """Check that `held` (disk names with shapes) are the tensors of `table`, which follows from `config`.
+    """Check that `held` (disk names with shapes) are the tensors of `table`, that of a `kind` model by `config`.
 
     Raises:
         CheckpointError: naming a tensor that is missing, unknown or of another shape.
@@ -113,7 +113,7 @@ def check_table(
     unknown = held.keys() - table.keys()
     if unknown:
         raise CheckpointError(
-            f"{source}: the tensor {some(unknown)} is not one of a {family.name} model with this {config}",
+            f"{source}: the tensor {some(unknown)} is not one of a {kind} model with this {config}",
             hint="a tensor that is not understood is refused rather than dropped",
         )
     for name, disk in table.items():

@@ -33,6 +33,7 @@ from mega_common.errors import CheckpointError
 
 SCHEME_KEYS = ("quantization_config", "compression_config")  # of config.json; the second is compressed-tensors' old one
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_CODES = (*_FP8, torch.int8)
 _DECLARED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CHUNK = 1 << 18  # elements that are computed at once
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -103,10 +104,10 @@ def _mxfp4(tensors: dict[str, Stored], scheme: Mapping[str, Any], dtype: torch.d
     for name, blocks in tensors.items():
         if name.endswith("_blocks"):
             base = name.removesuffix("_blocks")
-            del out[name]
+            experts, height, count, _ = out.pop(name).shape
+            _check_part(name, blocks, (experts, height, count, 16), torch.uint8)
             scales = _taken(out, f"{base}_scales", base, blocks)
-            _check_part(f"{base}_scales", scales, blocks.shape[:-1], torch.uint8)
-            experts, height, count, _ = blocks.shape
+            _check_part(f"{base}_scales", scales, (experts, height, count), torch.uint8)
             shape = (experts, 32 * count, height)
             read = partial(_mx_stack, base, blocks, scales, dtype)
             out[base] = Stored(blocks.path, dtype, shape, read, costly=True)
@@ -133,7 +134,7 @@ def _compressed(tensors: dict[str, Stored], scheme: Mapping[str, Any], dtype: to
     for name in tensors:
         module, _, kind = name.rpartition(".")
         packed = kind == "weight_packed"
-        if packed or (kind == "weight" and f"{module}.weight_scale" in tensors):
+        if packed or (kind == "weight" and tensors[name].dtype in _CODES):
             group = _group_of(scheme["config_groups"], module)
             out[f"{module}.weight"] = _module(out, module, out.pop(name), group["weights"], dtype, packed=packed)
             kinds.add(f"{group['weights']['type']}{group['weights']['num_bits']} by {group['weights']['strategy']}")
@@ -156,7 +157,7 @@ def _module(
             read = partial(_unpacked_columns, zero, bits, height)
             zero = replace(zero, shape=(height, *zero.shape[1:]), read=read)
     block = {
-        "tensor": shape, "channel": (1, shape[-1]), "group": (1, weights["group_size"]),
+        "tensor": shape, "channel": (1, shape[-1]), "group": (1, weights.get("group_size")),
         "block": tuple(weights.get("block_structure") or ()),
     }[weights["strategy"]]  # fmt: skip
     return _Grid(name, shape, block, scale, zero, index).over(codes, dtype, decode)
@@ -182,12 +183,15 @@ def _check_plain(scheme: Mapping[str, Any]) -> None:
 
 
 def _group_of(groups: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """The group that quantises a module: one that names it, or the one for its class."""
+    """The group that quantises a module: one that names it, or the one for its class, or the only one."""
     for group in groups.values():
         for target in group["targets"]:
             if target == module or (target.startswith("re:") and re.match(target[3:], module)):
                 return group  # type: ignore[no-any-return]
-    return next(group for group in groups.values() if "Linear" in group["targets"])
+    found = [group for group in groups.values() if "Linear" in group["targets"] or len(groups) == 1]
+    if not found:
+        raise _UnreadError(f"config_groups of which none is for {module}")
+    return found[0]  # type: ignore[no-any-return]
 
 
 _METHODS: Mapping[str, Callable[[dict[str, Stored], Mapping[str, Any], torch.dtype], _Taken]] = {
@@ -237,7 +241,7 @@ class _Grid:
         """A few rows at a time, so that little is needed beside the result."""
         scale, stored = _finite(self.name, self.scale).view(self._blocks), codes.read()
         zero = self.zero.read().float().view(self._blocks) if self.zero else None
-        columns = self.index.read().long() if self.index else torch.arange(self.shape[1]) // self.block[1]
+        columns = self._columns()
         out = torch.empty(self.shape, dtype=dtype)
         step = max(1, _CHUNK // max(self.shape[1], 1))
         for begin in range(0, self.shape[0], step):
@@ -247,6 +251,14 @@ class _Grid:
                 numbers = numbers - zero[blocks][:, columns]
             out[begin : begin + step] = numbers * scale[blocks][:, columns]
         return out
+
+    def _columns(self) -> Tensor:
+        """For each column of the weight [I] the column of its scales. An index of -1 says that there is no other order."""
+        usual = torch.arange(self.shape[1]) // self.block[1]
+        index = self.index.read().long() if self.index else usual
+        if index.shape != usual.shape or int(index.max()) >= self._blocks[1]:
+            raise CheckpointError(f"{self.scale.path}: {self.name}_g_idx does not fit its scales")
+        return usual if int(index.min()) < 0 else index
 
 
 def _finite(name: str, scales: Stored) -> Tensor:
@@ -278,8 +290,8 @@ def _taken(tensors: dict[str, Stored], part: str, name: str, codes: Stored) -> S
     return tensors.pop(part)
 
 
-def _check_part(name: str, part: Stored, shape: Shape, dtype: torch.dtype | None = None) -> None:
-    if part.shape != shape or part.dtype != (dtype or part.dtype):
+def _check_part(name: str, part: Stored, shape: Shape, dtype: torch.dtype) -> None:
+    if part.shape != shape or part.dtype != dtype:
         raise CheckpointError(
             f"{part.path}: {name} is {list(part.shape)} in {part.dtype}, but the weights want {list(shape)}"
         )
