@@ -124,6 +124,19 @@ def test_a_long_document_is_encoded_in_pieces(
     assert info == read_info(tmp_path / "whole")
 
 
+def test_progress_is_of_what_is_encoded(
+    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line of many pieces advances piece by piece, up to the size of the file."""
+    told: list[float] = []
+    monkeypatch.setattr("mega_data.batches.PIECE", 1000)
+    monkeypatch.setattr(module.ProgressBar, "advance", lambda _, amount: told.append(amount))
+    source = jsonl(tmp_path / "a.jsonl", {"text": "the cat sat on the mat\n" * 1000})
+    preprocess([source], tokenizer_folder, tmp_path / "d")
+    assert sum(told) == pytest.approx(source.stat().st_size)
+    assert max(told) < source.stat().st_size / 10
+
+
 @pytest.mark.usefixtures("small_batches")
 def test_little_text_is_under_way_at_once(
     tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch

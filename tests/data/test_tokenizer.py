@@ -142,6 +142,31 @@ def test_text_is_not_cut_where_the_tokenizer_marks_its_begin(tmp_path: Path) -> 
     assert [piece.text for piece in Tokenizer(tmp_path).split(text, 10)] == [text]
 
 
+def test_text_without_a_place_to_cut_is_cut_anywhere(tokenizer_folder: Path) -> None:
+    tokenizer, text = Tokenizer(tokenizer_folder), "0123456789" * 1000
+    pieces = list(tokenizer.split(text, 1000))
+    assert max(len(piece.text) for piece in pieces) < 2000
+    assert {piece.exact for piece in pieces[:-1]} == {False}
+    assert tokenizer.decode([token for piece in pieces for token in tokenizer.encode(piece.text)]) == text
+
+
+def test_numbers_and_marks_are_places_to_cut(tokenizer_folder: Path) -> None:
+    for text in ("12345 67 " * 2000, "1,2\n33,4\n" * 2000, "日本語。中文，" * 2000):
+        pieces = list(Tokenizer(tokenizer_folder).split(text, 1000))
+        assert len(pieces) > 5
+        assert all(piece.exact for piece in pieces)
+
+
+def test_the_space_that_a_tokenizer_puts_before_each_text_stands_for_the_one_at_a_cut(tmp_path: Path) -> None:
+    backend = Backend(models.BPE({"▁": 0, "a": 1, "b": 2, "▁a": 3, "▁b": 4}, [("▁", "a"), ("▁", "b")]))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = Tokenizer(tmp_path), "a b " * 1000
+    pieces = list(tokenizer.split(text, 100))
+    assert len(pieces) > 10
+    assert [token for piece in pieces for token in tokenizer.encode(piece.text)] == tokenizer.encode(text)
+
+
 def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     for before in ("true", None):
         monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
