@@ -93,10 +93,15 @@ def train_tokenizer(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a byte-level BPE tokenizer, which transformers loads too."""
+    from mega_data.info import refuse_inputs
     from mega_data.readers import texts
+    from mega_data.sources import find_sources
     from mega_data.tokenizer import train_tokenizer as run
 
-    tokenizer = run(texts([*input, *(more or [])], json_key), vocab_size, output, overwrite=overwrite)
+    inputs = [*input, *(more or [])]
+    made = (output / name for name in ("tokenizer.json", "tokenizer_config.json"))
+    refuse_inputs(made, (Path(source.name) for source in find_sources(inputs, json_key)))
+    tokenizer = run(texts(inputs, json_key), vocab_size, output, overwrite=overwrite)
     typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens")
 
 

@@ -82,6 +82,12 @@ class TestOutputs:
         assert re.search("both an input and the output|description of a data set", capsys.readouterr().err)
         assert kept.read_text() == before
 
+    def test_no_tokenizer_replaces_its_input(self, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        before = (here / "tok/tokenizer.json").read_bytes()
+        assert mega("data train-tokenizer --input tok --vocab-size 300 --output tok --overwrite") == 2
+        assert "both an input and the output" in capsys.readouterr().err
+        assert (here / "tok/tokenizer.json").read_bytes() == before
+
     def test_a_file_that_is_no_description_is_not_replaced(
         self, here: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

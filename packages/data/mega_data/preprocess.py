@@ -23,7 +23,7 @@ from mega_common.errors import DataError
 from mega_common.log import ProgressBar, human, logger
 from mega_data.batches import Batch, Reading, batches
 from mega_data.indexed import data_prefix
-from mega_data.info import DataInfo, prepare_output, quarantine_path, refuse_inputs
+from mega_data.info import DataInfo, data_files, prepare_output, quarantine_path, refuse_inputs
 from mega_data.output import Arrays, Output
 from mega_data.sources import LeftOut, Source, find_sources
 from mega_data.tokenizer import Tokenizer, one_thread_per_call
@@ -67,7 +67,7 @@ def preprocess(
         )
     left_out = LeftOut()
     sources = find_sources(inputs, json_key, left_out)
-    refuse_inputs(output_prefix, [tokenizer.path, *(Path(source.name) for source in sources)])
+    refuse_inputs(data_files(output_prefix), [tokenizer.path, *(Path(source.name) for source in sources)])
     settings = [tokenizer.fingerprint, tokenizer.eos_id, append_eod, parse_special_tokens, json_key]
     lasting = all(source.again for source in sources)
     with contextlib.ExitStack() as stack:
