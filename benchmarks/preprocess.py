@@ -1,11 +1,11 @@
 """How fast is `preprocess`, against a bare loop of the tokenizer that keeps nothing?
 
-Bare: `encode_batch_fast` over documents in memory, a megabyte a batch, tokenizer loaded, results thrown away. Ours: the
-whole `preprocess` call, from opening the tokenizer and the input to the synced files. Same documents, same cores, each
-run in a fresh process pinned to them. The ratio (bare seconds over ours: 1 is as fast) is taken twice: by wall clock,
-in turns; and by CPU seconds, both at once on the same cores, so that a busy machine slows both alike.
+Bare: `bare_encode.py`, a process of its own that shares nothing with mega: its own tokenizer, the library's settings.
+Ours: the whole `preprocess` call in a fresh process, from opening the tokenizer and the input to the synced files. Both
+pinned to the same cores, in turns. The ratio is bare seconds over ours (1 is as fast), by processor time (user and
+system, which a busy machine disturbs little) and by wall clock.
 
-    python benchmarks/preprocess.py [--rounds 5]
+    python benchmarks/preprocess.py [--rounds 5] [--corpus CORPUS.jsonl]
 """
 
 from __future__ import annotations
@@ -15,129 +15,95 @@ import contextlib
 import io
 import json
 import os
+import random
+import resource
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import record
 
 from mega_data.preprocess import preprocess
-from mega_data.tokenizer import Tokenizer, train_tokenizer
+from mega_data.tokenizer import train_tokenizer
 
-BATCH = 1 << 20
+HERE = Path(__file__).parent
 SIDES = ("bare", "jsonl", "folder")
+LIMITS = {".py": 30_000_000, ".md": 8_000_000, ".rst": 8_000_000, ".txt": 8_000_000, ".html": 5_000_000,
+          ".json": 3_000_000, "METADATA": 10_000_000}  # fmt: skip
 
 
-def make_corpus(folder: Path) -> int:
-    """The standard library's sources as `corpus.jsonl` and `corpus/`, a 32k tokenizer of them; returns bytes of text."""
-    size = 0
-    library = Path(sysconfig.get_paths()["stdlib"])
+def make_corpus(folder: Path, given: Path | None) -> int:
+    """Mixed text as `corpus.jsonl` and `corpus/`, and a 32k tokenizer of it; returns bytes of text.
+
+    Without a corpus: source code, prose, markup and settings of the Python library and the installed packages.
+    """
+    texts = [json.loads(line)["text"] for line in given.open(encoding="utf-8")] if given else installed_texts()
+    (folder / "corpus").mkdir()
     with open(folder / "corpus.jsonl", "w", encoding="utf-8") as lines:
-        for path in sorted(library.rglob("*.py")):
-            text = read_text(path)
-            if not text or "site-packages" in path.parts:
-                continue
-            size += len(text.encode())
+        for number, text in enumerate(texts):
             lines.write(json.dumps({"text": text}) + "\n")
-            copy = folder / "corpus" / path.relative_to(library)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(text, encoding="utf-8", newline="")
+            (folder / "corpus" / f"{number:06}").write_text(text, encoding="utf-8", newline="")
     with contextlib.redirect_stderr(io.StringIO()):
-        train_tokenizer(documents(folder), 32_000, folder / "tokenizer")
-    return size
+        train_tokenizer(texts[::4], 32_000, folder / "tokenizer")
+    return sum(len(text.encode()) for text in texts)
+
+
+def installed_texts() -> list[str]:
+    """Files of this Python's library and packages, up to so many bytes of each kind, in a fixed order."""
+    left, texts = dict(LIMITS), []
+    paths = [path for place in ("stdlib", "purelib") for path in sorted(Path(sysconfig.get_paths()[place]).rglob("*"))]
+    random.Random(1).shuffle(paths)
+    for path in paths:
+        kind = path.suffix or path.name
+        if left.get(kind, 0) > 0 and path.is_file() and (text := read_text(path)).strip():
+            texts.append(text)
+            left[kind] -= len(text)
+    return texts
 
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        return path.read_bytes().decode()[: 1 << 20]
     except UnicodeDecodeError:
         return ""
 
 
-def documents(folder: Path) -> list[str]:
-    with open(folder / "corpus.jsonl", encoding="utf-8") as lines:
-        return [json.loads(line)["text"] for line in lines]
-
-
-def batches(texts: list[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if sum(map(len, batch)) > BATCH:
-            yield batch
-            batch = []
-    yield batch
-
-
-def bare(folder: Path) -> Callable[[], None]:
-    backend = Tokenizer(folder / "tokenizer").backend
-    groups = list(batches(documents(folder)))
-
-    def loop() -> None:
-        for group in groups:
-            backend.encode_batch_fast(group, add_special_tokens=False)
-
-    return loop
-
-
-def ours(folder: Path, source: Path, cores: int) -> Callable[[], None]:
-    def whole() -> None:
-        preprocess([source], folder / "tokenizer", folder / "out", append_eod=True, workers=cores, overwrite=True)
-
-    return whole
-
-
-def run_side(side: str, folder: Path, cores: int) -> None:
-    """Print wall and CPU seconds of one run."""
+def run_ours(folder: Path, side: str, cores: int) -> None:
+    """Print wall and processor seconds of one `preprocess`."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
-    sources = {"jsonl": folder / "corpus.jsonl", "folder": folder / "corpus"}
-    work = bare(folder) if side == "bare" else ours(folder, sources[side], cores)
-    wall, cpu = time.perf_counter(), time.process_time()
-    work()
-    print(json.dumps({"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}))
+    source = folder / {"jsonl": "corpus.jsonl", "folder": "corpus"}[side]
+    before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    preprocess([source], folder / "tokenizer", folder / "out", append_eod=True, workers=cores, overwrite=True)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    print(json.dumps({"wall": time.perf_counter() - start, "cpu": cpu}))
 
 
-def start(side: str, folder: Path, cores: int) -> subprocess.Popen[str]:
-    parallelism = "true" if side == "bare" and cores > 1 else "false"
+def measure(folder: Path, side: str, cores: int) -> dict[str, float]:
+    """One run of one side in a process of its own; the library's threads as many as the cores."""
+    parallelism = "true" if cores > 1 else "false"
     environment = {**os.environ, "RAYON_NUM_THREADS": str(cores), "TOKENIZERS_PARALLELISM": parallelism}
-    command = [sys.executable, __file__, "--side", side, "--folder", str(folder), "--cores", str(cores)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> dict[str, float]:
-    found: dict[str, float] = json.loads(process.communicate()[0])
+    bare = [HERE / "bare_encode.py", folder / "tokenizer" / "tokenizer.json", folder / "corpus.jsonl", cores]
+    ours = [__file__, "--side", side, "--folder", folder, "--cores", cores]
+    command = [sys.executable, *map(str, bare if side == "bare" else ours)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    found: dict[str, float] = json.loads(done.stdout)
     return found
-
-
-def in_turns(folder: Path, cores: int) -> dict[str, float]:
-    """Wall seconds of each side, one after another."""
-    return {side: finish(start(side, folder, cores))["wall"] for side in SIDES}
-
-
-def together(side: str, folder: Path, cores: int) -> float:
-    """CPU seconds of bare over those of `side`, both at once on the same cores."""
-    both = [start(name, folder, cores) for name in ("bare", side)]
-    bare_cpu, our_cpu = (finish(process)["cpu"] for process in both)
-    return bare_cpu / our_cpu
 
 
 def compare(folder: Path, size: int, cores: int, rounds: int) -> dict[str, object]:
     """MB/s of each side, and ours against bare by either clock: medians over the rounds, and every round."""
-    turns = [in_turns(folder, cores) for _ in range(rounds)]
+    turns = [{side: measure(folder, side, cores) for side in SIDES} for _ in range(rounds)]
     result: dict[str, object] = {"cores": cores, "rounds": rounds}
     for side in SIDES:
-        result[f"{side}_mb_per_s"] = round(size / 1e6 / statistics.median(turn[side] for turn in turns), 2)
+        result[f"{side}_mb_per_s"] = round(size / 1e6 / statistics.median(turn[side]["wall"] for turn in turns), 2)
     for side in SIDES[1:]:
-        ratios = {
-            "wall_in_turns": [turn["bare"] / turn[side] for turn in turns],
-            "cpu_together": [together(side, folder, cores) for _ in range(rounds)],
-        }
-        for clock, values in ratios.items():
+        for clock in ("cpu", "wall"):
+            values = [turn["bare"][clock] / turn[side][clock] for turn in turns]
             result[f"{side}_{clock}"] = round(statistics.median(values), 3)
             result[f"{side}_{clock}_rounds"] = [round(value, 3) for value in values]
     return result
@@ -146,15 +112,16 @@ def compare(folder: Path, size: int, cores: int, rounds: int) -> dict[str, objec
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--corpus", type=Path, help="JSON lines to measure on, instead of what is installed here")
+    parser.add_argument("--side", choices=SIDES[1:], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        run_side(args.side, args.folder, args.cores)
+        run_ours(args.folder, args.side, args.cores)
         return
     with tempfile.TemporaryDirectory() as name:
-        size = make_corpus(Path(name))
+        size = make_corpus(Path(name), args.corpus)
         usable = len(os.sched_getaffinity(0))
         results = [compare(Path(name), size, cores, args.rounds) for cores in (1, 2) if cores <= usable]
     path = record.write("preprocess", {"text_bytes": size, "runs": results}, ["tokenizers", "numpy"])

@@ -21,10 +21,14 @@ app = typer.Typer(help="Text to tokens, and what one does with token files.", no
 # the others as arguments, which are inputs as well.
 Input = Annotated[
     list[str],
-    typer.Option("--input", "-i", metavar="FILE|GLOB|FOLDER|hf:NAME...", help="What to read; several, or repeated."),
+    typer.Option(
+        "--input", "-i", metavar="FILE|GLOB|FOLDER|hf:NAME|-...", help="What to read; several, or repeated; - is stdin."
+    ),
 ]
 MoreInput = Annotated[list[str] | None, typer.Argument(metavar="[INPUT]...", help="More inputs.", show_default=False)]
-JsonKey = Annotated[str, typer.Option(help="The key, or Parquet column, that holds the text.")]
+JsonKey = Annotated[
+    str, typer.Option(help="The key or column that holds the text; a.b is b in the object or struct a.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")]
 TokenizerPath = Annotated[Path | None, typer.Option("--tokenizer", help="Folder with tokenizer.json, or that file.")]
 
@@ -39,6 +43,10 @@ def preprocess(
     more: MoreInput = None,
     json_key: JsonKey = "text",
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the end token.")] = False,
+    parse_special_tokens: Annotated[
+        bool,
+        typer.Option("--parse-special-tokens", help="Take <|endoftext|> and its like in a text for the tokens."),
+    ] = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Encoding threads.", show_default="the usable cores")
     ] = None,
@@ -49,8 +57,15 @@ def preprocess(
 ) -> None:
     """Tokenize text into a data set for training.
 
-    Reads .jsonl, .json (a record a line), .parquet, .txt (a document a file), all but .parquet also as .gz and .zst,
-    folders of source code, and HuggingFace data sets: hf:NAME, with :CONFIG and @SPLIT after it where needed.
+    By its name, whatever its case, a file is read as JSON lines (.jsonl, .ndjson), JSON (.json: lines, an array, objects
+    over many lines), CSV with a header (.csv, .tsv) or Parquet (.parquet). Any other is JSON lines, JSON or Parquet if
+    its begin says so, and else text, a document a file; so is a .json in a folder. gzip, bzip2, xz and zstd are unpacked.
+    HuggingFace data sets are hf:NAME, with :CONFIG and @SPLIT after it where needed.
+
+    A folder is its files but hidden ones, README and licences beside data files, other splits than train, links to
+    folders, data sets of mega's own and what is no UTF-8 text: what is left out is named at the end.
+
+    A run that was ended goes on where it was when it is started again.
     """
     from mega_data.preprocess import preprocess as run
 
@@ -60,6 +75,7 @@ def preprocess(
         output,
         json_key=json_key,
         append_eod=append_eod,
+        parse_special_tokens=parse_special_tokens,
         workers=workers,
         on_bad_line=on_bad_line,
         overwrite=overwrite,
@@ -77,10 +93,15 @@ def train_tokenizer(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a byte-level BPE tokenizer, which transformers loads too."""
-    from mega_data.sources import texts
+    from mega_data.info import refuse_inputs
+    from mega_data.readers import texts
+    from mega_data.sources import find_sources
     from mega_data.tokenizer import train_tokenizer as run
 
-    tokenizer = run(texts([*input, *(more or [])], json_key), vocab_size, output, overwrite=overwrite)
+    inputs = [*input, *(more or [])]
+    made = (output / name for name in ("tokenizer.json", "tokenizer_config.json"))
+    refuse_inputs(made, (Path(source.name) for source in find_sources(inputs, json_key)))
+    tokenizer = run(texts(inputs, json_key), vocab_size, output, overwrite=overwrite)
     typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens")
 
 

@@ -46,7 +46,7 @@ def files(folder: Path) -> set[str]:
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BATCH", 500)
+    monkeypatch.setattr("mega_data.batches.BATCH", 500)
     monkeypatch.setattr(module, "AHEAD", 2000)
 
 
@@ -116,7 +116,7 @@ def test_a_long_document_is_encoded_in_pieces(
     long = "the cat sät on the mat\n" * 3000
     source = jsonl(tmp_path / "a.jsonl", {"text": FINE}, {"text": long}, {"text": FINE})
     preprocess([source], tokenizer_folder, tmp_path / "whole", append_eod=True)
-    monkeypatch.setattr(module, "PIECE", 1000)
+    monkeypatch.setattr("mega_data.batches.PIECE", 1000)
     monkeypatch.setattr(Tokenizer, "encode_batch", watched)
     info = preprocess([source], tokenizer_folder, tmp_path / "pieces", append_eod=True)
     assert max(sizes) < 2000
@@ -124,12 +124,25 @@ def test_a_long_document_is_encoded_in_pieces(
     assert info == read_info(tmp_path / "whole")
 
 
+def test_progress_is_of_what_is_encoded(
+    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line of many pieces advances piece by piece, up to the size of the file."""
+    told: list[float] = []
+    monkeypatch.setattr("mega_data.batches.PIECE", 1000)
+    monkeypatch.setattr(module.ProgressBar, "advance", lambda _, amount: told.append(amount))
+    source = jsonl(tmp_path / "a.jsonl", {"text": "the cat sat on the mat\n" * 1000})
+    preprocess([source], tokenizer_folder, tmp_path / "d")
+    assert sum(told) == pytest.approx(source.stat().st_size)
+    assert max(told) < source.stat().st_size / 10
+
+
 @pytest.mark.usefixtures("small_batches")
 def test_little_text_is_under_way_at_once(
     tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, begun, most = threading.Lock(), [0], [0]
-    real_encode, real_add = module._encode, module._Output.add
+    real_encode, real_add = module._encode, module.Output.add
 
     def submitted(batch: module.Batch, *rest: Any) -> Any:
         return real_encode(batch, *rest)
@@ -139,17 +152,17 @@ def test_little_text_is_under_way_at_once(
             begun[0] -= batch.size
         real_add(self, batch, arrays)
 
-    real_batches = module._batches
+    real_batches = module.batches
 
-    def batches(*args: Any) -> Any:
-        for batch in real_batches(*args):
+    def batches(*args: Any, **options: Any) -> Any:
+        for batch in real_batches(*args, **options):
             with lock:
                 begun[0] += batch.size
                 most[0] = max(most[0], begun[0])
             yield batch
 
-    monkeypatch.setattr(module, "_batches", batches)
-    monkeypatch.setattr(module._Output, "add", added)
+    monkeypatch.setattr(module, "batches", batches)
+    monkeypatch.setattr(module.Output, "add", added)
     monkeypatch.setattr(module, "_encode", submitted)
     info = preprocess([numbered(tmp_path / "a.jsonl", 300)], tokenizer_folder, tmp_path / "d", workers=2)
     assert most[0] <= 2 * 2000 + 1000  # what may be under way, and a batch of up to a document more
@@ -293,7 +306,7 @@ class TestOutput:
             "from pathlib import Path\n"
             "import mega_data.preprocess as module\n"
             f"path = {str(tmp_path / 'a.jsonl')!r}\n"
-            "module.find_sources = lambda _: [sources.Source(path, 'jsonl')]\n"  # a pipe, to stop half-way
+            "module.find_sources = lambda *_: [sources.Source(path, 'jsonl')]\n"  # a pipe, to stop half-way
             f"module.preprocess([path], Path({str(tmp_path / 'tok')!r}), Path({str(tmp_path / 'd')!r}), workers=2)\n"
         )
         process = subprocess.Popen(
@@ -308,7 +321,7 @@ class TestOutput:
             for _ in range(5000):
                 pipe.write(json.dumps({"text": FINE * 20}) + "\n")
             pipe.flush()
-            wait_for(lambda: any(name.startswith(".d.bin") for name in files(tmp_path)))
+            wait_for(lambda: ".d.partial" in files(tmp_path))
             process.send_signal(number)
             _, told = process.communicate(timeout=60)
         assert process.returncode != 0

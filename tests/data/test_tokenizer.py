@@ -121,13 +121,16 @@ def test_pieces_encode_to_the_tokens_of_the_whole(tokenizer_folder: Path, lines:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mega_data.tokenizer.WINDOW", 16)  # small, so that a cut is judged by less than the whole text
         pieces = list(tokenizer.split(text, size))
-    assert "".join(pieces) == text
-    assert [token for piece in pieces for token in tokenizer.encode(piece)] == tokenizer.encode(text)
+    assert "".join(piece.text for piece in pieces) == text
+    tokens = [token for piece in pieces for token in tokenizer.encode(piece.text)]
+    if all(piece.exact for piece in pieces):
+        assert tokens == tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
 
 
 def test_long_text_is_cut(tokenizer_folder: Path) -> None:
     pieces = list(Tokenizer(tokenizer_folder).split("the cat sat on the mat\n" * 1000, 1000))
-    assert max(map(len, pieces)) < 2000
+    assert max(len(piece.text) for piece in pieces) < 2000
 
 
 def test_text_is_not_cut_where_the_tokenizer_marks_its_begin(tmp_path: Path) -> None:
@@ -136,7 +139,32 @@ def test_text_is_not_cut_where_the_tokenizer_marks_its_begin(tmp_path: Path) -> 
     backend.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
     backend.save(str(tmp_path / "tokenizer.json"))
     text = "a\n" * 100
-    assert list(Tokenizer(tmp_path).split(text, 10)) == [text]
+    assert [piece.text for piece in Tokenizer(tmp_path).split(text, 10)] == [text]
+
+
+def test_text_without_a_place_to_cut_is_cut_anywhere(tokenizer_folder: Path) -> None:
+    tokenizer, text = Tokenizer(tokenizer_folder), "0123456789" * 1000
+    pieces = list(tokenizer.split(text, 1000))
+    assert max(len(piece.text) for piece in pieces) < 2000
+    assert {piece.exact for piece in pieces[:-1]} == {False}
+    assert tokenizer.decode([token for piece in pieces for token in tokenizer.encode(piece.text)]) == text
+
+
+def test_numbers_and_marks_are_places_to_cut(tokenizer_folder: Path) -> None:
+    for text in ("12345 67 " * 2000, "1,2\n33,4\n" * 2000, "日本語。中文，" * 2000):
+        pieces = list(Tokenizer(tokenizer_folder).split(text, 1000))
+        assert len(pieces) > 5
+        assert all(piece.exact for piece in pieces)
+
+
+def test_the_space_that_a_tokenizer_puts_before_each_text_stands_for_the_one_at_a_cut(tmp_path: Path) -> None:
+    backend = Backend(models.BPE({"▁": 0, "a": 1, "b": 2, "▁a": 3, "▁b": 4}, [("▁", "a"), ("▁", "b")]))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = Tokenizer(tmp_path), "a b " * 1000
+    pieces = list(tokenizer.split(text, 100))
+    assert len(pieces) > 10
+    assert [token for piece in pieces for token in tokenizer.encode(piece.text)] == tokenizer.encode(text)
 
 
 def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
-import secrets
+import shutil
 import struct
 from array import array
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from mega_common.errors import DataError
-from mega_common.files import atomic_file, fsync_folder
+from mega_common.files import fsync_folder
 from mega_common.log import ProgressBar
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -61,19 +62,21 @@ def idx_path(prefix: Path) -> Path:
 
 
 class IndexedWriter:
-    """Writes one data set. Until `close` has returned, no file has its final name.
+    """Writes one data set, in the folder `.NAME.partial` beside it. Until `close` has returned, no file has its final name.
 
     >>> with IndexedWriter(Path("data/wiki"), best_dtype(50_257)) as writer:   # doctest: +SKIP
     ...     writer.add_document(np.array([5, 7, 11]))
 
-    Leaving the context by an error throws everything away. A data set of the same name stays until the new one is
-    whole on disk; a kill in the instant of the change leaves the old one, the new one or no `.idx`, never a mixture.
+    Leaving the context by an error throws everything away, unless `sync` made it last. A data set of the same name stays
+    until the new one is whole on disk; a kill in the instant of the change leaves the old one, the new one or no `.idx`,
+    never a mixture. What a kill left is cleared by the next writer, or with `resume` kept for `go_on`.
 
     Raises:
-        DataError: when the dtype is not one of the format's, a token does not fit it, or the disk refuses.
+        DataError: when the dtype is not one of the format's, a token does not fit it, the disk refuses, or another
+            process is writing the same data set.
     """
 
-    def __init__(self, prefix: Path, dtype: npt.DTypeLike) -> None:
+    def __init__(self, prefix: Path, dtype: npt.DTypeLike, *, resume: bool = False) -> None:
         self.prefix = data_prefix(Path(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, name in DTYPES.items() if np.dtype(name) == self.dtype]
@@ -82,10 +85,65 @@ class IndexedWriter:
         self._code = codes[0]
         self._lengths = array("i")
         self._ends = array("q", [0])
-        self._temporary = self.prefix.with_name(f".{self.prefix.name}.bin.{secrets.token_hex(4)}.tmp")
+        self._lasts = False
+        self.folder = self.prefix.with_name(f".{self.prefix.name}.partial")
         with self._refusals():
-            self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._bin = open(self._temporary, "wb", buffering=1 << 20)  # noqa: SIM115 - closed by close or abort
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._bin = self._opened_alone()
+            if not resume:
+                self.clear()
+
+    def _opened_alone(self) -> BinaryIO:
+        """The `.bin` under way, as it was left, for this process only."""
+        path = self.folder / "bin"
+        stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "wb", buffering=1 << 20)
+        try:
+            fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):
+                raise FileNotFoundError  # its writer has just finished, and given it its final name
+        except (BlockingIOError, FileNotFoundError):
+            stream.close()
+            raise DataError(f"{self.prefix}: another process is writing this data set") from None
+        return stream
+
+    def clear(self) -> None:
+        """Throw away what an interrupted writing left."""
+        for path in self.folder.iterdir():
+            if path.name != "bin":
+                path.unlink()
+        fsync_folder(self.folder)
+        self._bin.truncate(0)
+
+    def sync(self) -> None:
+        """Make what was added so far last, for a later writer to `go_on` after it should this one end early."""
+        with self._refusals():
+            self._flush()
+            with open(self.folder / "lengths", "ab") as stream:
+                known = stream.tell() // self._lengths.itemsize
+                stream.write(self._lengths[known:].tobytes())
+                stream.flush()
+                os.fsync(stream.fileno())
+            fsync_folder(self.folder)
+        self._lasts = True
+
+    def go_on(self, documents: int) -> Tokens:
+        """Take up an interrupted writing after so many documents of one sequence each; returns their tokens, [n].
+
+        Raises:
+            DataError: when less is there than that.
+        """
+        with self._refusals():
+            lengths = np.fromfile(self.folder / "lengths", np.int32, documents)
+            size = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+            if lengths.size < documents or os.fstat(self._bin.fileno()).st_size < size:
+                raise DataError(f"{self.folder}: damaged", hint="remove it to start over")
+            os.truncate(self.folder / "lengths", lengths.nbytes)
+            self._bin.truncate(size)
+            self._bin.seek(size)
+        self._lengths, self._ends = array("i", lengths.tobytes()), array("q", [0])
+        self._ends.frombytes(np.arange(1, documents + 1, dtype=np.int64).tobytes())
+        self._lasts = True
+        return np.memmap(self.folder / "bin", self.dtype, "r") if size else np.empty(0, self.dtype)
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
         """Add a document of one sequence, int[n]."""
@@ -123,30 +181,36 @@ class IndexedWriter:
 
     def close(self) -> None:
         """Make the data set appear: everything is on disk before `.bin` and then `.idx` get their names."""
-        target = bin_path(self.prefix)
         try:
             with self._refusals():
-                self._bin.flush()
-                os.fsync(self._bin.fileno())
-                self._bin.close()
-                with atomic_file(idx_path(self.prefix)) as index:
+                with open(self.folder / "idx", "wb") as index:
                     self._write_index(index)
                     index.flush()
                     os.fsync(index.fileno())
-                    # An old index beside a new .bin would be a data set that never was.
-                    idx_path(self.prefix).unlink(missing_ok=True)
-                    fsync_folder(self.prefix.parent)
-                    os.replace(self._temporary, target)
-                    fsync_folder(self.prefix.parent)
+                self._flush()
+                # An old index beside a new .bin would be a data set that never was.
+                idx_path(self.prefix).unlink(missing_ok=True)
+                fsync_folder(self.prefix.parent)
+                os.replace(self.folder / "bin", bin_path(self.prefix))
+                fsync_folder(self.prefix.parent)
+                os.replace(self.folder / "idx", idx_path(self.prefix))
+                fsync_folder(self.prefix.parent)
         except BaseException:
             self.abort()
             raise
+        self._bin.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def abort(self) -> None:
-        """Throw away what was written."""
+        """Throw away what was written, or what was since the last `sync`."""
         with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
             self._bin.close()
-        self._temporary.unlink(missing_ok=True)
+        if not self._lasts:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _flush(self) -> None:
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
 
     def _write_index(self, stream: Any) -> None:
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)

@@ -143,13 +143,17 @@ def prepare_output(prefix: Path, overwrite: bool) -> None:
         raise DataError(f"{described}: is in the way, and no description of a data set", hint="move it away")
 
 
-def refuse_inputs(prefix: Path, inputs: Iterable[Path]) -> None:
-    """Refuse an output any file of which, by whatever name or link, is also read.
+def data_files(prefix: Path) -> list[Path]:
+    """Every file that a data set may have."""
+    return [bin_path(prefix), idx_path(prefix), info_path(prefix), quarantine_path(prefix)]
+
+
+def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
+    """Refuse outputs any file of which, by whatever name or link, is also read.
 
     Raises:
         DataError: naming the file.
     """
-    outputs = (bin_path(prefix), idx_path(prefix), info_path(prefix), quarantine_path(prefix))
     made = {_identity(path): path for path in outputs if path.exists()}
     for path in inputs if made else ():
         if path.exists() and _identity(path) in made:

@@ -14,6 +14,7 @@ from mega_data.info import (
     DataInfo,
     Skipped,
     TokenizerInfo,
+    data_files,
     forget,
     little_endian,
     prepare_output,
@@ -37,7 +38,7 @@ def merge(prefixes: Sequence[Path], output: Path, *, mixed: bool = False, overwr
     prepare_output(output, overwrite)
     allow_open_files(2 * len(prefixes))
     readers = [IndexedReader(Path(prefix)) for prefix in prefixes]
-    refuse_inputs(output, (path(reader.prefix) for reader in readers for path in (bin_path, idx_path)))
+    refuse_inputs(data_files(output), (path(reader.prefix) for reader in readers for path in (bin_path, idx_path)))
     infos = [read_info(reader.prefix) for reader in readers]
     tokenizer, append_eod = _common(readers, infos, mixed)
     for reader in readers:

@@ -1,308 +1,303 @@
-"""Any text to documents: JSON lines, Parquet, plain text, folders of source code, HuggingFace `datasets`.
+"""Which files a corpus is: what a user names (files, globs, folders, `hf:NAME`) becomes a list of `Source`s.
 
-`find_sources` turns what a user names (files, globs, folders, `hf:NAME`) into a list of `Source`s in an order that
-depends on the names alone; `read` goes through one and yields each `Document`, or a `Rejected` where there is none to
-be had, with the place it came from. What to do about a `Rejected` is the caller's business.
+Their order depends on the names alone. What lies in a folder and is no part of the corpus (README and licence beside
+data, test splits beside training data, token files of ours) is left out, by a reason that is told.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
-import gzip
-import importlib
-import io
 import json
 import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from mega_common.errors import DataError, MissingPackageError
+from mega_common.errors import DataError
+from mega_common.log import logger
+from mega_data.indexed import MAGIC
+from mega_data.info import is_info
+from mega_data.unpack import DAMAGE, STDIN, head, opened
 
-Kind = Literal["jsonl", "parquet", "text", "code", "datasets"]
-Advance = Callable[[int], None]
+Kind = Literal["jsonl", "json", "csv", "tsv", "parquet", "text", "datasets"]
 
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-PACKED = (".gz", ".zst")
+NAMES: dict[str, Kind] = {
+    ".jsonl": "jsonl", ".jsonlines": "jsonl", ".ndjson": "jsonl", ".json": "json",
+    ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+}  # fmt: skip
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+ABSENT = object()
 BOM = b"\xef\xbb\xbf"
 
+# Beside data files these describe the data.
+COMPANION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|dataset_infos?)\b.*", re.IGNORECASE)
 
-class Document(NamedTuple):
-    """A text of `size` UTF-8 bytes, and where it stands (`line` counts from 1; a Parquet row or a record likewise)."""
-
-    text: str
-    size: int
-    file: str
-    line: int
-
-    @property
-    def where(self) -> str:
-        """`file:line`, as editors take it."""
-        return f"{self.file}:{self.line}"
-
-
-class Rejected(NamedTuple):
-    """A place without a usable document, why, and what stands there. `binary`: a file of a folder that is no text."""
-
-    reason: str
-    content: str
-    file: str
-    line: int
-    binary: bool = False
+# How the files of a split are named on the HuggingFace Hub, anywhere in the path.
+SPLIT = re.compile(
+    r"(?<![a-z])(?:(train|training)|validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE
+)
+CONFIGS = re.compile(rb"\A---\n(?:(?!---\n).*\n)*?configs:")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file, or one `datasets` split. `size`: bytes on disk, 0 where unknown."""
+    """One file, one stream, or one `datasets` split.
+
+    Attributes:
+        kind: how it is read; None where only its content tells, when it is opened.
+        size: bytes on disk, 0 where unknown; `changed` its modification time in ns.
+        found: in a folder, where anything may lie: what is no text there is left out and not refused.
+    """
 
     name: str
-    kind: Kind
+    kind: Kind | None
     size: int = 0
+    changed: int = 0
+    found: bool = False
+
+    @property
+    def again(self) -> bool:
+        """Whether the same can be read once more, and a change be seen: not of a stream, nor of the Hub."""
+        return bool(self.changed)
 
 
-def find_sources(inputs: Sequence[str | Path]) -> list[Source]:
+@dataclass
+class LeftOut:
+    """What was left out of folders, by the reason."""
+
+    names: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, reason: str, paths: Iterable[Path | str]) -> None:
+        """Take note of files."""
+        for path in paths:
+            self.names.setdefault(reason, []).append(str(path))
+
+    def tell(self) -> None:
+        """Log each reason with its first files."""
+        for reason, names in self.names.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            logger.warning("left out, %s: %s%s", reason, ", ".join(names[:3]), more)
+
+
+def find_sources(inputs: Sequence[str | Path], json_key: str = "text", left_out: LeftOut | None = None) -> list[Source]:
     """What to read, in order: inputs as given, a glob's or folder's files sorted by name.
 
-    Of a folder every file counts but those in hidden folders, hidden ones and links to folders. In it `.jsonl` and
-    `.parquet` are read as such and anything else as one document of text a file. `hf:NAME[:CONFIG][@SPLIT]` is a data
-    set of the HuggingFace Hub or a folder that `datasets` saved, split `train` unless said otherwise.
+    A file of a folder or glob counts once, whatever links lead to it. Of a folder every file counts but those in hidden
+    folders, hidden ones, and what is noted in `left_out`. `hf:NAME[:CONFIG][@SPLIT]` is a data set of the HuggingFace
+    Hub or a folder that `datasets` saved, split `train` unless said otherwise; `-` is standard input.
 
     Raises:
-        DataError: when an input does not exist, or a folder or glob holds nothing.
+        DataError: when an input does not exist, is no corpus, or a folder or glob holds nothing.
     """
-    return [source for item in inputs for source in _expand(str(item))]
+    left_out = LeftOut() if left_out is None else left_out
+    return [source for item in inputs for source in _expand(str(item), json_key, left_out)]
 
 
-def _expand(item: str) -> Iterator[Source]:
+def _expand(item: str, key: str, left_out: LeftOut) -> list[Source]:
     path = Path(item)
+    if item == STDIN:
+        return [Source(STDIN, None)]
     if item.startswith("hf:"):
-        yield Source(item, "datasets")
-    elif path.is_file():
-        yield _file(path, whole="text")
-    elif path.is_dir():
-        yield from _folder(path)
-    elif glob.has_magic(item):
-        found = sorted(glob.glob(item, recursive=True))
-        if not found:
-            raise DataError(f"{item}: no file matches")
-        for name in found:
-            # With `**` a folder matches beside the files in it.
-            if Path(name).is_file():
-                yield _file(Path(name), whole="text")
-            elif "**" not in item:
-                yield from _folder(Path(name))
-    else:
-        raise DataError(
-            f"{item}: no such file or folder",
-            hint="a data set of the HuggingFace Hub is written hf:NAME[:CONFIG][@SPLIT]",
-        )
+        return [Source(item, "datasets")]
+    if path.is_dir():
+        return _folder(path, key, left_out)
+    if path.exists():
+        return [_named(path)]
+    if glob.has_magic(item):
+        return _glob(item, key, left_out)
+    raise DataError(
+        f"{item}: no such file or folder",
+        hint="a data set of the HuggingFace Hub is written hf:NAME[:CONFIG][@SPLIT]",
+    )
 
 
-def _folder(folder: Path) -> list[Source]:
-    if any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
-        return [Source(f"hf:{folder}", "datasets")]
-    found = []
+def _glob(pattern: str, key: str, left_out: LeftOut) -> list[Source]:
+    found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+    if not found:
+        raise DataError(f"{pattern}: no file matches")
+    # With `**` a folder matches beside the files in it.
+    folders = [] if "**" in pattern else [path for path in found if path.is_dir()]
+    files = set(_once([path for path in found if path.is_file()], left_out))
+    sources: list[Source] = []
+    for path in found:
+        sources += [_named(path)] if path in files else _folder(path, key, left_out) if path in folders else []
+    return sources
+
+
+def _once(paths: list[Path], left_out: LeftOut) -> list[Path]:
+    """The paths without further names of the same file; the shortest name stays."""
+    names: dict[tuple[int, int], Path] = {}
+    for path in sorted(paths, key=lambda path: len(path.parts)):
+        names.setdefault(_identity(path), path)
+    kept = [path for path in paths if names[_identity(path)] == path]
+    left_out.add("links to what is read already", [path for path in paths if names[_identity(path)] != path])
+    return kept
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _named(path: Path) -> Source:
+    """A file that the user names: as its name says, and else as its content does."""
+    if path.suffix in (".info", ".json") and is_info(path):
+        raise DataError(f"{path}: is the description of a data set that mega made, not a corpus")
+    found = path.stat()
+    kind = _kind_by_name(path)
+    if kind != "json":
+        return Source(str(path), kind, found.st_size, found.st_mtime_ns if path.is_file() else 0)
+    return Source(str(path), kind_by_content(_begin(path), "", path, named=True), found.st_size, found.st_mtime_ns)
+
+
+def _folder(folder: Path, key: str, left_out: LeftOut) -> list[Source]:
+    card = folder / "README.md"
+    saved = any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+    if saved or (card.is_file() and CONFIGS.match(card.read_bytes()[: 1 << 20].replace(b"\r\n", b"\n"))):
+        return [Source(f"hf:{folder}", "datasets", changed=folder.stat().st_mtime_ns)]
+    paths = _once(_walk(folder, left_out), left_out)
+    own = {path for path in paths if _is_own(path)}
+    left_out.add("data sets of mega's own", sorted(own))
+    sources = [_in_folder(path, key) for path in paths if path not in own]
+    sources = _without_companions(_training_split(sources, folder, left_out), left_out)
+    if not sources:
+        raise DataError(f"{folder}: no files in this folder")
+    return sources
+
+
+def _walk(folder: Path, left_out: LeftOut) -> list[Path]:
+    paths: list[Path] = []
     for root, folders, files in os.walk(folder, onerror=_unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = [Path(root, name) for name in sorted(files) if not name.startswith(".")]
+        left_out.add("links to folders", [Path(root, name) for name in folders if Path(root, name).is_symlink()])
         # A pipe would be read for ever, and a dangling link not at all.
-        found += [_file(path, whole="code") for path in paths if path.is_file()]
-    if not found:
-        raise DataError(f"{folder}: no files in this folder")
-    return found
+        visible = (Path(root, name) for name in sorted(files) if not name.startswith("."))
+        paths += [path for path in visible if path.is_file()]
+    return paths
 
 
 def _unreadable(error: OSError) -> None:
     raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
 
 
-def _file(path: Path, whole: Kind) -> Source:
-    suffixes = path.suffixes[-2:] if path.suffix in PACKED else path.suffixes[-1:]
-    suffix = suffixes[0] if suffixes else ""
-    # A .json beside source code is a setting, not a corpus.
-    lines = JSON_LINES[:2] if whole == "code" else JSON_LINES
-    kind = "jsonl" if suffix in lines else "parquet" if path.suffix == ".parquet" else whole
-    return Source(str(path), kind, path.stat().st_size)
+def _is_own(path: Path) -> bool:
+    """Whether a file is what `mega data` wrote, or other tools of the same format."""
+    if path.suffix in (".bin", ".idx") and (index := path.with_suffix(".idx")).is_file():
+        with open(index, "rb") as stream:
+            return stream.read(len(MAGIC)) == MAGIC
+    return path.name.endswith(".quarantine.jsonl") or (path.suffix in (".info", ".json") and is_info(path))
 
 
-def read(source: Source, json_key: str, advance: Advance = lambda _: None) -> Iterator[Document | Rejected]:
-    """The documents of a source; `advance` is told the bytes of the file as they are consumed.
+def _in_folder(path: Path, key: str) -> Source:
+    kind = _kind_by_name(path)
+    if kind == "json":
+        # A .json beside source code is a setting; a packed one is a corpus.
+        kind = kind_by_content(_begin(path), key, path, named=path.suffix.lower() in PACKED)
+    found = path.stat()
+    return Source(str(path), kind, found.st_size, found.st_mtime_ns, found=True)
 
-    Raises:
-        DataError: when the file as a whole cannot be read: permissions, a damaged archive, a column that is not there.
-        MissingPackageError: when its format needs a package that is not installed.
+
+def _training_split(sources: list[Source], folder: Path, left_out: LeftOut) -> list[Source]:
+    """Of data files whose names say to which split they belong, those for training."""
+
+    def split(source: Source) -> str:
+        if source.kind in (None, "text"):
+            return ""
+        said = list(SPLIT.finditer(str(Path(source.name).relative_to(folder))))
+        return "" if not said else "train" if said[-1][1] else "other"
+
+    splits = [split(source) for source in sources]
+    if "train" not in splits:
+        return sources
+    others = [source.name for source, name in zip(sources, splits, strict=True) if name == "other"]
+    left_out.add("other splits than train (give them by name to read them)", others)
+    return [source for source, name in zip(sources, splits, strict=True) if name != "other"]
+
+
+def _without_companions(sources: list[Source], left_out: LeftOut) -> list[Source]:
+    if all(source.kind in (None, "text") for source in sources):
+        return sources
+    companions = [s for s in sources if s.kind in (None, "text") and COMPANION.fullmatch(Path(s.name).name)]
+    left_out.add("files that describe the data beside them", [source.name for source in companions])
+    return [source for source in sources if source not in companions]
+
+
+def _kind_by_name(path: Path) -> Kind | None:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in PACKED:
+        suffixes.pop()
+    return NAMES.get(suffixes[-1]) if suffixes else None
+
+
+def _begin(path: Path) -> bytes:
+    with opened(str(path), lambda _: None) as stream, contextlib.suppress(*DAMAGE):
+        return head(stream)
+    return b""
+
+
+def kind_by_content(begin: bytes, key: str, path: Path, *, named: bool = False) -> Kind:
+    """How to read a file that begins with `begin`; `named`: its name says that it is JSON.
+
+    JSON lines are known by a first line that is an object with `key`, or, where the name tells nothing, by two lines
+    that are objects. A JSON array, or objects over many lines, are known by a first object with `key`.
     """
-    if source.kind == "datasets":
-        return _read_datasets(source, json_key)
-    readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "text": _read_text, "code": _read_text}
-    return readers[source.kind](source, json_key, advance)
+    if begin.startswith(b"PAR1"):
+        return "parquet"
+    begin = begin.removeprefix(BOM).lstrip()
+    first, more, rest = begin.partition(b"\n")
+    if begin.startswith(b"["):
+        return "json" if named or _has(_value(begin[1:]), key) else "text"
+    if not begin.startswith(b"{"):
+        return "jsonl" if named else "text"
+    if not more and _value(first) is None:  # one line, longer than what was read of the file
+        return "jsonl" if named or f'"{key.rpartition(".")[2]}"'.encode() in first else "text"
+    record = _value(first, whole=True)
+    if isinstance(record, dict):
+        two = isinstance(_value(rest.partition(b"\n")[0], whole=True), dict)
+        return "jsonl" if named or _has(record, key) or (two and _tells_nothing(path)) else "text"
+    if named:
+        return "json" if first.rstrip()[-1:] in (b"{", b"[", b",") else "jsonl"
+    return "json" if _has(_value(begin), key) else "text"
 
 
-def texts(inputs: Sequence[str | Path], json_key: str = "text") -> Iterator[str]:
-    """The text of every document, for training a tokenizer; binary files of folders are passed over.
-
-    Raises:
-        DataError: at the first place without a usable document.
-    """
-    for source in find_sources(inputs):
-        for item in read(source, json_key):
-            if isinstance(item, Document):
-                yield item.text
-            elif not item.binary:
-                raise DataError(f"{item.file}:{item.line}: {item.reason}")
+def _tells_nothing(path: Path) -> bool:
+    """`part-00000`, `corpus.00001`, `notes.json` (which may be a setting), and what is read from a pipe."""
+    return _kind_by_name(path) == "json" or not path.suffix or any(map(str.isdigit, path.suffix))
 
 
-def _checked(value: object, key: str, file: str, line: int, content: str | None = None) -> Document | Rejected:
-    """The document of a value that should be text; lone surrogates, which JSON can spell, are none."""
-    if not isinstance(value, str):
-        return Rejected(f"{key!r} is {_named(value)}, not a string", content or repr(value), file, line)
+def _value(text: bytes, *, whole: bool = False) -> Any:
+    """The JSON value that a text begins with, or is as a whole; None if there is none."""
     try:
-        size = len(value) if value.isascii() else len(value.encode())
-    except UnicodeEncodeError as error:
-        shown = content or value.encode("utf-8", "backslashreplace").decode()
-        return Rejected(f"{key!r} is not valid Unicode (lone surrogate at character {error.start})", shown, file, line)
-    return Document(value, size, file, line)
+        string = text.decode("utf-8", "ignore").strip()
+        return json.loads(string) if whole else json.JSONDecoder().raw_decode(string)[0]
+    except (ValueError, RecursionError):
+        return None
 
 
-def _named(value: object) -> str:
-    names = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", int: "a number"}
-    return names.get(type(value), f"of type {type(value).__name__}")
+def _has(record: Any, key: str) -> bool:
+    return isinstance(record, dict) and isinstance(lookup(record, key), str)
 
 
-def _read_jsonl(source: Source, key: str, advance: Advance) -> Iterator[Document | Rejected]:
-    with _opened(source.name, advance) as stream:
-        for line, raw in enumerate(_guarded(stream, source.name), 1):
-            if not raw.isspace():
-                yield _parsed(raw.removeprefix(BOM) if line == 1 else raw, key, source.name, line)
+def lookup(record: dict[str, Any], key: str) -> Any:
+    """The value under a key, or under `a.b` that of `b` in the object under `a`; ABSENT where there is none."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return ABSENT
+        value = value[part]
+    return value
 
 
-def _parsed(raw: bytes, key: str, file: str, line: int) -> Document | Rejected:
-    try:
-        decoded = raw.decode()
-        record = json.loads(decoded)
-    except UnicodeDecodeError as error:
-        return Rejected(f"not UTF-8 (byte {error.start} of the line)", _shown(raw), file, line)
-    except (ValueError, RecursionError) as error:
-        return Rejected(f"not JSON ({error})", _shown(raw), file, line)
-    if not isinstance(record, dict):
-        return Rejected(f"the line is {_named(record)}, not an object", _shown(raw), file, line)
-    if key not in record:
-        return Rejected(f"no key {key!r}; the keys are {', '.join(record) or 'none'}", _shown(raw), file, line)
-    value = record[key]
-    return _checked(
-        value, key, file, line, None if isinstance(value, str) and value.isascii() else decoded.rstrip("\n")
-    )
-
-
-def _shown(raw: bytes) -> str:
-    return raw.decode("utf-8", "backslashreplace").rstrip("\n")
-
-
-def _read_text(source: Source, key: str, advance: Advance) -> Iterator[Document | Rejected]:
-    # An archive among source code is some program's data.
-    with _opened(source.name, advance, unpack=source.kind != "code") as stream:
-        raw = b"".join(_guarded(iter(lambda: stream.read(1 << 20), b""), source.name))
-    try:
-        text = raw.removeprefix(BOM).decode()
-    except UnicodeDecodeError as error:
-        reason = f"not UTF-8 (byte {error.start} of the file)"
-        yield Rejected(reason, _shown(raw[:200]), source.name, 1, binary=source.kind == "code")
-        return
-    if source.kind == "code" and "\0" in text:
-        yield Rejected("binary", "", source.name, 1, binary=True)
-    else:
-        yield _checked(text, "the text", source.name, 1)
-
-
-def _read_parquet(source: Source, key: str, advance: Advance) -> Iterator[Document | Rejected]:
-    parquet = _package("pyarrow.parquet", "Parquet files")
-    arrow = _package("pyarrow", "Parquet files")
-    try:
-        with parquet.ParquetFile(source.name) as file:
-            if key not in file.schema_arrow.names:
-                raise DataError(
-                    f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(file.schema_arrow.names)}"
-                )
-            line, rows = 0, max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(columns=[key], batch_size=256):
-                for value in batch.column(0).to_pylist():
-                    line += 1
-                    yield _checked(value, key, source.name, line)
-                advance(source.size * batch.num_rows // rows)
-    except (OSError, ValueError, arrow.ArrowException) as error:
-        raise DataError(f"{source.name}: cannot be read as Parquet ({error})") from error
-
-
-def _read_datasets(source: Source, key: str) -> Iterator[Document | Rejected]:
-    datasets = _package("datasets", "hf: inputs")
-    name, _, split = source.name.removeprefix("hf:").partition("@")
-    split = split or "train"
-    try:
-        rows = _load_datasets(datasets, name, split)
-        for line, row in enumerate(rows, 1):
-            if key not in row:
-                raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(row)}")
-            yield _checked(row[key], key, source.name, line)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise DataError(f"{source.name}: `datasets` cannot load it ({error})") from error
-
-
-def _load_datasets(datasets: Any, name: str, split: str) -> Iterable[dict[str, Any]]:
-    folder = Path(name)
-    if any((folder / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
-        loaded: Any = datasets.load_from_disk(name)
-        if not isinstance(loaded, datasets.DatasetDict):
-            return loaded  # type: ignore[no-any-return]
-        if split not in loaded:
-            raise DataError(
-                f"hf:{name}: no split {split!r}", hint=f"the splits are {', '.join(loaded)}: hf:{name}@SPLIT"
-            )
-        return loaded[split]  # type: ignore[no-any-return]
-    hub, _, config = (name, "", "") if folder.is_dir() else name.partition(":")
-    return datasets.load_dataset(hub, config or None, split=split, streaming=True)  # type: ignore[no-any-return]
-
-
-def _package(module: str, purpose: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        raise MissingPackageError(f"{purpose} need the package {package}", hint=f"pip install {package}") from None
-
-
-class _CountedFile(io.FileIO):
-    """A file that tells how many bytes were read of it, beneath any decompression."""
-
-    def __init__(self, name: str, advance: Advance) -> None:
-        super().__init__(name)
-        self.advance = advance
-
-    def readinto(self, buffer: Any) -> int | None:
-        count = super().readinto(buffer)
-        self.advance(count or 0)
-        return count
-
-
-def _opened(name: str, advance: Advance, *, unpack: bool = True) -> io.BufferedIOBase:
-    try:
-        plain = io.BufferedReader(_CountedFile(name, advance), 1 << 20)
-    except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
-    if unpack and name.endswith(".gz"):
-        return gzip.open(plain)
-    if unpack and name.endswith(".zst"):
-        arrow = _package("pyarrow", ".zst files")
-        return io.BufferedReader(arrow.input_stream(plain, compression="zstd"), 1 << 20)
-    return plain
-
-
-def _guarded(blocks: Iterable[bytes], name: str) -> Iterator[bytes]:
-    """Pass on what is read; damage to the file under way becomes one sentence."""
-    try:
-        yield from blocks
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(
-            f"{name}: cannot be read to its end ({error})", hint="is the file damaged or truncated?"
-        ) from error
+def describe(kinds: Counter[Kind], tell: Callable[..., None] = logger.info) -> None:
+    """Log what was read as what, for a corpus that is taken for something else is a silent mistake."""
+    words = {
+        "jsonl": "JSON lines", "json": "JSON", "csv": "CSV", "tsv": "TSV", "parquet": "Parquet",
+        "text": "text, a document each", "datasets": "data sets of `datasets`",
+    }  # fmt: skip
+    tell("read: %s", "; ".join(f"{count:,} as {words[kind]}" for kind, count in kinds.most_common()))

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,27 +28,35 @@ END_OF_TEXT = "<|endoftext|>"
 # GPT-2's folder, for one, leaves the name of its end token to the code that loads it.
 USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 
-# Where a long text may perhaps be cut: before a letter that begins a line, before the space between two words.
-SEAM = re.compile(r"(?<=\n)(?=[^\W\d_])|(?<=[^\W\d_])(?= [^\W\d_])")
+# Where a long text may perhaps be cut: before a letter or digit that begins a line, before the one space or the one mark
+# between two of them.
+SEAM = re.compile(r"(?<=\n)(?=[^\W_])|(?<=[^\W_])(?=[^\w\n][^\W_])")
 WINDOW = 2048
 
-CACHED_WORDS = 1 << 18
+
+class Piece(NamedTuple):
+    """A part of a long text. `exact`: cutting after it changes no token; `last`: nothing follows."""
+
+    text: str
+    exact: bool
+    last: bool
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Text to token ids and back. With `specials_as_text` a special token that a text spells is text like any other.
 
     Attributes:
         path: the `tokenizer.json`.
         vocab_size: the largest id + 1, added and special tokens included.
         eos_id: the token that ends a text, None when the folder names none.
+        eos_token: how it is spelt, None likewise.
         fingerprint: SHA-256 of `tokenizer.json`, 64 hex digits.
 
     Raises:
         DataError: when there is no tokenizer at `path`, or not one in this format.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, specials_as_text: bool = False) -> None:
         self.path = _tokenizer_file(Path(path))
         try:
             self.backend = Backend.from_file(str(self.path))
@@ -57,14 +65,13 @@ class Tokenizer:
         # Such files remember the settings of whoever saved them; a corpus cut at 512 tokens would go unnoticed.
         self.backend.no_truncation()
         self.backend.no_padding()
-        # By default ten thousand words keep their tokens, and code has far more: a twentieth of the time is in this.
-        if isinstance(self.backend.model, models.BPE):
-            self.backend.model._resize_cache(CACHED_WORDS)
+        self.backend.encode_special_tokens = specials_as_text
         ids = self.backend.get_vocab(with_added_tokens=True)
         if not ids:
             raise DataError(f"{self.path}: the vocabulary is empty")
         self.vocab_size = max(ids.values()) + 1
         self.eos_id = _eos_id(self.path.parent, ids)
+        self.eos_token = self.backend.id_to_token(self.eos_id) if self.eos_id is not None else None
         self.fingerprint = sha256_file(self.path)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -82,28 +89,41 @@ class Tokenizer:
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def split(self, text: str, size: int) -> Iterator[str]:
-        """Cut a long text into pieces of about `size` characters that encode to the tokens of the whole.
+    def split(self, text: str, size: int) -> Iterator[Piece]:
+        """Cut a long text into pieces of `size` to twice as many characters, which encode to the tokens of the whole.
 
-        Encoding takes about a hundred bytes of memory for each byte of text, so half a gigabyte of text cannot go in
-        one call. A cut is made only where the text around it encodes to the same tokens with and without the cut; a
-        tokenizer that never allows it, as one that marks the begin of each text, gets the rest in one piece.
+        Encoding takes a hundred bytes of memory and more for each byte of text, so half a gigabyte of text cannot go in
+        one call. A cut is made where the text around it encodes to the same tokens with and without the cut; the space
+        between two words is left out there if the tokenizer puts one before each text. Text without such a place, as
+        a million digits in a row, is cut where it decodes to the same text at least, and that piece is not `exact`.
+        Where not even that holds, the rest is one piece.
         """
         start = 0
         while len(text) - start > size:
-            cut = self._seam(text, start + size, min(start + 2 * size, len(text)))
-            if cut is None:
+            low, high = start + size, min(start + 2 * size, len(text))
+            cut = self._seam(text, low, high)
+            exact = cut is not None
+            if cut is None and (cut := self._rough_cut(text, low)) is None:
                 break
-            yield text[start:cut]
-            start = cut
-        yield text[start:]
+            yield Piece(text[start : cut[0]], exact, last=False)
+            start = cut[1]
+        yield Piece(text[start:], exact=True, last=True)
 
-    def _seam(self, text: str, low: int, high: int, tries: int = 64) -> int | None:
+    def _seam(self, text: str, low: int, high: int, tries: int = 64) -> tuple[int, int] | None:
+        """Where a piece ends and the next begins, with the tokens of the whole."""
         for match, _ in zip(SEAM.finditer(text, low, high), range(tries), strict=False):
-            cut = match.end()
+            end = match.end()
+            for begin in (end, end + 1) if text[end] == " " else (end,):
+                left, right = text[max(end - WINDOW, 0) : end], text[begin : begin + WINDOW]
+                if self.encode(left + text[end:begin] + right) == self.encode(left) + self.encode(right):
+                    return end, begin
+        return None
+
+    def _rough_cut(self, text: str, low: int, tries: int = 64) -> tuple[int, int] | None:
+        for cut in range(low, min(low + tries, len(text))):
             left, right = text[max(cut - WINDOW, 0) : cut], text[cut : cut + WINDOW]
-            if self.encode(left + right) == self.encode(left) + self.encode(right):
-                return cut
+            if self.decode(self.encode(left) + self.encode(right)) == self.decode(self.encode(left + right)):
+                return cut, cut
         return None
 
 

@@ -1,0 +1,197 @@
+"""The data set that a preprocessing run is making: tokens, bad lines, counts, and how far into the inputs they reach.
+
+`record` makes all of it last; a run that was ended in whatever way goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_common.errors import DataError
+from mega_common.files import write_json
+from mega_common.log import ProgressBar, logger
+from mega_data.batches import Batch, Progress
+from mega_data.indexed import CHUNK, IndexedWriter, best_dtype
+from mega_data.info import DataInfo, Skipped, TokenizerInfo, forget, little_endian, quarantine_path, write_info
+from mega_data.readers import Rejected
+from mega_data.tokenizer import Tokenizer
+
+Arrays = list[npt.NDArray[Any]]
+
+EVERY = 5.0  # seconds between two records of how far a run came
+
+
+class Output:
+    """Documents are put together from pieces, ended, written and counted, in the order of the inputs.
+
+    As a context: the data set appears on leaving it without an error. With `lasting`, what `record` noted stays after an
+    error, and `begin` goes on there.
+    """
+
+    def __init__(self, prefix: Path, tokenizer: Tokenizer, append_eod: bool, made_from: str, lasting: bool) -> None:
+        self.prefix, self.tokenizer, self.append_eod, self.lasting = prefix, tokenizer, append_eod, lasting
+        self.dtype = best_dtype(tokenizer.vocab_size)
+        self.writer = IndexedWriter(prefix, self.dtype, resume=True)
+        self.done = Progress(made_from)
+        self.tokens = 0
+        self._record, self._bad_lines = self.writer.folder / "progress.json", self.writer.folder / "quarantine.jsonl"
+        self._quarantine: IO[bytes] | None = None
+        self._end = np.full(int(append_eod), tokenizer.eos_id or 0, self.dtype)
+        self._digest = hashlib.sha256()
+        self._begun: Arrays = []
+        self._recorded = time.monotonic()
+
+    def begin(self) -> Progress:
+        """How far an interrupted run of the same inputs and settings came, which is taken up; else nowhere.
+
+        Raises:
+            DataError: when what it left is damaged.
+        """
+        left = self._left_by_another()
+        if left is None:
+            with self._refusals(self.writer.folder):
+                self.writer.clear()
+            return self.done
+        self.done = left
+        tokens = self.writer.go_on(left.documents)
+        with ProgressBar("reading what is done", total=tokens.nbytes or None, unit="bytes") as bar:
+            for start in range(0, tokens.size, CHUNK):
+                piece = np.ascontiguousarray(tokens[start : start + CHUNK])
+                self._digest.update(piece.data)
+                bar.advance(piece.nbytes)
+        self.tokens = int(tokens.size)
+        logger.info("%s: going on after the %s documents of an interrupted run", self.prefix, f"{left.documents:,}")
+        return left
+
+    def _left_by_another(self) -> Progress | None:
+        if not self._record.exists():
+            return None
+        try:
+            left = Progress(**json.loads(self._record.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            left = Progress("unreadable")
+        if left.made_from != self.done.made_from:
+            logger.info("%s: what an interrupted run left was made otherwise: starting over", self.prefix)
+            return None
+        return left
+
+    def add(self, batch: Batch, arrays: Arrays) -> None:
+        """Write a batch and its tokens, one array a document, and now and then how far that is."""
+        for item in batch.rejected:
+            self._reject(item)
+        if batch.goes_on:
+            self._begun += arrays
+            return
+        if self._begun:
+            arrays = [np.concatenate([*self._begun, arrays[0]]), *arrays[1:]]
+            self._begun = []
+        full = [array for array in arrays if array.size]
+        if full:
+            self._write(full)
+        self.done.empty += len(arrays) - len(full)
+        self.done.text_bytes += sum(document.size for document in batch.documents)
+        self.done.ends += batch.ends
+        self.done.source, self.done.items = batch.upto
+        if time.monotonic() - self._recorded > EVERY:
+            self.record()
+
+    def _write(self, arrays: Arrays) -> None:
+        lengths = np.array([array.size + self._end.size for array in arrays])
+        tokens = np.concatenate([part for array in arrays for part in (array, self._end)])
+        self.writer.add_documents(tokens, lengths)
+        self._digest.update(tokens.data)
+        self.done.documents += len(arrays)
+        self.tokens += tokens.size
+
+    def _reject(self, item: Rejected) -> None:
+        if item.left_out:
+            self.done.left_out += 1
+            return
+        self.done.bad += 1
+        record = {"file": item.file, "line": item.line, "reason": item.reason, "content": item.content}
+        with self._refusals(quarantine_path(self.prefix)):
+            if self._quarantine is None:
+                self._quarantine = open(self._bad_lines, "ab")  # noqa: SIM115 - closed on leaving
+                self._quarantine.truncate(self.done.quarantined)
+            self._quarantine.write(json.dumps(record).encode() + b"\n")
+
+    def record(self) -> None:
+        """Make what was added so far last. Between two pieces of a document that has to wait."""
+        if not self.lasting or self._begun:
+            return
+        with self._refusals(self.writer.folder):
+            self._flush_quarantine()
+            self.writer.sync()
+            write_json(self._record, dataclasses.asdict(self.done))
+        self._recorded = time.monotonic()
+
+    def _flush_quarantine(self) -> None:
+        if self._quarantine is not None:
+            self._quarantine.flush()
+            os.fsync(self._quarantine.fileno())
+            self.done.quarantined = self._quarantine.tell()
+
+    def describe(self) -> DataInfo:
+        """Write the description of the finished data set."""
+        return write_info(
+            self.prefix,
+            tokenizer=TokenizerInfo.of(self.tokenizer),
+            append_eod=self.append_eod,
+            dtype=little_endian(self.dtype),
+            documents=self.done.documents,
+            tokens=self.tokens,
+            text_bytes=self.done.text_bytes,
+            skipped=Skipped(bad=self.done.bad, empty=self.done.empty, binary=self.done.left_out),
+            bin_sha256=self._digest.hexdigest(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._keep()
+            return
+        try:
+            with self._refusals(quarantine_path(self.prefix)):
+                self._flush_quarantine()
+                forget(self.prefix)
+                if self._bad_lines.exists():
+                    os.replace(self._bad_lines, quarantine_path(self.prefix))
+        except BaseException:
+            self._keep()
+            raise
+        finally:
+            if self._quarantine is not None:
+                with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
+                    self._quarantine.close()
+        self.writer.close()
+
+    def _keep(self) -> None:
+        """After an error: a run that was long enough to be recorded once keeps what it has."""
+        if self._record.exists():
+            with contextlib.suppress(DataError):
+                self.record()
+            logger.info("%s: what is done is kept, and the same command goes on with it", self.writer.folder)
+        self.writer.abort()
+
+    @contextlib.contextmanager
+    def _refusals(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written ({error.strerror})") from error

@@ -1,0 +1,305 @@
+"""Sources to documents: JSON lines, JSON, CSV, Parquet, plain text and code, HuggingFace `datasets`.
+
+`read` goes through one source and yields each `Document`, or a `Rejected` where there is none to be had, with the place
+it came from. What to do about a `Rejected` is the caller's business.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mega_common.errors import DataError
+from mega_data.sources import ABSENT, BOM, Kind, LeftOut, Source, describe, find_sources, kind_by_content, lookup
+from mega_data.unpack import DAMAGE, Advance, head, opened, package
+
+BLOCK = 1 << 20
+BETWEEN = re.compile(r"[ \t\r\n,\[\]]*")  # what stands between the objects of an array, or of no array
+LARGEST_VALUE = 1 << 30  # characters of one JSON value; what looks longer has a quotation mark too few
+
+
+class Document(NamedTuple):
+    """A text of `size` UTF-8 bytes, and where it stands (`line` counts from 1; rows, records and JSON values too)."""
+
+    text: str
+    size: int
+    file: str
+    line: int
+
+    @property
+    def where(self) -> str:
+        """`file:line`, as editors take it."""
+        return f"{self.file}:{self.line}"
+
+
+class Rejected(NamedTuple):
+    """A place without a usable document, why, and what stands there.
+
+    `left_out`: a file of a folder that belongs to no corpus (an image, say), which nobody has to mend.
+    """
+
+    reason: str
+    content: str
+    file: str
+    line: int
+    left_out: bool = False
+
+
+Items = Iterator[Document | Rejected]
+
+
+def read(
+    source: Source,
+    json_key: str,
+    advance: Advance = lambda _: None,
+    tell_kind: Callable[[Kind], object] = lambda _: None,
+) -> Items:
+    """The documents of a source; `advance` is told the bytes of the file as they are consumed, `tell_kind` how it is read.
+
+    What of a damaged file comes before the damage is read; the damage is a `Rejected`.
+
+    Raises:
+        DataError: when a file cannot be opened, or has no such column.
+        MissingPackageError: when its format needs a package that is not installed.
+    """
+    if source.kind in ("datasets", "parquet"):
+        tell_kind(source.kind)
+        yield from (_read_datasets if source.kind == "datasets" else _read_parquet)(source, json_key, advance)
+        return
+    with opened(source.name, advance) as stream:
+        try:
+            begin = head(stream)
+        except DAMAGE as error:  # among source code, some program's broken example
+            yield _damaged(error, source.name, 1)._replace(left_out=source.found and source.kind is None)
+            return
+        kind = source.kind or kind_by_content(begin, json_key, Path(source.name))
+        tell_kind(kind)
+        readers = {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "tsv": _read_csv, "text": _read_text}
+        if kind == "parquet":
+            yield from _read_parquet(source, json_key, advance)
+        else:
+            yield from readers[kind](stream, source, json_key)
+
+
+def texts(inputs: Sequence[str | Path], json_key: str = "text") -> Iterator[str]:
+    """The text of every document, for training a tokenizer; binary files of folders are passed over.
+
+    Raises:
+        DataError: at the first place without a usable document.
+    """
+    left_out, kinds = LeftOut(), Counter[Kind]()
+    for source in find_sources(inputs, json_key, left_out):
+        for item in read(source, json_key, tell_kind=lambda kind: kinds.update([kind])):
+            if isinstance(item, Document):
+                yield item.text
+            elif item.left_out:
+                left_out.add(item.reason, [item.file])
+            else:
+                raise DataError(f"{item.file}:{item.line}: {item.reason}")
+    describe(kinds)
+    left_out.tell()
+
+
+def _checked(value: object, key: str, file: str, line: int) -> Document | Rejected:
+    """The document of a value that should be text; lone surrogates, which JSON can spell, are none."""
+    if not isinstance(value, str):
+        return Rejected(f"{key!r} is {_named(value)}, not a string", repr(value), file, line)
+    try:
+        size = len(value) if value.isascii() else len(value.encode())
+    except UnicodeEncodeError as error:
+        shown = value.encode("utf-8", "backslashreplace").decode()
+        return Rejected(f"{key!r} is not valid Unicode (lone surrogate at character {error.start})", shown, file, line)
+    return Document(value, size, file, line)
+
+
+def _named(value: object) -> str:
+    names = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", int: "a number"}
+    return names.get(type(value), f"of type {type(value).__name__}")
+
+
+def _damaged(error: Exception, file: str, line: int) -> Rejected:
+    return Rejected(f"cannot be read to its end ({error}); is the file damaged or truncated?", "", file, line)
+
+
+def _of_record(record: object, key: str, file: str, line: int) -> Document | Rejected:
+    if not isinstance(record, dict):
+        return Rejected(f"the record is {_named(record)}, not an object", "", file, line)
+    value = lookup(record, key)
+    if value is ABSENT:
+        return Rejected(f"no key {key!r}; the keys are {_keys(record)}", "", file, line)
+    return _checked(value, key, file, line)
+
+
+def _keys(record: dict[str, Any]) -> str:
+    """The keys of a record as one may name them; of objects in it, theirs."""
+    names = (
+        [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key] for key, value in record.items()
+    )
+    return ", ".join(name for group in names for name in group) or "none"
+
+
+def _read_jsonl(stream: io.BufferedReader, source: Source, key: str) -> Items:
+    line = 0
+    try:
+        for line, raw in enumerate(stream, 1):
+            if not raw.isspace():
+                yield _parsed(raw.removeprefix(BOM) if line == 1 else raw, key, source.name, line)
+    except DAMAGE as error:
+        yield _damaged(error, source.name, line + 1)
+
+
+def _parsed(raw: bytes, key: str, file: str, line: int) -> Document | Rejected:
+    try:
+        record = json.loads(raw.decode())
+    except UnicodeDecodeError as error:
+        return Rejected(f"not UTF-8 (byte {error.start} of the line)", _shown(raw), file, line)
+    except (ValueError, RecursionError) as error:
+        return Rejected(f"not JSON ({error})", _shown(raw), file, line)
+    item = _of_record(record, key, file, line)
+    return item._replace(content=_shown(raw)) if isinstance(item, Rejected) else item
+
+
+def _shown(raw: bytes) -> str:
+    return raw.decode("utf-8", "backslashreplace").rstrip("\n")
+
+
+def _read_json(stream: io.BufferedReader, source: Source, key: str) -> Items:
+    """Objects one after another or in an array, however they are laid out; `line` counts them."""
+    line = 0
+    try:
+        for line, record in enumerate(_values(stream), 1):
+            item = _of_record(record, key, source.name, line)
+            yield item._replace(content=json.dumps(record)) if isinstance(item, Rejected) else item
+    except UnicodeDecodeError:
+        yield Rejected("not UTF-8", "", source.name, line + 1)
+    except DAMAGE as error:
+        yield _damaged(error, source.name, line + 1)
+    except (ValueError, RecursionError) as error:
+        yield Rejected(f"not JSON ({error}); what follows is not read", "", source.name, line + 1)
+
+
+def _values(stream: io.BufferedReader) -> Iterator[object]:
+    """The values of a JSON text, or of the array that it is, while no more than one of them is in memory."""
+    decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")().decode
+    text, at, more = "", 0, True
+    while True:
+        at = BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing as well
+        try:
+            if at < len(text):
+                value, at = decoder.raw_decode(text, at)
+                yield value
+                continue
+        except json.JSONDecodeError as error:
+            unfinished = error.pos > len(text) - 16 or error.msg.startswith("Unterminated string")
+            if not more or not unfinished or len(text) - at > LARGEST_VALUE:
+                raise
+        if not more:
+            return
+        raw = stream.read(max(BLOCK, len(text) - at))
+        more = bool(raw)
+        text, at = text[at:] + decode(raw, final=not more), 0
+
+
+def _read_csv(stream: io.BufferedReader, source: Source, key: str) -> Items:
+    csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KiB, is for the whole process or not at all
+    tab = source.kind == "tsv"
+    rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter="\t" if tab else ",")
+    try:
+        header = next(rows, [])
+        if key not in header:
+            if source.found:
+                yield Rejected(f"no column {key!r}", "", source.name, 1, left_out=True)
+                return
+            raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(header)}")
+        column = header.index(key)
+        for row in rows:
+            if len(row) > column:
+                yield _checked(row[column], key, source.name, rows.line_num)
+            elif row:
+                yield Rejected(f"no column {key!r} in this row", str(row), source.name, rows.line_num)
+    except UnicodeDecodeError:
+        yield Rejected("not UTF-8; what follows is not read", "", source.name, rows.line_num + 1)
+    except (*DAMAGE, csv.Error) as error:
+        yield _damaged(error, source.name, rows.line_num + 1)
+
+
+def _read_text(stream: io.BufferedReader, source: Source, _: str) -> Items:
+    try:
+        raw = stream.read()
+        text = raw.removeprefix(BOM).decode()
+    except UnicodeDecodeError as error:
+        reason = "no UTF-8 text" if source.found else f"not UTF-8 (byte {error.start} of the file)"
+        yield Rejected(reason, _shown(raw[:200]), source.name, 1, left_out=source.found)
+    except DAMAGE as error:
+        yield _damaged(error, source.name, 1)
+    else:
+        if source.found and "\0" in text:
+            yield Rejected("no UTF-8 text", "", source.name, 1, left_out=True)
+        else:
+            yield _checked(text, "the text", source.name, 1)
+
+
+def _read_parquet(source: Source, key: str, advance: Advance) -> Items:
+    parquet = package("pyarrow.parquet", "Parquet files")
+    arrow = package("pyarrow", "Parquet files")
+    line = 0
+    try:
+        with parquet.ParquetFile(source.name) as file:
+            names = _leaves(file.schema_arrow, arrow.types.is_struct)
+            if key not in names:
+                raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(names)}")
+            rows = max(file.metadata.num_rows, 1)
+            for batch in file.iter_batches(columns=[key], batch_size=256):
+                for record in batch.to_pylist():
+                    line += 1
+                    yield _checked(lookup(record, key), key, source.name, line)
+                advance(source.size * batch.num_rows // rows)
+    except (OSError, ValueError, arrow.ArrowException) as error:
+        if not line:
+            raise DataError(f"{source.name}: cannot be read as Parquet ({error})") from error
+        yield _damaged(error, source.name, line + 1)
+
+
+def _leaves(columns: Iterable[Any], is_struct: Callable[[Any], bool], prefix: str = "") -> list[str]:
+    """The columns of an Arrow schema, those in structs as `a.b`."""
+    names: list[str] = []
+    for column in columns:
+        name = prefix + column.name
+        names += _leaves(column.type, is_struct, f"{name}.") if is_struct(column.type) else [name]
+    return names
+
+
+def _read_datasets(source: Source, key: str, _: Advance) -> Items:
+    datasets = package("datasets", "hf: inputs")
+    name, _at, split = source.name.removeprefix("hf:").partition("@")
+    try:
+        for line, row in enumerate(_load_datasets(datasets, name, split or "train"), 1):
+            value = lookup(row, key)
+            if value is ABSENT:
+                raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {_keys(row)}")
+            yield _checked(value, key, source.name, line)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise DataError(f"{source.name}: `datasets` cannot load it ({error})") from error
+
+
+def _load_datasets(datasets: Any, name: str, split: str) -> Iterable[dict[str, Any]]:
+    folder = Path(name)
+    if any((folder / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
+        loaded: Any = datasets.load_from_disk(name)
+        if not isinstance(loaded, datasets.DatasetDict):
+            return loaded  # type: ignore[no-any-return]
+        if split not in loaded:
+            raise DataError(
+                f"hf:{name}: no split {split!r}", hint=f"the splits are {', '.join(loaded)}: hf:{name}@SPLIT"
+            )
+        return loaded[split]  # type: ignore[no-any-return]
+    hub, _, config = (name, "", "") if folder.is_dir() else name.rpartition(":") if ":" in name else (name, "", "")
+    return datasets.load_dataset(hub, config or None, split=split, streaming=True)  # type: ignore[no-any-return]
