@@ -202,9 +202,10 @@ def test_old_checkpoints_go(settings: Settings) -> None:
 
 
 def test_a_run_that_began_from_another_resumes_from_its_own(settings: Settings, tmp_path: Path) -> None:
-    trained(settings(train={"steps": 2}, checkpoint={"every": 1}))
+    longer = {"lr_schedule": {"decay_steps": 3}}
+    trained(settings(train={"steps": 2}, checkpoint={"every": 1}, **longer))
     first = str(tmp_path / "run" / "checkpoints" / "step-00000001")
-    branch = settings(output=str(tmp_path / "branch"), checkpoint={"load": first, "every": 1})
+    branch = settings(output=str(tmp_path / "branch"), checkpoint={"load": first, "every": 1}, **longer)
     for steps in (2, 3):
         trained({**branch, "train": {"steps": steps}})
     assert [record["step"] for record in lines(branch)] == [2, 3]
@@ -228,7 +229,7 @@ def test_weights_alone_are_nothing_to_go_on_from(settings: Settings, tmp_path: P
 def test_resume_refuses_another_model_and_tells_other_changes(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained(settings(train={"steps": 2}))
+    trained(settings(train={"steps": 2}, lr_schedule={"name": "constant"}))
     for change in ({"rope": {"theta": 5000.0}}, {"norm_eps": 1e-6}, {"activation": "geglu"}, {"num_layers": 3}):
         raw = settings(train={"steps": 3})
         raw["model"] = {**raw["model"], **change}
@@ -236,8 +237,26 @@ def test_resume_refuses_another_model_and_tells_other_changes(
             trained(raw)
         assert next(iter(change)) in str(refused.value)
     with caplog.at_level("INFO", "mega"):
-        trained(settings(train={"steps": 3}, optimizer={"weight_decay": 0.3}))
+        trained(settings(train={"steps": 3}, optimizer={"weight_decay": 0.3}, lr_schedule={"name": "constant"}))
     assert "optimizer.weight_decay: 0.1 -> 0.3" in caplog.text
+
+
+def test_a_finished_run_says_so_and_changes_nothing(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    raw = settings(train={"steps": 4}, lr_schedule={"decay_steps": 6})
+    trained(raw)
+
+    def files() -> dict[Path, bytes]:
+        found = (path for path in Path(raw["output"]).rglob("*") if path.is_file() and path.name != ".lock")
+        return {path: path.read_bytes() for path in found}
+
+    before = files()
+    for steps in (4, 3):
+        with caplog.at_level("INFO", "mega"):
+            trained({**raw, "train": {"steps": steps}, "optimizer": {"weight_decay": 0.3}})
+        assert "finished at step 4, nothing is changed: a larger train.steps goes on" in caplog.text
+        assert files() == before
+        assert "done" not in caplog.text
+    assert trained({**raw, "train": {"steps": 5}}).step == 5
 
 
 def test_start_from_other_weights(settings: Settings, tmp_path: Path) -> None:

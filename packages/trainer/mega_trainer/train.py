@@ -74,6 +74,8 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
     begin(state, groups.world, tokenizer)
+    if state.step >= config.train.steps:
+        return state
     executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype, ranks.world_size)
@@ -85,7 +87,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
         Saver(config) as saver,
         Metrics(config, speed, state.step, state.consumed_samples, writes=groups.world.rank == 0) as metrics,
     ):
-        left, stopping = max(0, config.train.steps - state.step), False
+        left, stopping = config.train.steps - state.step, False
         batches = loader(train_data, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
         for batch in islice(batches, left):
             lr = curve(state.consumed_samples)
@@ -137,6 +139,9 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
             load_weights(open_source(config.init_from), weights_of(state.stages))
             logger.info("starting from the weights of %s", config.init_from)
         state.optimizer.reload_main()
+    if state.step >= config.train.steps:
+        logger.info("finished at step %d, nothing is changed: a larger train.steps goes on", state.step)
+        return
     if world.rank == 0:
         make_run_folder(config, tokenizer)
     logger.info(
