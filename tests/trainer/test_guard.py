@@ -27,8 +27,11 @@ def test_skips_some_bad_steps_but_not_many_in_a_row() -> None:
     guard.check(3, good())
     guard.check(4, BAD)
     guard.check(5, BAD)
-    with pytest.raises(TrainingError):
+    with pytest.raises(TrainingError, match="3 times in a row") as told:
         guard.check(6, BAD)
+    assert "on_nan=skip" not in str(told.value)
+    with pytest.raises(TrainingError, match=r"or set train\.on_nan=skip"):
+        Guard(TrainConfig()).check(1, BAD)
 
 
 def test_a_spike_is_told_or_stops_after_the_average_has_settled() -> None:

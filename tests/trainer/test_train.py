@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,6 +258,36 @@ def test_a_finished_run_says_so_and_changes_nothing(settings: Settings, caplog: 
         assert files() == before
         assert "done" not in caplog.text
     assert trained({**raw, "train": {"steps": 5}}).step == 5
+
+
+def test_weights_and_biases_goes_on_with_the_same_run_and_knows_its_settings(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[dict[str, Any]] = []
+    logged: list[int] = []
+
+    def init(**given: Any) -> Any:
+        begun.append(given)
+        return SimpleNamespace(log=lambda numbers, step: logged.append(step), finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    raw = settings(log={"wandb": "project"}, lr_schedule={"name": "constant"})
+    for steps in (2, 3):
+        trained({**raw, "train": {"steps": steps}})
+    assert logged == [1, 2, 3]
+    first, second = begun
+    assert first["id"] == second["id"] == (Path(raw["output"]) / "wandb-id").read_text()
+    assert {given["resume"] for given in begun} == {"allow"}
+    assert [given["config"]["train"]["steps"] for given in begun] == [2, 3]
+    trained({**raw, "output": raw["output"] + "-other", "train": {"steps": 1}})
+    assert begun[2]["id"] != first["id"]
+
+
+def test_a_length_past_the_last_position_is_told(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    raw = settings(train={"steps": 1})
+    trained({**raw, "model": {**raw["model"], "max_position": 8}})
+    assert "data.seq_length = 16 is past model.max_position = 8" in caplog.text
+    assert "set model.max_position=16" in caplog.text
 
 
 def test_start_from_other_weights(settings: Settings, tmp_path: Path) -> None:

@@ -221,6 +221,15 @@ class RunConfig(Config):
         """Whether something done `every` steps (0: only at the end) is due after `step`."""
         return step == self.train.steps or bool(every and step % every == 0)
 
+    def notes(self) -> Iterator[str]:
+        """What is no mistake, but should be known before the run."""
+        model, length = self.model, self.data.seq_length
+        if model.position == "rope" and length > model.max_position:
+            yield (
+                f"data.seq_length = {length} is past model.max_position = {model.max_position}: rope goes on, but an export "
+                f"says that positions end at {model.max_position}; set model.max_position={length}"
+            )
+
     def problems(self) -> Iterator[Problem]:
         """Rules between sections."""
         model, data, parallel = self.model, self.data, self.parallel

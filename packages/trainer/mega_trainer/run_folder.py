@@ -19,7 +19,7 @@ from mega_data.tokenizer import Tokenizer
 from mega_trainer.comm import Group, raised_alike
 from mega_trainer.config import RunConfig
 from mega_trainer.ranks import Ranks
-from mega_trainer.tokens import tokenizer_files
+from mega_trainer.tokens import TOKENIZER_FILES, tokenizer_files
 
 
 @contextlib.contextmanager
@@ -86,6 +86,10 @@ def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
         return
     if config.init_from is not None:
         copy_assets(open_source(config.init_from), assets)
-    elif tokenizer is not None:
+        if not config.data.allow_other_tokenizer:
+            return
+        for name in TOKENIZER_FILES:
+            (assets / name).unlink(missing_ok=True)
+    if tokenizer is not None:
         for path in tokenizer_files(tokenizer):
             put_file(assets / path.name, path)

@@ -42,7 +42,7 @@ from mega_trainer.ranks import Ranks
 from mega_trainer.run_folder import claimed, make_run_folder
 from mega_trainer.state import Saver, TrainState, starting_point, weights_of
 from mega_trainer.step import evaluate_step, train_step
-from mega_trainer.tokens import run_tokenizer
+from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
 from mega_trainer.watch import Watch
 
 
@@ -136,12 +136,16 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
         for stage in state.stages.values():
             init_weights(stage, config.train.seed)
         if config.init_from is not None:
-            load_weights(open_source(config.init_from), weights_of(state.stages))
+            source = open_source(config.init_from)
+            check_init_tokenizer(config, source, tokenizer)
+            load_weights(source, weights_of(state.stages))
             logger.info("starting from the weights of %s", config.init_from)
         state.optimizer.reload_main()
     if state.step >= config.train.steps:
         logger.info("finished at step %d, nothing is changed: a larger train.steps goes on", state.step)
         return
+    for note in config.notes():
+        logger.warning(note)
     if world.rank == 0:
         make_run_folder(config, tokenizer)
     logger.info(
