@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -258,6 +259,16 @@ def test_a_finished_run_says_so_and_changes_nothing(settings: Settings, caplog: 
         assert files() == before
         assert "done" not in caplog.text
     assert trained({**raw, "train": {"steps": 5}}).step == 5
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_another_precision_is_refused_with_a_way_out_that_works(settings: Settings, before: str, after: str) -> None:
+    trained(settings(train={"steps": 1}, precision=before))
+    raw = settings(train={"steps": 2}, precision=after)
+    with pytest.raises(ConfigError, match=f"was saved in {before}, and .* not in {after}") as told:
+        trained(raw)
+    (source,) = re.findall(r"init_from=(\S+)", str(told.value))
+    assert trained({**raw, "init_from": source, "output": raw["output"] + "-new"}).step == 2
 
 
 def test_weights_and_biases_goes_on_with_the_same_run_and_knows_its_settings(

@@ -24,10 +24,17 @@ def check_resume(state: Mapping[str, Any], step: int, config: RunConfig, where: 
     """The lines to tell about a resume from `where`, a checkpoint of that step with that state.
 
     Raises:
-        ConfigError: when a setting differs that changes what the model is, or the learning rate would jump.
+        ConfigError: when a setting differs that changes what the model is, or the precision, or the learning rate would
+            jump.
     """
     saved, consumed = state["settings"], state["consumed_samples"]
     found = check_changes(saved, config, where)
+    if (precision := saved.get("precision", config.precision)) != config.precision:
+        raise ConfigError(
+            f"{where} was saved in {precision}, and a run goes on as it was saved, not in {config.precision}",
+            hint=f"set precision={precision}; or begin from its weights alone, without the optimizer's state: "
+            f"init_from={where} with another output folder",
+        )
     if step >= config.train.steps:
         return found
     order = [*ORDER_SETTINGS, *(LENGTH_SETTINGS if config.data.order == "megatron" else ())]
