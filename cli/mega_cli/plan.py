@@ -33,7 +33,7 @@ def plan_command(
     """Parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline's bubble beside the closed formula."""
     from mega_trainer.config import load_run
 
-    config = load_run(run, set_ or [])
+    config = load_run(run, set_ or [], tell=True)
     parallel = config.parallel
     ranks = ranks or parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
     config.check_ranks(ranks)

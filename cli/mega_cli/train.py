@@ -25,12 +25,21 @@ Examples:
 
   mega train --from-megatron-args pretrain.sh > run.yaml
 
+  mega train --from-megatron-args pretrain.sh --define GPUS=8 -- 7b data/wiki > run.yaml
+
   torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 -m mega_cli.main train run.yaml
 """
 
 
 def train_command(
-    run: Annotated[Path | None, typer.Argument(help="The run's configuration, run.yaml.", show_default=False)] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="The run's configuration, run.yaml. With --from-megatron-args: the script's own arguments, after `--`.",
+            show_default=False,
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=value. Repeatable.")
     ] = None,
@@ -39,12 +48,21 @@ def train_command(
         typer.Option(min=1, help="Ranks to start here. Default: one a GPU; on CPU as many as the layout asks for."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Check the configuration, print it resolved, and stop.")
+        bool, typer.Option("--check", help="Check configuration and data, print what they come to, and stop.")
     ] = False,
+    data: Annotated[bool, typer.Option(help="With --check: look at the data, too.")] = True,
     from_megatron_args: Annotated[
         Path | None,
         typer.Option(help="Translate this launch script of Megatron-LM into a run.yaml, print it, and stop."),
     ] = None,
+    define: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="With --from-megatron-args: set a variable of the script. Repeatable."),
+    ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="With --from-megatron-args: refuse flags and values that Megatron-LM has not."),
+    ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of run.yaml, for editors.")] = False,
 ) -> None:
     """Train a model as run.yaml says. The same command goes on from the newest checkpoint of its output folder.
@@ -59,25 +77,42 @@ def train_command(
     from mega_common.config import json_schema
     from mega_common.errors import ConfigError
     from mega_trainer.config import RunConfig, load_run
+    from mega_trainer.data_check import check_data, told
 
     if schema:
         print(json.dumps(json_schema(RunConfig), indent=1))
         return
     if from_megatron_args is not None:
-        print(_translated(from_megatron_args), end="")
+        print(_translated(from_megatron_args, define or [], words or [], strict=strict), end="")
         return
-    if run is None:
-        raise ConfigError("no run.yaml given", hint="mega train run.yaml; see mega train --help")
-    config = load_run(run, set_ or [])
+    run = _only_run(words or [])
+    if define or strict:
+        raise ConfigError(
+            f"{'--define' if define else '--strict'} is for --from-megatron-args",
+            hint="a setting of run.yaml is overridden by --set",
+        )
+    config = load_run(run, set_ or [], tell=check)  # a run that starts tells by itself, once
     if nproc is not None:
         config.check_ranks(nproc)
     if check:
+        uses = check_data(config) if data else []
         print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
+        print("".join(f"# {told(use)}\n" for use in uses), end="")
         return
     _start(config, run, set_ or [], nproc)
 
 
-def _translated(script: Path) -> str:
+def _only_run(words: list[str]) -> Path:
+    from mega_common.errors import ConfigError
+
+    if not words:
+        raise ConfigError("no run.yaml given", hint="mega train run.yaml; see mega train --help")
+    if len(words) > 1:
+        raise ConfigError(f"one run.yaml is trained at a time, and {words[1]} is given too", hint="mega train run.yaml")
+    return Path(words[0])
+
+
+def _translated(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:
     from mega_cli.megatron_args import to_yaml, translate
     from mega_common.errors import ConfigError
 
@@ -85,7 +120,17 @@ def _translated(script: Path) -> str:
         text = script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{script}: cannot be read ({error})") from None
-    return to_yaml(translate(text))
+    variables = dict(_definition(text) for text in define)
+    return to_yaml(translate(text, path=script, define=variables, arguments=arguments, strict=strict))
+
+
+def _definition(text: str) -> tuple[str, str]:
+    from mega_common.errors import ConfigError
+
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ConfigError(f"--define {text}: not of the form NAME=VALUE", hint="as in --define GPUS_PER_NODE=8")
+    return name, value
 
 
 def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None) -> None:

@@ -73,6 +73,18 @@ SINKHORN = {
 }  # fmt: skip
 # Of which each layout draws one.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "dense": [
+        {},
+        {
+            "parallel_residual": True, "shared_norm": True, "norm": "layernorm", "norm_bias": False,
+            "tie_embeddings": True, "no_rope_layers": [0], "logit_scale": 0.3,
+            "rope": {"theta": 100.0, "interleaved": True},
+        },
+        {
+            "embedding_multiplier": 4.0, "residual_multiplier": 0.4, "logit_scale": 0.25, "attention_scale": 0.3,
+            "no_rope_layers": [1], "num_kv_heads": 2,
+        },
+    ],
     "moe": [
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
         {"moe": MODELS["moe"]["moe"] | SINKHORN},

@@ -115,6 +115,9 @@ def _decoder(rng: random.Random, heads: int, kv: int, size: int, position: str) 
         "attention_scale": rng.choice([None, 0.3]), "attention_softcap": rng.choice([None, 2.0]),
         "attention_sinks": rng.random() < 0.3, "logit_softcap": rng.choice([None, 2.0]),
         "full_attention_layers": rng.choice([None, [0]]), "local_rope": rng.choice([None, {"theta": 50.0}]),
+        "no_rope_layers": rng.choice([None, None, [0]]), "norm_bias": rng.random() < 0.7, "shared_norm": rng.random() < 0.3,
+        "embedding_multiplier": rng.choice([1.0, 3.0]), "residual_multiplier": rng.choice([1.0, 0.4]),
+        "logit_scale": rng.choice([1.0, 0.3]),
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from mega_ckpt.store import Checkpoint, latest, place
 from mega_common.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingError
 from mega_common.model_config import MoeConfig
 from mega_trainer import step as step_module
-from mega_trainer.config import RunConfig
+from mega_trainer.config import RunConfig, resolve
 from mega_trainer.ranks import Ranks
 from mega_trainer.state import TrainState
 from mega_trainer.train import run
@@ -331,6 +331,25 @@ def test_a_learning_rate_of_their_own_moves_embedding_and_output_alone(
     (line,) = lines(settings(output=str(tmp_path / "both")))
     assert (line["lr"], line["decoupled_lr"]) == (1e-3, 5e-3)
     assert "decoupled_lr" not in lines(settings(output=str(tmp_path / "low")))[0]
+
+
+def test_a_folder_without_weights_is_no_start_but_its_config_is_a_shape(settings: Settings, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    shape = {"model_type": "llama", "max_position_embeddings": 64, **sizes}
+    (folder / "config.json").write_text(json.dumps(shape))
+    raw = settings(train={"steps": 1})
+    with pytest.raises(CheckpointError, match="there are no weights") as refused:
+        trained(resolve({**raw, "model": {"from": str(folder)}}))
+    assert f"model.from={folder / 'config.json'}" in str(refused.value.hint)
+    assert trained(resolve({**raw, "model": {"from": str(folder / "config.json")}})).step == 1
 
 
 def test_not_finite_stops_without_touching_the_weights(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

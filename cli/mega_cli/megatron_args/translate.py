@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mega_cli.megatron_args.data import data_section
 from mega_cli.megatron_args.draft import Draft, Note
 from mega_cli.megatron_args.flags import load_flags, parse_arguments
-from mega_cli.megatron_args.launch import Launch, find_launch
+from mega_cli.megatron_args.launch import NOTHING, Launch, find_launch
 from mega_cli.megatron_args.model import model_section
 from mega_cli.megatron_args.training import (
     batch_section,
@@ -41,26 +43,39 @@ class Translation:
     launch: str
 
 
-def translate(script_text: str) -> Translation:
+def translate(
+    script_text: str,
+    *,
+    path: Path | None = None,
+    define: Mapping[str, str] = NOTHING,
+    arguments: Sequence[str] = (),
+    strict: bool = False,
+) -> Translation:
     """Translate a launch script, or a bare list of arguments, for Megatron-LM's `pretrain_gpt.py`.
 
     Megatron's defaults are written out, for mega has others. Nothing of the script is executed.
+
+    Args:
+        path: where the script lies; files that it sources are read from beside it.
+        define: variables of the script, which hold whatever it assigns to them itself.
+        arguments: of the script: `$1` and on.
+        strict: refuse flags and values that Megatron-LM does not have.
 
     Raises:
         ConfigError: for what cannot be understood (no training command, unknown flags, values of a wrong type, numbers
             that the script does not set), all of it at once, with line numbers.
     """
-    launch = find_launch(script_text)
-    arguments = parse_arguments(launch.arguments, load_flags())
-    arguments.check()
-    draft = Draft(arguments, launch.ranks)
+    launch = find_launch(script_text, path=path, define=define, arguments=arguments)
+    given = parse_arguments(launch.arguments, load_flags())
+    given.check()
+    draft = Draft(given, launch.ranks)
     for section in (
         model_section, data_section, parallel_section, batch_section, train_section, optimizer_section,
         schedule_section, precision_section, recompute_section, checkpoint_section, log_section,
     ):  # fmt: skip
         section(draft)
-    arguments.check()
-    for line, text in sorted([*launch.remarks, *arguments.remarks]):
+    given.check()
+    for line, text in sorted([*launch.remarks, *given.remarks]):
         draft.remark(line, text)
     _differences(draft)
     draft.finish()

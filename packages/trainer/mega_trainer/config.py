@@ -206,6 +206,16 @@ class RunConfig(Config):
         """Micro-batches of a step on each of `dp` data-parallel ranks, of the largest steps."""
         return self.batch.global_ // (self.batch.micro * dp)
 
+    @property
+    def samples(self) -> dict[str, int]:
+        """How many samples the run reads of each split."""
+        train = self.train
+        evaluations = train.steps // train.eval_every + 1 if train.eval_every else 0
+        return {
+            "train": self.batch.consumed(train.steps),
+            "valid": evaluations and train.eval_steps * self.batch.global_,
+        }
+
     def lr_curve(self) -> LRCurve:
         """The learning rate as a function of consumed samples."""
         return self.lr_schedule.curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch)
@@ -267,41 +277,39 @@ class RunConfig(Config):
             yield Problem(key, f"must be at most optimizer.decoupled_lr = {curve.highest:g}", curve.lowest)
 
 
-def resolve(raw: Mapping[str, Any], *, base: Path = Path()) -> dict[str, Any]:
+def resolve(raw: Mapping[str, Any], *, base: Path = Path(), tell: bool = False) -> dict[str, Any]:
     """Fill in what run.yaml abbreviates, so that the result stands alone and can be parsed as `RunConfig`.
 
-    `model: {preset: name, ...}` and `model: {from: folder, ...}` become the model's own fields, with further fields on
-    top; `from` also starts from that folder's weights. `recompute: selective` becomes a section.
+    `model: {preset: name, ...}` and `model: {from: path, ...}` become the model's own fields, with further fields on
+    top. `from` a folder also starts from that folder's weights; from a config.json itself it is the shape alone.
+    `recompute: selective` becomes a section. With `tell`, keys of a config.json that nothing reads are warned of.
 
     Raises:
-        ConfigError: for an unknown preset or a folder that holds no model.
+        ConfigError: for an unknown preset or a path that holds no model.
     """
     out = dict(raw)
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
     if "preset" in model:
         out["model"] = preset(str(model.pop("preset"))) | model
     elif "from" in model:
-        from mega_ckpt.source import open_source  # here: reading weights needs torch, checking a run.yaml does not
+        from mega_ckpt.source import model_at  # here: reading weights needs torch, checking a run.yaml does not
 
-        folder = str(model.pop("from"))
-        found = place(folder)
-        out["model"] = (
-            open_source(base / found if isinstance(found, Path) else found).model.model_dump(
-                mode="json", exclude_unset=True
-            )
-            | model
-        )
-        out.setdefault("init_from", folder)
+        given = str(model.pop("from"))
+        found = place(given)
+        there = model_at(base / found if isinstance(found, Path) else found, tell=tell)
+        out["model"] = there.model_dump(mode="json", exclude_unset=True) | model
+        if not given.endswith(".json"):
+            out.setdefault("init_from", given)
     if isinstance(raw.get("recompute"), str):
         out["recompute"] = {"kind": raw["recompute"]}
     return out
 
 
-def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read run.yaml with `--set` overrides on top.
+def load_run(path: Path, overrides: Sequence[str] = (), *, tell: bool = False) -> RunConfig:
+    """Read run.yaml with `--set` overrides on top; `tell` as `resolve` has it.
 
     Raises:
         ConfigError: with every problem at once.
     """
     raw = apply_overrides(load_yaml(path), overrides)
-    return RunConfig.parse(resolve(raw), source=str(path))
+    return RunConfig.parse(resolve(raw, tell=tell), source=str(path))

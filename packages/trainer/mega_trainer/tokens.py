@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mega_ckpt.source import Source
 from mega_common.errors import DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig
 from mega_data.info import DataInfo, info_path, read_info
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config import RunConfig
+
+if TYPE_CHECKING:
+    from mega_ckpt.source import Source  # which needs torch, as looking at data does not
 
 # What makes a tokenizer, and how a chat is put to it: the files that travel with a model.
 TOKENIZER_FILES = (

@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from mega_ckpt.source import load_weights, open_source
+from mega_ckpt.source import load_weights, open_source, tell_unread
 from mega_common.errors import ConfigError, Interrupted
 from mega_common.log import human, logger
 from mega_data.loader import Loader
@@ -138,6 +138,8 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
         if config.init_from is not None:
             source = open_source(config.init_from)
             check_init_tokenizer(config, source, tokenizer)
+            if world.rank == 0:
+                tell_unread(source)
             load_weights(source, weights_of(state.stages))
             logger.info("starting from the weights of %s", config.init_from)
         state.optimizer.reload_main()
