@@ -138,7 +138,9 @@ class CheckpointConfig(Config):
         description="where they are kept, a folder or a URL such as s3://bucket/run; default: `output`/checkpoints",
     )
     load: str | None = Field(None, description="go on from this checkpoint, a folder or a URL; it must exist")
-    resume: bool = Field(True, description="go on from the newest checkpoint of this run, if there is one")
+    resume: bool = Field(
+        True, description="go on from the newest checkpoint of this run, if any; false refuses a used folder"
+    )
     allow_changes: bool = Field(False, description="resume although settings that change the model differ")
     allow_lr_jump: bool = Field(False, description="resume although the learning rate jumps by changed settings")
 

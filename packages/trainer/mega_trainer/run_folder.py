@@ -59,11 +59,9 @@ def _try(key: str, folder: Place) -> None:
             stream.write(b"\n")
             stream.flush()
             os.fsync(stream.fileno())
-    except OSError as error:
-        raise ConfigError(
-            f"{key}: {error.filename or folder}: cannot be written to ({error.strerror})",
-            hint=f"mend that, or set another {key}",
-        ) from error
+    except (OSError, CheckpointError) as error:
+        told = f"{error.filename or folder}: {error.strerror}" if isinstance(error, OSError) else error.message
+        raise ConfigError(f"{key} cannot be written to: {told}", hint=f"mend that, or set another {key}") from error
 
 
 def _check_unused(output: Path, checkpoints: Place) -> None:

@@ -111,6 +111,8 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
             stopping, failed = agreed((reason is not None, saver.failed), groups.world)
             if failed:
                 saver.wait()
+            if stopping:
+                logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
             if stopping or config.due(state.step, config.checkpoint.every):
                 saver.save(state)
             if stopping:
@@ -118,7 +120,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     agreed((), groups.world)  # leave together: a launcher ends the others soon after the first one
     if state.step < config.train.steps and stopping:
         raise Interrupted(
-            f"{reason or 'asked to end'}: saved step {state.step} of {config.train.steps} in {config.checkpoints}",
+            f"{reason or 'a signal or limit of another rank'}: saved step {state.step} of {config.train.steps} in {config.checkpoints}",
             hint="the same command goes on from there",
         )
     logger.info("done: %d steps; the model is in %s", state.step, config.checkpoints)
