@@ -263,6 +263,9 @@ def test_a_finished_run_says_so_and_changes_nothing(settings: Settings, caplog: 
         assert files() == before
         assert "done" not in caplog.text
     assert trained({**raw, "train": {"steps": 5}}).step == 5
+    branch = {**raw, "output": raw["output"] + "-branch", "checkpoint": {"load": raw["output"]}}
+    with pytest.raises(ConfigError, match=r"train\.steps = 5: .*step-00000005 is of step 5, so that nothing is left"):
+        trained({**branch, "train": {"steps": 5}})
 
 
 @pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32")])

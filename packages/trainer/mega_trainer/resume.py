@@ -109,7 +109,7 @@ def _rate_lines(saved: Mapping[str, Any], consumed: int, config: RunConfig, wher
     if moved > JUMP and not config.checkpoint.allow_lr_jump:
         raise ConfigError(
             f"{where}: the changed settings make a jump of {change}",
-            hint=f"lr_schedule.decay_steps={config.batch.steps(curves[0].end)} keeps the decay's end where it was; to have "
+            hint=f"lr_schedule.decay_steps={max(1, config.batch.steps(curves[0].end))} keeps the decay's end where it was; to have "
             "the jump, set checkpoint.allow_lr_jump=true",
         )
     yield change

@@ -10,6 +10,7 @@ from itertools import islice
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from mega_ckpt.folders import latest
 from mega_ckpt.source import load_weights, open_source, tell_unread
 from mega_common.errors import ConfigError, Interrupted
 from mega_common.log import human, logger
@@ -73,8 +74,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
-    begin(state, groups.world, tokenizer)
-    if state.step >= config.train.steps:
+    if not begin(state, groups.world, tokenizer):
         return state
     executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
@@ -118,17 +118,29 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
             if stopping:
                 break
     agreed((), groups.world)  # leave together: a launcher ends the others soon after the first one
-    if state.step < config.train.steps and stopping:
-        raise Interrupted(
-            f"{reason or 'a signal or limit of another rank'}: saved step {state.step} of {config.train.steps} in {config.checkpoints}",
-            hint="the same command goes on from there",
-        )
-    logger.info("done: %d steps; the model is in %s", state.step, config.checkpoints)
+    conclude(state, (reason or "a signal or limit of another rank") if stopping else None)
     return state
 
 
-def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
-    """Bring the weights to where this run starts: a checkpoint's, another model's, or fresh ones; make the run folder."""
+def conclude(state: TrainState, reason: str | None) -> None:
+    """The last word of a run, that has saved.
+
+    Raises:
+        Interrupted: when it was asked to end, by `reason`, before its last step.
+    """
+    steps, where = state.config.train.steps, state.config.checkpoints
+    if reason is not None and state.step < steps:
+        raise Interrupted(
+            f"{reason}: saved step {state.step} of {steps} in {where}", hint="the same command goes on from there"
+        )
+    logger.info("done: %d steps; the model is in %s", state.step, where)
+
+
+def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> bool:
+    """Bring the weights to where this run starts: a checkpoint's, another model's, or fresh ones; make the run folder.
+
+    Returns whether there are steps to do; where there are none, nothing is written.
+    """
     config = state.config
     checkpoint = starting_point(config)
     if checkpoint is not None:
@@ -146,8 +158,11 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
             logger.info("starting from the weights of %s", config.init_from)
         state.optimizer.reload_main()
     if state.step >= config.train.steps:
+        if latest(config.checkpoints) is None:
+            rule = f"train.steps = {config.train.steps}: {checkpoint} is of step {state.step}, so that nothing is left to do"
+            raise ConfigError(rule, hint="steps count from the beginning of the run that is gone on with; set more")
         logger.info("finished at step %d, nothing is changed: a larger train.steps goes on", state.step)
-        return
+        return False
     for note in config.notes():
         logger.warning(note)
     if world.rank == 0:
@@ -164,6 +179,7 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
     if growing := list(config.batch.plateaus(state.consumed_samples)):
         steps, sizes = sum(steps for _, steps in growing), [size for size, _ in growing]
         logger.info("  the batch grows from %d to %d samples in %d steps", sizes[0], config.batch.global_, steps)
+    return True
 
 
 def validate(executor: Executor, loader: Loader, config: RunConfig, device: torch.device, groups: Groups) -> float:
