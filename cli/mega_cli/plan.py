@@ -16,11 +16,15 @@ EXAMPLES = """Examples:
   mega plan run.yaml --ranks 64
 
   mega plan run.yaml --ranks 16 --set parallel.pp=4 --draw schedule.svg
+
+  mega plan models/Qwen2.5-7B/config.json --set parallel.tp=8 --set data.seq_length=8192
 """
 
 
 def plan_command(
-    run: Annotated[Path, typer.Argument(help="The run's configuration, run.yaml.")],
+    run: Annotated[
+        Path, typer.Argument(help="The run's configuration, run.yaml; or a model alone, its folder or config.json.")
+    ],
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks of the whole job. Default: what the layout needs at least.")
     ] = None,
@@ -31,9 +35,9 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline's bubble beside the closed formula."""
-    from mega_trainer.config import load_run
+    from mega_trainer.config import load_plan
 
-    config = load_run(run, set_ or [], tell=True)
+    config = load_plan(run, set_ or [])
     parallel = config.parallel
     ranks = ranks or parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
     config.check_ranks(ranks)

@@ -238,6 +238,14 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                 "tie_word_embeddings": True},
     ),
     "glm4": ("glm4", {**_SIZES, "head_dim": 8, "pad_token_id": None}),
+    "glm4_moe": (
+        "glm4_moe", {**_EXPERTS, "n_routed_experts": 8, "head_dim": 8, "use_qk_norm": True, "num_nextn_predict_layers": 0},
+    ),
+    "glm4_moe-groups-bias": (
+        "glm4_moe", {**_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "attention_bias": True,
+                     "routed_scaling_factor": 2.5, "partial_rotary_factor": 1.0, "first_k_dense_replace": 0,
+                     "num_nextn_predict_layers": 0, "n_shared_experts": 2},
+    ),
     "exaone4": ("exaone4", {**_SIZES, "sliding_window": 8, "num_hidden_layers": 5, "head_dim": 10}),
     "exaone4-no-window": ("exaone4", {**_SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3}),
     "seed_oss": ("seed_oss", {**_SIZES, "head_dim": 10}),

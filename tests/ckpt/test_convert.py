@@ -88,6 +88,18 @@ def test_folders_of_older_days_come_back_too(tmp_path: Path) -> None:
     assert content(tmp_path / "back") == content(folder)
 
 
+def test_keys_that_nothing_reads_come_back_and_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_model(tmp_path / "hf", "llama")
+    raw = json.loads((folder / "config.json").read_text()) | {"unsloth_fixed": True, "use_mrope": False}
+    (folder / "config.json").write_text(json.dumps(raw))
+    convert(folder, tmp_path / "mega", "mega", verify=True)
+    told = [line for line in caplog.messages if "use_mrope" in line]
+    assert len(told) == 1
+    assert "reads unsloth_fixed, use_mrope; carried as it is" in told[0]
+    convert(tmp_path / "mega", tmp_path / "back", "hf")
+    assert content(tmp_path / "back") == content(folder)
+
+
 def test_tied_embeddings_that_are_stored_twice_come_back_twice(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "hf", "llama-tied-linear")
     tensors = load_file(folder / "model.safetensors")

@@ -1,12 +1,20 @@
-"""Folders of the hub, by what their config.json says, against the presets."""
+"""Folders of the hub, by what their config.json says: against the presets, and a list of models with known sizes.
+
+`data/hub_configs.jsonl` has a line for each model: its name, its config.json, and either its parameters as transformers
+5.23 counts them (tied tensors once, without layers that predict further tokens) or what it is refused for.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mega_ckpt.families import family_for, family_of, same_model
+from mega_ckpt.families import FAMILIES, family_for, family_of, same_model
+from mega_ckpt.names import num_parameters
+from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig, RopeConfig
 from mega_common.presets import preset
 
@@ -95,3 +103,45 @@ def test_phi3_of_the_hub_stretches_by_lists() -> None:
         scaling="longrope", original_max_position=4096, short_factor=factors, long_factor=factors, factor=1.0
     )
     assert family_of(raw).read_config(raw).rope == rope
+
+
+LISTED: list[dict[str, Any]] = [
+    json.loads(line) for line in (Path(__file__).parent / "data" / "hub_configs.jsonl").read_text("utf-8").splitlines()
+]
+READ = {entry["name"]: entry for entry in LISTED if "parameters" in entry}
+REFUSED = {entry["name"]: entry for entry in LISTED if "refused" in entry}
+# Values that say the same in two ways: sizes of windows that are not there, a width that is the usual one, rope_type and
+# type, GELU in early Gemmas; and Mistral's name where some layers have a window.
+SPELLED = {
+    "sliding_window", "max_window_layers", "n_inner", "rope_scaling", "hidden_act", "model_type", "architectures",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_model_of_the_hub_is_read_and_counted(name: str) -> None:
+    """And what is written of it says the same, in the keys that the hub's file has."""
+    raw = READ[name]["config"]
+    family = family_of(raw)
+    model = family.read_config(raw)
+    assert num_parameters(family.as_held(model, ())) == READ[name]["parameters"]
+    written = json.loads(json.dumps(family.write_config(model)))
+    assert same_model(family.read_config(written), model)
+    same = written.keys() & raw.keys() - SPELLED
+    assert {key: written[key] for key in same} == {key: raw[key] for key in same}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_expressed_is_refused_for_what_it_is(name: str) -> None:
+    raw = REFUSED[name]["config"]
+    with pytest.raises(CheckpointError) as caught:
+        family_of(raw).read_config(raw)
+    assert REFUSED[name]["refused"] in str(caught.value)
+
+
+def test_the_list_is_of_every_family_and_has_what_the_hub_has() -> None:
+    configs = [entry["config"] for entry in READ.values()]
+    assert {family_of(raw).name for raw in configs} == {family.name for family in FAMILIES}
+    assert len(READ) >= 100
+    odd = {key for raw in configs for key in family_of(raw).unread_keys(raw)}
+    assert {"use_mrope", "is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed"} <= odd
+    assert {"unsloth_version", "_model_name_or_path", "_attn_implementation_autoset", "model_max_length"} <= odd

@@ -61,6 +61,15 @@ SHAPE = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["", "config.json"])
+def test_a_model_alone_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    with pytest.raises(SystemExit) as end:
+        main(["plan", str(tmp_path / name), "--set", "parallel.tp=2", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert (end.value.code, told["parameters"], told["ranks"]["tp"]) == (0, 16464, 2)
+
+
 @pytest.mark.parametrize(("name", "starts_from"), [("", True), ("config.json", False)])
 @pytest.mark.parametrize("command", ["--check", "plan"])
 def test_a_shape_needs_no_weights(
@@ -72,7 +81,7 @@ def test_a_shape_needs_no_weights(
     run = tmp_path / "run.yaml"
     run.write_text(yaml.safe_dump({"model": {"from": str(folder / name)}, "data": {"train": "tokens"}}))
     if command == "--check":
-        status, out, error = call(capsys, str(run), "--check")
+        status, out, error = call(capsys, str(run), "--check", "--no-data")
         resolved = yaml.safe_load(out)
         assert resolved["model"]["num_layers"] == 3
         assert (resolved.get("init_from") == str(folder)) is starts_from

@@ -315,3 +315,16 @@ def load_run(path: Path, overrides: Sequence[str] = (), *, tell: bool = False) -
     """
     raw = apply_overrides(load_yaml(path), overrides)
     return RunConfig.parse(resolve(raw, tell=tell), source=str(path))
+
+
+def load_plan(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """As `load_run`, and of a model alone too: a folder of weights, or a config.json of HuggingFace's, fed by no data.
+
+    Raises:
+        ConfigError: with every problem at once.
+        CheckpointError: when the folder holds no model.
+    """
+    if not path.is_dir() and "model_type" not in load_yaml(path):
+        return load_run(path, overrides, tell=True)
+    raw = apply_overrides({"model": {"from": str(path)}, "data": {"train": ["none"]}}, overrides)
+    return RunConfig.parse(resolve(raw, tell=True), source=str(path))

@@ -14,7 +14,7 @@ from mega_ckpt.families.falcon import FALCON
 from mega_ckpt.families.gemma import GEMMA
 from mega_ckpt.families.gemma2 import GEMMA2
 from mega_ckpt.families.gemma3 import GEMMA3
-from mega_ckpt.families.glm import GLM, GLM4
+from mega_ckpt.families.glm import GLM, GLM4, GLM4_MOE
 from mega_ckpt.families.gpt2 import GPT2
 from mega_ckpt.families.gpt_bigcode import GPT_BIGCODE
 from mega_ckpt.families.gpt_neox import GPT_NEOX
@@ -50,8 +50,11 @@ __all__ = ["FAMILIES", "Family", "family_for", "family_named", "family_of", "sam
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, OLMO2, GPT_NEOX, GEMMA2, GEMMA3, MINISTRAL, MIXTRAL, QWEN3_MOE, QWEN2_MOE,
     GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2, SMOLLM3, SEED_OSS, GRANITE, GRANITE_MOE, OLMO3, OLMOE, GEMMA, ERNIE4_5, HELIUM,
-    GLM, GLM4, EXAONE4, ARCEE, STARCODER2, NEMOTRON, STABLELM, JAIS2, COHERE, COHERE2, FALCON, GPT_BIGCODE,
+    GLM, GLM4, GLM4_MOE, EXAONE4, ARCEE, STARCODER2, NEMOTRON, STABLELM, JAIS2, COHERE, COHERE2, FALCON, GPT_BIGCODE,
 )  # fmt: skip
+
+
+_NEAREST = 8  # families that are named where none fits
 
 
 def family_named(name: object, source: str = "family") -> Family:
@@ -87,11 +90,12 @@ def family_for(model: ModelConfig) -> Family:
     """The first family that can express `model`.
 
     Raises:
-        CheckpointError: when none can, with the settings that prevent each.
+        CheckpointError: when none can, with the settings that prevent those that come nearest.
     """
     found = [(family, family.problems(model)) for family in FAMILIES]
     for family, problems in found:
         if not problems:
             return family
-    reasons = "\n".join(f"  {family.name}: {'; '.join(problems)}" for family, problems in found)
+    nearest = sorted(found, key=lambda each: len(each[1]))[:_NEAREST]
+    reasons = "\n".join(f"  {family.name}: {'; '.join(problems)}" for family, problems in nearest)
     raise CheckpointError(f"no HuggingFace family can express this model:\n{reasons}")

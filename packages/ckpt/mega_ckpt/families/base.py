@@ -110,8 +110,9 @@ class Family:
 
         They change nothing of what the family's model computes; they are carried, and worth a word.
         """
-        unknown = sorted(key for key, value in raw.items() if key not in self.known_keys and value is not None)
-        return unknown + unread_parameters(raw)
+        known = self.known_keys
+        unread = sorted(key for key, value in raw.items() if key not in known and value is not None)
+        return unread + unread_parameters(raw)
 
     @property
     def known_keys(self) -> frozenset[str]:

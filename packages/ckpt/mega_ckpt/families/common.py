@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.keys import Entry, Fixed, Heads, Key, MismatchError, Only, Raw
+from mega_ckpt.families.keys import Entry, Fixed, Heads, Key, MismatchError, Only, Raw, check_head_dim, check_head_size
 from mega_common.model_config import ModelConfig
 
 # The keys that nearly every decoder has.
@@ -104,24 +104,3 @@ class OwnHeads:
             raise MismatchError(f"num_kv_heads must be num_attention_heads, not {model.kv_heads}")
         check_head_size(model)
         return {}
-
-
-def check_head_dim(raw: Raw) -> None:
-    """See that a width of a head, where there is one, is what follows from the others.
-
-    Raises:
-        MismatchError: when it is not.
-    """
-    width, heads, size = (raw.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
-    if size is not None and width and heads and size != width // heads:
-        raise MismatchError(f"head_dim = {size!r} must be {width // heads}")
-
-
-def check_head_size(model: ModelConfig) -> None:
-    """See that all heads together are as wide as the model.
-
-    Raises:
-        MismatchError: when they are not.
-    """
-    if model.head_size * model.num_attention_heads != model.hidden_size:
-        raise MismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.head_size}")

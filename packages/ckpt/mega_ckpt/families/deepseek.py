@@ -16,7 +16,12 @@ from mega_common.config import Config
 from mega_common.model_config import MlaConfig, ModelConfig, MoeConfig
 
 _MLP = "model.layers.{i}.mlp"
-_FURTHER = Key("num_nextn_predict_layers num_mtp_layers", "mtp_layers", 1)
+FURTHER = Key("num_nextn_predict_layers num_mtp_layers", "mtp_layers", 1)
+SHARED_EXPERT_RULES = tuple(
+    Rule(f"{_MLP}.shared_experts.{part}.{kind}", (f"{_MLP}.shared_expert.{part}.{kind}",))
+    for part in ("gate_proj", "up_proj", "down_proj")
+    for kind in ("weight", "bias")
+)
 _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -111,11 +116,7 @@ def deepseek(version: str, moe: tuple[Section, ...], layers: AfterDense, *more: 
         ),
         rules=(
             *expert_rules(f"{_MLP}.experts"),
-            *(
-                Rule(f"{_MLP}.shared_experts.{part}.{kind}", (f"{_MLP}.shared_expert.{part}.{kind}",))
-                for part in ("gate_proj", "up_proj", "down_proj")
-                for kind in ("weight", "bias")
-            ),
+            *SHARED_EXPERT_RULES,
         ),
         carried=frozenset({"ep_size", "seq_aux"}),
     )
@@ -146,8 +147,8 @@ DEEPSEEK_V3 = deepseek(
         Only({"scoring_func": ("sigmoid",)}),
         Fixed({"score": "sigmoid", "selection_bias": True}),
     ),
-    AfterDense(3, further=_FURTHER),
-    _FURTHER,
+    AfterDense(3, further=FURTHER),
+    FURTHER,
     Only({"rope_interleave": (True,)}),
     Fixed({"mlp_bias": False}),
 )

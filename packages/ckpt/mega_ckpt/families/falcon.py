@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_ckpt.families.base import Family
-from mega_ckpt.families.common import check_head_dim, check_head_size
-from mega_ckpt.families.keys import Fixed, Key, MismatchError, Only, Raw
+from mega_ckpt.families.keys import Fixed, Key, MismatchError, Only, Raw, check_head_dim, check_head_size
 from mega_ckpt.families.layouts import Rule
 from mega_ckpt.families.rope import Rope
 from mega_ckpt.families.windows import SameWindow

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_ckpt.families.base import Family
-from mega_ckpt.families.common import check_head_dim, check_head_size
 from mega_ckpt.families.gpt2 import gpt2_entries, gpt2_rules
-from mega_ckpt.families.keys import MismatchError, Only, Raw
+from mega_ckpt.families.keys import MismatchError, Only, Raw, check_head_dim, check_head_size
 from mega_ckpt.families.layouts import PLAIN
 from mega_common.model_config import ModelConfig
 

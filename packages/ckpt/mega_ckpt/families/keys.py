@@ -138,8 +138,8 @@ class Heads:
         if self.divisible and model.hidden_size % model.num_attention_heads:
             raise MismatchError(f"hidden_size must be a multiple of {model.num_attention_heads} heads")
         derived = model.head_size * model.num_attention_heads == model.hidden_size
-        if self.derived and not derived:
-            raise MismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.head_size}")
+        if self.derived:
+            check_head_size(model)
         out = {"num_key_value_heads": model.kv_heads}
         return out if derived and not self.explicit_dim else {**out, "head_dim": model.head_size}
 
@@ -198,6 +198,27 @@ class Only:
     def write(self, model: Config) -> dict[str, Any]:
         """Nothing."""
         return {}
+
+
+def check_head_dim(raw: Raw) -> None:
+    """See that a width of a head, where there is one, is what follows from the others.
+
+    Raises:
+        MismatchError: when it is not.
+    """
+    width, heads, size = (raw.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    if size is not None and width and heads and size != width // heads:
+        raise MismatchError(f"head_dim = {size!r} must be {width // heads}")
+
+
+def check_head_size(model: ModelConfig) -> None:
+    """See that all heads together are as wide as the model.
+
+    Raises:
+        MismatchError: when they are not.
+    """
+    if model.head_size * model.num_attention_heads != model.hidden_size:
+        raise MismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.head_size}")
 
 
 def layer_numbers(raw: Raw, further: int = 0) -> range:

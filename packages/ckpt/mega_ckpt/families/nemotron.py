@@ -18,7 +18,7 @@ NEMOTRON = Family(
         Key("hidden_act", "activation", "relu2", {"relu2": "relu2"}),
         Key("norm_eps", "norm_eps", 1e-5),
         Heads(),
-        Rope(fraction=0.5, partial=True, scalings=frozenset({"none"})),
+        Rope(fraction=0.5, partial=True),
         Key("attention_bias", "qkv_bias attention_out_bias", False),
         Key("mlp_bias", "mlp_bias", False),
         SameWindow(knows=False),

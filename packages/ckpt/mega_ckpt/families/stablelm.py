@@ -20,7 +20,7 @@ STABLELM = Family(
         Key("use_qkv_bias", "qkv_bias", False),
         Key("use_parallel_residual", "parallel_residual shared_norm", False),
         Heads(kv_default=32, explicit_dim=False, derived=True),
-        Rope(fraction=0.25, partial=True, scalings=frozenset({"none", "linear", "dynamic"})),
+        Rope(fraction=0.25, partial=True),
         SameWindow(knows=False),
         Only({"qk_layernorm": (False,)}),
         Fixed(
