@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from mega_common import files
-from mega_common.files import atomic_file, atomic_folder, sha256_file, write_json
+from mega_common.errors import ConfigError
+from mega_common.files import atomic_file, atomic_folder, locked, naming, sha256_file, write_json
 
 
 def test_a_file_appears_whole(tmp_path: Path) -> None:
@@ -116,3 +119,45 @@ def test_a_folder_is_whole_or_what_it_was(tmp_path: Path) -> None:
     fill("second")
     assert (tmp_path / "out/file").read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    with (
+        pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"),
+        naming(path),
+        open(path, "w") as out,
+    ):
+        print(1, file=out, flush=True)
+
+
+def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from mega_common.files import locked
+with locked(Path({str(tmp_path)!r})):
+    print(flush=True)
+    input()
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(ConfigError, match=f"in use by process {holder.pid} on .* since 20"), locked(tmp_path):
+            pass
+        holder.kill()
+    with locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path):
+        assert "no lock is possible there (No locks available)" in caplog.text

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import Case, case
+from parity.cases import VARIANTS, Case, case
 from torch import Tensor
 
 from mega_trainer import build, step
@@ -32,6 +32,7 @@ DP = case("moe", 2, micro=2)
 BOTH = case("moe", 4, parallel={"tp": 2, "ep": 4}, micro=4)
 PARTS = case("moe", 4, parallel={"ep": 2, "expert_tp": 2}, micro=2)
 MASKED = case("moe", 1, micro=2)
+BALANCED = case("moe", 2, parallel={"tp": 2, "sp": True}, micro=4, variant=VARIANTS["moe"][-1])
 
 
 def _routings(**changes: Callable[[Any, Any], Any]) -> Patch:
@@ -84,6 +85,11 @@ def _every_tensor_rank_sends_all_tokens() -> AbstractContextManager[Any]:
 
 def _load_of_own_tokens() -> AbstractContextManager[Any]:
     return swap(router, "summed", lambda tensor, groups: tensor)
+
+
+def _balanced_by_own_tokens() -> AbstractContextManager[Any]:
+    real = router.balanced
+    return swap(router, "balanced", lambda logits, tokens, groups: real(logits, tokens, ()))
 
 
 def _bias_by_own_load() -> AbstractContextManager[Any]:
@@ -151,6 +157,7 @@ EXPERTS: list[tuple[str, Case, Patch]] = [
     ("experts: gradients averaged over the ranks that hold them", DP, _expert_gradients_averaged),
     ("experts: every tensor rank sends all tokens", TP, _every_tensor_rank_sends_all_tokens),
     ("experts: load of this rank's tokens alone", SP, _load_of_own_tokens),
+    ("experts: a choice balanced over this rank's tokens alone", BALANCED, _balanced_by_own_tokens),
     ("experts: selection bias moved by this rank's load", EP, _bias_by_own_load),
     ("experts: selection bias stays", MASKED, _bias_stays),
     ("experts: selection bias in the weights", MASKED, _weights_of_the_choice),

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from mega_common.errors import TrainingError
+from mega_trainer import guard as guard_module
 from mega_trainer.config import TrainConfig
-from mega_trainer.guard import WARM, Guard
+from mega_trainer.guard import WARM, Guard, StopSignal
 from mega_trainer.step import StepResult
 
 
@@ -27,8 +31,11 @@ def test_skips_some_bad_steps_but_not_many_in_a_row() -> None:
     guard.check(3, good())
     guard.check(4, BAD)
     guard.check(5, BAD)
-    with pytest.raises(TrainingError):
+    with pytest.raises(TrainingError, match="3 times in a row") as told:
         guard.check(6, BAD)
+    assert "on_nan=skip" not in str(told.value)
+    with pytest.raises(TrainingError, match=r"or set train\.on_nan=skip"):
+        Guard(TrainConfig()).check(1, BAD)
 
 
 def test_a_spike_is_told_or_stops_after_the_average_has_settled() -> None:
@@ -48,3 +55,27 @@ def test_the_average_follows_the_loss() -> None:
     for step in range(1000):
         guard.check(step, good(3.0 if step < 500 else 1.0))
     assert guard.average == pytest.approx(1.0, abs=1e-3)
+
+
+def test_signals_after_the_first_change_nothing_but_a_later_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    with StopSignal(told.append) as stop:
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert (stop.name, told) == ("SIGHUP", [signal.SIGHUP])
+        monkeypatch.setattr(guard_module, "AGAIN_SECONDS", 0.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):  # as before
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.name is None
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import pytest
 import torch
@@ -116,8 +117,10 @@ def test_a_rank_makes_only_groups_that_it_is_in() -> None:
 def real_groups() -> tuple[list[float], int]:
     log = CommLog()
     rank = dist.get_rank()
-    maker = GroupMaker()
+    maker = GroupMaker(timedelta(seconds=77))
     groups = build_groups(Layout(tp=2, pp=2), rank, kv_heads=1, maker=maker, log=log)
+    assert groups.tp.handle is not None
+    assert groups.tp.handle._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
     sums = []
     for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.embedding, groups.kv):
         value = torch.tensor(float(10**rank))

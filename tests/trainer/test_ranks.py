@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +19,9 @@ import yaml
 
 from mega_ckpt.store import latest
 from mega_common.errors import ConfigError
-from mega_trainer.ranks import Ranks, ranks_of
+from mega_trainer.config import RunConfig
+from mega_trainer.ranks import Ranks, ranks_of, warn_of_restarts
+from mega_trainer.train import run
 
 Settings = Callable[..., dict[str, Any]]
 PLACE = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -30,11 +34,20 @@ def test_a_launched_rank_knows_its_place() -> None:
         ranks_of({name: value for name, value in PLACE.items() if name != "MASTER_PORT"})
 
 
-def start(raw: dict[str, Any], path: Path, *options: str) -> subprocess.Popen[str]:
+def start(raw: dict[str, Any], path: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
     path.write_text(yaml.safe_dump(raw))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-m", "mega_cli.main", "train", str(path), *options]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def trains(process: subprocess.Popen[str], output: Path) -> None:
+    """Wait until it does."""
+    metrics, deadline = output / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline, "it does not train"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -43,11 +56,7 @@ def long_run(settings: Settings, tmp_path: Path) -> Iterator[tuple[subprocess.Po
     raw = settings(train={"steps": 100_000}, parallel={"dp": 2}, batch={"micro": 1}, checkpoint={"every": 1000})
     raw["timeout_seconds"] = 8
     process = start(raw, tmp_path / "run.yaml")
-    metrics, deadline = Path(raw["output"]) / "metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert time.monotonic() < deadline, "it does not train"
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
+    trains(process, Path(raw["output"]))
     yield process, Path(raw["output"])
     process.kill()
 
@@ -88,11 +97,50 @@ def test_ranks_that_do_not_fit_are_told_before_any_starts(settings: Settings, tm
     assert "do not divide the 3 there are" in told
 
 
-def test_a_signal_to_the_launcher_saves_and_ends_with_status_75(long_run: tuple[subprocess.Popen[str], Path]) -> None:
+def everyone(process: subprocess.Popen[str]) -> list[int]:
+    return [process.pid, *ranks_under(process).values()]
+
+
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [
+        (signal.SIGINT, lambda process: [process.pid]),
+        (signal.SIGTERM, everyone),
+        (signal.SIGUSR1, lambda process: [ranks_under(process)[1]]),
+    ],
+)
+def test_a_signal_saves_once_whoever_got_it_and_ends_with_status_75(
+    long_run: tuple[subprocess.Popen[str], Path],
+    number: signal.Signals,
+    to: Callable[[subprocess.Popen[str]], list[int]],
+) -> None:
     process, output = long_run
-    process.send_signal(signal.SIGINT)
+    for pid in to(process):
+        os.kill(pid, number)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 75, told
+    saved = latest(output / "checkpoints")
+    assert saved is not None
+    assert told.count("the same command goes on from there") == 1
+    assert f"saved step {int(saved.name[5:])} of 100000" in told
+    assert "torch/distributed" not in told
+    assert "error" not in told
+
+
+def test_a_run_in_use_is_refused_and_its_ranks_end_with_their_launcher(
+    long_run: tuple[subprocess.Popen[str], Path], settings: Settings
+) -> None:
+    process, output = long_run
+    ranks = ranks_under(process)
+    with pytest.raises(
+        ConfigError, match=f"{output} is in use by process {ranks[0]} on {socket.gethostname()} since 20"
+    ):
+        run(RunConfig.parse(settings()), Ranks())
+    process.kill()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()):
+        assert time.monotonic() < deadline, "orphans train on"
+        time.sleep(0.1)
     assert latest(output / "checkpoints") is not None
 
 
@@ -101,15 +149,50 @@ def test_a_killed_rank_is_named_and_ends_the_job(long_run: tuple[subprocess.Pope
     os.kill(ranks_under(process)[1], signal.SIGKILL)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "rank 1 on" in told
-    assert "signal 9" in told
+    assert f"rank 1 on {socket.gethostname()} ended with signal 9" in told
+    assert re.search(r"rank 0 on .*, step \d+: the other ranks cannot be reached \(Connection", told)
+    assert "internal error" not in told
+    assert "torch/distributed" not in told
 
 
-def test_a_stopped_rank_is_named_and_ends_the_job(long_run: tuple[subprocess.Popen[str], Path]) -> None:
+def test_a_stopped_rank_0_is_named_and_ends_the_job(long_run: tuple[subprocess.Popen[str], Path]) -> None:
     process, _ = long_run
-    os.kill(ranks_under(process)[1], signal.SIGSTOP)
+    os.kill(ranks_under(process)[0], signal.SIGSTOP)
     _, told = process.communicate(timeout=90)
     assert process.returncode == 1
     assert "no progress for 8 seconds" in told
-    assert "rank 1 on" in told
-    assert "step" in told.split("no progress")[1]
+    assert re.search(r"rank 0 on .*, step \d+, was in", told.split("no progress")[1])
+
+
+def test_a_stopped_rank_0_that_holds_the_store_ends_the_others(settings: Settings, tmp_path: Path) -> None:
+    """As under torchrun with a store of the ranks' own, or with no launcher that has one."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+    raw = settings(train={"steps": 100_000}, batch={"micro": 1}) | {"timeout_seconds": 8}
+    ranks = [start(raw, tmp_path / "run.yaml", **place, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+    try:
+        trains(ranks[0], Path(raw["output"]))
+        ranks[0].send_signal(signal.SIGSTOP)
+        _, told = ranks[1].communicate(timeout=90)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[1].returncode == 1
+    assert "rank 0 on 127.0.0.1, which holds the job's store, does not answer" in told
+
+
+@pytest.mark.parametrize(
+    ("environment", "warned"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
+    ],
+)
+def test_restarts_into_a_shared_store_are_warned_of(
+    environment: dict[str, str], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_restarts(environment)
+    assert ("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warned

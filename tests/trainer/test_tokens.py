@@ -1,15 +1,22 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mega_ckpt.convert import convert
 from mega_common.errors import DataError
 from mega_data.config import DataConfig
 from mega_data.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer
+from mega_trainer.config import RunConfig
+from mega_trainer.ranks import Ranks
 from mega_trainer.tokens import run_tokenizer, tokenizer_files
+from mega_trainer.train import run
 
 
 @pytest.fixture
@@ -42,6 +49,47 @@ def test_data_of_two_tokenizers_are_refused(folder: Path) -> None:
 def test_another_tokenizer_than_the_named_one_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=r"one-tokens.info: made with another tokenizer .* than data.tokenizer"):
         run_tokenizer(config(folder, "one", tokenizer="two"), 300)
+
+
+@pytest.fixture
+def tuning(folder: Path) -> Callable[..., RunConfig]:
+    """A run on data of a tokenizer from a run's weights, whose `assets` hold the tokenizer `one`."""
+    model = {
+        "num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "vocab_size": 300,
+    }  # fmt: skip
+
+    def make(data: str, **more: Any) -> RunConfig:
+        return RunConfig.parse({
+            "model": model, "data": {"train": str(folder / f"{data}-tokens"), "seq_length": 8, "split": [1, 0, 0], **more},
+            "batch": {"global": 1}, "train": {"steps": 1}, "log": {"tensorboard": False}, "device": "cpu",
+            "output": str(folder / f"run-{data}"),
+        })  # fmt: skip
+
+    run(make("one"), Ranks())
+    shutil.move(folder / "run-one", folder / "first")
+    return lambda data, **more: make(data, **more).model_copy(update={"init_from": str(folder / "first")})
+
+
+def test_weights_that_came_with_another_tokenizer_are_refused(tuning: Callable[..., RunConfig], folder: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"init_from = .*first: came with another tokenizer than that of the data.*two"
+    ) as told:
+        run(tuning("two"), Ranks())
+    assert "data.allow_other_tokenizer=true" in str(told.value)
+    assert not (folder / "run-two" / "run.yaml").exists()
+    shutil.move(folder / "two", folder / "gone")  # the data set's description is enough to know
+    with pytest.raises(DataError, match="came with another tokenizer"):
+        run(tuning("two"), Ranks())
+    shutil.move(folder / "gone", folder / "two")
+    run(tuning("two", allow_other_tokenizer=True), Ranks())
+    assert (folder / "run-two/assets/tokenizer.json").read_bytes() == (folder / "two/tokenizer.json").read_bytes()
+
+
+def test_a_tokenizer_that_differs_in_form_only_is_the_same(tuning: Callable[..., RunConfig], folder: Path) -> None:
+    convert(folder / "first", folder / "hf", "hf")
+    path = folder / "hf" / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=3))
+    assert run(tuning("one").model_copy(update={"init_from": str(folder / "hf")}), Ranks()).step == 1
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(folder: Path) -> None:

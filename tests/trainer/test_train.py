@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import math
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +27,7 @@ from mega_ckpt.convert import convert
 from mega_ckpt.remote import RemoteError
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint, latest, place
+from mega_cli.main import main
 from mega_common.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingError
 from mega_common.model_config import MoeConfig
 from mega_trainer import step as step_module
@@ -202,9 +208,10 @@ def test_old_checkpoints_go(settings: Settings) -> None:
 
 
 def test_a_run_that_began_from_another_resumes_from_its_own(settings: Settings, tmp_path: Path) -> None:
-    trained(settings(train={"steps": 2}, checkpoint={"every": 1}))
+    longer = {"lr_schedule": {"decay_steps": 3}}
+    trained(settings(train={"steps": 2}, checkpoint={"every": 1}, **longer))
     first = str(tmp_path / "run" / "checkpoints" / "step-00000001")
-    branch = settings(output=str(tmp_path / "branch"), checkpoint={"load": first, "every": 1})
+    branch = settings(output=str(tmp_path / "branch"), checkpoint={"load": first, "every": 1}, **longer)
     for steps in (2, 3):
         trained({**branch, "train": {"steps": steps}})
     assert [record["step"] for record in lines(branch)] == [2, 3]
@@ -228,7 +235,7 @@ def test_weights_alone_are_nothing_to_go_on_from(settings: Settings, tmp_path: P
 def test_resume_refuses_another_model_and_tells_other_changes(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained(settings(train={"steps": 2}))
+    trained(settings(train={"steps": 2}, lr_schedule={"name": "constant"}))
     for change in ({"rope": {"theta": 5000.0}}, {"norm_eps": 1e-6}, {"activation": "geglu"}, {"num_layers": 3}):
         raw = settings(train={"steps": 3})
         raw["model"] = {**raw["model"], **change}
@@ -236,8 +243,69 @@ def test_resume_refuses_another_model_and_tells_other_changes(
             trained(raw)
         assert next(iter(change)) in str(refused.value)
     with caplog.at_level("INFO", "mega"):
-        trained(settings(train={"steps": 3}, optimizer={"weight_decay": 0.3}))
+        trained(settings(train={"steps": 3}, optimizer={"weight_decay": 0.3}, lr_schedule={"name": "constant"}))
     assert "optimizer.weight_decay: 0.1 -> 0.3" in caplog.text
+
+
+def test_a_finished_run_says_so_and_changes_nothing(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    raw = settings(train={"steps": 4}, lr_schedule={"decay_steps": 6})
+    trained(raw)
+
+    def files() -> dict[Path, bytes]:
+        found = (path for path in Path(raw["output"]).rglob("*") if path.is_file() and path.name != ".lock")
+        return {path: path.read_bytes() for path in found}
+
+    before = files()
+    for steps in (4, 3):
+        with caplog.at_level("INFO", "mega"):
+            trained({**raw, "train": {"steps": steps}, "optimizer": {"weight_decay": 0.3}})
+        assert "finished at step 4, nothing is changed: a larger train.steps goes on" in caplog.text
+        assert files() == before
+        assert "done" not in caplog.text
+    assert trained({**raw, "train": {"steps": 5}}).step == 5
+    branch = {**raw, "output": raw["output"] + "-branch", "checkpoint": {"load": raw["output"]}}
+    with pytest.raises(ConfigError, match=r"train\.steps = 5: .*step-00000005 is of step 5, so that nothing is left"):
+        trained({**branch, "train": {"steps": 5}})
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_another_precision_is_refused_with_a_way_out_that_works(settings: Settings, before: str, after: str) -> None:
+    trained(settings(train={"steps": 1}, precision=before))
+    raw = settings(train={"steps": 2}, precision=after)
+    with pytest.raises(ConfigError, match=f"was saved in {before}, and .* not in {after}") as told:
+        trained(raw)
+    (source,) = re.findall(r"init_from=(\S+)", str(told.value))
+    assert trained({**raw, "init_from": source, "output": raw["output"] + "-new"}).step == 2
+
+
+def test_weights_and_biases_goes_on_with_the_same_run_and_knows_its_settings(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[dict[str, Any]] = []
+    logged: list[int] = []
+
+    def init(**given: Any) -> Any:
+        begun.append(given)
+        return SimpleNamespace(log=lambda numbers, step: logged.append(step), finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    raw = settings(log={"wandb": "project"}, lr_schedule={"name": "constant"})
+    for steps in (2, 3):
+        trained({**raw, "train": {"steps": steps}})
+    assert logged == [1, 2, 3]
+    first, second = begun
+    assert first["id"] == second["id"] == (Path(raw["output"]) / "wandb-id").read_text()
+    assert {given["resume"] for given in begun} == {"allow"}
+    assert [given["config"]["train"]["steps"] for given in begun] == [2, 3]
+    trained({**raw, "output": raw["output"] + "-other", "train": {"steps": 1}})
+    assert begun[2]["id"] != first["id"]
+
+
+def test_a_length_past_the_last_position_is_told(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    raw = settings(train={"steps": 1})
+    trained({**raw, "model": {**raw["model"], "max_position": 8}})
+    assert "data.seq_length = 16 is past model.max_position = 8" in caplog.text
+    assert "set model.max_position=16" in caplog.text
 
 
 def test_start_from_other_weights(settings: Settings, tmp_path: Path) -> None:
@@ -338,7 +406,7 @@ def test_tokens_outside_the_vocabulary_are_named(settings: Settings) -> None:
         trained(raw)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_ends_with_status_75(settings: Settings, tmp_path: Path, number: signal.Signals) -> None:
     raw = settings(train={"steps": 100_000}, checkpoint={"async": True})
     path = tmp_path / "run.yaml"
@@ -354,8 +422,99 @@ def test_a_signal_saves_and_ends_with_status_75(settings: Settings, tmp_path: Pa
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(number)
+    process.send_signal(number)  # as a scheduler's that a launcher passes on
     _, told = process.communicate(timeout=60)
     assert process.returncode == 75, told
     saved = latest(Path(raw["output"]) / "checkpoints")
     assert saved is not None
     assert f"{number.name}: saved step {Checkpoint.open(saved).step}" in told
+
+
+def test_a_run_that_is_not_to_resume_leaves_a_used_folder_as_it_is(settings: Settings) -> None:
+    raw = settings(train={"steps": 3}, checkpoint={"keep": 1})
+    trained(raw)
+    before = lines(raw)
+    for steps in (2, 3):
+        with pytest.raises(
+            CheckpointError, match=r"checkpoint.resume = false, but there is a run already: .*-00000003"
+        ):
+            trained(settings(train={"steps": steps}, checkpoint={"resume": False, "keep": 1}))
+    assert lines(raw) == before
+    latest(Path(raw["output"]) / "checkpoints").rename(Path(raw["output"]) / "aside")  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match=r"a run already: .*metrics\.jsonl"):
+        trained(settings(checkpoint={"resume": False}))
+    fresh = settings(train={"steps": 1}, checkpoint={"resume": False}, output=f"{raw['output']}-fresh")
+    assert trained(fresh).step == 1
+
+
+def test_an_unreadable_newest_checkpoint_stops_training_eval_and_convert(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = settings(train={"steps": 2}, checkpoint={"every": 1})
+    trained(raw)
+    newest = Path(raw["output"]) / "checkpoints" / "step-00000002" / "manifest.json"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings(train={"steps": 3})))
+    sound, read = newest.read_bytes(), Path.read_bytes
+
+    def unreadable(path: Path) -> bytes:
+        if path == newest:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read(path)
+
+    commands = [
+        ["train", str(tmp_path / "run.yaml")],
+        ["eval", raw["output"], "--data", str(tmp_path / "tokens"), "--seq-length", "16"],
+        ["ckpt", "convert", raw["output"], str(tmp_path / "hf"), "--to", "hf"],
+    ]
+    for words, arguments in itertools.product(["damaged or changed", "Input/output error"], commands):
+        with monkeypatch.context() as patch:
+            newest.write_bytes(sound[:-9] if "damaged" in words else sound)
+            if "error" in words:
+                patch.setattr(Path, "read_bytes", unreadable)
+            with pytest.raises(SystemExit) as end:
+                main(arguments)
+        told = capsys.readouterr().err
+        assert end.value.code == 2, told
+        assert f"{newest}: " in told
+        assert words in told
+        assert "move step-00000002 away" in told
+    assert len(lines(raw)) == 2
+
+
+@pytest.mark.parametrize(("key", "folder"), [("checkpoint.path", "tokens.bin/deep"), ("output", "/proc/nowhere")])
+def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(
+    settings: Settings, tmp_path: Path, key: str, folder: str
+) -> None:
+    section = {"path": str(tmp_path / folder)} if key == "checkpoint.path" else {}
+    raw = settings(checkpoint=section, output=folder if key == "output" else str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=rf"{key} cannot be written to: .*(tokens\.bin|nowhere): ") as told:
+        trained(raw)
+    assert f"set another {key}" in str(told.value)
+    assert not (Path(raw["output"]) / "metrics.jsonl").exists()
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run_and_names_the_file(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = settings(train={"steps": 1000}, checkpoint={"async": True, "every": 2}, log={"every": 1000})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))  # a full disk, for files of this process
+    try:
+        with pytest.raises(CheckpointError, match=r"shard-00000-000\.safetensors: File too large"):
+            trained(raw)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert latest(Path(raw["output"]) / "checkpoints") is None
+    with caplog.at_level("INFO", "mega"):
+        trained({**raw, "train": {"steps": 2}})
+    assert re.search(r"saved step 2 in \d+\.\d s: .*step-00000002", caplog.text)
+
+
+def test_a_model_that_memory_cannot_hold_is_told_with_advice(settings: Settings) -> None:
+    raw = settings()
+    raw["model"] = {**raw["model"], "vocab_size": 1 << 36}
+    with pytest.raises(
+        TrainingError, match=r"rank 0 on .*, before the first step: out of memory on the host: 4.*TB"
+    ) as told:
+        trained(raw)
+    assert "batch.micro" in str(told.value)

@@ -54,6 +54,9 @@ class DataConfig(Config):
         "stable", description="stable: a function of seed and sample number alone; megatron: as Megatron draws it"
     )
     tokenizer: Path | None = None
+    allow_other_tokenizer: bool = Field(
+        False, description="start from weights that came with another tokenizer than that of the data"
+    )
     reset_position_ids: bool = Field(False, description="positions begin again after each end-of-document token")
     reset_attention_mask: bool = Field(False, description="no attention across end-of-document tokens")
     eod_mask_loss: bool = Field(False, description="no loss where the input is an end-of-document token")

@@ -84,7 +84,7 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
         stages[index] = Decoder(own, part, recompute)
     if sharded:
         for stage in stages.values():
-            shard_fully(stage, dtype=dtype_of(config), device=device, wire=wire_of(config))
+            shard_fully(stage, dtype=dtype_of(config), device=device, reduce_dtype=reduce_dtype_of(config))
     return stages
 
 
@@ -115,10 +115,10 @@ def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         each_backward=level == 2 or config.debug.reduce_every_microbatch,
         apart=is_hidden_matrix if config.optimizer.name == "muon" else None,
         decoupled=config.optimizer.decoupled_lr is not None,
-        wire=wire_of(config),
+        reduce_dtype=reduce_dtype_of(config),
     )
     return {
-        index: FullyShardedStage(stage, decoupled=sharing.decoupled, wire=sharing.wire)
+        index: FullyShardedStage(stage, decoupled=sharing.decoupled, reduce_dtype=sharing.reduce_dtype)
         if isinstance(stage, FSDPModule)
         else flatten(stage, sharing, stage.units())
         for index, stage in stages.items()
@@ -137,7 +137,7 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     return names[config.precision]
 
 
-def wire_of(config: RunConfig) -> torch.dtype | None:
+def reduce_dtype_of(config: RunConfig) -> torch.dtype | None:
     """The type that gradients are summed over data ranks in, where that is not their own."""
     return torch.bfloat16 if config.parallel.grad_reduce_dtype == "bf16" else None
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from math import frexp
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mega_ckpt.remote import Place, Remote, place
 from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
-from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_data.config import DataConfig
@@ -140,8 +138,11 @@ class CheckpointConfig(Config):
         description="where they are kept, a folder or a URL such as s3://bucket/run; default: `output`/checkpoints",
     )
     load: str | None = Field(None, description="go on from this checkpoint, a folder or a URL; it must exist")
-    resume: bool = Field(True, description="go on from the newest checkpoint of this run, if there is one")
+    resume: bool = Field(
+        True, description="go on from the newest checkpoint of this run, if any; false refuses a used folder"
+    )
     allow_changes: bool = Field(False, description="resume although settings that change the model differ")
+    allow_lr_jump: bool = Field(False, description="resume although the learning rate jumps by changed settings")
 
 
 class LogConfig(Config):
@@ -234,6 +235,15 @@ class RunConfig(Config):
         """Whether something done `every` steps (0: only at the end) is due after `step`."""
         return step == self.train.steps or bool(every and step % every == 0)
 
+    def notes(self) -> Iterator[str]:
+        """What is no mistake, but should be known before the run."""
+        model, length = self.model, self.data.seq_length
+        if model.position == "rope" and length > model.max_position:
+            yield (
+                f"data.seq_length = {length} is past model.max_position = {model.max_position}: rope goes on, but an export "
+                f"says that positions end at {model.max_position}; set model.max_position={length}"
+            )
+
     def problems(self) -> Iterator[Problem]:
         """Rules between sections."""
         model, data, parallel = self.model, self.data, self.parallel
@@ -320,47 +330,3 @@ def load_plan(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         return load_run(path, overrides, tell=True)
     raw = apply_overrides({"model": {"from": str(path)}, "data": {"train": ["none"]}}, overrides)
     return RunConfig.parse(resolve(raw, tell=True), source=str(path))
-
-
-# Settings whose change makes another model of the same weights: a resume refuses them.
-MODEL_SETTINGS = ("model",)
-
-
-def changes(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
-    """What differs between a saved run's settings and `config`: (changes of the model itself, other changes).
-
-    Each is a line `path: old -> new`. A section that was not saved at all, as in a converted checkpoint, is no change,
-    and a setting that did not exist yet was at its default.
-    """
-    current = config.model_dump(mode="json", by_alias=True)
-    with suppress(ValidationError):  # one with settings that this version has not got is compared as it stands
-        saved = RunConfig.model_validate({**current, **saved}).model_dump(mode="json", by_alias=True, include={*saved})
-    now, before = _flat({name: value for name, value in current.items() if name in saved}), _flat(saved)
-    lines = {
-        path: f"{path}: {before.get(path)!r} -> {now.get(path)!r}"
-        for path in sorted(now.keys() | before.keys())
-        if before.get(path) != now.get(path)
-    }
-    grave = [line for path, line in lines.items() if path.split(".")[0] in MODEL_SETTINGS]
-    return grave, [line for line in lines.values() if line not in grave]
-
-
-def _flat(value: object, path: str = "") -> dict[str, object]:
-    if isinstance(value, Mapping) and value:
-        return {k: v for key, item in value.items() for k, v in _flat(item, f"{path}.{key}".strip(".")).items()}
-    return {path: value}
-
-
-def check_changes(saved: Mapping[str, Any], config: RunConfig, where: str) -> list[str]:
-    """The lines to tell about a resume from `where`.
-
-    Raises:
-        ConfigError: when a setting differs that changes what the model is.
-    """
-    grave, others = changes(saved, config)
-    if grave and not config.checkpoint.allow_changes:
-        raise ConfigError(
-            f"{where} was saved by another model:\n" + "\n".join(f"  {line}" for line in grave),
-            hint="give the saved values, start with another output folder, or set checkpoint.allow_changes=true",
-        )
-    return grave + others

@@ -55,10 +55,12 @@ class Guard:
         self.skips += 1
         message = f"step {step}: loss {result.loss} with gradient norm {result.grad_norm}, the weights were not updated"
         if self.config.on_nan == "stop" or self.skips >= self.config.max_skips:
-            raise TrainingError(
-                message,
-                hint="lower optimizer.lr, raise precision, or set train.on_nan=skip to go past single bad batches",
-            )
+            if self.config.on_nan == "stop":
+                way = "or set train.on_nan=skip to go past single bad batches"
+            else:
+                message = f"{message}, {self.skips} times in a row (train.max_skips)"
+                way = "or go on from an earlier checkpoint: checkpoint.load"
+            raise TrainingError(message, hint=f"lower optimizer.lr, raise precision, {way}")
         logger.warning(message)
 
 

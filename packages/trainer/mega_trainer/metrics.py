@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
+from uuid import uuid4
 
 import torch
 
@@ -120,7 +121,10 @@ class Metrics:
             raise MissingPackageError(
                 "log.wandb is set, but wandb is not installed", hint="pip install 'packages/trainer[wandb]'"
             ) from error
-        run = wandb.init(project=project, dir=str(folder), resume="allow")
+        run = wandb.init(
+            project=project, dir=str(folder), id=run_id(folder / "wandb-id"), resume="allow",
+            config=self._config.model_dump(mode="json", by_alias=True), allow_val_change=True,
+        )  # fmt: skip
         self._sinks.append(lambda step, numbers: run.log(numbers, step=step))
         self._closers.append(run.finish)
 
@@ -171,6 +175,14 @@ class Metrics:
     ) -> None:
         for close in self._closers:
             close()
+
+
+def run_id(path: Path) -> str:
+    """What a file says that was made once and stays: a resumed run is the same one to a service."""
+    if not path.exists():
+        with atomic_file(path, text=True) as stream:
+            stream.write(uuid4().hex)
+    return path.read_text(encoding="utf-8").strip()
 
 
 def memory_in_use() -> int:

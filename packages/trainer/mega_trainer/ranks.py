@@ -63,8 +63,8 @@ def warn_of_restarts(environment: Mapping[str, str]) -> None:
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         logger.warning(
-            "torchrun --max-restarts=%s restarts ranks in vain: they find the keys of those before them in the store that "
-            "it shares with them; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts",
+            "torchrun --max-restarts=%s: ranks that are started again meet the keys of those before them in the store that "
+            "torchrun shares with them, and hang or fail; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts",
             restarts,
         )
 

@@ -19,7 +19,7 @@ from mega_data.tokenizer import Tokenizer
 from mega_trainer.comm import Group, raised_alike
 from mega_trainer.config import RunConfig
 from mega_trainer.ranks import Ranks
-from mega_trainer.tokens import tokenizer_files
+from mega_trainer.tokens import TOKENIZER_FILES, tokenizer_files
 
 
 @contextlib.contextmanager
@@ -59,11 +59,9 @@ def _try(key: str, folder: Place) -> None:
             stream.write(b"\n")
             stream.flush()
             os.fsync(stream.fileno())
-    except OSError as error:
-        raise ConfigError(
-            f"{key}: {error.filename or folder}: cannot be written to ({error.strerror})",
-            hint=f"mend that, or set another {key}",
-        ) from error
+    except (OSError, CheckpointError) as error:
+        told = f"{error.filename or folder}: {error.strerror}" if isinstance(error, OSError) else error.message
+        raise ConfigError(f"{key} cannot be written to: {told}", hint=f"mend that, or set another {key}") from error
 
 
 def _check_unused(output: Path, checkpoints: Place) -> None:
@@ -86,6 +84,10 @@ def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
         return
     if config.init_from is not None:
         copy_assets(open_source(config.init_from), assets)
-    elif tokenizer is not None:
+        if not config.data.allow_other_tokenizer:
+            return
+        for name in TOKENIZER_FILES:
+            (assets / name).unlink(missing_ok=True)
+    if tokenizer is not None:
         for path in tokenizer_files(tokenizer):
             put_file(assets / path.name, path)

@@ -17,12 +17,13 @@ from mega_ckpt.remote import RemoteError
 from mega_ckpt.store import AsyncSaver, Checkpoint, Place, latest, load, place, retain, save, sweep
 from mega_common.errors import CheckpointError
 from mega_common.log import logger
-from mega_trainer.config import RunConfig, check_changes
+from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel.param import info_of, kept_of, local_of
 from mega_trainer.precision import LossScale
+from mega_trainer.resume import check_resume
 from mega_trainer.step import StepResult
 
 
@@ -75,7 +76,7 @@ class TrainState:
         """Go on from a checkpoint, in whatever layout it was saved; returns the settings that differ.
 
         Raises:
-            ConfigError: when it is of another model.
+            ConfigError: when it is of another model, or the learning rate would jump.
             CheckpointError: when it is not a complete checkpoint.
         """
         saved = Checkpoint.open(folder)
@@ -84,7 +85,7 @@ class TrainState:
                 f"{folder}: has weights alone, and nothing that a run goes on from",
                 hint=f"init_from={folder} starts from its weights, in another output folder and without checkpoint.load",
             )
-        lines = check_changes(saved.state["settings"], self.config, str(folder))
+        lines = check_resume(saved.state, saved.step, self.config, str(folder))
         wanted = self.tensors()
         if not saved.keys("optimizer/main/"):  # saved in full precision: weights are the main ones
             wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/main/")}

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mega_common.errors import DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig
 from mega_data.info import DataInfo, info_path, read_info
 from mega_data.tokenizer import Tokenizer
+from mega_trainer.config import RunConfig
+
+if TYPE_CHECKING:
+    from mega_ckpt.source import Source  # which needs torch, as looking at data does not
 
 # What makes a tokenizer, and how a chat is put to it: the files that travel with a model.
 TOKENIZER_FILES = (
@@ -44,6 +51,41 @@ def run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
             hint=f"set model.vocab_size={size}",
         )
     return named or _still_there(made)
+
+
+def check_init_tokenizer(config: RunConfig, source: Source, tokenizer: Tokenizer | None) -> None:
+    """Compare the tokenizer that came with the weights a run starts from with that of its data, as far as they are known.
+
+    Args:
+        source: the weights.
+        tokenizer: as `run_tokenizer` gives it.
+
+    Raises:
+        DataError: when they give tokens other numbers: what the weights know would be lost.
+    """
+    came = source.assets().get("tokenizer.json")
+    made = {info.tokenizer.fingerprint: path for path, info in _makers(config.data).items() if info.tokenizer}
+    if tokenizer is not None:
+        made = {tokenizer.fingerprint: tokenizer.path}
+    if came is None or not made or config.data.allow_other_tokenizer:
+        return
+    content = came.read_bytes() if isinstance(came, Path) else came
+    ((fingerprint, path),) = made.items()
+    if hashlib.sha256(content).hexdigest() == fingerprint:
+        return
+    if tokenizer is not None and _numbers(content) == _numbers(tokenizer.path.read_bytes()):
+        return
+    raise DataError(
+        f"init_from = {config.init_from}: came with another tokenizer than that of the data, {path}",
+        hint="tokenize the text with the model's own: mega data preprocess --tokenizer with that folder; or, to train the "
+        "weights on these tokens and let the data's tokenizer go with the model, set data.allow_other_tokenizer=true",
+    )
+
+
+def _numbers(content: bytes) -> object:
+    """Which number each token has, as a `tokenizer.json` says."""
+    raw = json.loads(content)
+    return raw["model"].get("vocab"), {token["content"]: token["id"] for token in raw.get("added_tokens", [])}
 
 
 def _makers(data: DataConfig) -> dict[Path, DataInfo]:

@@ -10,6 +10,7 @@ from itertools import islice
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from mega_ckpt.folders import latest
 from mega_ckpt.source import load_weights, open_source, tell_unread
 from mega_common.errors import ConfigError, Interrupted
 from mega_common.log import human, logger
@@ -42,7 +43,7 @@ from mega_trainer.ranks import Ranks
 from mega_trainer.run_folder import claimed, make_run_folder
 from mega_trainer.state import Saver, TrainState, starting_point, weights_of
 from mega_trainer.step import evaluate_step, train_step
-from mega_trainer.tokens import run_tokenizer
+from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
 from mega_trainer.watch import Watch
 
 
@@ -73,7 +74,8 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
-    begin(state, groups.world, tokenizer)
+    if not begin(state, groups.world, tokenizer):
+        return state
     executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype, ranks.world_size)
@@ -85,7 +87,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
         Saver(config) as saver,
         Metrics(config, speed, state.step, state.consumed_samples, writes=groups.world.rank == 0) as metrics,
     ):
-        left, stopping = max(0, config.train.steps - state.step), False
+        left, stopping = config.train.steps - state.step, False
         batches = loader(train_data, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
         for batch in islice(batches, left):
             lr = curve(state.consumed_samples)
@@ -109,22 +111,36 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
             stopping, failed = agreed((reason is not None, saver.failed), groups.world)
             if failed:
                 saver.wait()
+            if stopping:
+                logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
             if stopping or config.due(state.step, config.checkpoint.every):
                 saver.save(state)
             if stopping:
                 break
     agreed((), groups.world)  # leave together: a launcher ends the others soon after the first one
-    if state.step < config.train.steps and stopping:
-        raise Interrupted(
-            f"{reason or 'asked to end'}: saved step {state.step} of {config.train.steps} in {config.checkpoints}",
-            hint="the same command goes on from there",
-        )
-    logger.info("done: %d steps; the model is in %s", state.step, config.checkpoints)
+    conclude(state, (reason or "a signal or limit of another rank") if stopping else None)
     return state
 
 
-def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
-    """Bring the weights to where this run starts: a checkpoint's, another model's, or fresh ones; make the run folder."""
+def conclude(state: TrainState, reason: str | None) -> None:
+    """The last word of a run, that has saved.
+
+    Raises:
+        Interrupted: when it was asked to end, by `reason`, before its last step.
+    """
+    steps, where = state.config.train.steps, state.config.checkpoints
+    if reason is not None and state.step < steps:
+        raise Interrupted(
+            f"{reason}: saved step {state.step} of {steps} in {where}", hint="the same command goes on from there"
+        )
+    logger.info("done: %d steps; the model is in %s", state.step, where)
+
+
+def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> bool:
+    """Bring the weights to where this run starts: a checkpoint's, another model's, or fresh ones; make the run folder.
+
+    Returns whether there are steps to do; where there are none, nothing is written.
+    """
     config = state.config
     checkpoint = starting_point(config)
     if checkpoint is not None:
@@ -135,11 +151,20 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
             init_weights(stage, config.train.seed)
         if config.init_from is not None:
             source = open_source(config.init_from)
+            check_init_tokenizer(config, source, tokenizer)
             if world.rank == 0:
                 tell_unread(source)
             load_weights(source, weights_of(state.stages))
             logger.info("starting from the weights of %s", config.init_from)
         state.optimizer.reload_main()
+    if state.step >= config.train.steps:
+        if latest(config.checkpoints) is None:
+            rule = f"train.steps = {config.train.steps}: {checkpoint} is of step {state.step}, so that nothing is left to do"
+            raise ConfigError(rule, hint="steps count from the beginning of the run that is gone on with; set more")
+        logger.info("finished at step %d, nothing is changed: a larger train.steps goes on", state.step)
+        return False
+    for note in config.notes():
+        logger.warning(note)
     if world.rank == 0:
         make_run_folder(config, tokenizer)
     logger.info(
@@ -154,6 +179,7 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
     if growing := list(config.batch.plateaus(state.consumed_samples)):
         steps, sizes = sum(steps for _, steps in growing), [size for size, _ in growing]
         logger.info("  the batch grows from %d to %d samples in %d steps", sizes[0], config.batch.global_, steps)
+    return True
 
 
 def validate(executor: Executor, loader: Loader, config: RunConfig, device: torch.device, groups: Groups) -> float:

@@ -78,9 +78,11 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
-        leaving = threading.Thread(target=self._leave, daemon=True)
-        leaving.start()
-        leaving.join(TELL_SECONDS)
+        if self._asking.ident is not None:
+            self._asking.join(self._seconds)
+        if not self._asking.is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"watch/{self._rank}", "")  # a rank that has left is not silent
 
     def _run(self) -> None:
         asked = time.monotonic()
@@ -104,13 +106,6 @@ class Watch:
             return
         if blamed:
             self._end("\n".join(map(str, blamed)), blamed)
-
-    def _leave(self) -> None:
-        """A rank that has left is not silent."""
-        if self._asking.ident is not None:
-            self._asking.join()
-        with contextlib.suppress(RuntimeError):
-            self._store.delete_key(f"watch/{self._rank}")
 
     def _sign(self) -> None:
         sign = Sign(
@@ -145,7 +140,8 @@ class Watch:
     def _signs(self, ranks: Sequence[int]) -> list[Sign]:
         """Of those ranks that have begun, and have not left."""
         known = [f"watch/{rank}" for rank in ranks if self._store.check([f"watch/{rank}"])]
-        return [Sign.model_validate_json(value) for value in self._store.multi_get(known)] if known else []
+        values = self._store.multi_get(known) if known else []
+        return [Sign.model_validate_json(value) for value in values if value]
 
     def _end(self, what: str, blamed: Sequence[Sign] = ()) -> None:
         """Tell, kill what is stopped on this machine, and leave: the main thread may never come back from where it is."""

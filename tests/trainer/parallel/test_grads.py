@@ -67,12 +67,12 @@ SHARINGS = {
 }
 
 
-def lacking_gradients(wire: torch.dtype | None = None) -> dict[str, list[list[list[float]]]]:
+def lacking_gradients(reduce_dtype: torch.dtype | None = None) -> dict[str, list[list[list[float]]]]:
     """Two steps of three micro-batches in which ranks lack different gradients, and one parameter never has any."""
     rank, out = dist.get_rank(), {}
     for name, sharing in SHARINGS.items():
         toy = Toy(world())
-        stage = flatten(toy, replace(sharing, wire=wire))
+        stage = flatten(toy, replace(sharing, reduce_dtype=reduce_dtype))
         out[name] = []
         for step in range(2):
             stage.begin_step()

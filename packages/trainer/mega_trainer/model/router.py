@@ -62,7 +62,7 @@ class Router(nn.Module):
         logits = F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
         scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
         bias = None if self.selection is None else self.selection.values
-        chosen = choose(self._standing(logits.detach(), scores.detach(), tokens, routing), self.moe, bias)
+        chosen = choose(self._choice_scores(logits.detach(), scores.detach(), tokens, routing), self.moe, bias)
         weights = scores.gather(1, chosen)
         if self.moe.normalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
@@ -75,7 +75,7 @@ class Router(nn.Module):
             kept = within_capacity(chosen, tokens, self.moe, self.sequence_groups)
         return kept, self._with_losses(weights, logits, scores, chosen, kept, tokens, routing)
 
-    def _standing(self, logits: Tensor, scores: Tensor, tokens: Tokens, routing: Routing | None) -> Tensor:
+    def _choice_scores(self, logits: Tensor, scores: Tensor, tokens: Tokens, routing: Routing | None) -> Tensor:
         """What the choice is by, [N, E]: the scores, or in training, where that is asked for, what balances the experts."""
         if not self.moe.sinkhorn or routing is None:
             return scores

@@ -30,7 +30,7 @@ class Bucket(ABC):
         data: the ranks to sum over; the bucket is padded so that their slices are equal.
         sharded: keep the sum of this rank's slice alone.
         dtype, device: of the gradients.
-        wire: the type they are sent and summed over the ranks in.
+        reduce_dtype: the type they are sent and summed over the ranks in.
 
     Attributes:
         grads: the sums of the step: of the slice when `sharded`, else of the whole bucket.
@@ -45,10 +45,10 @@ class Bucket(ABC):
         sharded: bool,
         dtype: torch.dtype,
         device: torch.device,
-        wire: torch.dtype,
+        reduce_dtype: torch.dtype,
     ) -> None:
         self.start, self.places, self.data, self.sharded = start, dict(places), data, sharded
-        self._wire = dtype if data.size == 1 else wire
+        self._reduce_dtype = dtype if data.size == 1 else reduce_dtype
         unit = data.size * SLICE_ELEMENTS
         self.size = -(-max(place.stop for place in places.values()) // unit) * unit
         share = self.size // data.size
@@ -96,9 +96,9 @@ class Bucket(ABC):
 
         That is `out`, a slice or `whole` itself, unless another type is sent.
         """
-        if self._wire != whole.dtype:
-            whole = whole.to(self._wire)
-            out = torch.empty_like(out, dtype=self._wire) if self.sharded else whole
+        if self._reduce_dtype != whole.dtype:
+            whole = whole.to(self._reduce_dtype)
+            out = torch.empty_like(out, dtype=self._reduce_dtype) if self.sharded else whole
         if self.sharded:
             return reduce_scatter_into(out, whole, self.data, async_op=True), whole, out
         return all_reduce(whole, self.data, async_op=True), whole, out
@@ -116,9 +116,9 @@ class StepBucket(Bucket):
         sharded: bool,
         dtype: torch.dtype,
         device: torch.device,
-        wire: torch.dtype,
+        reduce_dtype: torch.dtype,
     ) -> None:
-        super().__init__(start, places, data, sharded=sharded, dtype=dtype, device=device, wire=wire)
+        super().__init__(start, places, data, sharded=sharded, dtype=dtype, device=device, reduce_dtype=reduce_dtype)
         self._whole = torch.zeros(self.size, dtype=dtype, device=device) if sharded else self.grads
         for parameter, place in self.places.items():
             parameter.main_grad = self._whole[place].view(parameter.shape)  # type: ignore[attr-defined]

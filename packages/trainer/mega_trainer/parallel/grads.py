@@ -47,7 +47,7 @@ class Sharing:
         each_backward: gradients are summed after every micro-batch and not kept whole (ZeRO-2).
         apart: which parameters have buffers of their own, for an optimizer that treats them otherwise.
         decoupled: the input embedding and the output layer have, for a learning rate of their own.
-        wire: the type that gradients are sent and summed over the data ranks in; default: their own.
+        reduce_dtype: the type that gradients are sent and summed over the data ranks in; default: their own.
         bucket_elements: a bucket is closed when it has so many.
     """
 
@@ -55,7 +55,7 @@ class Sharing:
     each_backward: bool = False
     apart: Callable[[nn.Parameter], bool] | None = None
     decoupled: bool = False
-    wire: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     bucket_elements: int = BUCKET_ELEMENTS
 
 
@@ -97,7 +97,7 @@ class FlatBuffer(Buffer):
             if length >= sharing.bucket_elements or parameter is parameters[-1]:
                 bucket = kind(
                     start, places, self.kind.data, sharded=self.sharded, dtype=dtype, device=parameter.device,
-                    wire=sharing.wire or dtype,
+                    reduce_dtype=sharing.reduce_dtype or dtype,
                 )  # fmt: skip
                 yield bucket
                 start, places, length = bucket.stop, {}, 0
@@ -136,7 +136,7 @@ class FlatStage:
         self, model: nn.Module, buffers: Sequence[FlatBuffer], sharing: Sharing, units: Sequence[Unit]
     ) -> None:
         self.buffers = list(buffers)
-        self._in_flight_limit = IN_FLIGHT if sharing.each_backward or sharing.wire else None
+        self._in_flight_limit = IN_FLIGHT if sharing.each_backward or sharing.reduce_dtype else None
         position = {parameter: index for index, parameter in enumerate(model.parameters())}
         self._homes = {
             bucket: (buffer, shard)

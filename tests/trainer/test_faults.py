@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mega_common.errors import TrainingError
+from mega_trainer.faults import faults_told
+
+CLOSED = (
+    "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:26000. This is typically caused by"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "advice"),
+    [
+        (MemoryError(), "out of memory on the host", "batch.micro"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2000000000 bytes. Error code 12"),
+         "out of memory on the host: 2GB more were asked for", "recompute"),
+        (RuntimeError(CLOSED), "the other ranks cannot be reached (Connection closed by peer [127.0.0.1]:26000)", "last checkpoint"),
+        (dist.DistBackendError("NCCL error: remote process exited\nmore"), "cannot be reached (NCCL error: remote process exited)",
+         "the rank that ended first"),
+    ],
+)  # fmt: skip
+def test_what_befalls_a_rank_is_told_with_place_and_advice(error: Exception, words: str, advice: str) -> None:
+    with pytest.raises(TrainingError) as told, faults_told(3, lambda: "step 12"):
+        raise error
+    assert told.value.message.startswith(f"rank 3 on {socket.gethostname()}, step 12: ")
+    assert words in told.value.message
+    assert advice in str(told.value.hint)
+    assert told.value.__cause__ is error
+
+
+def test_an_allocation_that_cannot_be_is_told() -> None:
+    with pytest.raises(TrainingError, match=r"out of memory on the host: .*B more were asked for"), faults_told(0, str):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_other_errors_are_left_alone() -> None:
+    with pytest.raises(RuntimeError, match="shapes differ"), faults_told(0, str):
+        raise RuntimeError("shapes differ")
