@@ -73,6 +73,12 @@ def warn_of_restarts(environment: Mapping[str, str]) -> None:
         )
 
 
+def end_torchrun(environment: Mapping[str, str]) -> None:
+    """Have torchrun end too, where it would take the status of a rank that was asked to end for a failure, and restart it."""
+    if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and environment.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
 @contextlib.contextmanager
 def joined(ranks: Ranks, device: str, timeout_seconds: float) -> Iterator[Store | None]:
     """Be a rank of the job while the block runs; gives the job's store. A rank alone needs no group and no store.
