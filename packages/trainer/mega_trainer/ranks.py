@@ -27,13 +27,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.rendezvous import rendezvous
 
-from mega_common.errors import INTERRUPTED_STATUS, ConfigError, TrainingError
+from mega_common.errors import INTERRUPTED_STATUS, ConfigError, MegaError, TrainingError
 from mega_common.log import logger
-from mega_trainer.guard import STOP_SIGNALS, StopSignal
+from mega_trainer.guard import KEYBOARD_STATUS, STOP_SIGNALS, StopSignal
 
 POLL_SECONDS = 0.1
 LAST_WORDS_SECONDS = 5.0  # after the first failure, for the others to find out and to say so
-KEYBOARD_STATUS = 130  # of a rank that was interrupted from the keyboard before it trained
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def start_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
         "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": uuid4().hex[:8],
     }  # fmt: skip
-    stop = StopSignal(lambda number: _signal_all(ranks, number))
+    stop = StopSignal(lambda number: _signal_all(ranks, number), again=_interrupt)
     ranks = start_processes(
         name="",
         entrypoint=command[0],
@@ -165,6 +164,10 @@ def _ends(ranks: PContext) -> dict[int, int]:
     return ended | {rank: process.wait() for rank, process in processes.items() if rank not in ended}
 
 
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def _signal_all(ranks: PContext, number: int) -> None:
     for pid in ranks.pids().values():
         with contextlib.suppress(ProcessLookupError):
@@ -182,8 +185,9 @@ def _status(ended: Mapping[int, int], stop: StopSignal, logs: Path) -> int:
     if not failures:
         return 0
     rank = next((rank for rank, status in failures.items() if status == -signal.SIGKILL), next(iter(failures)))
-    if rank == 0 and failures[rank] > 0:
-        return failures[rank]  # all that it said was shown
+    shown = rank == 0 or failures[rank] == failures.get(0) == MegaError.exit_status  # a user's mistake is told by all
+    if shown and failures[rank] > 0:
+        return failures[rank]
     raise _told(rank, failures, logs)
 
 

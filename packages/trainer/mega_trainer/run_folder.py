@@ -34,9 +34,9 @@ def claimed(config: RunConfig, ranks: Ranks, world: Group) -> Iterator[None]:
     with contextlib.ExitStack() as locks:
         with raised_alike(world):
             if ranks.local_rank == 0:
-                _try("output", output)
-                _try("checkpoint.path", checkpoints)
+                _try("output" if config.checkpoint.path is None else "checkpoint.path", checkpoints)
             if ranks.rank == 0:
+                _try("output", output)
                 locks.enter_context(locked(output))
                 if config.checkpoint.path is not None and isinstance(checkpoints, Path):
                     locks.enter_context(locked(checkpoints))
