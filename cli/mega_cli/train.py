@@ -139,8 +139,17 @@ def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None
     import sys
 
     _end_with_launcher()
+    from mega_common.errors import Interrupted
     from mega_common.log import setup_log
-    from mega_trainer.ranks import Ranks, default_ranks, joined, ranks_of, start_local_ranks, warn_of_restarts
+    from mega_trainer.ranks import (
+        Ranks,
+        default_ranks,
+        end_torchrun,
+        joined,
+        ranks_of,
+        start_local_ranks,
+        warn_of_restarts,
+    )
 
     ranks = ranks_of(os.environ)
     if ranks is None:
@@ -157,8 +166,12 @@ def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None
         warn_of_restarts(os.environ)
     from mega_trainer.train import run as train
 
-    with joined(ranks, config.device, config.timeout_seconds) as store:
-        train(config, ranks, store)
+    try:
+        with joined(ranks, config.device, config.timeout_seconds) as store:
+            train(config, ranks, store)
+    except Interrupted:
+        end_torchrun(os.environ)
+        raise
 
 
 def _end_with_launcher() -> None:

@@ -17,6 +17,8 @@ CLOSED = (
 @pytest.mark.parametrize(
     ("error", "words", "advice"),
     [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"),
+         "out of memory on cuda:1: 2.50 GiB more were asked for, 1GB of 80GB are free", "parallel.tp"),
         (MemoryError(), "out of memory on the host", "batch.micro"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2000000000 bytes. Error code 12"),
          "out of memory on the host: 2GB more were asked for", "recompute"),
@@ -25,7 +27,11 @@ CLOSED = (
          "the rank that ended first"),
     ],
 )  # fmt: skip
-def test_what_befalls_a_rank_is_told_with_place_and_advice(error: Exception, words: str, advice: str) -> None:
+def test_what_befalls_a_rank_is_told_with_place_and_advice(
+    error: Exception, words: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 80 * 10**9))
     with pytest.raises(TrainingError) as told, faults_told(3, lambda: "step 12"):
         raise error
     assert told.value.message.startswith(f"rank 3 on {socket.gethostname()}, step 12: ")

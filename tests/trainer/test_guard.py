@@ -59,14 +59,16 @@ def test_the_average_follows_the_loss() -> None:
 
 def test_signals_after_the_first_change_nothing_but_a_later_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    with StopSignal(told.append) as stop:
+    ended: list[str] = []
+    with StopSignal(told.append, again=lambda: ended.append("at once")) as stop:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             os.kill(os.getpid(), number)
         assert (stop.name, told) == ("SIGHUP", [signal.SIGHUP])
         monkeypatch.setattr(guard_module, "AGAIN_SECONDS", 0.0)
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+        assert not ended
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended == ["at once"]
     with pytest.raises(KeyboardInterrupt):  # as before
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,12 @@ def test_a_launched_rank_knows_its_place() -> None:
         ranks_of({name: value for name, value in PLACE.items() if name != "MASTER_PORT"})
 
 
-def start(raw: dict[str, Any], path: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
+def start(
+    raw: dict[str, Any], path: Path, *options: str, program: Sequence[str] = ("mega_cli.main",), **variables: str
+) -> subprocess.Popen[str]:
     path.write_text(yaml.safe_dump(raw))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", "mega_cli.main", "train", str(path), *options]
+    command = [sys.executable, "-m", *program, "train", str(path), *options]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -150,7 +152,7 @@ def test_a_killed_rank_is_named_and_ends_the_job(long_run: tuple[subprocess.Pope
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"rank 1 on {socket.gethostname()} ended with signal 9" in told
-    assert re.search(r"rank 0 on .*, step \d+: the other ranks cannot be reached \(Connection", told)
+    assert re.search(r"rank 0 on .*, step \d+: the other ranks cannot be reached \(.*onnection", told), told
     assert "internal error" not in told
     assert "torch/distributed" not in told
 
@@ -180,6 +182,27 @@ def test_a_stopped_rank_0_that_holds_the_store_ends_the_others(settings: Setting
             rank.kill()
     assert ranks[1].returncode == 1
     assert "rank 0 on 127.0.0.1, which holds the job's store, does not answer" in told
+
+
+def test_torchrun_does_not_restart_what_was_asked_to_end(settings: Settings, tmp_path: Path) -> None:
+    raw = settings(train={"steps": 100_000})
+    torchrun = (
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        "--max-restarts=1",
+        "-m",
+        "mega_cli.main",
+    )
+    process = start(raw, tmp_path / "run.yaml", program=torchrun)
+    try:
+        trains(process, Path(raw["output"]))
+        os.kill(ranks_under(process)[0], signal.SIGUSR1)
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "SIGUSR1: saved step" in told
+    assert "going on from" not in told
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from mega_trainer.step import StepResult
 MEMORY = 0.98  # weight of the past in the running average of the loss: about the last fifty steps
 WARM = 50  # steps before a jump of the loss means anything
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last is Slurm's, ahead of a limit
+KEYBOARD_STATUS = 130  # what shells know as ended from the keyboard
 AGAIN_SECONDS = 2.0  # a Ctrl-C after that is meant, and not the first one arriving once more
 
 
@@ -64,6 +67,12 @@ class Guard:
         logger.warning(message)
 
 
+def leave() -> None:
+    """End this process without waiting for anything, such as a thread that saves; what that leaves is swept later."""
+    print("interrupted: the steps since the last save are lost", file=sys.stderr, flush=True)
+    os._exit(KEYBOARD_STATUS)
+
+
 class StopSignal:
     """Catches the signals that ask a run to end: it saves once, whoever else got the signal and passes it on.
 
@@ -73,14 +82,17 @@ class StopSignal:
 
     Args:
         pass_on: is told the number of the first signal.
+        again: what ends the process at once.
 
     Attributes:
         name: of the first signal, when there was one.
     """
 
-    def __init__(self, pass_on: Callable[[int], object] = lambda number: None) -> None:
+    def __init__(
+        self, pass_on: Callable[[int], object] = lambda number: None, again: Callable[[], object] = leave
+    ) -> None:
         self.name: str | None = None
-        self._pass_on, self._since = pass_on, 0.0
+        self._pass_on, self._again, self._since = pass_on, again, 0.0
         self._before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def __enter__(self) -> StopSignal:
@@ -97,4 +109,4 @@ class StopSignal:
             self.name, self._since = signal.Signals(number).name, time.monotonic()
             self._pass_on(number)
         elif number == signal.SIGINT and time.monotonic() - self._since >= AGAIN_SECONDS:
-            raise KeyboardInterrupt
+            self._again()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,14 +24,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.rendezvous import rendezvous
 
-from mega_common.errors import INTERRUPTED_STATUS, ConfigError, TrainingError
+from mega_common.errors import INTERRUPTED_STATUS, ConfigError, MegaError, TrainingError
 from mega_common.log import logger
-from mega_trainer.guard import STOP_SIGNALS, StopSignal
+from mega_trainer.guard import KEYBOARD_STATUS, STOP_SIGNALS, StopSignal
 
-KEYBOARD_STATUS = 130  # of a rank that was interrupted from the keyboard before it trained
+POLL_SECONDS = 0.1
+LAST_WORDS_SECONDS = 5.0  # after the first failure, for the others to find out and to say so
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,12 @@ def warn_of_restarts(environment: Mapping[str, str]) -> None:
             "torchrun shares with them, and hang or fail; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts",
             restarts,
         )
+
+
+def end_torchrun(environment: Mapping[str, str]) -> None:
+    """Have torchrun end too, where it would take the status of a rank that was asked to end for a failure, and restart it."""
+    if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and environment.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -122,7 +131,7 @@ def start_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
         "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": uuid4().hex[:8],
     }  # fmt: skip
-    stop = StopSignal(lambda number: _signal_all(ranks, number))
+    stop = StopSignal(lambda number: _signal_all(ranks, number), again=_interrupt)
     ranks = start_processes(
         name="",
         entrypoint=command[0],
@@ -133,11 +142,30 @@ def start_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
     )
     try:
         with stop:  # in place of the handlers that starting them has set, which would end them
-            ended = ranks.wait(period=0.1)
+            ended = _ends(ranks)
     finally:
         ranks.close(signal.SIGKILL)
-    assert ended is not None
-    return _status(ended.failures, stop, logs)
+    return _status(ended, stop, logs)
+
+
+def _ends(ranks: PContext) -> dict[int, int]:
+    """Wait for the ranks; {rank: exit status} in the order of their ends. What outlives a failed one for long is ended."""
+    assert isinstance(ranks, SubprocessContext)
+    processes = {rank: handler.proc for rank, handler in ranks.subprocess_handlers.items()}
+    ended: dict[int, int] = {}
+    deadline = math.inf
+    while len(ended) < len(processes) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        new = {rank: process.poll() for rank, process in processes.items() if rank not in ended}
+        ended |= {rank: status for rank, status in new.items() if status is not None}
+        if any(ended.values()):
+            deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
+    ranks.close(signal.SIGTERM)
+    return ended | {rank: process.wait() for rank, process in processes.items() if rank not in ended}
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def _signal_all(ranks: PContext, number: int) -> None:
@@ -146,29 +174,30 @@ def _signal_all(ranks: PContext, number: int) -> None:
             os.kill(pid, number)
 
 
-def _status(failures: Mapping[int, ProcessFailure], stop: StopSignal, logs: Path) -> int:
-    """What it means how the ranks ended; as soon as one does not with 0, all others are told to end by SIGTERM."""
-    statuses = {failure.exitcode for failure in failures.values()} - {-signal.SIGTERM}
+def _status(ended: Mapping[int, int], stop: StopSignal, logs: Path) -> int:
+    """What it means how the ranks ended."""
+    failures = {rank: status for rank, status in ended.items() if status}
+    statuses = set(failures.values()) - {-signal.SIGTERM}
     if statuses == {INTERRUPTED_STATUS}:
         return INTERRUPTED_STATUS
     if stop.name is not None and failures and statuses <= {KEYBOARD_STATUS, *(-number for number in STOP_SIGNALS)}:
         raise TrainingError(f"{stop.name}: the run ended before it began to train")
     if not failures:
         return 0
-    rank, first = min(failures.items(), key=lambda item: (item[1].exitcode != -signal.SIGKILL, item[1].timestamp))
-    if rank == 0 and first.exitcode > 0:
-        return first.exitcode  # all that it said was shown
+    rank = next((rank for rank, status in failures.items() if status == -signal.SIGKILL), next(iter(failures)))
+    shown = rank == 0 or failures[rank] == failures.get(0) == MegaError.exit_status  # a user's mistake is told by all
+    if shown and failures[rank] > 0:
+        return failures[rank]
     raise _told(rank, failures, logs)
 
 
-def _told(rank: int, failures: Mapping[int, ProcessFailure], logs: Path) -> TrainingError:
+def _told(rank: int, failures: Mapping[int, int], logs: Path) -> TrainingError:
     """An error that names the rank that died first, and says what it last said. A killed one leaves that to another."""
-    exitcode = failures[rank].exitcode
+    exitcode = failures[rank]
     lines, hint = [f"rank {rank} on {socket.gethostname()} ended with {_how(exitcode)}"], f"all output is in {logs}"
     if exitcode == -signal.SIGKILL:
         hint = f"so the kernel ends what takes too much memory (see dmesg), and mega what does not answer; {hint}"
-        others = (other for other, failure in failures.items() if failure.exitcode > 0)
-        rank = next(others, rank)
+        rank = next((other for other, status in failures.items() if status > 0), rank)
     if rank and (words := _last_words(logs, rank)):  # those of rank 0 were shown
         lines += [f"last words of rank {rank}:", *(f"  | {line}" for line in words)]
     told = TrainingError("\n".join(lines), hint=hint)

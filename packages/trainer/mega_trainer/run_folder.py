@@ -34,12 +34,14 @@ def claimed(config: RunConfig, ranks: Ranks, world: Group) -> Iterator[None]:
     with contextlib.ExitStack() as locks:
         with raised_alike(world):
             if ranks.local_rank == 0:
-                _try("output", output)
-                _try("checkpoint.path", checkpoints)
+                _try("output" if config.checkpoint.path is None else "checkpoint.path", checkpoints)
             if ranks.rank == 0:
-                locks.enter_context(locked(output))
+                _try("output", output)
+                own = {output.resolve()}
                 if config.checkpoint.path is not None and isinstance(checkpoints, Path):
-                    locks.enter_context(locked(checkpoints))
+                    own.add(checkpoints.resolve())
+                for folder in sorted(own):
+                    locks.enter_context(locked(folder))
                 if not config.checkpoint.resume:
                     _check_unused(output, checkpoints)
         yield

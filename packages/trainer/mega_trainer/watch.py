@@ -66,9 +66,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._asking = threading.Thread()
         self._place, self._since = "the start", time.monotonic()  # where the main thread is, since when
-        self._last: tuple[float, float] | None = (
-            None  # the next rank's sign: when it was written, when it was first read
-        )
+        self._last: tuple[float, float] | None = None  # when the next rank's sign was written, and first read
 
     def __enter__(self) -> Watch:
         self._sign()  # a rank that stops before its thread first looks is known, too
@@ -122,9 +120,9 @@ class Watch:
     def _judge(self) -> Sequence[Sign]:
         """Whom to blame, if it has come to that. The verdict goes into the store."""
         blamed: Sequence[Sign] = []
-        if self._is_silent((self._rank + 1) % self._world_size):
-            signs, now = self._signs(range(self._world_size)), time.time()
-            blamed = [sign for sign in signs if now - sign.written > self._seconds]
+        if self._is_silent(following := (self._rank + 1) % self._world_size):
+            signs, old = self._signs(range(self._world_size)), time.time() - self._seconds
+            blamed = [sign for sign in signs if sign.rank == following or sign.written < old]
         elif self._rank == 0:
             blamed = _standing(self._signs(range(self._world_size)), self._seconds, self._world_size)
         if blamed:
