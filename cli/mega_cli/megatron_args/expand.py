@@ -186,9 +186,24 @@ class Expander:
         source = node.text or b""
         for child in node.children:
             first, last = child.start_byte - node.start_byte, child.end_byte - node.start_byte
-            if first < start or last > end or not (child.is_named and (child.child_count or "string" in child.type)):
+            if (
+                first < start
+                or last > end
+                or not (
+                    child.is_named
+                    and (
+                        child.child_count or "string" in child.type or (child.type == "regex" and "$" in text_of(child))
+                    )
+                )
+            ):
                 continue
             if child.type == "string_content":
+                continue
+            if child.type == "regex":  # which the parser leaves whole
+                yield from self._literal(source[start:first].decode(), quote, node)
+                value = parse("x=" + text_of(child)).named_children[0].child_by_field_name("value")
+                yield from self.pieces(value) if value else ()
+                start = last
                 continue
             if child.type in EXPANSIONS:  # whose first token takes up the blanks before it
                 first += min(at for at in map((child.text or b"").find, (b"$", b"`")) if at >= 0)
@@ -216,7 +231,7 @@ class Expander:
 
     def _expansion(self, node: Node, quote: str) -> Iterator[Piece | None]:
         line, kind = self.line(node), "quoted" if quote else "value"
-        source = text_of(node).lstrip(" \t\n\\")
+        source = text_of(node).lstrip(" \t\n\\").replace("\\\n", "")
         if node.type == "command_substitution":
             output = self.substitute(node)
             inner = source[1:] if source.startswith("$") else f"({source[1:-1]})"
@@ -255,9 +270,10 @@ class Expander:
         value = self.get(name)
         return [Word(unknown(name), line)] if value is None else [value["0"]] if "0" in value else []
 
-    def key(self, name: str, index: Node) -> str | None:
-        """The key of an element, of a dictionary or a list; None where it is not known."""
-        text, value = self.text(index), self.get(name) or {}
+    def key(self, name: str, subscript: Node) -> str | None:
+        """The key of `NAME[...]`, of a dictionary or a list; None where it is not known."""
+        text = self.between(subscript, text_of(subscript).index("[") + 1, 1)
+        value = self.get(name) or {}
         if MARK.search(text):
             return None
         if name in self.associative:
@@ -280,7 +296,7 @@ class _Parameter:
         name, index, operator, operand = _parts(self.node)
         if name is None:
             return self._unknown()
-        prefix, whole = self.source[2], index is not None and text_of(index) in ("@", "*")
+        prefix, whole = self.source[2], index is not None and text_of(index).endswith(("[@]", "[*]"))
         if prefix == "!":
             return self._keys(name) if whole else self._named_by(name)
         values = self._elements(name, index)
@@ -315,7 +331,7 @@ class _Parameter:
         line = self.words.line(self.node)
         if index is None:
             return self.words.value(name, line)
-        value, whole = self.words.get(name), text_of(index) in ("@", "*")
+        value, whole = self.words.get(name), text_of(index).endswith(("[@]", "[*]"))
         if value is None:
             return [Word(unknown(name), line)] if whole else self._unknown()
         if whole:
@@ -361,7 +377,7 @@ def _parts(node: Node) -> tuple[str | None, Node | None, str, int]:
     for child in node.children:
         if child.type == "subscript":
             inner = child.child_by_field_name("name")
-            name, index = text_of(inner) if inner else None, child.child_by_field_name("index")
+            name, index = text_of(inner) if inner else None, child
         elif child.type in ("variable_name", "special_variable_name"):
             name = text_of(child)
         if name is not None:

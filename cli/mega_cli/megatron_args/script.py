@@ -176,16 +176,14 @@ class Reader:
         return (both if sign == "&&" else either)(status, found[0] if found else None)
 
     def _pipeline(self, node: Node) -> Truth:
-        status, entered = None, self.entered
-        stages = node.named_children
-        for number, stage in enumerate(stages):
-            if number + 1 < len(stages):
-                before = dict(self.words.variables)
-                self.entered, status = self.captured(partial(self._statement, stage))
-                self.words.variables = before
-            else:
-                status = self._statement(stage)
-        self.entered = entered
+        """`a | b`: each in a shell of its own."""
+        before, status = (dict(self.words.variables), self.entered), None
+        *first, last = node.named_children
+        for stage in first:
+            self.entered, status = self.captured(partial(self._statement, stage))
+            self.words.variables = dict(before[0])
+        status = self._statement(last)
+        self.words.variables, self.entered = before
         return status
 
     def captured(self, follow: Callable[[], Truth]) -> tuple[str | None, Truth]:
@@ -228,7 +226,9 @@ class Reader:
             found = [None if worth is None and p != "*" else matches(worth or "", p) for p in patterns]
             holds: Truth = True if True in found else None if None in found else False
             if holds:
-                return self._block(body)
+                self._block(body)
+                through = any(child.type == ";&" for child in item.children) and number + 1 < len(items)
+                return self._block(self._patterns(items[number + 1])[1]) if through else True
             if holds is None:
                 rest = items[number + 1 :]
                 follow, go_on = partial(self._block, body), partial(self._items, node, text, rest)
@@ -357,8 +357,7 @@ class Reader:
         text = words.text(value) if value else ""
         key: str | None = "0"
         if target.type == "subscript":
-            index = target.child_by_field_name("index")
-            key, old = words.key(name, index) if index else "0", words.get(name) or {}
+            key, old = words.key(name, target), words.get(name) or {}
         if key is None:
             words.set_number(name, None)
             return True
@@ -474,14 +473,15 @@ class Reader:
         try:
             return run_command(self, fields, node) if fields else True
         finally:
-            self.entered = entered
+            if any(child.type == "herestring_redirect" for child in node.named_children):
+                self.entered = entered
             for name in [text_of(prefix).partition("=")[0] for prefix in prefixes] if fields else []:
                 words.variables.pop(name, None)
                 words.variables |= {name: before[name]} if name in before else {}
 
     def _redirected(self, node: Node) -> Truth:
         body, before = node.child_by_field_name("body"), self.entered
-        redirects = [*node.children_by_field_name("redirect")]
+        redirects = [child for child in node.named_children if child.type.endswith("_redirect")]
         heredocs = [child for child in redirects if child.type == "heredoc_redirect"]
         redirects += [inner for child in heredocs for inner in child.children_by_field_name("redirect")]
         further = [inner for child in heredocs for inner in child.named_children if inner.type == "pipeline"]
@@ -495,7 +495,7 @@ class Reader:
                 return self._statement(body)
             text, status = self.captured(lambda: self._statement(body))
             if writing is not None and text is not None:
-                name = self.words.text(writing.named_children[-1])
+                name = self.words.text(writing.named_children[-1]).removeprefix("./")
                 old = self.files.get(name, "") if writing.children[0].type == ">>" else ""
                 self.files[name] = old + text
             self.entered = text
@@ -514,7 +514,7 @@ class Reader:
             text = "" if body is None else self.words.heredoc(body, literal=literal is not None)
             self.entered = re.sub(r"(?m)^\t+", "", text) if redirect.children[0].type == "<<-" else text
         elif redirect.children[0].type == "<":
-            self.entered = self.files.get(self.words.text(redirect.named_children[-1]))
+            self.entered = self.files.get(self.words.text(redirect.named_children[-1]).removeprefix("./"))
 
     def _test(self, node: Node) -> Truth:
         """`[ ... ]` and `[[ ... ]]`."""

@@ -15,7 +15,7 @@ PASSES = 4
 NAME = re.compile(rb"[A-Za-z_]\w*")
 PARAMETER = re.compile(rb"[A-Za-z_]\w*|[\d@*#]")
 NEWLINE = re.compile(rb"(?<!\\)\n")
-BRACKET = re.compile(r"(?<=\s)\\([()])(?=\s)")
+BRACKETS = re.compile(r"(?<![\w\[])\[(\s[^\n]*?\\\([^\n]*?\s)\](?=\s|;|$)", re.MULTILINE)
 
 
 @cache
@@ -27,13 +27,13 @@ def parse(text: str) -> Node:
     """The tree of a script.
 
     Where the parser stumbles, it is helped over what people write that it does not know: `NAME=<path to data>`, which
-    a user was to fill in, `${x:$i}`, and `\\(` in a test; over a line of several assignments, to which it takes the next
+    a user was to fill in, `${x:$i}`, and `[ \\( ... ]`; over a line of several assignments, to which it takes the next
     line, and a `$NAME` whose sign it takes for itself.
     """
     source = text.encode()
     root = _parser().parse(source).root_node
     if root.has_error:
-        for pattern, said in ((PLACEHOLDER, r"\1'\2'"), (SUBSTRING, ""), (BRACKET, r'"\1"')):
+        for pattern, said in ((PLACEHOLDER, r"\1'\2'"), (SUBSTRING, ""), (BRACKETS, r"test\1")):
             text = pattern.sub(said, text)
         source = text.encode()
         root = _parser().parse(source).root_node
