@@ -16,6 +16,7 @@ from mega_cli.megatron_args.syntax import parse, text_of
 
 Value = dict[str, Word]  # by index or key; a plain variable is what lies at "0"
 
+LONGEST = 1_000_000  # characters of a variable, lest a loop doubles it for ever
 EXPANSIONS = frozenset({"simple_expansion", "expansion", "command_substitution", "arithmetic_expansion"})
 ESCAPED = {'"': re.compile(r'\\([$`"\\])|\\\n'), "<<": re.compile(r"\\([$`\\])|\\\n"), "": re.compile(r"\\(.)|\\\n")}
 NUMBERED = re.compile(f"{OPEN}#(\\d+){CLOSE}")
@@ -34,7 +35,7 @@ class Expander:
         associative: variables that are dictionaries.
         substitute: the output of a command substitution; None for not known.
         marks: names of marks in a text that was parsed, which stand there as numbers.
-        first_line: line of the script where the text under expansion begins.
+        place: line of the script where the text under expansion begins, and whether all of it stands there.
     """
 
     substitute: Callable[[Node], str | None]
@@ -44,11 +45,12 @@ class Expander:
     awaited: set[str] = field(default_factory=set)
     associative: set[str] = field(default_factory=set)
     marks: list[str] = field(default_factory=list)
-    first_line: int = 1
+    place: tuple[int, bool] = (1, False)
 
     def line(self, node: Node) -> int:
         """The line of the script where a node begins."""
-        return self.first_line + node.start_point[0]
+        first, flat = self.place
+        return first if flat else first + node.start_point[0]
 
     def numbered(self, text: str) -> str:
         """A text to be parsed: its marks, which may hold any character, as numbers."""
@@ -61,16 +63,16 @@ class Expander:
         return NUMBERED.sub(lambda match: unknown(self.marks[int(match[1])]), text)
 
     @contextmanager
-    def at(self, first_line: int, arguments: list[Word] | None) -> Iterator[None]:
-        """In a text that begins at a line, and with arguments, if it has its own."""
-        before = self.first_line, self.positional
-        self.first_line = first_line
+    def at(self, place: tuple[int, bool], arguments: list[Word] | None) -> Iterator[None]:
+        """In a text that begins at a place, and with arguments, if it has its own."""
+        before = self.place, self.positional
+        self.place = place
         if arguments is not None:
             self.positional = arguments
         try:
             yield
         finally:
-            self.first_line, self.positional = before
+            self.place, self.positional = before
 
     # The variables.
 
@@ -82,6 +84,8 @@ class Expander:
 
     def set(self, name: str, value: Value) -> None:
         """Set a variable, unless it was defined from outside."""
+        if sum(len(word.text) + 1 for word in value.values()) > LONGEST:
+            value = {"0": Word(unknown("{" + name + "}"), self.place[0])}
         if name not in self.defined:
             self.variables[name] = value
             self.awaited.discard(name)
@@ -99,7 +103,7 @@ class Expander:
 
     def set_number(self, name: str, value: str | None) -> None:
         """Set a variable by arithmetic (`calculate`)."""
-        self.set_text(name, unknown("{" + name + "}") if value is None else value, self.first_line)
+        self.set_text(name, unknown("{" + name + "}") if value is None else value, self.place[0])
 
     def _index(self, text: str) -> str | None:
         """The key of an array's element; None where it is not known."""
