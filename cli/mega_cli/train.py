@@ -54,7 +54,10 @@ def train_command(
     ] = None,
     define: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="With --from-megatron-args: set a variable of the script. Repeatable."),
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="With --from-megatron-args: a variable of the script, whatever it sets it to itself. Repeatable.",
+        ),
     ] = None,
     strict: Annotated[
         bool,

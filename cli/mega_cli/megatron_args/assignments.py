@@ -12,7 +12,7 @@ from mega_cli.megatron_args.syntax import text_of
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-    from mega_cli.megatron_args.expand import Value
+    from mega_cli.megatron_args.expand import Expander, Value
     from mega_cli.megatron_args.script import Reader
 
 
@@ -29,30 +29,36 @@ def assign(reader: Reader, node: Node) -> Truth:
     if target is None:
         return True
     words, name = reader.words, text_of(target.child_by_field_name("name") or target)
+    old, single = words.get(name) or {}, target.type != "subscript"
     appended = any(child.type == "+=" for child in node.children)
-    old = words.get(name) or {} if appended else {}
     if value is not None and value.type == "array":
-        words.set(name, _array(reader, name, value, dict(old)))
+        words.set(name, _array(reader, value, dict(old) if appended else {}))
         return True
     text = words.text(value) if value else ""
-    key: str | None = "0"
-    if target.type == "subscript":
-        key, old = words.key(name, target), words.get(name) or {}
+    key = "0" if single else words.key(name, target)
     if key is None:
         words.set_number(name, None)
-        return True
-    awaited = (match := MARK.fullmatch(text)) is not None and (match[1].isdigit() or match[1] in words.awaited)
-    if awaited and match and match[1].isdigit():
-        text = unknown(name)  # an argument of the script is better known by the variable that it is given to
-    before = old[key].text if appended and key in old else ""
-    words.set(name, {**old, key: Word(before + text, old[key].line if before else words.line(node))})
-    if awaited:
-        words.awaited.add(name)
+    elif appended and key in old:
+        words.set(name, {**old, key: Word(old[key].text + text, old[key].line)})
+    else:
+        kept = {} if single and not appended else old
+        awaited = _awaited(words, text)
+        # An argument of the script is better known by the variable that it is given to.
+        word = Word(unknown(name) if awaited and single else text, words.line(node))
+        words.set(name, _in_order(words, name, {**kept, key: word}))
+        words.awaited |= {name} if awaited else set()
     return True
 
 
-def _array(reader: Reader, name: str, node: Node, value: Value) -> Value:
-    position = len(value)
+def _awaited(words: Expander, text: str) -> bool:
+    """Whether a text is nothing but an argument of the script that was not given."""
+    match = MARK.fullmatch(text)
+    return match is not None and (match[1].isdigit() or match[1] in words.awaited)
+
+
+def _array(reader: Reader, node: Node, value: Value) -> Value:
+    """`( ... )`, added to a value."""
+    position = 1 + max((int(key) for key in value if key.isdigit()), default=-1)
     for item in node.named_children:
         keyed = re.match(r"\[([^]]*)\]=", text_of(item))
         if item.type == "comment":
@@ -96,3 +102,9 @@ def unset(reader: Reader, node: Node) -> Truth:
         elif not text_of(child).startswith("-"):
             reader.words.set(text_of(child), {})
     return True
+
+
+def _in_order(words: Expander, name: str, value: Value) -> Value:
+    """The elements of a list by their index."""
+    listed = name not in words.associative and all(map(str.isdigit, value))
+    return dict(sorted(value.items(), key=lambda item: int(item[0]))) if listed else value

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SHELL = re.compile(r"(?:.*/)?(?:ba|z|da|k)?sh")
 SCRIPT = re.compile(r".*\.(?:sh|bash|slurm|sbatch|job|batch|pbs)")
+SURROUNDINGS = re.compile(r".*(?:activate|bashrc|profile|setvars\.sh|set_env\.sh|(?:conda|modules|lmod)\.sh|/init/\w+)")
 TRANSPARENT = frozenset({"command", "builtin", "exec", "time", "nohup"})
 HANDLING = frozenset(
     {"chmod", "cp", "mv", "rm", "ls", "scp", "rsync", "touch", "dos2unix", "grep", "git", "chown", "ln"}
@@ -128,7 +129,8 @@ def _source(reader: Reader, words: list[Word], node: Node) -> Truth:
     name = words[1].text if len(words) > 1 else ""
     text = read_file(reader, name)
     if text is None:
-        reader.remark(node, f"the file of `{shown(' '.join(word.text for word in words))}` was not read")
+        if not SURROUNDINGS.fullmatch(name):
+            reader.remark(node, f"the file of `{shown(' '.join(word.text for word in words))}` was not read")
         return None
     return reader.read(text, words[0].line, words[2:] or None)
 

@@ -54,7 +54,7 @@ SCRIPTS = {
     "function keyword": "function g { A=$1; return; A=3; }\ng 5\nrun $A",
     "local variables come back": "A=1; f() { local A=2; g; }; g() { B=$A; A=3; }; f; run $A $B",
     "arguments of a caller": 'f() { g "$2"; run $1; }; g() { X=$1; }; set -- q; f a b; run2 $X $1',
-    "array added to": 'A=(--a 1); A+=(--b "2 3"); A[7]=z; A[0]=y; run "${A[@]}" ${#A[@]}',
+    "array added to": 'A=(--a 1); A+=(--b "2 3"); A[7]=z; A[0]=y; A[5]=x; run "${A[@]}" ${#A[@]}',
     "text added to": "A=x; A+=y; A+=' z'; run $A \"$A\"",
     "array of lines": "A=(\n  --a 1 # one\n  # --b 2\n  --c\n)\nrun ${A[@]}",
     "dictionary": 'declare -A M; M[a]=1; M["b c"]=2; M+=([d]=3); k=a; run ${M[$k]} "${M[b c]}" ${M[d]} ${M[none]:-0}',
