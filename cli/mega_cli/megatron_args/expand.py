@@ -147,13 +147,8 @@ class Expander:
         separators = self.variables["IFS"]["0"].text if self.variables.get("IFS") else " \t\n"
         current: Word | None = None
         for piece in [*pieces, None]:
-            parts = (
-                [""]
-                if piece is None
-                else split_blanks(piece.text, separators)
-                if piece.kind == "value"
-                else [piece.text]
-            )
+            text = piece.text if piece else ""
+            parts = split_blanks(text, separators) if piece and piece.kind == "value" else [text]
             for number, part in enumerate(parts):
                 if (number or piece is None) and current is not None:
                     yield current
@@ -190,31 +185,19 @@ class Expander:
         source = node.text or b""
         for child in node.children:
             first, last = child.start_byte - node.start_byte, child.end_byte - node.start_byte
-            if (
-                first < start
-                or last > end
-                or not (
-                    child.is_named
-                    and (
-                        child.child_count or "string" in child.type or (child.type == "regex" and "$" in text_of(child))
-                    )
-                )
-            ):
-                continue
-            if child.type == "string_content":
-                continue
-            if child.type == "regex":  # which the parser leaves whole
-                yield from self._literal(source[start:first].decode(), quote, node)
-                value = parse("x=" + text_of(child)).named_children[0].child_by_field_name("value")
-                yield from self.pieces(value) if value else ()
-                start = last
+            if first < start or last > end or not _stands_for_something(child):
                 continue
             if child.type in EXPANSIONS:  # whose first token takes up the blanks before it
                 first += min(at for at in map((child.text or b"").find, (b"$", b"`")) if at >= 0)
             yield from self._literal(source[start:first].decode(), quote, node)
-            yield from self.pieces(child, quote)
+            yield from self._regex(child) if child.type == "regex" else self.pieces(child, quote)
             start = last
         yield from self._literal(source[start:end].decode(), quote, node)
+
+    def _regex(self, node: Node) -> list[Piece | None]:
+        """A pattern in `${NAME%pattern}`, which the parser leaves whole, expansions and all."""
+        value = parse("x=" + text_of(node)).named_children[0].child_by_field_name("value")
+        return self.pieces(value) if value else []
 
     def _literal(self, source: str, quote: str, node: Node) -> Iterator[Piece]:
         """Text of the script, its escapes resolved."""
@@ -373,6 +356,13 @@ class _Parameter:
         first = first - (name == "@") if first >= 0 else size + first  # ${@:1} begins with the first
         last = size if not colon else first + count if count >= 0 else size + count
         return values[first:last] if several else [Word(text[first:last], self.words.line(self.node))]
+
+
+def _stands_for_something(node: Node) -> bool:
+    """Whether part of a word is more than text as it stands."""
+    if node.type == "regex":
+        return "$" in text_of(node)
+    return node.is_named and node.type != "string_content" and (node.child_count > 0 or "string" in node.type)
 
 
 def _parts(node: Node) -> tuple[str | None, Node | None, str, int]:

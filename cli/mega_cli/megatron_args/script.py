@@ -209,13 +209,13 @@ class Reader:
     def _if(self, node: Node) -> Truth:
         return self._arms(node, list(arms(node)))
 
-    def _arms(self, node: Node, arms: Sequence[tuple[list[Node], list[Node]]]) -> Truth:
-        for number, (condition, body) in enumerate(arms):
+    def _arms(self, node: Node, found: Sequence[tuple[list[Node], list[Node]]]) -> Truth:
+        for number, (condition, body) in enumerate(found):
             holds = self.block(condition)
             if holds:
                 return self.block(body)
             if holds is None:
-                rest = arms[number + 1 :]
+                rest = found[number + 1 :]
                 follow, go_on = partial(self.block, body), partial(self._arms, node, rest)
                 self.either(node, "this `if` holds", follow, go_on)
                 return None
@@ -344,6 +344,7 @@ class Reader:
         heredocs = [child for child in redirects if child.type == "heredoc_redirect"]
         redirects += [inner for child in heredocs for inner in child.children_by_field_name("redirect")]
         further = [inner for child in heredocs for inner in child.named_children if inner.type == "pipeline"]
+        after = [inner for child in heredocs for inner in child.children_by_field_name("right")]
         for redirect in redirects:
             self._enter(redirect)
         writing = next(filter(None, map(written, redirects)), None)
@@ -351,14 +352,14 @@ class Reader:
             if body is None:
                 return True
             if writing is None and not further:
-                return self.statement(body)
+                return self.block([body, *after])
             text, status = self.captured(lambda: self.statement(body))
             if writing is not None and text is not None:
                 name = self.words.text(writing.named_children[-1]).removeprefix("./")
                 old = self.files.get(name, "") if writing.children[0].type == ">>" else ""
                 self.files[name] = old + text
             self.entered = text
-            return self.block(further) if further else status
+            return self.block([*further, *after]) if further or after else status
         finally:
             self.entered = before
 

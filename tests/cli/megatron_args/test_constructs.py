@@ -29,7 +29,8 @@ PARAMETERS = [
 
 @needs_bash
 @pytest.mark.parametrize("word", PARAMETERS)
-def test_words(word: str):
+def test_words(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     for value in ("a.b", "a_b/a.b=c", "/x/aab.txt", "ab"):
         script = (
             f"set -- p 'q r'\nx={value}; y=b; n=2; x1=5; r=x\nL=(ab 'a b' cb)\ndeclare -A M=([k]=v [{value}]=w ['two words']=z)\n"
@@ -71,6 +72,7 @@ SCRIPTS = {
     "here-document, indented": "A=x\nbash <<-EOF\n\trun $A\n\tEOF\nrun2",
     "here-document in a pipe": "cat <<EOF | bash\nrun a\nEOF\nrun2 b",
     "file written and run": 'A=1; cat > t.sh <<EOF\n#!/bin/bash\nrun "\\$1" $A b\nEOF\nchmod +x t.sh; bash t.sh "q r"',
+    "file written, then run": "cat > t.sh <<EOF && bash t.sh\nrun a\nEOF\nrun2 b",
     "file written by echo": "echo 'run a' > t.sh; echo 'run2 $B' >> t.sh; export B=b; sh t.sh",
     "file written and sourced": "cat <<'EOF' > t.sh\nA=1\nEOF\nsource ./t.sh\n. ./t.sh\nrun $A",
     "here-document that disturbs nothing": "cat <<EOT > c.json\n{ \"a\": $N, \"b\": {'c': `echo 1`} }\nEOT\nrun a",
