@@ -100,7 +100,7 @@ SCRIPTS = {
     "quoted newlines": 'A="\n  --a 1 \\\n  --b 2\n"\nrun $A',
     "words that touch": "A=1; run --x=\"$A\"'b'$A\\\n --y",
     "placeholders of sed": "A=7; run $(echo 'x BS y' | sed \"s/BS/$A/\" | tr ' ' '_')",
-    "background": "run a & run2 b; wait",
+    "background": "run a & wait; run2 b",
     "a command by its path": "A=run; $A x; \"$A\" y",
     "comments": "# run x 'y\nrun a # b\nrun2 'a # b'",
     "dollar signs": 'A=1; run $ "$" a$ "a$" $A$ "$A/$A"',
