@@ -44,6 +44,8 @@ LAUNCHERS = {
     "sbatch <<EOF\n#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\nsrun python pretrain_gpt.py {}\nEOF": (2, 4),
     "cat > job.sh <<'EOF'\ntorchrun --nproc-per-node 8 pretrain_gpt.py {}\nEOF\nsbatch -N 1 job.sh": (1, 8),
     "torchrun --nproc-per-node 8 --no-python $SCRIPT {}": (1, 8),
+    "srun -N 4 python -u -m megatron.train {}": (4, 1),
+    "torchrun $DIST $SCRIPT {}": (1, 1),
     "python $(dirname $(dirname $0))/pretrain_gpt.py {}": (1, 1),
     "run() {{ torchrun --nproc-per-node $1 \"${{@:2}}\"; }}\nrun 8 pretrain_gpt.py {}": (1, 8),
     "if [ -f /x ]; then torchrun --nproc-per-node 8 pretrain_gpt.py {}; fi": (1, 8),
@@ -67,6 +69,7 @@ HELD = {
     f"D=(--nproc_per_node 8 --nnodes 2)\nM=({MODEL})\nN=4": MODEL,
     f"TP=2\n{MODEL} \\\n--tensor-model-parallel-size ${{TP}} \\\n": f"{MODEL} --tensor-model-parallel-size 2",
     "--lr=1e-3 --swiglu": "--lr=1e-3 --swiglu",
+    f"--data-path $DATA {MODEL}": f"--data-path $DATA {MODEL}",
 }
 
 
@@ -107,6 +110,11 @@ def test_the_first_command_with_a_model_is_read_and_the_others_told():
 def test_an_evaluation_is_read_with_a_remark():
     launch = find_launch(f"python tasks/main.py --task LAMBADA {MODEL}")
     assert "main.py is not known to train" in launch.remarks[0][1]
+
+
+def test_an_open_value_before_the_model_is_no_program():
+    launch = find_launch(f"python -m megatron.train --lr $LR --seed 1 $MORE {MODEL}")
+    assert (launch.program, arguments(launch)) == ("megatron.train", f"--lr $LR --seed 1 $MORE {MODEL}")
 
 
 def test_an_open_value_moves_no_other():
