@@ -57,7 +57,10 @@ def train_command(
     ] = None,
     define: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="With --from-megatron-args: set a variable of the script. Repeatable."),
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="With --from-megatron-args: a variable of the script, whatever it sets it to itself. Repeatable.",
+        ),
     ] = None,
     strict: Annotated[
         bool,
@@ -117,8 +120,8 @@ def _translated(script: Path, define: list[str], arguments: list[str], *, strict
     from mega_common.errors import ConfigError
 
     try:
-        text = script.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = script.read_text(encoding="utf-8", errors="replace")  # comments are in any encoding
+    except OSError as error:
         raise ConfigError(f"{script}: cannot be read ({error})") from None
     variables = dict(_definition(text) for text in define)
     return to_yaml(translate(text, path=script, define=variables, arguments=arguments, strict=strict))

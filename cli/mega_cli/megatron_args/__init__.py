@@ -3,10 +3,14 @@
     translation = translate(Path("pretrain.sh").read_text())
     print(to_yaml(translation))
 
-`shell`, `conditions`, `arithmetic` and `script` read the script, `launch` finds the training command in it, `flags` reads
-its arguments, and `model` (with `experts` and `patterns`), `data`, `stages` and `training` turn them into the sections
-of a run. `flags.csv` is the table of Megatron-LM's flags, `handling.yaml` tells what becomes of those that no key comes
-from.
+`launch` finds the training command of a script. For that `script` follows it statement by statement (with `loops`,
+`assignments`, `commands` and `conditions`; `merge` where nobody knows which way it goes), over the tree that tree-sitter
+makes of it (`syntax`), and `expand` its words (with `globs`, `arithmetic`, and `output` for what small commands print).
+What only a running shell knows stays in a `shell.Word` as a mark.
+
+`flags` reads the arguments of the command, and `model` (with `experts` and `patterns`), `data`, `stages` and `training`
+turn them into the sections of a run. `flags.csv` is the table of Megatron-LM's flags, `handling.yaml` tells what becomes
+of those that no key comes from.
 """
 
 from mega_cli.megatron_args.draft import Note

@@ -26,6 +26,7 @@ LAUNCHER = re.compile(
     r"--(?:nproc-per-node|nnodes|node-rank|master-(?:addr|port)|rdzv-.*|max-restarts|tee|log-dir|redirects|role|no-python"
     r"|standalone|local-addr|monitor-interval|num-(?:gpus|nodes)|hostfile|include|exclude|launcher)"
 )
+STARTING = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|srun|mpirun|mpiexec|deepspeed|accelerate|launch|exec|run|env)")
 SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)(?:=|[ \t]*)([^\s#]*)", re.MULTILINE)
 Command = tuple[list[Word], int]  # with where the Python file stands
 LONG = {"-N": "--nodes", "-n": "--ntasks", "-np": "--ntasks", "--nnode": "--nnodes"}
@@ -141,27 +142,28 @@ def _long(option: str) -> str:
 
 def _program(command: Sequence[Word]) -> int | None:
     """Where the Python file stands in a command, or what stands for it."""
+    if command[0].text.startswith("--"):
+        return None  # a list of arguments
     files = [at for at, word in enumerate(command) if word.text.endswith(".py")]
     if files:
         return next((at for at in files if TRAINING.search(PurePosixPath(command[at].text).name)), files[0])
     model = next((at for at, word in enumerate(command) if _has_model([word])), None)
     if model is None:
         return None
-    return next(
-        (
-            at
-            for at in range(model - 1, 0, -1)
-            if not command[at].text.startswith("-") and not command[at - 1].text.startswith("--")
-        ),
-        None,
-    )
+    words = [word.text for word in command[:model]]
+    modules = [at for at in range(1, model) if words[at - 1] == "-m" and not words[at].startswith("torch.")]
+    free = [at for at in range(1, model) if not words[at].startswith("-") and not words[at - 1].startswith("-")]
+    held = [at for at in free if not STARTING.fullmatch(words[at])] or [
+        at for at in range(1, model) if MARK.search(words[at])
+    ]
+    following = [at for at in held if at + 1 not in held]  # the last of those that stand together
+    return next(iter(modules or following), None)
 
 
 def _trains(command: Sequence[Word], at: int) -> bool:
     """Whether a command's Python file trains, by its name or by what it is given."""
-    return re.search("train|finetune|sft", _name(command[at])) is not None or any(
-        _long(word.text) == "--micro-batch-size" for word in command
-    )
+    named = MARK.search(command[at].text) or re.search("train|finetune|sft", _name(command[at]))
+    return named is not None or any(_long(word.text) == "--micro-batch-size" for word in command)
 
 
 def _has_model(words: Sequence[Word]) -> bool:
