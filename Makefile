@@ -13,8 +13,8 @@ setup: $(VENV)/.done  ## make the environment: torch first and alone, then the r
 
 $(VENV)/.done: constraints.txt $(addsuffix /pyproject.toml,$(PACKAGES))
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q torch==2.13.0
-	$(BIN)/python -m pip install -q --no-deps -r constraints.txt
+	$(BIN)/python -m pip install torch==2.13.0
+	$(BIN)/python -m pip install --no-deps -r constraints.txt
 	$(BIN)/python -m pip install -q --no-deps $(addprefix -e ./,$(PACKAGES))
 	touch $@
 

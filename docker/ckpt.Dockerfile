@@ -8,7 +8,7 @@ COPY packages/ckpt packages/ckpt
 COPY cli cli
 RUN python3 -m venv /opt/mega \
     && /opt/mega/bin/pip install --no-cache-dir -c constraints.txt \
-        ./packages/common ./packages/ckpt ./cli \
+        ./packages/common "./packages/ckpt[gguf]" ./cli \
     && useradd --create-home --uid 10001 mega \
     && install -d -o mega -g mega /workspace
 
