@@ -3,10 +3,10 @@
     translation = translate(Path("pretrain.sh").read_text())
     print(to_yaml(translation))
 
-`shell`, `conditions`, `arithmetic` and `script` read the script, `launch` finds the training command in it, `flags` reads
-its arguments, and `model` (with `experts` and `patterns`), `data`, `stages` and `training` turn them into the sections
-of a run. `flags.csv` is the table of Megatron-LM's flags, `handling.yaml` tells what becomes of those that no key comes
-from.
+`shell`, `conditions`, `arithmetic` and `script` read the script, `launch` finds the training command in it, `parse` reads
+its arguments, and `model` (with `experts` and `patterns`), `data`, `stages`, `training` and `schedule` turn them into the
+sections of a run. `flags.csv` is the table of Megatron-LM's flags, `forks.csv` that of what its forks add, and
+`handling.yaml` tells what becomes of those that no key comes from.
 """
 
 from mega_cli.megatron_args.draft import Note

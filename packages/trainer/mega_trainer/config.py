@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import frexp
@@ -18,6 +19,8 @@ from mega_common.presets import preset
 from mega_data.config import DataConfig
 from mega_trainer.layout import model_problems, world_problems
 from mega_trainer.optim.lr import LRCurve, LRSchedule
+
+SHELL_VARIABLE = re.compile(r"\$[A-Za-z_{(\d]")
 
 
 class ParallelConfig(Config):
@@ -231,8 +234,22 @@ class RunConfig(Config):
         if isinstance(place(self.output), Remote):
             rule = "must be a folder here: metrics and logs are written line by line"
             yield Problem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")
+        for path, value in _flat(self.model_dump(mode="json", by_alias=True)).items():
+            for text in _texts(value):
+                if SHELL_VARIABLE.search(text):
+                    yield Problem(
+                        path, "names a variable of the shell, which nothing puts in here", text, "write its value"
+                    )
         if self.batch.global_ % self.batch.micro:
             yield Problem("batch.global", f"must be a multiple of batch.micro = {self.batch.micro}", self.batch.global_)
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(list(item.values()) if isinstance(item, Mapping) else item)
 
 
 def resolve(raw: Mapping[str, Any], *, base: Path = Path()) -> dict[str, Any]:
