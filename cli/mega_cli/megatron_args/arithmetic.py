@@ -1,26 +1,163 @@
-"""Integer arithmetic of `$(( ))`, and patterns of layers."""
+"""Integer arithmetic of `$(( ))` and `(( ))`, and patterns of layers."""
 
 from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable
+from typing import Protocol
 
-OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),  # bash rounds towards zero
-    ast.Mod: lambda a, b: abs(a) % abs(b) * (1 if a >= 0 else -1),
-}
+# The tree of tree-sitter-bash is of no use here: it binds `-a + b` as `-(a + b)` and `a = b = c` from the left.
+TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+#\w+|\d\w*)|(?P<name>[A-Za-z_]\w*(?:\[[^]]*\])?)"
+    r"|(?P<sign><<=|>>=|\*\*|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[-+*/%<>=!~&^|?:(),]))",
+    re.ASCII,
+)
+POWER = 13
+BINARY: dict[str, tuple[int, Callable[[int, int], int]]] = {
+    ",": (1, lambda a, b: b),
+    "||": (4, lambda a, b: int(a != 0 or b != 0)),
+    "&&": (5, lambda a, b: int(a != 0 and b != 0)),
+    "|": (6, operator.or_), "^": (7, operator.xor), "&": (8, operator.and_),
+    "==": (9, operator.eq), "!=": (9, operator.ne),
+    "<": (10, operator.lt), ">": (10, operator.gt), "<=": (10, operator.le), ">=": (10, operator.ge),
+    "<<": (11, operator.lshift), ">>": (11, operator.rshift),
+    "+": (12, operator.add), "-": (12, operator.sub),
+    "*": (POWER, operator.mul),
+    "/": (POWER, lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)),  # bash rounds towards zero
+    "%": (POWER, lambda a, b: abs(a) % abs(b) * (1 if a >= 0 else -1)),
+    "**": (POWER + 1, lambda a, b: operator.pow(a, b)),
+}  # fmt: skip
+UNARY: dict[str, Callable[[int], int]] = {
+    "-": operator.neg, "+": operator.pos, "~": operator.invert, "!": operator.not_,
+}  # fmt: skip
+ASSIGNING = {"=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^="}
+LARGEST = 2**63
+DEPTH = 50
 
 
-def calculate(expression: str) -> int | None:
-    """The value of an expression of integers with + - * / % and brackets; None for anything else."""
+class Scope(Protocol):
+    """The variables of a script, as an expression reads and sets them; None is a value that is not known."""
+
+    def number(self, name: str) -> str | None:
+        """The text of a variable, which is an expression itself."""
+
+    def set_number(self, name: str, value: str | None) -> None:
+        """Give a variable a value."""
+
+
+def calculate(expression: str, scope: Scope | None = None, depth: int = 0) -> int | None:
+    """The value of an expression; None for what has none here: a variable that is not set, a quotient by zero, text."""
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        value = _Calculation(expression, scope, depth).value()
+    except (ValueError, ZeroDivisionError, KeyError, OverflowError, RecursionError):
         return None
+    return value if -LARGEST <= value < LARGEST else None
+
+
+class _Calculation:
+    """Precedence climbing over the tokens."""
+
+    def __init__(self, expression: str, scope: Scope | None, depth: int) -> None:
+        if depth > DEPTH:
+            raise ValueError("a variable that names itself")
+        self.scope, self.depth = scope, depth
+        self.tokens: list[tuple[str, str]] = []
+        at, end = 0, len(expression.rstrip())
+        while at < end:
+            match = TOKEN.match(expression, at)
+            if not match or not match.lastgroup:
+                raise ValueError(f"no arithmetic: {expression}")
+            self.tokens.append((match.lastgroup, match[match.lastgroup]))
+            at = match.end()
+
+    def value(self) -> int:
+        if not self.tokens:
+            return 0
+        value = self._binary(1)
+        if self.tokens:
+            raise ValueError("something follows the expression")
+        return value
+
+    def _next(self, *wanted: str) -> str:
+        """The next token if it is one of the wanted signs."""
+        return self.tokens.pop(0)[1] if self.tokens and self.tokens[0][1] in wanted else ""
+
+    def _binary(self, lowest: int) -> int:
+        left = self._unary()
+        while self.tokens:
+            sign = self.tokens[0][1]
+            if sign == "?" and lowest <= 3:
+                left = self._choice(left)
+                continue
+            if sign not in BINARY or BINARY[sign][0] < lowest:
+                break
+            self.tokens.pop(0)
+            precedence, apply = BINARY[sign]
+            right = self._binary(precedence + (sign != "**"))
+            if sign in ("**", "<<", ">>") and not 0 <= right < 64:
+                raise ValueError(f"{sign} {right}")
+            left = int(apply(left, right))
+        return left
+
+    def _choice(self, condition: int) -> int:
+        self._next("?")
+        chosen = self._binary(2)
+        if not self._next(":"):
+            raise ValueError("no : after ?")
+        other = self._binary(3)
+        return chosen if condition else other
+
+    def _unary(self) -> int:
+        kind, text = self.tokens.pop(0) if self.tokens else ("", "")
+        if kind == "number":
+            return _number(text)
+        if kind == "name":
+            return self._name(text)
+        if text in ("++", "--") and self.tokens and self.tokens[0][0] == "name":
+            return self._assign(self.tokens.pop(0)[1], text[0] + "=", lambda: 1)
+        if text in UNARY:
+            return int(UNARY[text](self._unary()))
+        if text != "(":
+            raise ValueError(f"no operand: {text}")
+        value = self._binary(1)
+        if not self._next(")"):
+            raise ValueError("( is not closed")
+        return value
+
+    def _name(self, name: str) -> int:
+        if sign := self._next(*ASSIGNING):
+            return self._assign(name, sign, lambda: self._binary(2))
+        if sign := self._next("++", "--"):
+            return self._assign(name, sign[0] + "=", lambda: 1) + (1 if sign == "--" else -1)
+        return self._of(name, self.scope.number(name) if self.scope else None)
+
+    def _of(self, name: str, text: str | None) -> int:
+        value = None if text is None else calculate(text, self.scope, self.depth + 1)
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def _assign(self, name: str, sign: str, operand: Callable[[], int]) -> int:
+        if self.scope is None:
+            raise KeyError(name)
+        old = self.scope.number(name)
+        self.scope.set_number(name, None)  # which it stays unless the following comes to an end
+        value = operand()
+        if sign != "=":
+            value = int(BINARY[sign[:-1]][1](self._of(name, old), value))
+        self.scope.set_number(name, str(value))
+        return value
+
+
+def _number(text: str) -> int:
+    if "#" in text:
+        base, _, digits = text.partition("#")
+        return int(digits, int(base))
+    if text[0] == "0" and text.isdigit():
+        return int(text, 8)
+    return int(text, 16) if text[:2].lower() == "0x" else int(text)
 
 
 def layer_pattern(text: str) -> int | list[int] | None:
@@ -34,24 +171,18 @@ def layer_pattern(text: str) -> int | list[int] | None:
 def _items(node: ast.expr) -> list[int]:
     match node:
         case ast.List(elts=elements):
-            return [_value(element) for element in elements]
+            return [_whole(element) for element in elements]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _items(left) + _items(right)
         case ast.BinOp(left=ast.Constant() as count, op=ast.Mult(), right=items):
-            return _value(count) * _items(items)
+            return _whole(count) * _items(items)
         case ast.BinOp(left=items, op=ast.Mult(), right=count):
-            return _items(items) * _value(count)
+            return _items(items) * _whole(count)
     raise ValueError("not a list of integers")
 
 
-def _value(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int() as value) if not isinstance(value, bool):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-            return OPERATIONS[type(op)](_value(left), _value(right))
-    raise ValueError("not an integer expression")
+def _whole(node: ast.expr) -> int:
+    value = calculate(ast.unparse(node))
+    if value is None:
+        raise ValueError("not an integer expression")
+    return value

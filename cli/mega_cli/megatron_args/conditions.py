@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
+from typing import NamedTuple
 
+from mega_cli.megatron_args.globs import matches
 from mega_cli.megatron_args.shell import MARK, is_unset
 
 Truth = bool | None  # None: not known
@@ -14,22 +16,14 @@ NUMERIC: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
     "-ge": operator.ge,
 }  # fmt: skip
+SIGNS = frozenset({"=", "==", "!=", "=~", "<", ">", *NUMERIC})
 
 
-def test(words: Sequence[str]) -> Truth:
-    """Whether a command holds; only tests of text and numbers are known.
+class Operand(NamedTuple):
+    """A word of a condition: its text, and what it is as a pattern."""
 
-    A parameter that the script does not set counts as empty where only its presence is asked for.
-    """
-    if words[:1] == ["!"]:
-        return negation(test(words[1:]))
-    if words[:1] == ["[["] and words[-1] == "]]":
-        return _any(words[1:-1], "||", "&&")
-    if words[:1] == ["["] and words[-1] == "]":
-        return _any(words[1:-1], "-o", "-a")
-    if words[:1] == ["test"]:
-        return _any(words[1:], "-o", "-a")
-    return {"true": True, ":": True, "false": False}.get(" ".join(words))
+    text: str
+    pattern: str
 
 
 def negation(value: Truth) -> Truth:
@@ -49,36 +43,85 @@ def either(left: Truth, right: Truth) -> Truth:
     return negation(both(negation(left), negation(right)))
 
 
-def _any(words: Sequence[str], or_: str, and_: str) -> Truth:
-    if or_ in words:
-        at = words.index(or_)
-        return either(_any(words[:at], or_, and_), _any(words[at + 1 :], or_, and_))
-    if and_ in words:
-        at = words.index(and_)
-        return both(_any(words[:at], or_, and_), _any(words[at + 1 :], or_, and_))
-    return _single(words, pattern=or_ == "||")
+class Condition:
+    """Decides a condition by its words.
 
+    `value` tells what a word is worth in a comparison: its text, empty if it is but a variable that is not set, None
+    where that is not known. `number` is that of arithmetic.
+    """
 
-def _single(words: Sequence[str], *, pattern: bool) -> Truth:
-    match words:
-        case ["!", *rest]:
-            return negation(_single(rest, pattern=pattern))
-        case ["-n", text] | [text]:
-            return _present(text)
-        case ["-z", text]:
-            return negation(_present(text))
-        case [left, "=" | "==" | "!=" as sign, right] if not MARK.search(left + right):
-            same = fnmatchcase(left, right) if pattern else left == right
-            return same == (sign != "!=")
-        case [left, sign, right] if sign in NUMERIC:
+    def __init__(
+        self, words: Sequence[Operand], value: Callable[[str], str | None], number: Callable[[str], int | None]
+    ) -> None:
+        self.words, self.value, self.number = list(words), value, number
+
+    def holds(self) -> Truth:
+        """Whether it holds; None where the script does not decide that, or where it is none."""
+        if not self.words:
+            return False
+        result = self._any()
+        return None if self.words else result
+
+    def _take(self, *texts: str) -> bool:
+        found = bool(self.words) and self.words[0].text in texts
+        if found:
+            self.words.pop(0)
+        return found
+
+    def _any(self) -> Truth:
+        result = self._all()
+        while self._take("||", "-o"):
+            result = either(result, self._all())
+        return result
+
+    def _all(self) -> Truth:
+        result = self._one()
+        while self._take("&&", "-a"):
+            result = both(result, self._one())
+        return result
+
+    def _one(self) -> Truth:
+        texts = [word.text for word in self.words[:3]]
+        if len(texts) == 3 and texts[1] in SIGNS:
+            left, sign, right = self.words[:3]
+            del self.words[:3]
+            return self._compared(left, sign.text, right)
+        if self._take("!"):
+            return negation(self._one())
+        if self._take("("):
+            result = self._any()
+            return result if self._take(")") else None
+        if len(texts) > 1 and re.fullmatch("-[a-zA-Z]", texts[0]):
+            del self.words[:2]
+            if texts[0] in ("-n", "-z"):
+                return self._present(texts[1]) == (texts[0] == "-n") if self._present(texts[1]) is not None else None
+            return None
+        return self._present(self.words.pop(0).text) if self.words else None
+
+    def _compared(self, left: Operand, sign: str, right: Operand) -> Truth:
+        if sign in NUMERIC:
+            numbers = [self._whole(left.text), self._whole(right.text)]
+            if None in numbers:
+                return None if any(self.value(word.text) is None for word in (left, right)) else False
+            return NUMERIC[sign](*(number for number in numbers if number is not None))
+        text, other = self.value(left.text), self.value(right.text)
+        if text is None or other is None:
+            return None
+        if sign in "<>":
+            return text < other if sign == "<" else text > other
+        if sign == "=~":
             try:
-                return NUMERIC[sign](int(left), int(right))
-            except ValueError:
+                return re.search(right.pattern, text) is not None if "[[:" not in right.pattern else None
+            except re.error:
                 return None
-    return None
+        same = matches(text, right.pattern if other else "")
+        return negation(same) if sign == "!=" else same
 
+    def _whole(self, text: str) -> int | None:
+        worth = self.value(text)
+        return self.number(worth) if worth and worth.strip() else None
 
-def _present(text: str) -> Truth:
-    if is_unset(text):
-        return False
-    return bool(text) if MARK.sub("", text) or not text else None
+    def _present(self, text: str) -> Truth:
+        if is_unset(text):
+            return False
+        return bool(text) if MARK.sub("", text) or not text else None

@@ -9,13 +9,22 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 from mega_cli.megatron_args.script import Script, read_script
-from mega_cli.megatron_args.shell import Word, shown
+from mega_cli.megatron_args.shell import MARK, Word, shown, split_blanks
 from mega_common.errors import ConfigError
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 OTHER_MODELS = re.compile(r"bert|t5|ict|retro|vision|vlm|mimo|multimodal|mamba|hybrid|realm|orqa")
+TRAINING = re.compile(r"train|finetune|sft|gpt|llama", re.IGNORECASE)
+MODEL = re.compile(
+    r"--(?:(?:en|de)coder-)?num-layers|--hidden-size|--use-checkpoint-args|--yaml-cfg|--config(?:-(?:file|path|name|yaml))?"
+    r"|--model-(?:name|size|type|config|path)|--(?:load-)?(?:hf|huggingface|pretrained)-\S*"
+)
+LAUNCHER = re.compile(
+    r"--(?:nproc-per-node|nnodes|node-rank|master-(?:addr|port)|rdzv-.*|max-restarts|tee|log-dir|redirects|role|no-python"
+    r"|standalone|local-addr|monitor-interval|num-(?:gpus|nodes)|hostfile|include|exclude|launcher)"
+)
 SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)(?:=|[ \t]*)([^\s#]*)", re.MULTILINE)
-LONG = {"-N": "--nodes", "-n": "--ntasks", "--nproc_per_node": "--nproc-per-node"}
+LONG = {"-N": "--nodes", "-n": "--ntasks", "-np": "--ntasks", "--nnode": "--nnodes"}
 
 
 @dataclass(frozen=True)
@@ -54,57 +63,124 @@ def find_launch(
     Raises:
         ConfigError: when there is none, or it trains another kind of model.
     """
-    batch = {LONG.get(key, key): value for key, value in SBATCH.findall(text)}
     script = read_script(
-        text, {name: [Word(value, 0)] for name, value in {**_slurm_variables(batch), **define}.items()}
+        text, path=path, environment=_slurm_variables(_batch_options(text)), define=define, arguments=arguments or None
     )
-    commands = [(command, at) for command in _commands(script) if (at := _program(command)) is not None]
+    batch = _batch_options(*script.texts)
+    commands = [(command, at) for command in script.commands if (at := _program(command)) is not None]
     training = [found for found in commands if _trains(*found)]
-    if not training:
-        bare = [word for command in script.commands if command[0].text.startswith("--") for word in command]
-        if not bare:
-            raise ConfigError(
-                "no training command in the launch script",
-                hint="expected a command such as `torchrun ... pretrain_gpt.py --num-layers ...`, or arguments alone",
-            )
-        return Launch("", bare, None, None, script.remarks)
-    command, at = training[0]
+    chosen = next((found for found in training if _has_model(found[0][found[1] + 1 :])), None)
+    if chosen is None:
+        lines = [word for words in script.commands if words[0].text.startswith("--") for word in words]
+        words = lines or _held_arguments(script)
+        if not lines and not _has_model(words):
+            raise _nothing_trained(training, script)
+        return Launch("", words, *_ranks(_launcher_arrays(script), batch), script.remarks)
+    command, at = chosen
     program = PurePosixPath(shown(command[at].text)).name
     if OTHER_MODELS.search(program):
         raise ConfigError(
             f"line {command[at].line}: {program} trains a model that is not a plain decoder, which mega does not"
         )
-    remarks = list(script.remarks)
-    remarks += [
-        (other[i].line, f"another training command, {shown(other[i].text)}, was not read") for other, i in training[1:]
+    others = [(c[i].line, f"another training command, {shown(c[i].text)}, was not read") for c, i in training]
+    remarks = [
+        *script.remarks,
+        *dict.fromkeys(other for other, found in zip(others, training, strict=True) if found != chosen),
     ]
     nodes, per_node = _ranks(command[:at], batch)
-    return Launch(program, command[at + 1 :], nodes, per_node, remarks)
+    return Launch(program, _apart(command[at + 1 :]), nodes, per_node, remarks)
 
 
-def _commands(script: Script) -> list[list[Word]]:
-    """All commands, those in the text of `bash -c "..."` or `eval ...` too."""
-    found: list[list[Word]] = []
-    for command in script.commands:
-        if command[0].text in ("echo", "printf"):
-            continue
-        nested = [word for word in command if ".py" in word.text and re.search(r"\s", word.text)]
-        if command[0].text == "eval":
-            nested = [Word(" ".join(word.text for word in command[1:]), command[0].line)]
-        inner = [read_script(word.text, script.variables, word.line) for word in nested]
-        launcher = [word for word in command if word not in nested]
-        found += [launcher + c for part in inner for c in part.commands] if nested else [command]
-    return found
+def _nothing_trained(training: Sequence[tuple[list[Word], int]], script: Script) -> ConfigError:
+    if not training:
+        return ConfigError(
+            "no training command in the launch script",
+            hint="expected a command such as `torchrun ... pretrain_gpt.py --num-layers ...`, or arguments alone",
+        )
+    command, at = training[0]
+    marks = dict.fromkeys(shown(word.text) for word in command[at + 1 :] if MARK.fullmatch(word.text))
+    unread = [sentence for _, sentence in script.remarks if sentence.startswith("the file of")]
+    because = f"; {', '.join([*marks, *unread])}" if marks or unread else ""
+    return ConfigError(
+        f"line {command[at].line}: {shown(command[at].text)} is given no argument that sets a model, such as --num-layers"
+        + (f" (not known: {because[2:]})" if because else ""),
+        hint="give the script's variables by --define NAME=VALUE, and its own arguments after `--`",
+    )
+
+
+def _batch_options(*texts: str) -> dict[str, str]:
+    """Slurm's options in the head of scripts."""
+    return {_long(key): value for text in texts for key, value in SBATCH.findall(text)}
+
+
+def _long(option: str) -> str:
+    return LONG.get(option, option if not option.startswith("--") else option.replace("_", "-"))
 
 
 def _program(command: Sequence[Word]) -> int | None:
-    """Where the Python file stands in a command."""
-    return next((i for i, word in enumerate(command) if word.text.endswith(".py")), None)
+    """Where the Python file stands in a command, or what stands for it."""
+    files = [at for at, word in enumerate(command) if word.text.endswith(".py")]
+    if files:
+        return next((at for at in files if TRAINING.search(PurePosixPath(command[at].text).name)), files[0])
+    model = next((at for at, word in enumerate(command) if _has_model([word])), None)
+    if model is None:
+        return None
+    return next(
+        (
+            at
+            for at in range(model - 1, 0, -1)
+            if not command[at].text.startswith("-") and not command[at - 1].text.startswith("--")
+        ),
+        None,
+    )
 
 
 def _trains(command: Sequence[Word], at: int) -> bool:
     """Whether a command's Python file trains, by its name or by what it is given."""
-    return "train" in PurePosixPath(command[at].text).name or any(word.text == "--micro-batch-size" for word in command)
+    name = PurePosixPath(command[at].text).name
+    return "train" in name or any(_long(word.text) == "--micro-batch-size" for word in command)
+
+
+def _has_model(words: Sequence[Word]) -> bool:
+    """Whether arguments say anything about the model."""
+    return any(MODEL.fullmatch(_long(word.text.partition("=")[0])) for word in _apart(words))
+
+
+def _apart(words: Sequence[Word]) -> list[Word]:
+    """Arguments, of which some may stand in one text, for a script that parts them."""
+    return [
+        Word(part, word.line)
+        for word in words
+        for part in (
+            split_blanks(word.text.strip()) if re.match(r"\s*--[\w-]+\s", MARK.sub("", word.text)) else [word.text]
+        )
+    ]
+
+
+def _held_arguments(script: Script) -> list[Word]:
+    """The arguments that variables hold, without those that others are made of."""
+    held = [words for words in _arrays(script) if not _of_launcher(words)]
+    texts = [" ".join(word.text for word in words) for words in held]
+    return [
+        word
+        for words, text in zip(held, texts, strict=True)
+        if not any(text in other and len(text) < len(other) for other in texts)
+        for word in words
+    ]
+
+
+def _launcher_arrays(script: Script) -> list[Word]:
+    return [Word("torchrun", 0), *(word for words in _arrays(script) if _of_launcher(words) for word in words)]
+
+
+def _of_launcher(words: Sequence[Word]) -> bool:
+    return all(LAUNCHER.fullmatch(_long(w.text.partition("=")[0])) for w in words if w.text.startswith("--"))
+
+
+def _arrays(script: Script) -> list[list[Word]]:
+    """The variables that hold arguments."""
+    values = [_apart(list(value.values())) for value in script.variables.values()]
+    return [words for words in values if words and words[0].text.startswith("--")]
 
 
 def _slurm_variables(batch: dict[str, str]) -> dict[str, str]:
@@ -125,14 +201,19 @@ def _ranks(launcher: Sequence[Word], batch: dict[str, str]) -> tuple[int | None,
     options: dict[str, str] = {}
     for word, following in zip(launcher, [*launcher[1:], Word("", 0)], strict=True):
         key, equals, value = word.text.partition("=")
-        options[LONG.get(key, key)] = value if equals else following.text
-    if "torchrun" in " ".join(options) or "torch.distributed" in " ".join(options):
+        options[_long(key)] = value if equals else following.text
+    names = {PurePosixPath(word.text).name for word in launcher}
+    if names & {"torchrun", "accelerate"} or "torch.distributed" in " ".join(options):
         nodes, per_node = options.get("--nnodes", "1"), options.get("--nproc-per-node", "1")
-    elif any(PurePosixPath(word.text).name == "srun" for word in launcher):
+    elif "deepspeed" in names:
+        nodes, per_node = options.get("--num-nodes", ""), options.get("--num-gpus", "")
+    elif "srun" in names:
         options = batch | options
         nodes, per_node = options.get("--nodes", "1"), options.get("--ntasks-per-node", "1")
         if "--ntasks" in options and "--ntasks-per-node" not in options:
             nodes, per_node = "1", options["--ntasks"]
+    elif names & {"mpirun", "mpiexec"}:
+        nodes, per_node = "1", options.get("--ntasks", "")
     else:
         return 1, 1
     return (int(nodes) if nodes.isdigit() else None), (int(per_node) if per_node.isdigit() else None)

@@ -52,11 +52,11 @@ def test_variables_and_arrays_come_back(values: dict[str, str], items: list[str]
 
 
 PIECES = st.one_of(
-    st.text("-=:", min_size=1, max_size=3),  # no letters, which would belong to the name of a variable before them
+    st.text("-:,", min_size=1, max_size=3),  # no letters, which would belong to the name of a variable before them
     st.text("ab -$x\n", max_size=4).map(lambda text: f"'{text}'"),
     st.sampled_from(
         ['"$A"', "$A", "${A}", '"${L[@]}"', "${L[@]}", '"${L[*]}"', "${L[0]}", "${A:-d}", "${E:-d e}", '"${E:-d e}"',
-         "${E-d}", "${A:+yes no}", "${E:+yes}", "${A:=z}", "$((2 * N + 1))", "${#L[@]}", '"a b"', "\\ ", '"\\"$N\\""',
+         "${E-d}", "${A:+yes no}", "${E:+yes}", "${A:=z}", "$((2 * N + 1))", "${#L[@]}", '"a b"', "a\\ ", '"\\"$N\\""',
          "\\\n", "'$A'", "${E}", '""', "$E$A", "${A^^}", "${A,,}"]
     ),
 )  # fmt: skip
@@ -91,7 +91,7 @@ def test_arithmetic_is_that_of_bash(expression: str, number: int):
         assert found == in_bash(script)
 
 
-@pytest.mark.parametrize("expression", ["", "1 +", "2 ** 3", "a", "1.5", "f(1)", "1 / 0", "'x'"])
+@pytest.mark.parametrize("expression", ["1 +", "2 ** -1", "a", "1 2", "(1", "1 ? 2", "1.5", "f(1)", "1 / 0", "'x'"])
 def test_arithmetic_of_anything_else_is_unknown(expression: str):
     assert calculate(expression) is None
 
@@ -136,32 +136,44 @@ def test_conditions_are_those_of_bash(condition: str):
     ],
 )
 def test_scripts_are_read_as_bash_runs_them(script: str):
-    found = words(script)
-    if "printf" not in script:
-        assert found == in_bash(script)
-    else:
-        assert found == ["--opt=a b", "--x=$(printf y)"]
+    assert words(script) == in_bash(script)
 
 
 def test_what_only_a_running_shell_knows_is_named():
     script = 'OUT=$1\nDIR=$(dirname "$0")\nrun $OUT/x ${HOME}/y $DIR `date` ${A##*/} "$@"'
-    assert words(script) == ["$OUT/x", "$HOME/y", '$(dirname "$0")', "$(date)", "${A##*/}", "$@"]
+    assert words(script) == ["$OUT/x", "$HOME/y", '$(dirname "$0")', "$(date)", "${A##*/}"]
 
 
 def test_what_is_not_set_counts_as_not_set_where_that_is_asked():
     assert words('if [ -z "$X" ]; then A=1; fi\nrun $A ${X:-2} ${1:-3}') == ["1", "2", "3"]
 
 
-def test_branches_that_are_not_decided_are_not_read_and_told():
-    script = read_script('A=1\nif [ "$X" = a ]; then A=2; else A=3; fi\nif [ -d y ]; then mkdir y; fi\nrun $A')
-    assert [word.text for word in script.commands[-1]] == ["run", "1"]
+def test_a_variable_that_is_not_set_is_empty_in_a_comparison_and_that_is_told():
+    script = read_script('A=1\nif [ "x$X" = xa ]; then A=2; else A=3; fi\nrun $A')
+    assert [word.text for word in script.commands[-1]] == ["run", "3"]
+    assert [line for line, text in script.remarks if "--define X=" in text] == [2]
+
+
+def test_where_it_is_not_known_which_way_a_script_goes_what_differs_is_open():
+    script = read_script(
+        'A=1; B=2; C="--x 1"; L=(--y)\n'
+        'if [ "$1" = a ]; then A=2; C="$C --z 3"; L+=(--w); elif [ -d /y ]; then mkdir y; B=2; fi\nrun $A $B $C ${L[@]}'
+    )
+    assert [shown(word.text) for word in script.commands[-1]] == (
+        ["run", "${A}", "2", "--x", "1", "${C}", "--y", "${L}"]
+    )  # fmt: skip
     assert [line for line, _ in script.remarks] == [2]
 
 
-def test_loops_are_read_once_and_told():
-    script = read_script("for i in 1 2; do\n A=$i\ndone\nwhile [ $A -lt 3 ]; do\n B=1; done\nrun $A $B")
-    assert [shown(word.text) for word in script.commands[-1]] == ["run", "$i", "1"]
-    assert [line for line, _ in script.remarks] == [1, 4]
+def test_commands_of_every_way_are_found():
+    script = read_script("if [ -d /y ]; then run 1; else run 2; fi; [ -f /z ] && run 3; case $1 in a) run 4;; esac")
+    assert [words[1].text for words in script.commands] == ["1", "2", "3", "4"]
+
+
+def test_loops_that_nobody_knows_the_end_of_leave_open_what_they_set():
+    script = read_script("for i in $(ls); do\n A=$i\ndone\nB=1\nwhile [ -f x ]; do\n B=2; done\nrun $A $B $i")
+    assert [shown(word.text) for word in script.commands[-1]] == ["run", "${A}", "${B}", "${i}"]
+    assert [line for line, _ in script.remarks] == [1, 5]
 
 
 def test_words_know_their_lines():
@@ -172,19 +184,10 @@ def test_words_know_their_lines():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("A=1\nrun 'x", r"line 2: \"'\" is opened"),
-        ('\nrun "x', r"line 2: '\"' is opened"),
-        ("run ${A", r"line 1"),
-        ("L=(1 2", r"line 1: the script ends before '\)'"),
-        ("if [ a = a ]; then A=1", r"line 1: a block begins here that no elif or else or fi ends"),
-        ("if [ a = a ]", r"line 1: a condition begins here that no 'then' ends"),
-    ],
+    "text", ["A=1\nrun 'x", '\n\nrun "x', "run ${A", "L=(1 2", "if [ a = a ]; then A=1", "if [ a = a ]", "run )"]
 )
-def test_what_is_never_closed(text: str, message: str):
-    with pytest.raises(ConfigError, match=message):
-        read_script(text)
+def test_what_the_shell_would_not_understand_is_told(text: str):
+    assert any("makes no sense to the shell" in sentence for _, sentence in read_script(text).remarks)
 
 
 TOKENS = [
