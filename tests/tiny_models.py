@@ -18,6 +18,7 @@ GPT2: dict[str, Any] = {
     "norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "tie_embeddings": True, "qkv_bias": True,
     "attention_out_bias": True, "mlp_bias": True,
 }  # fmt: skip
+_BIASES: dict[str, Any] = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
 OLMO2: dict[str, Any] = {"norm_position": "post", "qk_norm": True, "qk_norm_span": "all"}
 NEOX: dict[str, Any] = {
     "hidden_size": 32, "norm": "layernorm", "activation": "gelu", "qkv_bias": True, "attention_out_bias": True,
@@ -184,6 +185,67 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2-exact-gelu": {**GPT2, "activation": "gelu"},
     "gpt2-untied": {**GPT2, "tie_embeddings": False, "ffn_hidden_size": 96},
 }
+
+_SIDE_BY_SIDE: dict[str, Any] = {"norm": "layernorm", "parallel_residual": True, "shared_norm": True}
+_COHERE: dict[str, Any] = {
+    **_SIDE_BY_SIDE, "norm_bias": False, "tie_embeddings": True, "logit_scale": 0.25, "rope": {"interleaved": True},
+}  # fmt: skip
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logit_scale": 1 / 3, "attention_scale": 0.3, "num_kv_heads": 2,
+}  # fmt: skip
+_PLAIN_MLP: dict[str, Any] = {"norm": "layernorm", "num_kv_heads": 2, **_BIASES}
+VARIANTS |= {
+    "unrotated": {"no_rope_layers": [1], "num_kv_heads": 2},
+    "unrotated-window": {"no_rope_layers": [0], "sliding_window": 7, "full_attention_layers": [1], "mlp_bias": True},
+    "scaled": _GRANITE,
+    "scaled-yarn": {**_GRANITE, "rope": YARN, "tie_embeddings": True, "qkv_bias": True, "attention_out_bias": True},
+    "scaled-moe": {**_GRANITE, "moe": MOE},
+    "olmo3": {**OLMO2, "sliding_window": 7, "full_attention_layers": [1], "num_kv_heads": 2},
+    "olmo3-yarn": {
+        **OLMO2, "sliding_window": 7, "full_attention_layers": [0], "rope": YARN, "local_rope": {"theta": 100.0},
+        "tie_embeddings": True,
+    },
+    "olmoe": {"qk_norm": True, "qk_norm_span": "all", "moe": {**MOE, "normalize": False}},
+    "nemotron": {"norm": "layernorm", "zero_centered_norm": True, "activation": "relu2", "num_kv_heads": 2},
+    "nemotron-partial-bias": {
+        **_PLAIN_MLP, "zero_centered_norm": True, "activation": "relu2", "hidden_size": 32, "rope": {"fraction": 0.5},
+    },
+    "gelu-mlp": {**_PLAIN_MLP, "activation": "gelu_tanh", "sliding_window": 7},
+    "gelu-mlp-no-bias": {"norm": "layernorm", "activation": "gelu_tanh", "num_kv_heads": 2, "tie_embeddings": True},
+    "relu2-biased": {**_PLAIN_MLP, "activation": "relu2"},
+    "relu2-mlp": {"activation": "relu2", "num_kv_heads": 2, "rope": LLAMA3},
+    "layernorm": {"norm": "layernorm", "hidden_size": 32, "rope": {"fraction": 0.25}, "qkv_bias": True},
+    "layernorm-side-by-side": {**_SIDE_BY_SIDE, "rope": {"fraction": 1.0}},
+    "falcon": {**_SIDE_BY_SIDE, "activation": "gelu", "num_kv_heads": 1, "tie_embeddings": True},
+    "falcon-groups": {
+        **_SIDE_BY_SIDE, "shared_norm": False, "activation": "gelu", "num_kv_heads": 2, **_BIASES,
+    },
+    "falcon-groups-one-norm": {**_SIDE_BY_SIDE, "activation": "gelu", "num_kv_heads": 2},
+    "cohere": _COHERE,
+    "cohere-grouped-bias": {
+        **_COHERE, "num_kv_heads": 2, "tie_embeddings": False, "qkv_bias": True, "attention_out_bias": True,
+    },
+    "cohere2": {**_COHERE, "sliding_window": 7, "full_attention_layers": [1], "no_rope_layers": [1], "num_kv_heads": 2},
+    "exaone4": {
+        "norm_position": "post", "qk_norm": True, "sliding_window": 7, "full_attention_layers": [0], "no_rope_layers": [0],
+        "head_dim": 10,
+    },
+    "exaone4-no-window": {"norm_position": "post", "qk_norm": True, "num_kv_heads": 2},
+    "gemma": {
+        "zero_centered_norm": True, "scale_embeddings": True, "activation": "geglu", "tie_embeddings": True,
+        "num_kv_heads": 1, "head_dim": 10,
+    },
+    "neighbours": {"rope": {"interleaved": True, "theta": 1000.0}, "num_kv_heads": 2},
+    "neighbours-biased": {"rope": {"interleaved": True}, **_BIASES},
+    "neighbours-partial": {
+        "hidden_size": 32, "rope": {"interleaved": True, "fraction": 0.5}, "qkv_bias": True, "num_kv_heads": 2,
+    },
+    "neighbours-partial-norms": {
+        "hidden_size": 32, "rope": {"interleaved": True, "fraction": 0.5}, "qkv_bias": True, "norm_position": "both",
+    },
+    "out-bias": {"attention_out_bias": True, "head_dim": 10},
+    "gpt2-multi-query": {**GPT2, "num_kv_heads": 1},
+}  # fmt: skip
 
 
 def variant(name: str) -> ModelConfig:

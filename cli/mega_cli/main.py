@@ -17,8 +17,8 @@ import typer
 from mega_cli import __version__, ckpt, data, demo, launch, plan, train, workflow
 from mega_cli import eval as evaluation
 from mega_cli.fingerprint import STACKS
-from mega_common.errors import MegaError, MissingPackageError
-from mega_common.log import setup_log
+from mega_common.errors import Interrupted, MegaError, MissingPackageError
+from mega_common.log import logger, setup_log
 
 INTERRUPTED = 130
 
@@ -62,7 +62,7 @@ def _root(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 2 the user's mistake, 1 ours, 130 interrupted."""
+    """Run the command line and exit: 0 done, 2 the user's mistake, 1 ours, 75 interrupted and saved, 130 interrupted."""
     given = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in given
     # Wherever it stands, --debug is an option of the root command.
@@ -82,6 +82,9 @@ def guarded(call: Callable[[], object], *, debug: bool = False) -> int:
         return 1
     except KeyboardInterrupt:
         status = INTERRUPTED
+    except Interrupted as end:
+        logger.info("%s", end)  # no error, and told once however many ranks there are
+        return end.exit_status
     except Exception as error:  # noqa: BLE001 - the one place where nothing may pass
         if debug:
             traceback.print_exc()

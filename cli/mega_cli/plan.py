@@ -33,7 +33,7 @@ def plan_command(
     """Parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline's bubble beside the closed formula."""
     from mega_trainer.config import load_run
 
-    config = load_run(run, set_ or [])
+    config = load_run(run, set_ or [], tell=True)
     parallel = config.parallel
     ranks = ranks or parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
     config.check_ranks(ranks)
@@ -62,6 +62,7 @@ def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
         precision=config.precision, recompute=config.recompute.kind,
     )  # fmt: skip
     tokens = config.batch.global_ * config.data.seq_length
+    growing = [{"global": size, "steps": steps} for size, steps in config.batch.plateaus()]
     return {
         "parameters": count_parameters(config.model).total,
         "ranks": {
@@ -73,6 +74,7 @@ def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
             **({"ep": parallel.ep, "expert_tp": parallel.expert_tp} if config.model.moe else {}),
         },
         "microbatches": micro,
+        **({"rampup": growing} if growing else {}),
         "tokens_per_step": tokens,
         "flops_per_step": tokens * model_flops(config.model, config.data.seq_length),
         "memory_bytes": memory(config.model, shape),
@@ -81,6 +83,13 @@ def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
         "bubble_by_formula": bubble_formula(schedule),
         "drawing": None if draw is None else str(draw),
     }
+
+
+def _rampup(told: dict[str, Any]) -> list[str]:
+    """The line of a batch that grows; the others are of its full size."""
+    growing = told.get("rampup", [])
+    steps = sum(plateau["steps"] for plateau in growing)
+    return [f"batch ramp-up    from {growing[0]['global']} samples, in {steps} steps"] if growing else []
 
 
 def _table(told: dict[str, Any]) -> str:
@@ -93,6 +102,7 @@ def _table(told: dict[str, Any]) -> str:
         f"ranks            {told['ranks']['world']} ({degrees})",
         f"a step           {human(told['tokens_per_step'])} tokens in {told['microbatches']} micro-batches a rank, "
         f"{human(told['flops_per_step'])}FLOP",
+        *_rampup(told),
         f"pipeline bubble  {100 * told['bubble']:.1f} %"
         + ("" if formula is None else f" (formula {100 * formula:.1f} %)"),
         "estimated bytes a rank, by pipeline rank:",

@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from mega_trainer.config import RunConfig
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
 EXAMPLES = """
 Examples:
 
@@ -62,7 +64,11 @@ def train_command(
     ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of run.yaml, for editors.")] = False,
 ) -> None:
-    """Train a model as run.yaml says. The same command goes on from the newest checkpoint of its output folder."""
+    """Train a model as run.yaml says. The same command goes on from the newest checkpoint of its output folder.
+
+    Exit status: 0 all steps are done; 75 asked to end before that (SIGTERM, SIGINT, SIGHUP, SIGUSR1), saved, and the same
+    command goes on; 2 a mistake in what it was given; 1 a failure; 130 ended at once by a second Ctrl-C.
+    """
     import json
 
     import yaml
@@ -83,7 +89,7 @@ def train_command(
             f"{'--define' if define else '--strict'} is for --from-megatron-args",
             hint="a setting of run.yaml is overridden by --set",
         )
-    config = load_run(run, set_ or [])
+    config = load_run(run, set_ or [], tell=check)  # a run that starts tells by itself, once
     if nproc is not None:
         config.check_ranks(nproc)
     if check:
@@ -128,8 +134,9 @@ def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None
     import os
     import sys
 
+    _end_with_launcher()
     from mega_common.log import setup_log
-    from mega_trainer.ranks import Ranks, default_ranks, joined, ranks_of, start_local_ranks
+    from mega_trainer.ranks import Ranks, default_ranks, joined, ranks_of, start_local_ranks, warn_of_restarts
 
     ranks = ranks_of(os.environ)
     if ranks is None:
@@ -139,11 +146,26 @@ def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None
         if count > 1:
             options = [f"--set={override}" for override in overrides]
             command = [sys.executable, "-m", "mega_cli.main", "train", str(run), *options]
-            start_local_ranks(command, count, Path(config.output), config.checkpoints)
-            return
+            raise typer.Exit(start_local_ranks(command, count, Path(config.output)))
         ranks = Ranks()
     setup_log(rank=ranks.rank, world_size=ranks.world_size)
+    if ranks.rank == 0:
+        warn_of_restarts(os.environ)
     from mega_trainer.train import run as train
 
     with joined(ranks, config.device, config.timeout_seconds) as store:
         train(config, ranks, store)
+
+
+def _end_with_launcher() -> None:
+    """Have Linux send a rank SIGTERM when its launcher, torchrun or ours, dies: it saves and ends, and is no orphan.
+
+    To be called before torch is imported, which takes long enough for a launcher to die meanwhile.
+    """
+    import ctypes
+    import os
+    import signal
+    import sys
+
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

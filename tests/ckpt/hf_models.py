@@ -48,6 +48,12 @@ _GPT2 = {
 }
 _NEOX = {key: value for key, value in {**_SIZES, "hidden_size": 32}.items() if key != "num_key_value_heads"}
 
+_FALCON = {key: _SIZES[key] for key in _SIZES if key not in ("intermediate_size", "num_key_value_heads")}
+_GRANITE = {
+    **_SIZES, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 6.0,
+}  # fmt: skip
+_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+
 # {case: (model_type, settings)}; between them every option that each family has.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", _SIZES),
@@ -159,6 +165,84 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt2": ("gpt2", _GPT2),
     "gpt2-untied-inner": (
         "gpt2", {**_GPT2, "tie_word_embeddings": False, "n_inner": 50, "activation_function": "gelu", "attn_pdrop": 0.3},
+    ),
+    "nemotron": ("nemotron", {**_SIZES, "hidden_size": 32}),
+    "nemotron-bias-head": (
+        "nemotron", {**_SIZES, "attention_bias": True, "mlp_bias": True, "head_dim": 12, "partial_rotary_factor": 1.0,
+                     "tie_word_embeddings": True},
+    ),
+    "granite": ("granite", _GRANITE),
+    "granite-plain-tied-bias-yarn": (
+        "granite", {**_SIZES, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN},
+    ),
+    "granitemoe": ("granitemoe", {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "olmo3": ("olmo3", {**_SIZES, "sliding_window": 8}),
+    "olmo3-kinds-yarn-tied": (
+        "olmo3", {**_SIZES, "sliding_window": 8, "layer_types": _WINDOWS, "tie_word_embeddings": True, "attention_bias": True,
+                  "rope_parameters": {"full_attention": YARN,
+                                      "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}},
+    ),
+    "olmoe": ("olmoe", {**_SIZES, "num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
+    "smollm3": ("smollm3", {**_SIZES, "num_hidden_layers": 4, "pad_token_id": None}),
+    "smollm3-list-windows-bias": (
+        "smollm3", {**_SIZES, "pad_token_id": None, "no_rope_layers": [1, 0, 1], "use_sliding_window": True,
+                    "sliding_window": 8, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    ),
+    "starcoder2": ("starcoder2", _SIZES),
+    "starcoder2-window-untied-no-bias": (
+        "starcoder2", {**_SIZES, "sliding_window": 8, "use_bias": False, "tie_word_embeddings": False,
+                       "residual_dropout": 0.1},
+    ),
+    "cohere": ("cohere", _SIZES),
+    "cohere-untied-bias": (
+        "cohere", {**_SIZES, "attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.25},
+    ),
+    "cohere2": ("cohere2", {**_SIZES, "sliding_window": 8, "num_hidden_layers": 5}),
+    "cohere2-kinds": ("cohere2", {**_SIZES, "sliding_window": 8, "layer_types": KINDS, "logit_scale": 1.0}),
+    "falcon": ("falcon", _FALCON),
+    "falcon-new": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True,
+                   "num_ln_in_parallel_attn": 2}),
+    "falcon-one-norm": (
+        "falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1,
+                   "ffn_hidden_size": 40, "tie_word_embeddings": False},
+    ),
+    "falcon-every-head": ("falcon", {**_FALCON, "multi_query": False, "num_kv_heads": 4}),
+    "gemma": ("gemma", _GEMMA),
+    "gemma-untied-bias": ("gemma", {**_GEMMA, "tie_word_embeddings": False, "attention_bias": True, "rope_theta": 500.0}),
+    "stablelm": ("stablelm", {**_SIZES, "hidden_size": 32}),
+    "stablelm-parallel-bias": (
+        "stablelm", {**_SIZES, "use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 1.0,
+                     "num_key_value_heads": 4, "hidden_dropout": 0.1, "tie_word_embeddings": True},
+    ),
+    "gpt_bigcode": ("gpt_bigcode", _GPT2),
+    "gpt_bigcode-every-head": ("gpt_bigcode", {**_GPT2, "multi_query": False, "n_inner": 50, "tie_word_embeddings": False}),
+    "arcee": ("arcee", _SIZES),
+    "arcee-bias-yarn": (
+        "arcee", {**_SIZES, "attention_bias": True, "mlp_bias": True, "rope_parameters": YARN, "tie_word_embeddings": True},
+    ),
+    "glm": ("glm", {**_SIZES, "head_dim": 8, "pad_token_id": None}),
+    "glm-no-bias": (
+        "glm", {**_SIZES, "head_dim": 12, "pad_token_id": None, "attention_bias": False, "partial_rotary_factor": 1.0,
+                "tie_word_embeddings": True},
+    ),
+    "glm4": ("glm4", {**_SIZES, "head_dim": 8, "pad_token_id": None}),
+    "exaone4": ("exaone4", {**_SIZES, "sliding_window": 8, "num_hidden_layers": 5, "head_dim": 10}),
+    "exaone4-no-window": ("exaone4", {**_SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3}),
+    "seed_oss": ("seed_oss", {**_SIZES, "head_dim": 10}),
+    "seed_oss-biases": (
+        "seed_oss", {**_SIZES, "head_dim": 6, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True,
+                     "residual_dropout": 0.0, "tie_word_embeddings": True},
+    ),
+    "ernie4_5": ("ernie4_5", {**_SIZES, "head_dim": 10}),
+    "ernie4_5-bias-untied": ("ernie4_5", {**_SIZES, "head_dim": 6, "use_bias": True, "tie_word_embeddings": False}),
+    "helium": ("helium", {**_SIZES, "head_dim": 6, "pad_token_id": None}),
+    "helium-bias": (
+        "helium", {**_SIZES, "head_dim": 6, "pad_token_id": None, "attention_bias": True, "mlp_bias": True,
+                   "tie_word_embeddings": True},
+    ),
+    "jais2": ("jais2", _SIZES),
+    "jais2-no-bias-tied": (
+        "jais2", {**_SIZES, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "head_dim": 10},
     ),
 }  # fmt: skip
 

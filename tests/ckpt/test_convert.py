@@ -285,7 +285,7 @@ def test_a_model_trained_on_from_hf_keeps_its_folder(llama: Path, tmp_path: Path
 
 
 def test_no_family_fits(tmp_path: Path) -> None:
-    checkpoint = trained(tmp_path / "checkpoints", {"norm": "layernorm"})
+    checkpoint = trained(tmp_path / "checkpoints", {"norm": "layernorm", "activation": "geglu"})
     with pytest.raises(CheckpointError, match="norm must be 'rmsnorm', not 'layernorm'"):
         convert(checkpoint, tmp_path / "out", "hf")
     assert not (tmp_path / "out").exists()

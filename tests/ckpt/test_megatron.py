@@ -418,6 +418,10 @@ NOT_MEGATRON: dict[str, dict[str, Any]] = {
     "rope.fraction = 0.5": {"rope": {"scaling": "yarn", "factor": 2.0, "original_max_position": 16, "fraction": 0.5}},
     r"moe\.layers = \[1, 3, 4\], but .* if layer 3": {"moe": EXPERTS | {"layers": [1, 3, 4]}, "mtp_layers": 2},
     r"moe\.layers = \[0, 4\], but": {"moe": EXPERTS | {"layers": [0, 4]}, "mtp_layers": 1},
+    "no residual_multiplier = 0.5": {"residual_multiplier": 0.5},
+    "no embedding_multiplier = 4.0, no logit_scale = 0.25": {"embedding_multiplier": 4.0, "logit_scale": 0.25},
+    r"no_rope_layers = \[1\]": {"no_rope_layers": [1]},
+    "no norm_bias = False": {"norm": "layernorm", "norm_bias": False},
     "local_rope": {"sliding_window": 7, "full_attention_layers": [1], "local_rope": {"theta": 5e5}},
 }
 

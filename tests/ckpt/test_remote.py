@@ -215,7 +215,7 @@ def test_a_store_that_is_out_of_reach_is_not_an_empty_one(root: Place) -> None:
 # Folders
 
 
-def test_folders_without_a_sound_manifest_are_absent(root: Place) -> None:
+def test_folders_without_a_manifest_are_absent_and_damaged_ones_are_told(root: Place) -> None:
     assert latest(root) is None
     assert sweep(root) == []
     put(root, 1)
@@ -228,6 +228,8 @@ def test_folders_without_a_sound_manifest_are_absent(root: Place) -> None:
             (root / "step-00000004" / MANIFEST).write_bytes(data)  # says that it is step 1
     (root / "notes" / "mine").write_bytes(b"")
     assert committed(root) == [step_folder(root, 1)]
+    with pytest.raises(CheckpointError, match=r"step-00000004: .* of step 1(.|\n)*move step-00000004 away"):
+        latest(root)
     assert sweep(root) == [root / "step-00000002"]
     assert {path.name for path in root.iterdir()} == {
         "notes", "step-00000001", "step-00000003", "step-00000004",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -301,14 +302,47 @@ def test_latest_and_committed_see_complete_ones_only(tmp_path: Path) -> None:
     assert committed(tmp_path) == []
     folders = [put(tmp_path, step, some_tensors(step)) for step in (5, 100, 20)]
     (tmp_path / "step-00000400").mkdir()
-    (tmp_path / "step-00000401").mkdir()
-    (tmp_path / "step-00000401" / MANIFEST).write_bytes((folders[0] / MANIFEST).read_bytes()[:-5])
-    shutil.copytree(folders[0], tmp_path / "step-00000402")  # says that it is step 5
     shutil.copytree(folders[0], tmp_path / ".step-00000500.tmp-0a0a0a0a")
     shutil.copytree(folders[0], tmp_path / "step-00000500.bak")
     (tmp_path / "step-00000600").touch()
     assert latest(tmp_path) == folders[1]
     assert committed(tmp_path) == [folders[0], folders[2], folders[1]]
+
+
+def test_a_newest_checkpoint_that_cannot_be_read_is_not_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = (put(tmp_path, step, {}) for step in (1, 2))
+    sound = (new / MANIFEST).read_bytes()
+
+    def unreadable(path: Path) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    for content, words in [
+        (sound[:-5], "damaged"), (b"", "damaged"), ((old / MANIFEST).read_bytes(), "of step 1"), (None, "Stale file"),
+    ]:  # fmt: skip
+        if content is None:
+            monkeypatch.setattr(Path, "read_bytes", unreadable)
+        else:
+            (new / MANIFEST).write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{new.name}.*{words}(.|\n)*move {new.name} away"):
+            latest(tmp_path)
+        assert new not in committed(tmp_path)
+        assert retain(tmp_path, keep=1) == []
+    new.rename(tmp_path / "aside")
+    monkeypatch.undo()
+    assert latest(tmp_path) == old
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, 1, {})
+
+    def unreadable(path: Path) -> list[str]:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(os, "listdir", unreadable)
+    with pytest.raises(OSError, match="Input/output error"):
+        latest(tmp_path)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

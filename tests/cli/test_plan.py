@@ -43,6 +43,18 @@ def test_a_copy_of_the_weights_lies_on_so_many_ranks(tmp_path: Path, capsys: pyt
     assert json.loads(several)["memory_bytes"] == json.loads(one)["memory_bytes"]
 
 
+def test_a_growing_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    growing = ["--set", "batch.rampup={start: 32, increment: 16, samples: 100}", "--ranks", "8"]
+    _, out, _ = told(tmp_path, capsys, *growing, "--json")
+    plan = json.loads(out)
+    assert plan["rampup"] == [{"global": 32, "steps": 2}, {"global": 48, "steps": 1}]
+    assert (plan["microbatches"], plan["tokens_per_step"]) == (64, 64 * 8192)
+    assert "batch ramp-up    from 32 samples, in 3 steps" in told(tmp_path, capsys, *growing)[1]
+    status, _, error = told(tmp_path, capsys, *growing[:2], "--set", "batch.micro=32", "--ranks", "8")
+    assert status == 2
+    assert "batch.rampup.increment = 16: must be a multiple of batch.micro = 32" in error
+
+
 def test_the_schedule_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawing = tmp_path / "schedule.svg"
     status, out, _ = told(tmp_path, capsys, "--draw", str(drawing))

@@ -52,3 +52,34 @@ def test_what_is_missing_is_told(capsys: pytest.CaptureFixture[str], arguments: 
     status, _, error = call(capsys, *arguments)
     assert status == 2
     assert words in error
+
+
+SHAPE = {
+    "model_type": "qwen2", "vocab_size": 97, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "use_mrope": False,
+    "unsloth_version": "2025.3.14", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "starts_from"), [("", True), ("config.json", False)])
+@pytest.mark.parametrize("command", ["--check", "plan"])
+def test_a_shape_needs_no_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, starts_from: bool, command: str
+) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump({"model": {"from": str(folder / name)}, "data": {"train": "tokens"}}))
+    if command == "--check":
+        status, out, error = call(capsys, str(run), "--check")
+        resolved = yaml.safe_load(out)
+        assert resolved["model"]["num_layers"] == 3
+        assert (resolved.get("init_from") == str(folder)) is starts_from
+    else:
+        with pytest.raises(SystemExit) as end:
+            main(["plan", str(run), "--json"])
+        status, (out, error) = int(end.value.code or 0), capsys.readouterr()
+        assert json.loads(out)["parameters"] == 16464
+    assert status == 0
+    assert error.count("reads unsloth_version, use_mrope; carried") == 1

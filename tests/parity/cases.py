@@ -66,11 +66,31 @@ MODELS["deepseek"] = MODELS["mla"] | {
 LENGTHS = {"long": 32}
 WITH_CONTEXT = ("mla", "long", "moe", "deepseek")
 CONTEXT = ("ring", "allgather", "alltoall")
+# A choice that is balanced, and nothing else that would balance it.
+SINKHORN = {
+    "sinkhorn": True, "normalize": False, "scaling": 1.0, "groups": 1, "selection_bias": False, "bias_rate": 0.0,
+    "aux_loss": 0.0,
+}  # fmt: skip
 # Of which each layout draws one.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "moe": [{}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]}],
+    "dense": [
+        {},
+        {
+            "parallel_residual": True, "shared_norm": True, "norm": "layernorm", "norm_bias": False,
+            "tie_embeddings": True, "no_rope_layers": [0], "logit_scale": 0.3,
+            "rope": {"theta": 100.0, "interleaved": True},
+        },
+        {
+            "embedding_multiplier": 4.0, "residual_multiplier": 0.4, "logit_scale": 0.25, "attention_scale": 0.3,
+            "no_rope_layers": [1], "num_kv_heads": 2,
+        },
+    ],
+    "moe": [
+        {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
+        {"moe": MODELS["moe"]["moe"] | SINKHORN},
+    ],
     "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
-}
+}  # fmt: skip
 VARIANTS["deepseek"] = VARIANTS["mla"]
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
@@ -85,9 +105,11 @@ class Case:
         ranks: ranks that take part.
         parallel, recompute, debug: the sections of a run.yaml.
         micro, batch: samples of one forward pass on one rank, and of a step.
+        rampup: of the batch, whose increments `micro` divides.
         bucket: elements of a gradient bucket.
         closed: attention closed at document ends.
         length: tokens of a sample.
+        decoupled_lr: of the input embedding and the output layer; None: that of the others.
         clip: largest gradient norm; 0: no clip.
         steps: to train.
     """
@@ -99,11 +121,13 @@ class Case:
     recompute: Mapping[str, Any] = field(default_factory=dict)
     micro: int = 8
     batch: int = 8
+    rampup: Mapping[str, int] | None = None
     bucket: int = LARGE
     closed: bool = True
     length: int = 16
     precision: str = "fp64"
     optimizer: str = "adamw"
+    decoupled_lr: float | None = None
     clip: float = 0.1  # small enough that every step is clipped
     steps: int = STEPS
     debug: Mapping[str, Any] = field(default_factory=dict)
@@ -117,17 +141,20 @@ class Case:
             "data": {"train": ["none"], "seq_length": self.length},
             "parallel": dict(self.parallel),
             "recompute": dict(self.recompute),
-            "batch": {"micro": self.micro, "global": self.batch},
-            "optimizer": {"name": self.optimizer, "clip_grad": self.clip, "eps": 1e-4},
+            "batch": {"micro": self.micro, "global": self.batch, "rampup": self.rampup},
+            "optimizer": {
+                "name": self.optimizer, "clip_grad": self.clip, "eps": 1e-4, "decoupled_lr": self.decoupled_lr,
+            },
             "train": {"steps": 10},
             "precision": self.precision,
             "debug": dict(self.debug),
-        }
+        }  # fmt: skip
 
     @property
     def single(self) -> Case:
         """The same model and batches in one process, in one micro-batch: the mathematics of a step is the same."""
-        return replace(self, ranks=1, parallel={}, recompute={}, micro=self.batch, bucket=LARGE, debug={})
+        micro = self.micro if self.rampup else self.batch
+        return replace(self, ranks=1, parallel={}, recompute={}, micro=micro, bucket=LARGE, debug={})
 
     @property
     def layout(self) -> dict[str, Any]:

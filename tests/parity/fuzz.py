@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from parity.cases import CONTEXT, LARGE, OPTIMIZERS, RANKS, RECOMPUTES, ZERO_LEVELS, Case, batch_of, uneven
+from parity.cases import CONTEXT, LARGE, OPTIMIZERS, RANKS, RECOMPUTES, SINKHORN, ZERO_LEVELS, Case, batch_of, uneven
 from parity.worker import sweep, verdicts
 from ranks import run_ranks
 
@@ -57,7 +57,7 @@ def _case(seed: int, rng: random.Random) -> Case:
         f"seed {seed}", {**_model(rng), **experts, "num_layers": max(1, layers)}, tp * pp * cp * dp,
         parallel=parallel, recompute=rng.choice(RECOMPUTES), micro=micro, batch=batch,
         bucket=rng.choice([LARGE, 3000, 500]), closed=rng.random() < 0.7, clip=rng.choice([0.0, 0.1, 1.0]),
-        length=rng.choice([12, 16, 24, 48]), optimizer=rng.choice(OPTIMIZERS),
+        length=rng.choice([12, 16, 24, 48]), optimizer=rng.choice(OPTIMIZERS), decoupled_lr=rng.choice([None, 0.03]),
     )  # fmt: skip
 
 
@@ -83,6 +83,8 @@ def _experts(rng: random.Random, layers: int) -> dict[str, Any]:
         "z_loss": rng.choice([0.0, 0.01]), "capacity_factor": rng.choice([None, None, 0.7, 1.2]),
     }  # fmt: skip
     moe["shared_gate"] = bool(moe["shared_ffn_hidden_size"]) and rng.random() < 0.5
+    if rng.random() < 0.25:
+        moe |= SINKHORN | {"score": "sigmoid" if moe["top_k"] == 1 else "softmax"}
     return {"moe": moe}
 
 
@@ -113,6 +115,9 @@ def _decoder(rng: random.Random, heads: int, kv: int, size: int, position: str) 
         "attention_scale": rng.choice([None, 0.3]), "attention_softcap": rng.choice([None, 2.0]),
         "attention_sinks": rng.random() < 0.3, "logit_softcap": rng.choice([None, 2.0]),
         "full_attention_layers": rng.choice([None, [0]]), "local_rope": rng.choice([None, {"theta": 50.0}]),
+        "no_rope_layers": rng.choice([None, None, [0]]), "norm_bias": rng.random() < 0.7, "shared_norm": rng.random() < 0.3,
+        "embedding_multiplier": rng.choice([1.0, 3.0]), "residual_multiplier": rng.choice([1.0, 0.4]),
+        "logit_scale": rng.choice([1.0, 0.3]),
     }  # fmt: skip
 
 

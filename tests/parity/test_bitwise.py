@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from parity.bits import moved, pairs, resumed, told
-from parity.cases import CONTEXT, LARGE, ZERO_LEVELS, Case, case
+from parity.cases import CONTEXT, LARGE, VARIANTS, ZERO_LEVELS, Case, case
 from parity.worker import verdict
 from ranks import run_ranks
 
 # ZeRO-2 must sum over the ranks after each micro-batch; the others are made to, so that all add in one order.
 ORDERED = {"ordered_reductions": True, "reduce_every_microbatch": True}
 
-
+HALVED = {"grad_reduce_dtype": "bf16"}
 FLAT = [zero for zero in ZERO_LEVELS if zero < 3]
 
 
@@ -47,13 +47,27 @@ def pipelines(precision: str) -> list[Case]:
     ]  # fmt: skip
 
 
+GROWING = {"start": 4, "increment": 2, "samples": 8}  # steps of 4, 6 and 8 samples
+
+
+def growing() -> list[Case]:
+    """A batch that is another one in each step, also a number of micro-batches that the pipeline ranks do not divide."""
+    shapes = [
+        ("dense", {"pp": 2}), ("gqa", {"pp": 4, "virtual_stages": 2}), ("tied", {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
+    ]  # fmt: skip
+    return [
+        case(model, shape["pp"], layers=shape["pp"] * shape.get("virtual_stages", 1), parallel=shape, micro=2, rampup=GROWING, precision="bf16")
+        for model, shape in shapes
+    ]  # fmt: skip
+
+
 def bits(cases: list[tuple[Case, Case]]) -> list[list[str] | None]:
     return pairs(cases, norms=True)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_any_schedule_computes_what_serial_microbatches_compute(precision: str) -> None:
-    cases = [serial(other) for other in pipelines(precision)]
+    cases = [serial(other) for other in [*pipelines(precision), *(growing() if precision == "bf16" else [])]]
     assert not told([b for _, b in cases], run_ranks(bits, 4, cases, timeout=240))
 
 
@@ -80,6 +94,7 @@ def zero_levels() -> list[tuple[Case, Case]]:
         ("long", 4, {"cp": 2}, 1000, "adamw", "bf16"),
         ("moe", 4, {"ep": 2}, 1000, "adamw", "bf16"),
         ("moe", 4, {"tp": 2, "sp": True}, LARGE, "muon", "fp64"),
+        ("dense", 4, HALVED, 1000, "adamw", "bf16"),
     ]
     plain = [
         case(
@@ -103,6 +118,7 @@ def fully_sharded() -> list[tuple[Case, Case]]:
         ("dense", 4, {}, 0.1), ("tied", 3, {}, 0.1), ("gqa", 3, {}, 0.0), ("gqa", 4, {"tp": 2}, 0.0),
         ("tied", 4, {"tp": 2, "sp": True}, 0.1), ("long", 4, {"cp": 2}, 0.1),
         ("moe", 4, {"ep": 2}, 0.1), ("moe", 4, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2}, 0.1),
+        ("moe", 2, {"ep": 2, **HALVED}, 0.1),
     ]  # fmt: skip
     plain = [
         case(
@@ -135,6 +151,7 @@ def recomputed() -> list[tuple[Case, Case]]:
         case("moe", 2, parallel={"pp": 2, "schedule": "zb-h1"}, layers=3, micro=2, precision="bf16"),
         case("deepseek", 2, parallel={"tp": 2, "sp": True, "expert_tp": 2}, micro=4, precision="bf16"),
         case("deepseek", 2, parallel={"cp": 2, "ep": 2, "zero": 3}, micro=4),
+        case("moe", 2, parallel={"cp": 2}, micro=4, variant=VARIANTS["moe"][-1]),
     ]
     ways = [{"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}]
     return [(one, replace(one, recompute=way)) for one in plain for way in ways]
@@ -170,6 +187,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
         case(model, ranks, layers=4, parallel=parallel, micro=2, precision=precision, optimizer=rule, debug=ORDERED)
         for model, ranks, parallel, precision, rule in shapes
     ]
+    cases.append(case("gqa", 2, layers=4, parallel={"zero": 1}, micro=1, batch=8, rampup=GROWING, debug=ORDERED))
     assert not told(cases, run_ranks(resumed, 4, cases, tmp_path))
 
 

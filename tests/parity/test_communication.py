@@ -27,6 +27,13 @@ SCALAR = 8
 NORM = 2 * SCALAR  # of each rank's part
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 GRADIENT = {"fp64": 8, "fp32": 4, "bf16": 4}
+
+
+def sent(one: Case) -> int:
+    """Bytes of an element of a gradient on its way between data ranks."""
+    return BYTES[one.parallel.get("grad_reduce_dtype", "fp32")] if one.precision != "fp64" else 8
+
+
 Traffic = dict[tuple[str, str], list[int]]
 
 
@@ -125,7 +132,7 @@ def data_parallel(one: Case) -> Traffic:
     for elements in (matrices, vectors):
         size = padded(elements, ranks)
         times = microbatches(one) if zero == 2 else 1
-        theory.expect("dp_cp", "reduce_scatter" if zero else "all_reduce", times, size * GRADIENT[one.precision])
+        theory.expect("dp_cp", "reduce_scatter" if zero else "all_reduce", times, size * sent(one))
         if zero:
             theory.expect("dp_cp", "all_gather", 1, size * BYTES[one.precision])
     theory.expect("dp_cp", "all_gather", 1 if zero else 0, ranks * NORM)
@@ -190,7 +197,7 @@ def expert_gradients(one: Case) -> Traffic:
     biases = [2 * width // parts + D] if parts == 1 else [2 * width // parts, D]  # the last are summed over the parts
     for elements in (3 * D * width // parts, *biases):
         size = padded(experts * elements, ranks)
-        theory.expect("expert_data", "reduce_scatter", 1, size * GRADIENT[one.precision])
+        theory.expect("expert_data", "reduce_scatter", 1, size * sent(one))
         theory.expect("expert_data", "all_gather", 1, size * BYTES[one.precision])
     # the bias that the parts share counts on the first of them, with the rest
     theory.expect("expert_data", "all_gather", 1, ranks * NORM)
@@ -210,11 +217,11 @@ def fully_sharded(one: Case) -> Traffic:
     for unit, times, gathers in ((layer, L, 2), (rest, 1, 1)):
         elements = ranks * sum(share_of_rows(shape, ranks) for shape in unit)
         theory.expect(group, "all_gather", m * times * gathers, elements * BYTES[one.precision])
-        theory.expect(group, "reduce_scatter", m * times, elements * GRADIENT[one.precision])
+        theory.expect(group, "reduce_scatter", m * times, elements * sent(one))
     theory.expect(group, "all_gather", 1, ranks * NORM)
     for axes in (2, 1) if copies > 1 else ():  # with decay, without
         elements = sum(share_of_rows(shape, ranks) for shape in L * layer + rest if len(shape) == axes)
-        theory.expect("replicate", "all_reduce", 1, elements * GRADIENT[one.precision])
+        theory.expect("replicate", "all_reduce", 1, elements * sent(one))
     theory.expect("dp_cp", "all_reduce", 2, SCALAR)  # tokens and loss
     return theory.traffic()
 
@@ -224,6 +231,7 @@ def share_of_rows(shape: tuple[int, ...], ranks: int) -> int:
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
+HALVED = {"grad_reduce_dtype": "bf16"}
 TENSOR = [
     case("dense", tp, parallel={"tp": tp, "sp": sp}, micro=micro, precision=precision, recompute={"kind": kind})
     for tp, sp, micro, precision, kind in [
@@ -244,9 +252,12 @@ PIPELINE = [
     ]
 ]  # fmt: skip
 DATA = [
-    case("dense", dp, parallel={"zero": zero}, micro=1, precision=precision)
-    for dp, zero, precision in [(2, 0, "bf16"), (4, 0, "fp32"), (2, 1, "fp64"), (4, 1, "bf16"), (4, 2, "bf16")]
-]
+    case("dense", dp, parallel={"zero": zero, **more}, micro=1, precision=precision)
+    for dp, zero, precision, more in [
+        (2, 0, "bf16", {}), (4, 0, "fp32", {}), (2, 1, "fp64", {}), (4, 1, "bf16", {}), (4, 2, "bf16", {}),
+        (2, 0, "fp32", HALVED), (4, 1, "bf16", HALVED), (4, 2, "bf16", HALVED),
+    ]
+]  # fmt: skip
 CONTEXTS = [
     case("gqa", n * tp, parallel={"cp": n, "cp_kind": kind, "tp": tp}, micro=micro, precision=precision,
          recompute={"kind": recompute})
@@ -260,6 +271,7 @@ EXPERTS = [
     for ranks, parallel, micro, precision, recompute in [
         (4, {"ep": 2}, 1, "fp64", "none"), (4, {"ep": 2, "tp": 2}, 2, "bf16", "selective"),
         (4, {"ep": 2, "tp": 2, "sp": True}, 4, "fp32", "full"), (4, {"expert_tp": 2}, 2, "fp32", "none"),
+        (4, {"ep": 2, **HALVED}, 1, "bf16", "none"),
     ]
 ]  # fmt: skip
 SHARDED = [
@@ -267,6 +279,7 @@ SHARDED = [
     for ranks, parallel, batch, precision, recompute in [
         (2, {}, 2, "fp32", {}), (4, {}, 8, "bf16", {}), (3, {}, 6, "fp64", {}), (4, {}, 8, "bf16", {"kind": "full"}),
         (4, {"tp": 2}, 4, "bf16", {}), (4, {"zero3_shard": 2}, 8, "bf16", {}),
+        (2, HALVED, 2, "fp32", {}), (4, {"zero3_shard": 2, **HALVED}, 8, "bf16", {}),
     ]
 ]  # fmt: skip
 

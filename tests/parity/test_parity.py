@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
-from parity.cases import MODELS, Case, all_layouts, case, covering
+from parity.cases import MODELS, SINKHORN, Case, all_layouts, case, covering
 from parity.worker import Verdict, sweep, verdicts
 from ranks import run_ranks
 
@@ -24,8 +25,21 @@ def test_a_covering_of_all_layouts() -> None:
     assert not problems(covering(all_layouts(), 30), 8)
 
 
-def test_experts_with_a_capacity_and_with_losses_over_the_batch() -> None:
-    """The latter are of a micro-batch of all data ranks, so that of one process must be as large."""
+def test_a_growing_batch_and_a_rate_of_embedding_and_output() -> None:
+    more: dict[str, Any] = {"rampup": {"start": 4, "increment": 4, "samples": 8}, "batch": 12, "decoupled_lr": 3e-2}
+    shapes = [
+        ("tied", {"tp": 2, "zero": 2}, 2), ("gqa", {"pp": 2, "virtual_stages": 2}, 1), ("long", {"cp": 2, "zero": 3}, 1),
+        ("moe", {"tp": 2, "ep": 4}, 2),
+    ]  # fmt: skip
+    cases = [
+        case(name, 4, layers=shape.get("pp", 1) * 2, parallel=shape, micro=micro, **more)
+        for name, shape, micro in shapes
+    ]
+    assert not problems(cases, 4)
+
+
+def test_experts_with_a_capacity_with_losses_over_the_batch_and_with_a_balanced_choice() -> None:
+    """The losses are of a micro-batch of all data ranks, so that of one process must be as large."""
     base = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "layers": [1], "z_loss": 0.01, "aux_loss": 0.1}
     shapes = [
         (2, {}, 4), (2, {"tp": 2, "sp": True, "ep": 2}, 8), (4, {"tp": 2, "ep": 4}, 4), (4, {"cp": 2, "ep": 2}, 4),
@@ -34,7 +48,7 @@ def test_experts_with_a_capacity_and_with_losses_over_the_batch() -> None:
     cases = [
         case("moe", ranks, parallel=parallel, micro=micro, variant={"moe": {**base, **more}})
         for ranks, parallel, micro in shapes
-        for more in ({"aux_loss_scope": "batch"}, {"capacity_factor": 0.8, "score": "sigmoid"})
+        for more in ({"aux_loss_scope": "batch"}, {"capacity_factor": 0.8, "score": "sigmoid"}, SINKHORN)
     ]
     assert not problems(cases, 4)
 

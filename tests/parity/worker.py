@@ -92,9 +92,11 @@ class Trainer:
         number = self.state.step if number is None else number
         batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
-        clip = self.config.optimizer.clip_grad
-        data, scale = self.groups.dp_cp, self.state.loss_scale
-        result = train_step(self.executor, self.optimizer, micro, lr=1e-2, clip=clip, data=data, loss_scale=scale)
+        settings = self.config.optimizer
+        result = train_step(
+            self.executor, self.optimizer, micro, lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
+            data=self.groups.dp_cp, loss_scale=self.state.loss_scale,
+        )  # fmt: skip
         self.state.advance(result)
         return result
 
@@ -113,7 +115,8 @@ class Trainer:
 
 def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool = True) -> StepBatch:
     """Samples that depend on the step alone: random tokens, documents of uneven length, uneven loss masks."""
-    count, length = config.batch.global_, config.data.seq_length
+    begin, length = config.batch.consumed(step), config.data.seq_length
+    count = config.batch.at(begin)
     rng = np.random.default_rng([7, step])
     tokens = rng.integers(0, config.model.vocab_size, (count, length + 1))
     documents = np.cumsum(rng.random((count, length)) < 0.15, axis=1).astype(np.int32)
@@ -127,7 +130,7 @@ def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool 
         loss_mask=mask[own],
         position_ids=(np.arange(length) - starts)[own],
         document_ids=documents[own] if closed else None,
-        sample_ids=np.arange(step * count, (step + 1) * count)[own],
+        sample_ids=np.arange(begin, begin + count)[own],
     )
 
 

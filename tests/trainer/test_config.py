@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mega_common.errors import ConfigError
-from mega_trainer.config import RunConfig, check_changes, load_run, resolve
+from mega_trainer.config import RunConfig, changes, check_changes, load_run, resolve
 
 Settings = Callable[..., dict[str, Any]]
 
@@ -97,6 +97,15 @@ def test_changes_of_the_model_are_grave(settings: Settings) -> None:
     assert check_changes({"model": saved["model"]}, RunConfig.parse(settings()), "a converted one") == []
     raw["checkpoint"] = {"allow_changes": True}
     assert any("norm_eps" in line for line in check_changes(saved, RunConfig.parse(raw), "there"))
+
+
+def test_a_setting_that_did_not_exist_when_it_was_saved_was_at_its_default(settings: Settings) -> None:
+    config = RunConfig.parse(settings(optimizer={"decoupled_lr": 0.5}))
+    saved = config.model_dump(mode="json", by_alias=True)
+    del saved["model"]["qk_norm"], saved["lr_schedule"]["warmup_init"], saved["optimizer"]["decoupled_lr"]
+    assert check_changes(saved, config, "there") == ["optimizer.decoupled_lr: None -> 0.5"]
+    saved["optimizer"]["of_another_version"] = 1
+    assert "optimizer.of_another_version: 1 -> None" in changes({"optimizer": saved["optimizer"]}, config)[1]
 
 
 def test_checking_a_configuration_needs_no_torch() -> None:

@@ -88,11 +88,11 @@ def test_ranks_that_do_not_fit_are_told_before_any_starts(settings: Settings, tm
     assert "do not divide the 3 there are" in told
 
 
-def test_a_signal_to_the_launcher_saves_and_ends_with_status_0(long_run: tuple[subprocess.Popen[str], Path]) -> None:
+def test_a_signal_to_the_launcher_saves_and_ends_with_status_75(long_run: tuple[subprocess.Popen[str], Path]) -> None:
     process, output = long_run
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
-    assert process.returncode == 0, told
+    assert process.returncode == 75, told
     assert latest(output / "checkpoints") is not None
 
 

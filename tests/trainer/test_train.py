@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,12 +18,14 @@ import torch
 import yaml
 
 from mega_ckpt.combine import prune
+from mega_ckpt.convert import convert
 from mega_ckpt.remote import RemoteError
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint, latest, place
-from mega_common.errors import CheckpointError, ConfigError, DataError, TrainingError
+from mega_common.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingError
+from mega_common.model_config import MoeConfig
 from mega_trainer import step as step_module
-from mega_trainer.config import RunConfig
+from mega_trainer.config import RunConfig, resolve
 from mega_trainer.ranks import Ranks
 from mega_trainer.state import TrainState
 from mega_trainer.train import run
@@ -62,6 +65,18 @@ def test_routers_tell_what_they_do(settings: Settings, tmp_path: Path) -> None:
         assert sparse["drop_rate"] == 0
 
 
+def test_what_a_balanced_choice_leaves_behind_is_told_at_export(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    moe = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8, "sinkhorn": True, "normalize": False}
+    raw = settings(train={"steps": 2})
+    raw["model"] = {**raw["model"], "moe": moe, "qk_norm": True}
+    trained(raw)
+    convert(tmp_path / "run", tmp_path / "hf", "hf")
+    assert "model.moe.sinkhorn balanced the choice of experts in training alone" in caplog.text
+    assert open_source(tmp_path / "hf").model.moe == MoeConfig.model_validate({**moe, "sinkhorn": False})
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 def test_resume_is_bitwise(settings: Settings, tmp_path: Path, precision: str) -> None:
     straight = settings(precision=precision, train={"steps": 6}, output=str(tmp_path / "straight"))
@@ -75,6 +90,22 @@ def test_resume_is_bitwise(settings: Settings, tmp_path: Path, precision: str) -
     assert resumed.consumed_samples == 24
     assert same_bits(whole, bits(resumed))
     assert [line["loss"] for line in lines(straight)] == [line["loss"] for line in lines(halves)]
+
+
+def test_a_growing_batch_resumes_bitwise_and_reads_every_sample_once(settings: Settings, tmp_path: Path) -> None:
+    batch = {"micro": 2, "global": 8, "rampup": {"start": 2, "increment": 2, "samples": 13}}
+    more: dict[str, Any] = {"batch": batch, "lr_schedule": {"decay_steps": 8, "warmup_steps": 3}}
+    straight = settings(train={"steps": 8, "eval_every": 4, "eval_steps": 1}, output=str(tmp_path / "straight"), **more)
+    whole = bits(trained(straight))
+    for steps in (3, 8):
+        resumed = trained(settings(train={"steps": steps}, output=str(tmp_path / "halves"), **more))
+    assert same_bits(whole, bits(resumed))
+    told = lines(straight)
+    assert [line["consumed_samples"] for line in told] == [2, 4, 6, 10, 16, 24, 32, 40]
+    assert told[1]["lr"] == pytest.approx(1e-2 * 2 / 6)  # a third of the warmup's samples, which three steps read
+    assert told[-1]["lr"] == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * (32 - 6) / (40 - 6))))
+    per_sample = [line["tokens_per_second"] * line["seconds"] / 16 for line in told]
+    assert per_sample == pytest.approx([2, 2, 2, 4, 6, 8, 8, 8])
 
 
 def test_checkpoints_on_an_object_store_resume_bitwise(settings: Settings, tmp_path: Path) -> None:
@@ -221,6 +252,45 @@ def test_start_from_other_weights(settings: Settings, tmp_path: Path) -> None:
     assert first.step == 2
 
 
+ENDS = {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("more", [{}, {"name": "muon"}, {"offload": True}])
+def test_a_learning_rate_of_their_own_moves_embedding_and_output_alone(
+    settings: Settings, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """One step: with each rate alone, and with both; without a clip no gradient depends on the others."""
+    made, rates = {}, {"low": {"lr": 1e-3}, "high": {"lr": 5e-3}, "both": {"lr": 1e-3, "decoupled_lr": 5e-3}}
+    for name, lr in rates.items():
+        optimizer = {"clip_grad": 0.0, **lr, **more}
+        made[name] = bits(trained(settings(train={"steps": 1}, optimizer=optimizer, output=str(tmp_path / name))))
+    for key, boxes in made["both"].items():
+        like = made["high" if key.removeprefix("weights/") in ENDS else "low"][key]
+        assert all(torch.equal(a, b) for a, b in zip(boxes, like, strict=True)), key
+    (line,) = lines(settings(output=str(tmp_path / "both")))
+    assert (line["lr"], line["decoupled_lr"]) == (1e-3, 5e-3)
+    assert "decoupled_lr" not in lines(settings(output=str(tmp_path / "low")))[0]
+
+
+def test_a_folder_without_weights_is_no_start_but_its_config_is_a_shape(settings: Settings, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    shape = {"model_type": "llama", "max_position_embeddings": 64, **sizes}
+    (folder / "config.json").write_text(json.dumps(shape))
+    raw = settings(train={"steps": 1})
+    with pytest.raises(CheckpointError, match="there are no weights") as refused:
+        trained(resolve({**raw, "model": {"from": str(folder)}}))
+    assert f"model.from={folder / 'config.json'}" in str(refused.value.hint)
+    assert trained(resolve({**raw, "model": {"from": str(folder / "config.json")}})).step == 1
+
+
 def test_not_finite_stops_without_touching_the_weights(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = settings(train={"steps": 4}, checkpoint={"every": 1, "async": False})
     real, calls = step_module.mean_loss, []
@@ -247,6 +317,20 @@ def test_not_finite_can_be_skipped(settings: Settings, monkeypatch: pytest.Monke
     assert (state.step, state.optimizer.steps) == (4, 3)
 
 
+@pytest.mark.parametrize("limit", [{"exit_interval": 2}, {"exit_after_minutes": 1e-9}])
+def test_a_limit_saves_and_ends_and_the_same_command_goes_on(
+    settings: Settings, tmp_path: Path, limit: dict[str, float]
+) -> None:
+    whole = bits(trained(settings(train={"steps": 5}, output=str(tmp_path / "straight"))))
+    raw = settings(train={"steps": 5, **limit})
+    ends = [2, 4] if "exit_interval" in limit else [1, 2, 3, 4]
+    for step in ends:
+        with pytest.raises(Interrupted, match=rf"{next(iter(limit))} = .*: saved step {step} of 5"):
+            trained(raw)
+    assert same_bits(whole, bits(trained(raw)))
+    assert [line["step"] for line in lines(raw)] == [1, 2, 3, 4, 5]
+
+
 def test_tokens_outside_the_vocabulary_are_named(settings: Settings) -> None:
     raw = settings()
     raw["model"] = {**raw["model"], "vocab_size": 20}
@@ -255,7 +339,7 @@ def test_tokens_outside_the_vocabulary_are_named(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_with_status_0(settings: Settings, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_and_ends_with_status_75(settings: Settings, tmp_path: Path, number: signal.Signals) -> None:
     raw = settings(train={"steps": 100_000}, checkpoint={"async": True})
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(raw))
@@ -271,7 +355,7 @@ def test_a_signal_saves_and_ends_with_status_0(settings: Settings, tmp_path: Pat
         time.sleep(0.05)
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
-    assert process.returncode == 0, told
+    assert process.returncode == 75, told
     saved = latest(Path(raw["output"]) / "checkpoints")
     assert saved is not None
     assert f"{number.name}: saved step {Checkpoint.open(saved).step}" in told

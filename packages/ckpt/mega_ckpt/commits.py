@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -73,7 +74,7 @@ class ByRename:
         # "." sorts before "s": where both are there, the new one wins over the one that it replaces.
         for name in sorted(self._names()):
             match = _COMMITTED.fullmatch(name) or _REPLACED.fullmatch(name)
-            if match and (self._root / name).is_dir():
+            if match and _is_folder(self._root / name):
                 found[int(match[1])] = self._root / name
         return [path for _, path in sorted(found.items())]
 
@@ -130,7 +131,11 @@ class ByRename:
         return left
 
     def _names(self) -> list[str]:
-        return os.listdir(self._root) if self._root.is_dir() else []
+        """What cannot be listed for another reason is an error: it is not empty."""
+        try:
+            return os.listdir(self._root)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def _hidden(self, step: int, kind: str) -> Path:
         return self._root / f".step-{step:08d}.{kind}-{secrets.token_hex(4)}"
@@ -226,6 +231,14 @@ def step_of(path: Place) -> int:
     match = _COMMITTED.search(path.name)
     assert match, f"{path} is not the folder of a checkpoint"
     return int(match[1])
+
+
+def _is_folder(path: Path) -> bool:
+    """As `Path.is_dir`, which takes a path that cannot be looked at (EIO, ESTALE) for none from Python 3.14 on."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:  # renamed or deleted just now
+        return False
 
 
 def make_durable_folder(folder: Path) -> None:

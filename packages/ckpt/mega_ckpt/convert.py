@@ -26,7 +26,7 @@ from mega_ckpt.formats.megatron_write import Writing, write_release
 from mega_ckpt.journal import Journal, continued
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.remote import Place, Remote, place
-from mega_ckpt.source import OPTIMIZER, Source, cast_dtype, checkpoint_folder, open_source
+from mega_ckpt.source import OPTIMIZER, Source, cast_dtype, checkpoint_folder, open_source, tell_unread
 from mega_ckpt.storage import folder_at
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream import blocks, write_weights
@@ -93,6 +93,7 @@ def convert(
     final = _absolute(place(destination))
     _check_destination(final, _absolute(place(source)), to, overwrite)
     given = open_source(source, settings=options.settings)
+    tell_unread(given)
     training = _training(given, options) if to == "mega" else None
     with continued(final, _identity(source, to, options)) as journal:
         try:
@@ -127,6 +128,11 @@ def _identity(source: str | Place, to: str, options: Options) -> dict[str, Any]:
 
 def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) -> None:
     plan = plan_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
+    if source.model.moe and source.model.moe.sinkhorn:
+        logger.warning(
+            "model.moe.sinkhorn balanced the choice of experts in training alone: like validation and `mega eval`, the "
+            "exported model chooses them by score"
+        )
     with ProgressBar("writing HuggingFace", total=plan.size, unit="bytes") as bar:
         journal.advance = bar.advance
         write_folder(source, plan, folder, bar.advance, journal.once)

@@ -5,22 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mega_ckpt.commits import commits_of, make_durable_folder, step_folder, step_of
-from mega_ckpt.manifest import MANIFEST, Manifest
+from mega_ckpt.manifest import Manifest
 from mega_ckpt.remote import Place
-from mega_ckpt.storage import folder_at
-from mega_common.errors import CheckpointError
+from mega_common.errors import CheckpointError, NoCheckpointError
 
-__all__ = ["committed", "latest", "make_durable_folder", "retain", "saved_at", "step_folder", "sweep"]
+__all__ = ["committed", "latest", "make_durable_folder", "retain", "step_folder", "sweep"]
 
 
 def committed(root: Place) -> list[Place]:
-    """All complete checkpoints below `root`, by step."""
+    """All complete checkpoints below `root` that can be read, by step."""
     return [path for path in commits_of(root).candidates() if _is_sound(path)]
 
 
 def latest(root: Place) -> Place | None:
-    """The complete checkpoint of the highest step, or None."""
-    return next((path for path in reversed(commits_of(root).candidates()) if _is_sound(path)), None)
+    """The complete checkpoint of the highest step, or None when there is none.
+
+    Raises:
+        CheckpointError: when the newest one cannot be read or is damaged. An older one in its place would be steps lost
+            without a word.
+    """
+    for path in reversed(commits_of(root).candidates()):
+        try:
+            _check(path)
+        except NoCheckpointError:  # a folder without a manifest: never complete, or just being deleted
+            continue
+        except CheckpointError as error:
+            raise CheckpointError(
+                error.message,
+                hint=f"it is the newest checkpoint in {root}; to do without it, move {path.name} away from there",
+            ) from error
+        return path
+    return None
 
 
 def retain(root: Place, *, keep: int | None, keep_every: int | None = None) -> list[Place]:
@@ -42,13 +57,15 @@ def sweep(root: Place) -> Sequence[Place]:
     return commits_of(root).sweep()
 
 
-def saved_at(folder: Place) -> float:
-    """When a checkpoint became complete, in seconds since 1970."""
-    return folder_at(folder).modified(MANIFEST)
+def _check(path: Place) -> None:
+    step = Manifest.read(path).step
+    if step != step_of(path):
+        raise CheckpointError(f"{path}: its manifest says that it is the checkpoint of step {step}")
 
 
 def _is_sound(path: Place) -> bool:
     try:
-        return Manifest.read(path).step == step_of(path)
+        _check(path)
     except CheckpointError:
         return False
+    return True

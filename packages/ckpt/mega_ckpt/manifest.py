@@ -28,7 +28,7 @@ from mega_ckpt.pieces import Shape
 from mega_ckpt.remote import Place
 from mega_ckpt.storage import folder_at
 from mega_common.config import Config, Problem
-from mega_common.errors import CheckpointError
+from mega_common.errors import CheckpointError, NoCheckpointError
 from mega_common.model_config import ModelConfig
 
 MANIFEST = "manifest.json"
@@ -158,7 +158,8 @@ class Manifest(Config):
         """Read the manifest of a checkpoint folder.
 
         Raises:
-            CheckpointError: when there is none, or it is not sound.
+            NoCheckpointError: when there is none.
+            CheckpointError: when it is not sound, or cannot be read.
         """
         path = folder / MANIFEST
         try:
@@ -166,7 +167,7 @@ class Manifest(Config):
                 raise CheckpointError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes, which no manifest is")
             return cls.decode(path.read_bytes(), path)
         except FileNotFoundError:
-            raise CheckpointError(
+            raise NoCheckpointError(
                 f"{folder}: not a mega checkpoint, there is no {MANIFEST} in it",
                 hint="a checkpoint is a folder such as checkpoints/step-00000100",
             ) from None

@@ -52,7 +52,7 @@ def _layer(config: ModelConfig, index: int) -> Tensors:
         **(_norm(config, "input_layernorm") if before else {}),
         **(_latent_attention(config) if config.mla else _attention(config)),
         **(_norm(config, "post_attention_layernorm") if after else {}),
-        **(_norm(config, mlp_norm) if before else {}),
+        **(_norm(config, mlp_norm) if before and not config.shared_norm else {}),
         **(_experts(config) if config.has_experts(index) else _mlp(config, config.ffn_hidden_size)),
         **(_norm(config, "post_feedforward_layernorm") if after else {}),
     }
@@ -72,7 +72,8 @@ def _predictor(config: ModelConfig, index: int) -> Tensors:
 
 def _norm(config: ModelConfig, name: str) -> Tensors:
     shape: Shape = (config.hidden_size,)
-    return {f"{name}.weight": shape} | ({f"{name}.bias": shape} if config.norm == "layernorm" else {})
+    biased = config.norm == "layernorm" and config.norm_bias
+    return {f"{name}.weight": shape} | ({f"{name}.bias": shape} if biased else {})
 
 
 def _linear(name: str, out: int, into: int, bias: bool) -> Tensors:

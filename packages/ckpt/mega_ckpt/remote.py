@@ -96,11 +96,6 @@ class Remote(str):
         with self._asked() as (files, path):
             return int(files.info(path)["size"])
 
-    def modified(self) -> float:
-        """When an object was put, in seconds since 1970."""
-        with self._asked() as (files, path):
-            return float(files.modified(path).timestamp())
-
     def sizes(self) -> dict[str, int]:
         """{name below this place: length} of all objects below."""
         return {name: int(entry["size"]) for name, entry in self._below().items()}

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mega_ckpt.formats.hf import CONFIG, HfSource
+from mega_ckpt.formats.hf import CONFIG, HfSource, described_by, has_weights, warn_of_unread
 from mega_ckpt.formats.megatron import MegatronSource, is_megatron
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.names import some, tensors_of
@@ -157,6 +157,33 @@ def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None)
     if isinstance(folder, Path) and is_megatron(folder):
         return MegatronSource(folder, settings)
     return HfSource(folder)
+
+
+def model_at(path: str | Place, *, tell: bool = False) -> ModelConfig:
+    """The model at `path`: of what `open_source` takes, of a HuggingFace folder without weights, of a config.json itself.
+
+    With `tell`, `tell_unread`.
+
+    Raises:
+        CheckpointError: when there is no model, or one that cannot be expressed.
+    """
+    folder = place(path)
+    config = folder if folder.name.endswith(".json") else folder / CONFIG
+    if config is not folder and not (_checkpoint_in(folder) is None and config.is_file() and not has_weights(folder)):
+        source = open_source(folder)
+        if tell:
+            tell_unread(source)
+        return source.model
+    _, model, unread = described_by(config)
+    if tell:
+        warn_of_unread(config, unread)
+    return model
+
+
+def tell_unread(source: Source) -> None:
+    """Warn of the keys of a HuggingFace folder's config.json that nothing reads."""
+    if isinstance(source, HfSource):
+        warn_of_unread(source.folder / CONFIG, source.unread)
 
 
 def checkpoint_folder(path: str | Place) -> Place:

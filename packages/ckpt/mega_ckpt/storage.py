@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mega_ckpt.remote import Place, Remote, in_words
 from mega_common.errors import CheckpointError
-from mega_common.files import fsync_folder
+from mega_common.files import fsync_folder, naming
 
 AHEAD_BYTES = 2 << 20  # the kernel cuts what is asked for at once to a few megabytes
 SENT_BYTES = 64 << 20
@@ -69,9 +69,6 @@ class Folder(Protocol):
     def names(self) -> list[str]:
         """All files, at any depth."""
 
-    def modified(self, name: str) -> float:
-        """When a file was written, in seconds since 1970."""
-
     def stamps(self) -> dict[str, str]:
         """{name: what changes when the file does} of all files but hidden ones."""
 
@@ -103,10 +100,6 @@ class LocalFolder:
     def names(self) -> list[str]:
         """Links and the like too."""
         return [path.relative_to(self._path).as_posix() for path in self._path.rglob("*") if not path.is_dir()]
-
-    def modified(self, name: str) -> float:
-        """By the file system's clock."""
-        return (self._path / name).stat().st_mtime
 
     def stamps(self) -> dict[str, str]:
         """Length and time."""
@@ -152,10 +145,6 @@ class RemoteFolder:
         """All objects below."""
         return sorted(self._path.sizes())
 
-    def modified(self, name: str) -> float:
-        """By the store's clock."""
-        return (self._path / name).modified()
-
     def stamps(self) -> dict[str, str]:
         """Length and whatever the store tells of when or what was put."""
         return {name: stamp for name, stamp in self._path.stamps().items() if _is_shown(name)}
@@ -169,12 +158,13 @@ class _NewFile:
     """Written with an early hint to the disk, durable by fsync."""
 
     def __init__(self, path: Path) -> None:
-        self._bytes = self._sent = 0
+        self._path, self._bytes, self._sent = path, 0, 0
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def write(self, block: memoryview) -> None:
         while block:
-            written = os.write(self._descriptor, block)
+            with naming(self._path):
+                written = os.write(self._descriptor, block)
             block = block[written:]
             self._bytes += written
         if self._bytes - self._sent >= SENT_BYTES:
@@ -187,7 +177,8 @@ class _NewFile:
         self._sent = self._bytes
 
     def finish(self) -> None:
-        os.fsync(self._descriptor)
+        with naming(self._path):
+            os.fsync(self._descriptor)
 
     def release(self) -> None:
         os.close(self._descriptor)

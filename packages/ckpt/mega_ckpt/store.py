@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -34,7 +35,7 @@ from mega_ckpt.shards import NewFile
 from mega_ckpt.staging import Staging
 from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError, MegaError
-from mega_common.log import ProgressBar
+from mega_common.log import ProgressBar, logger
 from mega_common.model_config import ModelConfig
 
 __all__ = [
@@ -81,6 +82,7 @@ class _Target:
     assets: Path | None
     provenance: Mapping[str, Any] | None
     folder: Place | None = None
+    begun: float = field(default_factory=time.perf_counter)
 
     def begin(self) -> Place:
         """Make the folder, unless what is to be saved cannot be described."""
@@ -97,6 +99,12 @@ class _Target:
         manifest = make_manifest(self.step, self.model, self.state, self.provenance)
         folder, self.folder = self.folder, None
         commits_of(self.root).commit(folder, _described(manifest, written, files))
+        logger.info(
+            "saved step %d in %.1f s: %s",
+            self.step,
+            time.perf_counter() - self.begun,
+            step_folder(self.root, self.step),
+        )
 
     def discard(self) -> None:
         """Remove the folder, unless it was to be committed already."""
@@ -196,6 +204,11 @@ class AsyncSaver:
         running.result()
         return self._folder
 
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed on this rank; on others it may go on for a moment."""
+        return self._running is not None and self._running.done() and self._running.exception() is not None
+
     def __enter__(self) -> Self:
         return self
 
@@ -246,12 +259,26 @@ def _told_alike(group: dist.ProcessGroup | None) -> Iterator[None]:
         if not isinstance(cause, Exception):  # an interrupt is not the checkpoint's fault
             raise cause from error
         everywhere = len(error.failures) == (dist.get_world_size(group) if _distributed() else 1)
-        text = cause.message if isinstance(cause, MegaError) else f"{type(cause).__name__}: {cause}"
-        hint = cause.hint if isinstance(cause, MegaError) else None
+        text, hint = _in_words(cause)
         raise CheckpointError(text if everywhere else f"rank {rank}: {text}", hint=hint) from error
     except RuntimeError as error:
         # What a rank does itself is told above; only the collectives in between are left.
-        raise CheckpointError(f"the ranks lost each other: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(
+            f"the ranks lost each other: {str(error).splitlines()[0]}",
+            hint="the rank that ended first says why, in the output of its own",
+        ) from error
+
+
+def _in_words(cause: Exception) -> tuple[str, str | None]:
+    if isinstance(cause, MegaError):
+        return cause.message, cause.hint
+    if isinstance(cause, OSError) and cause.filename:
+        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        return (
+            f"{cause.filename}: {cause.strerror}",
+            "free space there, or keep fewer (checkpoint.keep)" if full else None,
+        )
+    return f"{type(cause).__name__}: {cause}", None
 
 
 def _described(manifest: Manifest, written: list[Written], files: dict[str, FileEntry]) -> Manifest:

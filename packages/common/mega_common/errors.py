@@ -1,12 +1,14 @@
 """The errors a user can meet, as one family.
 
 Every `MegaError` prints as one readable message. `exit_status` follows the convention of the command line: 2 for a
-mistake of the user's, 1 for a failure of ours (or of the machine's).
+mistake of the user's, 1 for a failure of ours (or of the machine's), 75 for training that was saved before its end.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
+
+INTERRUPTED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command, given again, goes on
 
 
 class MegaError(Exception):
@@ -45,6 +47,10 @@ class CheckpointError(MegaError):
     """A checkpoint that is missing, incomplete, corrupt, foreign or of another model."""
 
 
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint at a place: certainly none, not one that cannot be read."""
+
+
 class MissingPackageError(MegaError):
     """A command needs a package or an extra that is not installed."""
 
@@ -53,3 +59,9 @@ class TrainingError(MegaError):
     """Training cannot go on: a loss that is not a number, a lost rank, a device out of memory."""
 
     exit_status: ClassVar[int] = 1
+
+
+class Interrupted(MegaError):
+    """Training that was asked to end before its last step (a signal, a limit of time or steps), and has saved."""
+
+    exit_status: ClassVar[int] = INTERRUPTED_STATUS

@@ -1,16 +1,23 @@
-"""Files that are either whole or absent: write beside, fsync, rename, fsync the folder."""
+"""Files that are either whole or absent: write beside, fsync, rename, fsync the folder. And locks on folders."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
+
+from mega_common.errors import ConfigError
+from mega_common.log import logger
 
 
 def fsync_folder(folder: Path) -> None:
@@ -18,6 +25,47 @@ def fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add `path` to an OSError that tells of none: what is met while writing to an open file, such as a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold `<folder>/.lock`, which names its holder, while the block runs; the system frees it when the holder dies.
+
+    On NFS it holds between machines. Where the file system has no locks, a warning says so and the block runs.
+
+    Raises:
+        ConfigError: when another process holds it, naming that.
+    """
+    path = folder / ".lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
+            raise ConfigError(
+                f"{folder} is in use by {holder}", hint="wait for its end or end it, or write to another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            logger.warning("%s: no lock is possible there (%s): start nothing else in it", folder, error.strerror)
+        os.truncate(descriptor, 0)
+        since = datetime.now().astimezone().isoformat(" ", "seconds")
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
+        yield
     finally:
         os.close(descriptor)
 
@@ -32,7 +80,7 @@ def atomic_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
     try:
-        with open(temporary, "w" if text else "wb", encoding="utf-8" if text else None) as stream:
+        with naming(path), open(temporary, "w" if text else "wb", encoding="utf-8" if text else None) as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())

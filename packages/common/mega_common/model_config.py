@@ -73,6 +73,9 @@ class MoeConfig(Config):
     aux_loss: float = Field(0.0, ge=0, description="weight of the load balancing loss (arXiv:2101.03961)")
     aux_loss_scope: Literal["sequence", "batch"] = Field("sequence", description="what the load is counted over")
     z_loss: float = Field(0.0, ge=0, description="weight of the router's z-loss (arXiv:2202.08906)")
+    sinkhorn: bool = Field(
+        False, description="training chooses by a matrix balanced over each sequence (arXiv:2202.01169); else by score"
+    )
     capacity_factor: float | None = Field(None, gt=0, description="drops tokens past this multiple of an even load")
 
     def problems(self) -> Iterator[Problem]:
@@ -95,6 +98,17 @@ class MoeConfig(Config):
             )
         if self.shared_gate and not self.shared_ffn_hidden_size:
             yield Problem("shared_gate", "gates a shared expert that is not there", hint="give shared_ffn_hidden_size")
+        yield from self._sinkhorn_problems() if self.sinkhorn else ()
+
+    def _sinkhorn_problems(self) -> Iterator[Problem]:
+        """The choice is balanced by itself, and the weights are the scores as they are: as Megatron has it."""
+        score = "sigmoid" if self.top_k == 1 else "softmax"
+        wanted = {"normalize": False, "scaling": 1.0, "groups": 1, "selection_bias": False, "aux_loss": 0.0}
+        for name, value in {"score": score, **wanted}.items():
+            if getattr(self, name) != value:
+                told = str(value).lower() if isinstance(value, bool) else value
+                rule = f"does not go with sinkhorn and top_k = {self.top_k}"
+                yield Problem(name, rule, getattr(self, name), f"{name}: {told}")
 
 
 class MlaConfig(Config):
@@ -126,13 +140,16 @@ class ModelConfig(Config):
     tie_embeddings: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
+    norm_bias: bool = Field(True, description="of a layernorm; without one as in Cohere")
     zero_centered_norm: bool = Field(False, description="norms multiply by 1 + weight, as in Gemma")
     activation: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
     activation_limit: float | None = Field(None, gt=0, description="swiglu between bounds, as in GPT-OSS")
     position: Literal["rope", "learned", "none"] = "rope"
     rope: RopeConfig = RopeConfig()
     local_rope: RopeConfig | None = Field(None, description="of layers with a sliding window; default: `rope`")
+    no_rope_layers: list[NonNegativeInt] | None = Field(None, description="layers that rotate nothing, as in SmolLM3")
     scale_embeddings: bool = Field(False, description="embeddings times sqrt(hidden_size), as in Gemma")
+    embedding_multiplier: float = Field(1.0, gt=0, description="factor on embeddings, as in Granite")
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
@@ -142,11 +159,16 @@ class ModelConfig(Config):
         "pre", description="`post`: after attention and MLP, as in OLMo-2; `both`: before and after, as in Gemma 2"
     )
     parallel_residual: bool = Field(False, description="attention and MLP see the same input, as in GPT-NeoX")
+    shared_norm: bool = Field(
+        False, description="under parallel_residual one norm before both, as in Falcon and Cohere"
+    )
+    residual_multiplier: float = Field(1.0, gt=0, description="factor on what attention and MLP add, as in Granite")
     sliding_window: PositiveInt | None = Field(None, description="keys a query sees, itself included, in tokens")
     full_attention_layers: list[NonNegativeInt] | None = Field(None, description="layers without the sliding window")
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; default: 1 / sqrt(head size)")
     attention_softcap: float | None = Field(None, gt=0, description="scores become cap tanh(scores / cap)")
     attention_sinks: bool = Field(False, description="a learned score for each head that takes no value, as in GPT-OSS")
+    logit_scale: float = Field(1.0, gt=0, description="factor on logits, before a cap, as in Cohere")
     logit_softcap: float | None = Field(None, gt=0, description="logits become cap tanh(logits / cap)")
     embedding_dropout: float = Field(0.0, ge=0, lt=1)
     attention_dropout: float = Field(0.0, ge=0, lt=1)
@@ -184,6 +206,10 @@ class ModelConfig(Config):
         """Keys that a query of that layer sees, itself included; None for all."""
         return None if layer in (self.full_attention_layers or ()) else self.sliding_window
 
+    def rotates(self, layer: int) -> bool:
+        """Whether that layer turns queries and keys by their positions."""
+        return self.position == "rope" and layer not in (self.no_rope_layers or ())
+
     def has_experts(self, layer: int) -> bool:
         """Whether that layer's feed-forward block is a mixture of experts."""
         return self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)
@@ -212,7 +238,11 @@ class ModelConfig(Config):
         for name, rope in (("rope", self.rope), ("local_rope", self.local_rope)):
             yield from _rope_problems(name, rope, self.rotated_size // 2) if rope else ()
         layers = self.num_layers + self.mtp_layers
-        listed = {"full_attention_layers": self.full_attention_layers, "moe.layers": self.moe and self.moe.layers}
+        listed = {
+            "full_attention_layers": self.full_attention_layers,
+            "no_rope_layers": self.no_rope_layers,
+            "moe.layers": self.moe and self.moe.layers,
+        }
         for name, indices in listed.items():
             if indices and max(indices) >= layers:
                 yield Problem(name, f"names a layer past the last, {layers - 1}", max(indices))
@@ -222,6 +252,11 @@ class ModelConfig(Config):
         if self.mla and (self.position != "rope" or self.rope.fraction != 1):
             rule = f"rotates {self.mla.qk_rope_head_dim} elements of each head, all of them"
             yield Problem("mla", rule, hint="position: rope, without rope.fraction")
+        if self.mla and self.no_rope_layers:
+            yield Problem("no_rope_layers", "a latent head has a part that is rotated", hint="leave it out")
+        if self.shared_norm and (not self.parallel_residual or self.norm_position != "pre"):
+            rule = "is one norm before attention and MLP, which then see the same input"
+            yield Problem("shared_norm", rule, hint="parallel_residual: true and norm_position: pre")
         if self.mtp_layers and self.position == "learned":
             rule = "embeds further tokens without their positions"
             yield Problem("mtp_layers", rule, self.mtp_layers, "0, or position: rope")

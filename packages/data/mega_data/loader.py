@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -43,6 +43,7 @@ class Loader:
     """Yields this rank's part of one global batch after another.
 
     Of a step's samples [g, g + global_batch) a rank has [g + dp_rank n, g + (dp_rank + 1) n), n = global_batch / dp_size.
+    Where the batch is not always as large, `global_batch` tells its size from the samples consumed before it.
     `consumed_samples` is its only state: the samples of all batches handed out so far, over all ranks. A loader made
     with that number goes on with the next batch, in any world size.
 
@@ -56,39 +57,48 @@ class Loader:
         self,
         dataset: Samples,
         *,
-        global_batch: int,
+        global_batch: int | Callable[[int], int],
         seq_length: int,
         dp_rank: int = 0,
         dp_size: int = 1,
         consumed_samples: int = 0,
         prefetch: int = 2,
     ) -> None:
-        if global_batch % dp_size:
-            raise ConfigError(
-                f"batch.global = {global_batch} cannot be shared evenly by {dp_size} data-parallel ranks",
-                hint=f"use a multiple of {dp_size}",
-            )
         self.consumed_samples = consumed_samples
-        self._dataset, self._global_batch, self._seq_length = dataset, global_batch, seq_length
-        self._share, self._dp_rank, self._prefetch = global_batch // dp_size, dp_rank, prefetch
+        self._size_at = global_batch if callable(global_batch) else lambda _: global_batch
+        self._dataset, self._seq_length = dataset, seq_length
+        self._dp_rank, self._dp_size, self._prefetch = dp_rank, dp_size, prefetch
+        self._share(self._size_at(consumed_samples))
 
     def __iter__(self) -> Iterator[StepBatch]:
-        ahead: deque[Future[StepBatch]] = deque()
+        ahead: deque[tuple[int, Future[StepBatch]]] = deque()
+        position = self.consumed_samples
         reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         try:
             while True:
                 while len(ahead) <= self._prefetch:
-                    ahead.append(reader.submit(self._batch, self.consumed_samples + len(ahead) * self._global_batch))
-                batch = ahead.popleft().result()
-                self.consumed_samples += self._global_batch
+                    size = self._size_at(position)
+                    ahead.append((size, reader.submit(self._batch, position, self._share(size))))
+                    position += size
+                size, coming = ahead.popleft()
+                batch = coming.result()
+                self.consumed_samples += size
                 yield batch
         finally:
             # Not waiting: what is being read ends by itself, and what waits is dropped.
             reader.shutdown(wait=False, cancel_futures=True)
 
-    def _batch(self, begin: int) -> StepBatch:
-        first = begin + self._dp_rank * self._share
-        ids = np.arange(first, first + self._share)
+    def _share(self, global_batch: int) -> int:
+        if global_batch % self._dp_size:
+            raise ConfigError(
+                f"batch.global = {global_batch} cannot be shared evenly by {self._dp_size} data-parallel ranks",
+                hint=f"use a multiple of {self._dp_size}",
+            )
+        return global_batch // self._dp_size
+
+    def _batch(self, begin: int, share: int) -> StepBatch:
+        first = begin + self._dp_rank * share
+        ids = np.arange(first, first + share)
         samples = [self._dataset[k] for k in ids.tolist()]
         documents = [sample.document_ids for sample in samples if sample.document_ids is not None]
         return StepBatch(
@@ -101,4 +111,4 @@ class Loader:
         )
 
     def _stacked(self, rows: list[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
-        return np.stack(rows, out=np.empty((self._share, self._seq_length), rows[0].dtype))
+        return np.stack(rows, out=np.empty((len(rows), self._seq_length), rows[0].dtype))

@@ -16,7 +16,7 @@ import torch
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import boxes_of
 from mega_ckpt.remote import Place
-from mega_ckpt.source import copy_assets, load_weights, open_source
+from mega_ckpt.source import copy_assets, load_weights, open_source, tell_unread
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.log import logger
 from mega_common.model_config import ModelConfig
@@ -40,6 +40,7 @@ def load_model(path: str | Place, *, dtype: torch.dtype = torch.float32, device:
         CheckpointError: when there is no complete checkpoint, or its tensors are not those of its configuration.
     """
     source = open_source(path)
+    tell_unread(source)
     config = source.model.model_copy(update={"mtp_layers": 0})
     model = Decoder(Builder(config, dtype=dtype, device=torch.device(device)))
     held = [(parameter.detach(), info_of(parameter).pieces) for parameter in model.parameters()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -48,7 +49,7 @@ def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, lo
         ranks.rank,
         kv_heads=config.model.kv_heads,
         shard=parallel.zero3_shard,
-        maker=maker,
+        maker=maker or GroupMaker(timedelta(seconds=2 * config.timeout_seconds)),  # as `ranks.joined`
         ordered=config.debug.ordered_reductions,
         log=log,
     )
@@ -83,7 +84,7 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
         stages[index] = Decoder(own, part, recompute)
     if sharded:
         for stage in stages.values():
-            shard_fully(stage, dtype=dtype_of(config), device=device)
+            shard_fully(stage, dtype=dtype_of(config), device=device, wire=wire_of(config))
     return stages
 
 
@@ -113,9 +114,13 @@ def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         slices=level > 0,
         each_backward=level == 2 or config.debug.reduce_every_microbatch,
         apart=is_hidden_matrix if config.optimizer.name == "muon" else None,
+        decoupled=config.optimizer.decoupled_lr is not None,
+        wire=wire_of(config),
     )
     return {
-        index: FullyShardedStage(stage) if isinstance(stage, FSDPModule) else flatten(stage, sharing, stage.units())
+        index: FullyShardedStage(stage, decoupled=sharing.decoupled, wire=sharing.wire)
+        if isinstance(stage, FSDPModule)
+        else flatten(stage, sharing, stage.units())
         for index, stage in stages.items()
     }
 
@@ -125,7 +130,7 @@ def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDatase
     train = config.train
     evaluations = train.steps // train.eval_every + 1 if train.eval_every else 0
     samples = {
-        "train": train.steps * config.batch.global_,
+        "train": config.batch.consumed(train.steps),
         "valid": evaluations and train.eval_steps * config.batch.global_,
     }
     training, valid, _ = build_datasets(config.data, seed=train.seed, samples=samples, eod=eod)
@@ -136,6 +141,11 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     """The type of weights and activations; gradients and main weights are fp32, or fp64 in an fp64 run."""
     names = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return names[config.precision]
+
+
+def wire_of(config: RunConfig) -> torch.dtype | None:
+    """The type that gradients are summed over data ranks in, where that is not their own."""
+    return torch.bfloat16 if config.parallel.grad_reduce_dtype == "bf16" else None
 
 
 def loss_scale_of(config: RunConfig) -> LossScale | None:

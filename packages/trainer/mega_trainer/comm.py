@@ -7,7 +7,8 @@ bits: gloo's own sums are not in rank order from four ranks on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from mega_common.errors import MegaError
 
 Reduction = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -87,6 +90,25 @@ def all_reduce(tensor: Tensor, group: Group, op: Reduction = "sum", *, async_op:
         return None
     work: Work | None = dist.all_reduce(tensor, _OPS[op], group=group.handle, async_op=async_op)
     return work
+
+
+@contextlib.contextmanager
+def raised_alike(group: Group) -> Iterator[None]:
+    """What one rank raises in the block, all raise, the first rank's error if there are several: none waits in vain.
+
+    Raises:
+        MegaError: of any rank.
+    """
+    met: list[MegaError | None] = [None] * group.size
+    try:
+        yield
+    except MegaError as error:
+        met[group.rank] = error
+    if group.size > 1:
+        dist.all_gather_object(met, met[group.rank], group=group.handle)
+    first = next((error for error in met if error is not None), None)
+    if first is not None:
+        raise first
 
 
 def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:

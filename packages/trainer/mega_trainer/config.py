@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import frexp
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from mega_ckpt.remote import Place, Remote, place
 from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
@@ -17,6 +18,7 @@ from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_data.config import DataConfig
+from mega_trainer.batch_size import BatchConfig
 from mega_trainer.layout import model_problems, world_problems
 from mega_trainer.optim.lr import LRCurve, LRSchedule
 
@@ -51,13 +53,9 @@ class ParallelConfig(Config):
     zero3_shard: int | None = Field(
         None, ge=2, description="under zero 3, neighbouring data ranks that share one copy; default: all of them"
     )
-
-
-class BatchConfig(Config):
-    """Sizes in samples: of one forward pass on one rank, and of one optimizer step over all ranks."""
-
-    micro: PositiveInt = 1
-    global_: PositiveInt = Field(1, alias="global")
+    grad_reduce_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="what gradients are summed over data ranks in; bf16 sends half as much, and sums lose bits"
+    )
 
 
 class TrainConfig(Config):
@@ -67,6 +65,10 @@ class TrainConfig(Config):
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 for none")
     eval_steps: PositiveInt = Field(10, description="global batches of one validation")
     seed: int = Field(1234, ge=0)
+    exit_after_minutes: float | None = Field(
+        None, gt=0, description="save and end with status 75 after so long; the same command goes on"
+    )
+    exit_interval: PositiveInt | None = Field(None, description="the same after each step that is a multiple of this")
     on_nan: Literal["stop", "skip"] = Field("stop", description="on a loss or gradient that is not finite")
     max_skips: PositiveInt = Field(10, description="skipped steps in a row after which `skip` stops too")
     spike_factor: float = Field(0.0, ge=0, description="a loss this many times the recent average is a spike; 0: never")
@@ -88,6 +90,9 @@ class OptimizerConfig(Config):
 
     name: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(3e-4, gt=0)
+    decoupled_lr: float | None = Field(
+        None, gt=0, description="learning rate of the input embedding and the output layer; default: lr"
+    )
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
@@ -202,12 +207,19 @@ class RunConfig(Config):
         return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
     def microbatches(self, dp: int) -> int:
-        """Micro-batches of a step on each of `dp` data-parallel ranks."""
+        """Micro-batches of a step on each of `dp` data-parallel ranks, of the largest steps."""
         return self.batch.global_ // (self.batch.micro * dp)
 
     def lr_curve(self) -> LRCurve:
         """The learning rate as a function of consumed samples."""
-        return self.lr_schedule.curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_)
+        return self.lr_schedule.curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch)
+
+    def decoupled_lr_curve(self) -> LRCurve | None:
+        """That of the input embedding and the output layer, where they have one of their own."""
+        highest, lowest = self.optimizer.decoupled_lr, self.lr_schedule.decoupled_min_lr
+        if highest is None:
+            return None
+        return replace(self.lr_curve(), highest=highest, lowest=self.lr_schedule.min_lr if lowest is None else lowest)
 
     def due(self, step: int, every: int) -> bool:
         """Whether something done `every` steps (0: only at the end) is due after `step`."""
@@ -227,21 +239,35 @@ class RunConfig(Config):
         if parallel.zero3_shard is not None and parallel.zero != 3:
             rule = f"shards weights, which parallel.zero = {parallel.zero} does not"
             yield Problem("parallel.zero3_shard", rule, parallel.zero3_shard, "leave it out, or parallel.zero=3")
-        for problem in self.lr_schedule.run_problems(
-            lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch.global_
-        ):
+        for problem in self.lr_schedule.run_problems(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch):
             yield replace(problem, path=f"lr_schedule.{problem.path}")
+        yield from self._decoupled_problems()
         if isinstance(place(self.output), Remote):
             rule = "must be a folder here: metrics and logs are written line by line"
             yield Problem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")
+        yield from self._shell_variables()
+
+    def _shell_variables(self) -> Iterator[Problem]:
+        """Texts that are for a shell, as those of a translated launch script whose variables it does not set."""
+        rule = "names a variable of the shell, which nothing puts in here"
         for path, value in _flat(self.model_dump(mode="json", by_alias=True)).items():
-            for text in _texts(value):
-                if SHELL_VARIABLE.search(text):
-                    yield Problem(
-                        path, "names a variable of the shell, which nothing puts in here", text, "write its value"
-                    )
-        if self.batch.global_ % self.batch.micro:
-            yield Problem("batch.global", f"must be a multiple of batch.micro = {self.batch.micro}", self.batch.global_)
+            for text in filter(SHELL_VARIABLE.search, _texts(value)):
+                yield Problem(path, rule, text, "write its value")
+
+    def _decoupled_problems(self) -> Iterator[Problem]:
+        """Rates of their own for the input embedding and the output layer."""
+        curve, key, lowest = (
+            self.decoupled_lr_curve(),
+            "lr_schedule.decoupled_min_lr",
+            self.lr_schedule.decoupled_min_lr,
+        )
+        if curve is None:
+            if lowest is not None:
+                yield Problem(
+                    key, "ends a decay that is not there", lowest, "set optimizer.decoupled_lr, or leave it out"
+                )
+        elif curve.lowest > curve.highest:
+            yield Problem(key, f"must be at most optimizer.decoupled_lr = {curve.highest:g}", curve.lowest)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -252,44 +278,42 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(list(item.values()) if isinstance(item, Mapping) else item)
 
 
-def resolve(raw: Mapping[str, Any], *, base: Path = Path()) -> dict[str, Any]:
+def resolve(raw: Mapping[str, Any], *, base: Path = Path(), tell: bool = False) -> dict[str, Any]:
     """Fill in what run.yaml abbreviates, so that the result stands alone and can be parsed as `RunConfig`.
 
-    `model: {preset: name, ...}` and `model: {from: folder, ...}` become the model's own fields, with further fields on
-    top; `from` also starts from that folder's weights. `recompute: selective` becomes a section.
+    `model: {preset: name, ...}` and `model: {from: path, ...}` become the model's own fields, with further fields on
+    top. `from` a folder also starts from that folder's weights; from a config.json itself it is the shape alone.
+    `recompute: selective` becomes a section. With `tell`, keys of a config.json that nothing reads are warned of.
 
     Raises:
-        ConfigError: for an unknown preset or a folder that holds no model.
+        ConfigError: for an unknown preset or a path that holds no model.
     """
     out = dict(raw)
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
     if "preset" in model:
         out["model"] = preset(str(model.pop("preset"))) | model
     elif "from" in model:
-        from mega_ckpt.source import open_source  # here: reading weights needs torch, checking a run.yaml does not
+        from mega_ckpt.source import model_at  # here: reading weights needs torch, checking a run.yaml does not
 
-        folder = str(model.pop("from"))
-        found = place(folder)
-        out["model"] = (
-            open_source(base / found if isinstance(found, Path) else found).model.model_dump(
-                mode="json", exclude_unset=True
-            )
-            | model
-        )
-        out.setdefault("init_from", folder)
+        given = str(model.pop("from"))
+        found = place(given)
+        there = model_at(base / found if isinstance(found, Path) else found, tell=tell)
+        out["model"] = there.model_dump(mode="json", exclude_unset=True) | model
+        if not given.endswith(".json"):
+            out.setdefault("init_from", given)
     if isinstance(raw.get("recompute"), str):
         out["recompute"] = {"kind": raw["recompute"]}
     return out
 
 
-def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read run.yaml with `--set` overrides on top.
+def load_run(path: Path, overrides: Sequence[str] = (), *, tell: bool = False) -> RunConfig:
+    """Read run.yaml with `--set` overrides on top; `tell` as `resolve` has it.
 
     Raises:
         ConfigError: with every problem at once.
     """
     raw = apply_overrides(load_yaml(path), overrides)
-    return RunConfig.parse(resolve(raw), source=str(path))
+    return RunConfig.parse(resolve(raw, tell=tell), source=str(path))
 
 
 # Settings whose change makes another model of the same weights: a resume refuses them.
@@ -299,10 +323,13 @@ MODEL_SETTINGS = ("model",)
 def changes(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
     """What differs between a saved run's settings and `config`: (changes of the model itself, other changes).
 
-    Each is a line `path: old -> new`. What was not saved at all, as in a converted checkpoint, is no change.
+    Each is a line `path: old -> new`. A section that was not saved at all, as in a converted checkpoint, is no change,
+    and a setting that did not exist yet was at its default.
     """
-    now = _flat({name: value for name, value in config.model_dump(mode="json", by_alias=True).items() if name in saved})
-    before = _flat(saved)
+    current = config.model_dump(mode="json", by_alias=True)
+    with suppress(ValidationError):  # one with settings that this version has not got is compared as it stands
+        saved = RunConfig.model_validate({**current, **saved}).model_dump(mode="json", by_alias=True, include={*saved})
+    now, before = _flat({name: value for name, value in current.items() if name in saved}), _flat(saved)
     lines = {
         path: f"{path}: {before.get(path)!r} -> {now.get(path)!r}"
         for path in sorted(now.keys() | before.keys())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 
 from mega_common.errors import TrainingError
@@ -13,6 +15,8 @@ from mega_trainer.step import StepResult
 
 MEMORY = 0.98  # weight of the past in the running average of the loss: about the last fifty steps
 WARM = 50  # steps before a jump of the loss means anything
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last is Slurm's, ahead of a limit
+AGAIN_SECONDS = 2.0  # a Ctrl-C after that is meant, and not the first one arriving once more
 
 
 @dataclass
@@ -58,22 +62,37 @@ class Guard:
         logger.warning(message)
 
 
-@dataclass
 class StopSignal:
-    """Catches SIGTERM and SIGINT: the first asks the loop to save and end, a second one of the same kind ends at once."""
+    """Catches the signals that ask a run to end: it saves once, whoever else got the signal and passes it on.
 
-    name: str | None = None
-    _before: dict[int, object] = field(default_factory=dict)
+    All but the first are heard no more, for schedulers signal launcher and ranks alike, and launchers their ranks once
+    more. Only Ctrl-C, `AGAIN_SECONDS` or more after the first signal, ends at once. What is ignored from the start, as
+    SIGHUP under nohup, stays so.
+
+    Args:
+        pass_on: is told the number of the first signal.
+
+    Attributes:
+        name: of the first signal, when there was one.
+    """
+
+    def __init__(self, pass_on: Callable[[int], object] = lambda number: None) -> None:
+        self.name: str | None = None
+        self._pass_on, self._since = pass_on, 0.0
+        self._before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._caught)
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_IGN if handler == signal.SIG_IGN else self._caught)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        self.name = signal.Signals(number).name
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if self.name is None:
+            self.name, self._since = signal.Signals(number).name, time.monotonic()
+            self._pass_on(number)
+        elif number == signal.SIGINT and time.monotonic() - self._since >= AGAIN_SECONDS:
+            raise KeyboardInterrupt

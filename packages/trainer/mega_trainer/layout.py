@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mega_common.config import Problem
@@ -164,15 +164,9 @@ def world_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         fitting = [size for size in range(2, ranks + 1) if ranks % size == 0]
         hint = f"one of {fitting}" if fitting else "leave it out"
         yield Problem("parallel.zero3_shard", f"must divide the {ranks} data ranks", shard, hint)
-    if batch.global_ % (batch.micro * dp):
-        step = batch.micro * dp
-        fits = max(step, round(batch.global_ / step) * step)
-        yield Problem(
-            "batch.global",
-            f"must be a multiple of batch.micro {batch.micro} x dp {dp} = {step}",
-            batch.global_,
-            str(fits),
-        )
+    unit = batch.micro * dp
+    for problem in batch.uneven(unit, f"batch.micro {batch.micro} x dp {dp} = {unit}"):
+        yield replace(problem, path=f"batch.{problem.path}")
 
 
 def _suggestion(config: RunConfig, world_size: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ class GroupMaker:
     must have made as many before. So a group of some stages only, as `embedding`, comes after all that span stages.
     """
 
+    timeout: timedelta | None = None  # how long a collective may wait; None: torch's own
     made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def handle(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -32,7 +34,7 @@ class GroupMaker:
                 assert world is not None
                 self.made[key] = world
             else:
-                self.made[key] = dist.new_group(list(key), use_local_synchronization=True)
+                self.made[key] = dist.new_group(list(key), self.timeout, use_local_synchronization=True)
         return self.made[key]
 
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 
 from mega_common.errors import MissingPackageError
-from mega_common.files import atomic_file
+from mega_common.files import atomic_file, naming
 from mega_common.log import human, logger
 from mega_trainer.config import RunConfig
 from mega_trainer.plan.flops import model_flops, palm_flops, peak_flops
@@ -73,12 +73,12 @@ def measured_peak(device: torch.device, dtype: torch.dtype, enough: float = 0.02
 class Metrics:
     """Takes each step's numbers to where they go. Only rank 0 of a run makes one that writes."""
 
-    def __init__(self, config: RunConfig, speed: Speed, *, start: int, writes: bool) -> None:
+    def __init__(self, config: RunConfig, speed: Speed, start: int, consumed_samples: int, *, writes: bool) -> None:
         self._config, self._speed, self._writes = config, speed, writes
         self._sinks: list[Sink] = []
         self._closers: list[Callable[[], object]] = []
         self._begin = self._last = time.monotonic()
-        self._start = start
+        self._start = self._consumed = consumed_samples
         if writes:
             self._open(Path(config.output), start)
 
@@ -86,7 +86,12 @@ class Metrics:
         path = folder / "metrics.jsonl"
         forget_after(path, start)
         stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
-        self._sinks.append(lambda step, numbers: _write_line(stream, {"step": step, **numbers}))
+
+        def put(step: int, numbers: dict[str, float]) -> None:
+            with naming(path):
+                _write_line(stream, {"step": step, **numbers})
+
+        self._sinks.append(put)
         self._closers.append(stream.close)
         if self._config.log.tensorboard:
             self._open_tensorboard(folder / "tensorboard", start)
@@ -123,10 +128,12 @@ class Metrics:
         """Tell of a finished step. `more` are further numbers; None is left out."""
         now = time.monotonic()
         seconds, self._last = now - self._last, now
+        samples, self._consumed = consumed_samples - self._consumed, consumed_samples
         if not self._writes or step % self._config.log.every:
             return
-        rate = self._config.batch.global_ * self._config.data.seq_length / seconds
-        left = (self._config.train.steps - step) * (now - self._begin) / max(1, step - self._start)
+        rate = samples * self._config.data.seq_length / seconds
+        end = self._config.batch.consumed(self._config.train.steps - step, consumed_samples)
+        left = (end - consumed_samples) * (now - self._begin) / (consumed_samples - self._start)
         numbers = {
             "consumed_samples": consumed_samples,
             "loss": result.loss,

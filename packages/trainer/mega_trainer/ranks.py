@@ -1,16 +1,16 @@
 """Where the ranks of a run come from: a launcher that is there already (torchrun, Slurm, Kubernetes), or ours.
 
-Ours is torchrun's elastic agent in this process: it starts the local ranks, watches them, and when one dies ends the
-others. Each rank's output goes to `<output>/logs/`; the first one's is shown as well.
+Ours starts the local ranks by what torchrun starts them with, watches them, and when one dies ends the others. Each
+rank's output goes to `<output>/logs/`; the first one's is shown as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,17 +19,17 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.rendezvous import rendezvous
 
-from mega_ckpt.folders import latest, saved_at
-from mega_ckpt.remote import Place
-from mega_common.errors import ConfigError, TrainingError
+from mega_common.errors import INTERRUPTED_STATUS, ConfigError, TrainingError
+from mega_common.log import logger
+from mega_trainer.guard import STOP_SIGNALS, StopSignal
 
-SAVE_SECONDS = 600  # after a signal the ranks have this long to save before they are killed
+KEYBOARD_STATUS = 130  # of a rank that was interrupted from the keyboard before it trained
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,17 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
             f"a launcher set some of {', '.join(names)}, but not {', '.join(missing)}", hint="use torchrun"
         )
     return Ranks(*(int(environment[name]) for name in names[:3]))
+
+
+def warn_of_restarts(environment: Mapping[str, str]) -> None:
+    """Tell, when torchrun is to start failed ranks again, that they will not find each other in a store it shares."""
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        logger.warning(
+            "torchrun --max-restarts=%s restarts ranks in vain: they find the keys of those before them in the store that "
+            "it shares with them; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts",
+            restarts,
+        )
 
 
 @contextlib.contextmanager
@@ -93,51 +104,82 @@ def default_ranks(model_ranks: int, dp: int | None, device: str) -> int:
     return torch.cuda.device_count() if on_gpu else model_ranks * (dp or 1)
 
 
-def start_local_ranks(command: Sequence[str], count: int, output: Path, checkpoints: Place) -> None:
-    """Run `command`, which saves to `checkpoints`, on `count` ranks of this machine and wait for them.
+def start_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
+    """Run `command` on `count` ranks of this machine and wait for them. A signal to end is passed on to them.
+
+    Returns:
+        0, or `INTERRUPTED_STATUS` when they have saved before their end.
 
     Raises:
         TrainingError: when a rank failed, with its rank, host, exit status and last words; its `exit_status` is the
-            rank's. Also when a signal ended the run before it could save.
+            rank's. Also when a signal ended the ranks before they trained.
+        KeyboardInterrupt: at a second Ctrl-C; the ranks are killed.
     """
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it tells of ends that we tell of
     logs = output / "logs"
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=uuid4().hex[:8],
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    everyone = {
+        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": uuid4().hex[:8],
+    }  # fmt: skip
+    stop = StopSignal(lambda number: _signal_all(ranks, number))
+    ranks = start_processes(
+        name="",
+        entrypoint=command[0],
+        args=dict.fromkeys(range(count), tuple(command[1:])),
+        envs={rank: {**everyone, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)},
         logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ALL, tee=Std.ALL, local_ranks_filter={0}),
-        role="",
-        log_line_prefix_template="${role_name}",  # that is, none: one rank is shown, and its lines are its own
+        log_line_prefixes=dict.fromkeys(range(count), ""),  # one rank is shown, and its lines are its own
     )
-    begun = time.time()
     try:
-        elastic_launch(config, command[0])(*command[1:])
-    except ChildFailedError as error:
-        raise _first_failure(error, logs) from None
-    except SignalException as error:
-        newest = latest(checkpoints)
-        if newest is None or saved_at(newest) < begun:
-            raise TrainingError(f"{error.sigval.name}: the run ended before it had saved a checkpoint") from None
+        with stop:  # in place of the handlers that starting them has set, which would end them
+            ended = ranks.wait(period=0.1)
+    finally:
+        ranks.close(signal.SIGKILL)
+    assert ended is not None
+    return _status(ended.failures, stop, logs)
 
 
-def _first_failure(error: ChildFailedError, logs: Path) -> TrainingError:
-    """The rank that died first, and what it last said. One that was killed comes before those that missed it."""
-    rank, failure = min(
-        error.failures.items(), key=lambda item: (item[1].exitcode != -signal.SIGKILL, item[1].timestamp)
-    )
-    found = sorted(logs.glob(f"*/attempt_0/{failure.local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
-    said = found[-1].read_text(errors="replace").strip().splitlines()[-12:] if found else []
-    how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit status {failure.exitcode}"
-    told = TrainingError(
-        f"rank {rank} on {socket.gethostname()} ended with {how}; its last words:\n"
-        + "\n".join(f"  | {line}" for line in said),
-        hint=f"all output is in {logs}",
-    )
-    told.exit_status = failure.exitcode if failure.exitcode > 0 else 1  # type: ignore[misc]
+def _signal_all(ranks: PContext, number: int) -> None:
+    for pid in ranks.pids().values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _status(failures: Mapping[int, ProcessFailure], stop: StopSignal, logs: Path) -> int:
+    """What it means how the ranks ended; as soon as one does not with 0, all others are told to end by SIGTERM."""
+    statuses = {failure.exitcode for failure in failures.values()} - {-signal.SIGTERM}
+    if statuses == {INTERRUPTED_STATUS}:
+        return INTERRUPTED_STATUS
+    if stop.name is not None and failures and statuses <= {KEYBOARD_STATUS, *(-number for number in STOP_SIGNALS)}:
+        raise TrainingError(f"{stop.name}: the run ended before it began to train")
+    if not failures:
+        return 0
+    rank, first = min(failures.items(), key=lambda item: (item[1].exitcode != -signal.SIGKILL, item[1].timestamp))
+    if rank == 0 and first.exitcode > 0:
+        return first.exitcode  # all that it said was shown
+    raise _told(rank, failures, logs)
+
+
+def _told(rank: int, failures: Mapping[int, ProcessFailure], logs: Path) -> TrainingError:
+    """An error that names the rank that died first, and says what it last said. A killed one leaves that to another."""
+    exitcode = failures[rank].exitcode
+    lines, hint = [f"rank {rank} on {socket.gethostname()} ended with {_how(exitcode)}"], f"all output is in {logs}"
+    if exitcode == -signal.SIGKILL:
+        hint = f"so the kernel ends what takes too much memory (see dmesg), and mega what does not answer; {hint}"
+        others = (other for other, failure in failures.items() if failure.exitcode > 0)
+        rank = next(others, rank)
+    if rank and (words := _last_words(logs, rank)):  # those of rank 0 were shown
+        lines += [f"last words of rank {rank}:", *(f"  | {line}" for line in words)]
+    told = TrainingError("\n".join(lines), hint=hint)
+    told.exit_status = exitcode if exitcode > 0 else 1  # type: ignore[misc]
     return told
+
+
+def _how(exitcode: int) -> str:
+    return f"signal {-exitcode}" if exitcode < 0 else f"exit status {exitcode}"
+
+
+def _last_words(logs: Path, rank: int) -> list[str]:
+    found = sorted(logs.glob(f"*/attempt_0/{rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
+    return found[-1].read_text(errors="replace").strip().splitlines()[-12:] if found else []

@@ -51,7 +51,7 @@ class TrainState:
             TrainingError: when the run's policy says stop.
         """
         self.step += 1
-        self.consumed_samples += self.config.batch.global_
+        self.consumed_samples += self.config.batch.at(self.consumed_samples)
         self.guard.check(self.step, result)
 
     def tensors(self) -> dict[str, Sharded]:
@@ -119,7 +119,7 @@ def weights_of(stages: Mapping[int, Decoder], *, prefix: str = "", computed: boo
 class Saver:
     """Saves a run's checkpoints where they are kept, in the background when asked, and keeps what is to be kept.
 
-    Leaving the `with` block waits for a save under way; its errors are raised there, or at the next save.
+    Leaving the `with` block waits for a save under way; its errors are raised there, or by `wait`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -151,6 +151,20 @@ class Saver:
         self._retain()
 
     @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed, as this rank knows by now; `wait` raises its error."""
+        return self._background is not None and self._background.failed
+
+    def wait(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: the same on every rank, when it failed.
+        """
+        if self._background is not None:
+            self._background.wait()
+
+    @property
     def _leads(self) -> bool:
         return not dist.is_initialized() or dist.get_rank() == 0
 
@@ -167,6 +181,7 @@ def starting_point(config: RunConfig) -> Place | None:
     """The checkpoint to go on from: the one asked for, or the newest of this run, or none.
 
     Once a run that began from another's checkpoint has saved one of its own, that is the newest: the same command resumes.
+    A run that is not to resume has none of its own (`run_folder`).
 
     Raises:
         CheckpointError: when one was asked for and is not there, or is one of this run's own and not the newest.
@@ -182,13 +197,11 @@ def starting_point(config: RunConfig) -> Place | None:
             )
         if newest is None or Checkpoint.open(newest).step <= Checkpoint.open(found).step:
             return found
-        if not config.checkpoint.resume or _absolute(found.parent) == _absolute(config.checkpoints):
+        if _absolute(found.parent) == _absolute(config.checkpoints):
             raise CheckpointError(
                 f"{config.checkpoints} holds later checkpoints ({newest.name}) than the one to go on from, {found.name}",
                 hint="set another output folder for the new branch",
             )
-    if not config.checkpoint.resume:
-        return None
     if newest is not None:
         logger.info("going on from %s", newest)
     return newest

@@ -51,6 +51,7 @@ def train_step(
     lr: float,
     clip: float,
     data: Group,
+    decoupled_lr: float | None = None,
     loss_scale: LossScale | None = None,
 ) -> StepResult:
     """One step over this rank's micro-batches; every rank calls it.
@@ -59,6 +60,7 @@ def train_step(
     the first forward, so each token's gradient is divided by it once, at its source. Nothing is updated when the
     gradient is not finite. With a `loss_scale` the gradient is made larger by it, and the norm and the update are of
     the gradient as it would be without: unscale, check, clip, step. Losses of routers join the gradient, not the loss.
+    `decoupled_lr` is the rate of the input embedding and the output layer, where the optimizer holds them apart.
     """
     factor = 1.0 if loss_scale is None else loss_scale.value
     tokens = count_tokens(batches, data)
@@ -73,7 +75,7 @@ def train_step(
     norm = optimizer.grad_norm().item() / factor
     finite = math.isfinite(loss) and math.isfinite(norm)
     if finite:
-        optimizer.update(lr, clip_factor(norm, clip) / factor)
+        optimizer.update(lr, clip_factor(norm, clip) / factor, decoupled_lr)
     routing = finish_routing(executor, factor, move=finite)
     if loss_scale is None:
         return StepResult(loss, norm, tokens, finite, mtp_loss, routing=routing)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import torch
-import yaml
 from torch.distributed.distributed_c10d import Store
 
-from mega_ckpt.source import copy_assets, load_weights, open_source, put_file
-from mega_common.errors import ConfigError
-from mega_common.files import atomic_file
+from mega_ckpt.source import load_weights, open_source, tell_unread
+from mega_common.errors import ConfigError, Interrupted
 from mega_common.log import human, logger
 from mega_data.loader import Loader
 from mega_data.tokenizer import Tokenizer
@@ -31,7 +28,9 @@ from mega_trainer.build import (
 )
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
+from mega_trainer.faults import faults_told
 from mega_trainer.guard import Guard, StopSignal
+from mega_trainer.limits import Limits
 from mega_trainer.mesh import Groups
 from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
@@ -40,9 +39,10 @@ from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.flops import count_parameters
 from mega_trainer.ranks import Ranks
+from mega_trainer.run_folder import claimed, make_run_folder
 from mega_trainer.state import Saver, TrainState, starting_point, weights_of
 from mega_trainer.step import evaluate_step, train_step
-from mega_trainer.tokens import run_tokenizer, tokenizer_files
+from mega_trainer.tokens import run_tokenizer
 from mega_trainer.watch import Watch
 
 
@@ -50,11 +50,19 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
     """Train as `config` says; returns the final state. With the job's `store`, a rank that hangs is named.
 
     Raises:
+        Interrupted: when a signal or a limit asked to end before the last step, and the step done is saved.
         MegaError: ConfigError, DataError or CheckpointError for what the user can mend, TrainingError when the numbers
             go wrong.
     """
-    device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
     groups = connect(config, ranks)
+    with claimed(config, ranks, groups.world), faults_told(ranks.rank, lambda: "before the first step"):
+        return train(config, ranks, groups, store)
+
+
+def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) -> TrainState:
+    """The run itself, in folders that are its own."""
+    limits = Limits(config.train)
+    device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
     schedule = build_schedule(config, groups)
     builder = Builder(
         config.model, groups, sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dtype=dtype, device=device
@@ -67,40 +75,51 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
     begin(state, groups.world, tokenizer)
     executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
-    curve = config.lr_curve()
+    curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype, ranks.world_size)
-    loader = partial(
-        Loader, global_batch=config.batch.global_, seq_length=config.data.seq_length,
-        dp_rank=groups.dp.rank, dp_size=groups.dp.size,
-    )  # fmt: skip
+    loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
+        faults_told(ranks.rank, lambda: f"step {state.step + 1}"),
         watching(state, ranks, store),
         StopSignal() as stop,
         Saver(config) as saver,
-        Metrics(config, speed, start=state.step, writes=groups.world.rank == 0) as metrics,
+        Metrics(config, speed, state.step, state.consumed_samples, writes=groups.world.rank == 0) as metrics,
     ):
-        left = max(0, config.train.steps - state.step)
-        for batch in islice(loader(train_data, consumed_samples=state.consumed_samples), left):
+        left, stopping = max(0, config.train.steps - state.step), False
+        batches = loader(train_data, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
+        for batch in islice(batches, left):
             lr = curve(state.consumed_samples)
+            own_lr = None if decoupled is None else decoupled(state.consumed_samples)
             micro = list(micro_batches(batch, config, device, groups.cp))
             result = train_step(
                 executor, optimizer, micro,
-                lr=lr, clip=config.optimizer.clip_grad, data=groups.dp_cp, loss_scale=state.loss_scale,
+                lr=lr, decoupled_lr=own_lr, clip=config.optimizer.clip_grad, data=groups.dp_cp, loss_scale=state.loss_scale,
             )  # fmt: skip
             state.advance(result)
             valid = None
             if valid_data is not None and config.due(state.step, config.train.eval_every):
-                valid = validate(executor, loader(valid_data), config, device, groups)
+                valid = validate(
+                    executor, loader(valid_data, global_batch=config.batch.global_), config, device, groups
+                )
             metrics.step(
                 state.step, state.consumed_samples, lr, result,
-                valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
+                decoupled_lr=own_lr, valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
             )  # fmt: skip
-            stopping = agreed(stop.name is not None, groups.world)
+            reason = stop.name or limits.reached(state.step)
+            stopping, failed = agreed((reason is not None, saver.failed), groups.world)
+            if failed:
+                saver.wait()
             if stopping or config.due(state.step, config.checkpoint.every):
                 saver.save(state)
             if stopping:
                 break
-    logger.info(farewell(state, stop))
+    agreed((), groups.world)  # leave together: a launcher ends the others soon after the first one
+    if state.step < config.train.steps and stopping:
+        raise Interrupted(
+            f"{reason or 'asked to end'}: saved step {state.step} of {config.train.steps} in {config.checkpoints}",
+            hint="the same command goes on from there",
+        )
+    logger.info("done: %d steps; the model is in %s", state.step, config.checkpoints)
     return state
 
 
@@ -115,7 +134,10 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
         for stage in state.stages.values():
             init_weights(stage, config.train.seed)
         if config.init_from is not None:
-            load_weights(open_source(config.init_from), weights_of(state.stages))
+            source = open_source(config.init_from)
+            if world.rank == 0:
+                tell_unread(source)
+            load_weights(source, weights_of(state.stages))
             logger.info("starting from the weights of %s", config.init_from)
         state.optimizer.reload_main()
     if world.rank == 0:
@@ -127,23 +149,11 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> None:
         world.size,
         state.step + 1,
         config.train.steps,
-        human(config.batch.global_ * config.data.seq_length),
+        human(config.batch.at(state.consumed_samples) * config.data.seq_length),
     )
-
-
-def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """`<output>/run.yaml` with every setting, and the files that travel with the model (`assets/`: its tokenizer)."""
-    folder = Path(config.output)
-    with atomic_file(folder / "run.yaml", text=True) as stream:
-        yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), stream, sort_keys=False)
-    assets = folder / "assets"
-    if assets.exists():
-        return
-    if config.init_from is not None:
-        copy_assets(open_source(config.init_from), assets)
-    elif tokenizer is not None:
-        for path in tokenizer_files(tokenizer):
-            put_file(assets / path.name, path)
+    if growing := list(config.batch.plateaus(state.consumed_samples)):
+        steps, sizes = sum(steps for _, steps in growing), [size for size, _ in growing]
+        logger.info("  the batch grows from %d to %d samples in %d steps", sizes[0], config.batch.global_, steps)
 
 
 def validate(executor: Executor, loader: Loader, config: RunConfig, device: torch.device, groups: Groups) -> float:
@@ -171,19 +181,11 @@ def watching(state: TrainState, ranks: Ranks, store: Store | None) -> AbstractCo
     return Watch(store, ranks.rank, ranks.world_size, lambda: state.step + 1, state.config.timeout_seconds)
 
 
-def agreed(flag: bool, world: Group) -> bool:
-    """Whether any rank's flag is set; the same answer on all ranks. Voted in host memory, as tokens are counted."""
-    vote = torch.tensor(float(flag))
-    all_reduce(vote, world, "max")
-    return bool(vote.item())
-
-
-def farewell(state: TrainState, stop: StopSignal) -> str:
-    """The last line of a run."""
-    where = state.config.checkpoints
-    if stop.name is not None:
-        return f"{stop.name}: saved step {state.step} in {where} and stopped; the same command goes on from there"
-    return f"done: {state.step} steps; the model is in {where}"
+def agreed(flags: Sequence[bool], world: Group) -> Sequence[bool]:
+    """For each flag whether any rank has set it; the same answer on all ranks. Voted in host memory, as tokens are counted."""
+    votes = torch.tensor(flags, dtype=torch.float32)
+    all_reduce(votes, world, "max")
+    return [bool(vote) for vote in votes.tolist()]
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:

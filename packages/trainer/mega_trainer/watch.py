@@ -1,12 +1,14 @@
 """Names the rank that a job hangs on, and ends the job.
 
-A thread of every rank writes into the job's store where its main thread is. Rank 0's reads them all: a rank that has
-been silent for the configured time is dead or stopped; when nobody's main thread has moved for that long, the ones to
-blame are those that are not waiting in a collective. Everyone is told and ends; a stopped process is killed.
+A thread of every rank writes into the job's store where its main thread is, and reads what the next rank wrote: one that
+has been silent for the configured time is dead or stopped. Rank 0's reads them all: when nobody's main thread has moved
+for that long, the ones to blame are those that are not waiting in a collective. Everyone is told and ends; a stopped
+process is killed. A store that does not answer is held by a process that is stopped itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -29,7 +31,11 @@ WAITING = "mega_trainer/comm.py"  # where a rank stands that waits for the other
 
 
 class Sign(BaseModel):
-    """What a rank last wrote: who it is and where its main thread was, since when in seconds."""
+    """What a rank last wrote: who it is and where its main thread was, since when in seconds.
+
+    `written` is the time of its own clock, which serves to tell a new sign from an old one, and with other ranks' to name
+    all that are silent, not to find that one is.
+    """
 
     rank: int
     host: str
@@ -37,7 +43,10 @@ class Sign(BaseModel):
     step: int
     where: str
     still: float
-    count: int
+    written: float
+
+    def __str__(self) -> str:
+        return f"  rank {self.rank} on {self.host}, step {self.step}, was in {self.where}"
 
 
 class Watch:
@@ -55,77 +64,106 @@ class Watch:
         self._main = threading.main_thread().ident
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._heard: dict[int, tuple[int, float]] = {}  # rank -> (count of its last sign, when it was new)
+        self._asking = threading.Thread()
+        self._place, self._since = "the start", time.monotonic()  # where the main thread is, since when
+        self._last: tuple[float, float] | None = (
+            None  # the next rank's sign: when it was written, when it was first read
+        )
 
     def __enter__(self) -> Watch:
-        self._sign("the start", 0.0, 0)  # a rank that stops before its thread first looks is known, too
+        self._sign()  # a rank that stops before its thread first looks is known, too
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
+        leaving = threading.Thread(target=self._leave, daemon=True)
+        leaving.start()
+        leaving.join(TELL_SECONDS)
 
     def _run(self) -> None:
-        place, since, count = "", time.monotonic(), 0
+        asked = time.monotonic()
         while not self._done.wait(self._seconds / CHECKS):
-            stack = _stack(sys._current_frames().get(self._main or 0))
-            if stack != place:
-                place, since = stack, time.monotonic()
-            count += 1
-            try:
-                self._sign(place, time.monotonic() - since, count)
-                blamed = self._look() if self._rank == 0 else self._verdict()
-            except RuntimeError:  # the store is gone, and with it the job
-                return
-            if blamed:
-                self._end(blamed)
+            place, now = _stack(sys._current_frames().get(self._main or 0)), time.monotonic()
+            if place != self._place:
+                self._place, self._since = place, now
+            # A thread of its own: nothing that is asked of a store ends while the process that holds it is stopped.
+            if not self._asking.is_alive():
+                self._asking, asked = threading.Thread(target=self._ask, daemon=True), now
+                self._asking.start()
+            elif now - max(asked, self._since) > self._seconds:
+                self._end(f"  {_holder(os.environ)} does not answer")
 
-    def _sign(self, where: str, still: float, count: int) -> None:
+    def _ask(self) -> None:
+        try:
+            self._sign()
+            blamed = self._verdict() or self._judge()
+        except RuntimeError:  # the store is gone, and with it the job
+            self._done.set()
+            return
+        if blamed:
+            self._end("\n".join(map(str, blamed)), blamed)
+
+    def _leave(self) -> None:
+        """A rank that has left is not silent."""
+        if self._asking.ident is not None:
+            self._asking.join()
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(f"watch/{self._rank}")
+
+    def _sign(self) -> None:
         sign = Sign(
-            rank=self._rank, host=socket.gethostname(), pid=os.getpid(), step=self._step(),
-            where=where, still=still, count=count,
+            rank=self._rank, host=socket.gethostname(), pid=os.getpid(), step=self._step(), where=self._place,
+            still=time.monotonic() - self._since, written=time.time(),
         )  # fmt: skip
         self._store.set(f"watch/{self._rank}", sign.model_dump_json())
-
-    def _look(self) -> list[Sign]:
-        """Rank 0: read all signs; whom to blame, if it has come to that. The verdict goes into the store."""
-        known = [rank for rank in range(self._world_size) if self._store.check([f"watch/{rank}"])]
-        values = self._store.multi_get([f"watch/{rank}" for rank in known])
-        signs = [Sign.model_validate_json(value) for value in values]
-        blamed = self._silent(signs) or _standing(signs, self._seconds, self._world_size)
-        if blamed:
-            self._store.set("watch/verdict", json.dumps([sign.model_dump() for sign in blamed]))
-        return blamed
-
-    def _silent(self, signs: Sequence[Sign]) -> list[Sign]:
-        now = time.monotonic()
-        for sign in signs:
-            if self._heard.get(sign.rank, (-1, 0.0))[0] != sign.count:
-                self._heard[sign.rank] = (sign.count, now)
-        return [sign for sign in signs if now - self._heard[sign.rank][1] > self._seconds]
 
     def _verdict(self) -> list[Sign]:
         if not self._store.check(["watch/verdict"]):
             return []
         return [Sign.model_validate(sign) for sign in json.loads(self._store.get("watch/verdict"))]
 
-    def _end(self, blamed: Sequence[Sign]) -> None:
+    def _judge(self) -> Sequence[Sign]:
+        """Whom to blame, if it has come to that. The verdict goes into the store."""
+        blamed: Sequence[Sign] = []
+        if self._is_silent((self._rank + 1) % self._world_size):
+            signs, now = self._signs(range(self._world_size)), time.time()
+            blamed = [sign for sign in signs if now - sign.written > self._seconds]
+        elif self._rank == 0:
+            blamed = _standing(self._signs(range(self._world_size)), self._seconds, self._world_size)
+        if blamed:
+            self._store.set("watch/verdict", json.dumps([sign.model_dump() for sign in blamed]))
+        return blamed
+
+    def _is_silent(self, rank: int) -> bool:
+        signs, now = self._signs([rank]), time.monotonic()
+        if not signs or self._last is None or self._last[0] != signs[0].written:
+            self._last = (signs[0].written, now) if signs else None
+        return self._last is not None and now - self._last[1] > self._seconds
+
+    def _signs(self, ranks: Sequence[int]) -> list[Sign]:
+        """Of those ranks that have begun, and have not left."""
+        known = [f"watch/{rank}" for rank in ranks if self._store.check([f"watch/{rank}"])]
+        return [Sign.model_validate_json(value) for value in self._store.multi_get(known)] if known else []
+
+    def _end(self, what: str, blamed: Sequence[Sign] = ()) -> None:
         """Tell, kill what is stopped on this machine, and leave: the main thread may never come back from where it is."""
-        logger.error(
-            "error: no progress for %g seconds; the job is ended\n%s",
-            self._seconds,
-            "\n".join(f"  rank {s.rank} on {s.host}, step {s.step}, was in {s.where}" for s in blamed),
-        )
+        logger.error("error: no progress for %g seconds; the job is ended\n%s", self._seconds, what)
         time.sleep(TELL_SECONDS)  # whoever copies this rank's output to the screen should have it before anything dies
         for sign in blamed:
             if sign.host == socket.gethostname() and sign.rank != self._rank:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(sign.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
         time.sleep(2 * self._seconds / CHECKS if self._rank == 0 else 0.0)  # the store may live here: let others read
         os._exit(1)
+
+
+def _holder(environment: Mapping[str, str]) -> str:
+    """The process that the job's store is in."""
+    where = environment.get("MASTER_ADDR", "another machine")
+    who = "the launcher" if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    return f"{who} on {where}, which holds the job's store,"
 
 
 def _standing(signs: Sequence[Sign], seconds: float, world_size: int) -> list[Sign]:

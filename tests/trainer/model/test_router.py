@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig, MoeConfig
 from mega_trainer.comm import Group
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.router import Router, balance, choose, within_capacity
 from mega_trainer.model.routing import Routing, Tokens, routing_metrics
+from mega_trainer.model.sinkhorn import sinkhorn
 
 ALONE = (Group("tp"), Group("cp"))
 
@@ -121,6 +123,55 @@ def test_tokens_that_do_not_matter_go_nowhere_and_count_nowhere() -> None:
     assert ((chosen >= 0).all(-1) == MATTER.flatten()).all()
     assert told.loads[0][0] == MATTER.sum()
     assert told.loads[0][5:].sum() == 2 * MATTER.sum()
+
+
+SINKHORN = {"sinkhorn": True, "normalize": False}
+
+
+@pytest.mark.parametrize(("top_k", "score"), [(1, "sigmoid"), (2, "softmax")])
+def test_a_balanced_choice_is_of_training_alone_and_changes_no_weight(top_k: int, score: str) -> None:
+    """A bias of all tokens for one expert; in a sequence of 4, 12 and none of the 16 tokens that matter."""
+    it = router(top_k=top_k, score=score, **SINKHORN)
+    matter = torch.arange(16) < torch.tensor([[4], [12], [0]])
+    x = torch.randn(48, 5, dtype=torch.float64)
+    x[:, 0] += 4.0
+    scores = torch.nn.functional.linear(x, it.weight)
+    scores = scores.sigmoid() if score == "sigmoid" else scores.softmax(-1)
+    by_score, _ = it(x, tokens(matter), None)
+    assert by_score[matter.flatten()].equal(scores.topk(top_k).indices[matter.flatten()])
+    told = routing(matter)
+    chosen, weights = it(x, tokens(matter), told)
+    there = matter.flatten()
+    torch.testing.assert_close(weights[there], scores[there].gather(1, chosen[there]))
+    loads, even = told.loads[0][5:], 16 * top_k / 6
+    assert loads.sum() == 16 * top_k
+    assert loads.max() <= 2 * even < torch.bincount(by_score[by_score >= 0], minlength=6).max()
+
+
+def test_each_sequence_is_balanced_by_itself() -> None:
+    it, x = router(score="softmax", **SINKHORN), torch.randn(21, 5, dtype=torch.float64)
+    together, _ = it(x, tokens(MATTER), routing())
+    alone = [it(x[7 * r : 7 * r + 7], tokens(MATTER[r : r + 1]), routing(MATTER[r : r + 1]))[0] for r in range(3)]
+    assert together.equal(torch.cat(alone))
+
+
+def test_the_scaled_matrix_has_even_rows_and_columns() -> None:
+    logits = torch.randn(2, 9, 4, dtype=torch.float64) * 5
+    logits[1, 6:] = float("-inf")  # no tokens
+    scaled = sinkhorn(logits)
+    assert not scaled[1, 6:].any()
+    for part, count in ((scaled[0], 9), (scaled[1, :6], 6)):
+        torch.testing.assert_close(part.sum(0), torch.full((4,), 0.25, dtype=torch.float64), rtol=1e-3, atol=0)
+        torch.testing.assert_close(part.sum(1), torch.full((count,), 1 / count, dtype=torch.float64), rtol=1e-2, atol=0)
+    assert sinkhorn(torch.tensor([[[200.0, -200.0], [150.0, 100.0]]])).isfinite().all()
+
+
+def test_what_does_not_go_with_sinkhorn_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as told:
+        MoeConfig.parse({"num_experts": 6, "top_k": 1, "ffn_hidden_size": 4, "sinkhorn": True, "aux_loss": 0.1})
+    text = str(told.value)
+    for part in ("score: sigmoid", "normalize: false", "aux_loss: 0.0"):
+        assert part in text
 
 
 def test_metrics() -> None:

@@ -7,15 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_common.errors import ConfigError
+from mega_trainer.batch_size import BatchConfig
 from mega_trainer.optim.lr import LRSchedule
 
 HIGH, LOW, STEPS, BATCH = 3e-4, 3e-5, 1000, 128
+SIZES = BatchConfig.model_validate({"global": BATCH})
 NAMES = ["cosine", "linear", "constant", "wsd", "inverse-sqrt"]
 
 
 def rate(step: float, **fields: object) -> float:
     schedule = LRSchedule.parse({"min_lr": LOW, "warmup_steps": 100, **fields})
-    return schedule.curve(lr=HIGH, steps=STEPS, batch=BATCH)(round(step * BATCH))
+    return schedule.curve(lr=HIGH, steps=STEPS, batch=SIZES)(round(step * BATCH))
 
 
 schedules = st.fixed_dictionaries(
@@ -32,8 +34,8 @@ schedules = st.fixed_dictionaries(
 @given(schedules, st.integers(0, 2 * STEPS * BATCH))
 def test_it_stays_between_its_bounds_and_moves_only_the_right_way(fields, samples) -> None:
     schedule = LRSchedule.parse(fields)
-    assert not list(schedule.run_problems(lr=HIGH, steps=STEPS, batch=BATCH))
-    curve = schedule.curve(lr=HIGH, steps=STEPS, batch=BATCH)
+    assert not list(schedule.run_problems(lr=HIGH, steps=STEPS, batch=SIZES))
+    curve = schedule.curve(lr=HIGH, steps=STEPS, batch=SIZES)
     here, ahead = curve(samples), curve(samples + 1)
     assert 0 <= here <= HIGH * (1 + 1e-12)
     if samples < curve.warmup:
@@ -45,7 +47,7 @@ def test_it_stays_between_its_bounds_and_moves_only_the_right_way(fields, sample
 
 @given(schedules, st.integers(0, 2 * STEPS * BATCH))
 def test_it_makes_no_jumps(fields, samples) -> None:
-    curve = LRSchedule.parse(fields).curve(lr=HIGH, steps=STEPS, batch=BATCH)
+    curve = LRSchedule.parse(fields).curve(lr=HIGH, steps=STEPS, batch=SIZES)
     # the steepest place is the beginning of 1 - sqrt(t): one sample of the shortest cooldown there is
     limit = HIGH * max(1 / max(1, curve.warmup), 2 / math.sqrt(max(1, curve.end - curve.start)))
     assert abs(curve(samples + 1) - curve(samples)) <= limit
@@ -59,9 +61,15 @@ def test_warmup_is_a_straight_line_from_zero(name) -> None:
     assert rate(0, name=name, warmup_steps=0) == HIGH
 
 
+def test_warmup_may_start_above_zero() -> None:
+    assert rate(0, warmup_init=1e-4) == 1e-4
+    assert rate(25, warmup_init=1e-4) == pytest.approx(1e-4 + (HIGH - 1e-4) / 4)
+    assert rate(100, warmup_init=1e-4) == HIGH
+
+
 def test_warmup_may_be_given_in_samples() -> None:
     schedule = LRSchedule.parse({"warmup_samples": 1000})
-    assert schedule.curve(lr=HIGH, steps=STEPS, batch=BATCH)(250) == pytest.approx(HIGH / 4)
+    assert schedule.curve(lr=HIGH, steps=STEPS, batch=SIZES)(250) == pytest.approx(HIGH / 4)
 
 
 def test_cosine() -> None:
@@ -110,15 +118,17 @@ def test_wsd_cools_down_in_the_last_tenth_unless_told() -> None:
 
 def test_the_end_is_absolute() -> None:
     schedule = LRSchedule.parse({"warmup_steps": 100, "decay_steps": 1000})
-    short, long = (schedule.curve(lr=HIGH, steps=steps, batch=BATCH) for steps in (200, 1000))
+    short, long = (schedule.curve(lr=HIGH, steps=steps, batch=SIZES) for steps in (200, 1000))
     assert all(short(samples) == long(samples) for samples in range(0, 200 * BATCH, 777))
 
 
 @pytest.mark.parametrize("steps", [100, 300, 999])
 def test_consumed_samples_are_all_that_matters(steps) -> None:
     """Half the batch and twice the steps is the same curve over samples."""
-    a = LRSchedule.parse({"warmup_steps": 100}).curve(lr=HIGH, steps=STEPS, batch=BATCH)
-    b = LRSchedule.parse({"warmup_steps": 200}).curve(lr=HIGH, steps=2 * STEPS, batch=BATCH // 2)
+    a = LRSchedule.parse({"warmup_steps": 100}).curve(lr=HIGH, steps=STEPS, batch=SIZES)
+    b = LRSchedule.parse({"warmup_steps": 200}).curve(
+        lr=HIGH, steps=2 * STEPS, batch=BatchConfig.model_validate({"global": BATCH // 2})
+    )
     assert a(steps * BATCH) == b(steps * BATCH)
 
 
@@ -140,6 +150,7 @@ def test_what_contradicts_is_refused(fields, path) -> None:
     ("fields", "path"),
     [
         ({"min_lr": 1e-3}, "min_lr"),
+        ({"warmup_init": 1e-3}, "warmup_init"),
         ({"warmup_steps": 1000}, "warmup_steps"),
         ({"warmup_samples": 1_000_000}, "warmup_samples"),
         ({"warmup_steps": 100, "decay_steps": 50}, "warmup_steps"),
@@ -148,5 +159,5 @@ def test_what_contradicts_is_refused(fields, path) -> None:
     ],
 )
 def test_what_does_not_fit_the_run_is_a_problem(fields, path) -> None:
-    found = list(LRSchedule.parse(fields).run_problems(lr=HIGH, steps=STEPS, batch=BATCH))
+    found = list(LRSchedule.parse(fields).run_problems(lr=HIGH, steps=STEPS, batch=SIZES))
     assert [problem.path for problem in found] == [path]

@@ -67,12 +67,12 @@ SHARINGS = {
 }
 
 
-def lacking_gradients() -> dict[str, list[list[list[float]]]]:
+def lacking_gradients(wire: torch.dtype | None = None) -> dict[str, list[list[list[float]]]]:
     """Two steps of three micro-batches in which ranks lack different gradients, and one parameter never has any."""
     rank, out = dist.get_rank(), {}
     for name, sharing in SHARINGS.items():
         toy = Toy(world())
-        stage = flatten(toy, sharing)
+        stage = flatten(toy, replace(sharing, wire=wire))
         out[name] = []
         for step in range(2):
             stage.begin_step()
@@ -97,6 +97,27 @@ def test_missing_gradients_are_zeros_and_stall_nothing() -> None:
         expected.append([[total] * n for total, n in zip(sums, WIDTHS, strict=True)])
     for found in run_ranks(lacking_gradients, 2, timeout=60):
         assert found == dict.fromkeys(SHARINGS, expected)
+
+
+def test_sums_in_bf16_round_what_is_sent_and_nothing_else() -> None:
+    """Micro-batches are added in fp32 before the one sum over the ranks, and after the sums of each."""
+
+    def bf16(value: float) -> float:
+        return torch.tensor(value).bfloat16().item()
+
+    def gradient(rank: int, micro: int, index: int, step: int) -> float:
+        return (1.0 + 10 * rank + 100 * micro + 1000 * step) if (index + rank + micro) % 3 and index < 3 else 0.0
+
+    once, each = [], []
+    for step in range(2):
+        parts = [[[gradient(rank, micro, i, step) for micro in range(3)] for rank in range(2)] for i in range(4)]
+        sums = [bf16(sum(bf16(sum(micros)) for micros in ranks)) for ranks in parts]
+        once.append([[total] * n for total, n in zip(sums, WIDTHS, strict=True)])
+        sums = [sum(bf16(bf16(a) + bf16(b)) for a, b in zip(*ranks, strict=True)) for ranks in parts]
+        each.append([[total] * n for total, n in zip(sums, WIDTHS, strict=True)])
+    assert once != each
+    for found in run_ranks(lacking_gradients, 2, torch.bfloat16, timeout=60):
+        assert found == {name: each if sharing.each_backward else once for name, sharing in SHARINGS.items()}
 
 
 def traffic() -> dict[str, Any]:

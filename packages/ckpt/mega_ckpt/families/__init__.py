@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import difflib
 
+from mega_ckpt.families.arcee import ARCEE
 from mega_ckpt.families.base import Family
+from mega_ckpt.families.cohere import COHERE, COHERE2
 from mega_ckpt.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from mega_ckpt.families.ernie4_5 import ERNIE4_5
+from mega_ckpt.families.exaone4 import EXAONE4
+from mega_ckpt.families.falcon import FALCON
+from mega_ckpt.families.gemma import GEMMA
 from mega_ckpt.families.gemma2 import GEMMA2
 from mega_ckpt.families.gemma3 import GEMMA3
+from mega_ckpt.families.glm import GLM, GLM4
 from mega_ckpt.families.gpt2 import GPT2
+from mega_ckpt.families.gpt_bigcode import GPT_BIGCODE
 from mega_ckpt.families.gpt_neox import GPT_NEOX
 from mega_ckpt.families.gpt_oss import GPT_OSS
+from mega_ckpt.families.granite import GRANITE, GRANITE_MOE
+from mega_ckpt.families.helium import HELIUM
+from mega_ckpt.families.jais2 import JAIS2
 from mega_ckpt.families.keys import Raw
 from mega_ckpt.families.llama import LLAMA
 from mega_ckpt.families.ministral import MINISTRAL
 from mega_ckpt.families.mistral import MISTRAL
 from mega_ckpt.families.mixtral import MIXTRAL
+from mega_ckpt.families.nemotron import NEMOTRON
 from mega_ckpt.families.olmo2 import OLMO2
+from mega_ckpt.families.olmo3 import OLMO3
+from mega_ckpt.families.olmoe import OLMOE
 from mega_ckpt.families.phi3 import PHI3
 from mega_ckpt.families.plain import same_model
 from mega_ckpt.families.qwen2 import QWEN2
 from mega_ckpt.families.qwen2_moe import QWEN2_MOE
 from mega_ckpt.families.qwen3 import QWEN3
 from mega_ckpt.families.qwen3_moe import QWEN3_MOE
+from mega_ckpt.families.seed_oss import SEED_OSS
+from mega_ckpt.families.smollm3 import SMOLLM3
+from mega_ckpt.families.stablelm import STABLELM
+from mega_ckpt.families.starcoder2 import STARCODER2
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
@@ -31,7 +49,8 @@ __all__ = ["FAMILIES", "Family", "family_for", "family_named", "family_of", "sam
 # In order of preference: a model that several can express becomes the first.
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, OLMO2, GPT_NEOX, GEMMA2, GEMMA3, MINISTRAL, MIXTRAL, QWEN3_MOE, QWEN2_MOE,
-    GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2,
+    GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2, SMOLLM3, SEED_OSS, GRANITE, GRANITE_MOE, OLMO3, OLMOE, GEMMA, ERNIE4_5, HELIUM,
+    GLM, GLM4, EXAONE4, ARCEE, STARCODER2, NEMOTRON, STABLELM, JAIS2, COHERE, COHERE2, FALCON, GPT_BIGCODE,
 )  # fmt: skip
 
 

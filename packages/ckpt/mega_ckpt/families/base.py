@@ -10,6 +10,7 @@ from typing import Any
 from mega_ckpt.families.keys import Entry, MismatchError, Only, Quantised, Raw
 from mega_ckpt.families.layouts import DiskTensor, Rule, disk_tensors
 from mega_ckpt.families.plain import TRAINING_FIELDS, plain
+from mega_ckpt.families.rope import unread_parameters
 from mega_ckpt.names import EMBEDDING, HEAD, tensors_of
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
@@ -25,21 +26,25 @@ CARRIED = _words(
     chunk_size_feed_forward cls_token_id decoder_start_token_id diversity_penalty do_sample dtype early_stopping
     encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
     forced_eos_token_id gradient_checkpointing id2label initializer_factor label2id length_penalty max_length min_length
-    model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
     output_hidden_states output_past output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values
     repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
     tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p unk_token_id
     use_bfloat16 use_cache"""
 )
 
-# Keys of every family that must say that there is nothing unusual.
+# Keys that transformers' own machinery reads of every configuration, and that must say that there is nothing unusual.
 _QUANTISED = Quantised()
 _USUAL = Only(
     {
         "add_cross_attention": (False,),
+        "attention_chunk_size": (None,),
         "cross_attention_hidden_size": (None,),
+        "is_causal": (True, None),
         "is_decoder": (False, True),
         "is_encoder_decoder": (False,),
+        "kv_sharing_modes": (None,),
+        "per_layer_config": ({}, None),
         "pruned_heads": ({}, None),
         "tie_encoder_decoder": (False,),
     }
@@ -77,14 +82,11 @@ class Family:
         """The model that a config.json describes.
 
         Raises:
-            CheckpointError: naming every key that is unknown, missing or has a value that `ModelConfig` cannot express.
+            CheckpointError: naming every key that is missing or has a value that `ModelConfig` cannot express. A key that
+                the family does not know is none of these: nothing reads it (see `unread_keys`).
         """
         fields: dict[str, Any] = {}
-        found = [
-            f"{key} = {raw[key]!r} is not known for model_type {self.name!r}"
-            for key in raw
-            if key not in self.known_keys and raw[key] is not None
-        ]
+        found: list[str] = []
         for entry in (*self.entries, _QUANTISED, _USUAL):
             try:
                 fields |= entry.read(raw)
@@ -102,9 +104,17 @@ class Family:
         except ConfigError as error:
             raise CheckpointError(error.message, hint=error.hint) from None
 
+    def unread_keys(self, raw: Raw) -> list[str]:
+        """The keys of a config.json that neither the family's published class nor its code reads, null ones left out.
+
+        They change nothing of what the family's model computes; they are carried, and worth a word.
+        """
+        unknown = sorted(key for key, value in raw.items() if key not in self.known_keys and value is not None)
+        return unknown + unread_parameters(raw)
+
     @property
     def known_keys(self) -> frozenset[str]:
-        """Keys of config.json that are understood or known to be harmless."""
+        """Keys of config.json that are understood or known to be harmless: all that the family's class or code reads."""
         return CARRIED.union(self.carried, _USUAL.keys, _QUANTISED.keys, *(entry.keys for entry in self.entries))
 
     def problems(self, model: ModelConfig) -> list[str]:
@@ -136,7 +146,7 @@ class Family:
         """
         names = set(names) if names is not None else None
         layers = model.num_layers + model.mtp_layers
-        table = disk_tensors(self.rules, tensors_of(model), layers, model.num_attention_heads)
+        table = disk_tensors(self.rules, tensors_of(model), layers, model.kv_heads)
         for copy, name in self.copies(model).items():
             if copy != self.head if names is None else copy in names:
                 original = next(disk for disk in table.values() if disk.slabs[0].name == name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +21,19 @@ SIZES: tuple[Entry, ...] = (
     Key("initializer_range", "init_std", 0.02),
     Key("attention_dropout", "attention_dropout", 0.0),
 )
+SILU = {"silu": "swiglu"}
 TIED = Key("tie_word_embeddings", "tie_embeddings", False)
 
 
-def decoder(norm_eps: float = 1e-6) -> tuple[Entry, ...]:
-    """The keys of Llama and everything shaped like it; `norm_eps` is what transformers takes for an absent one."""
+def decoder(norm_eps: float = 1e-6, hidden_act: Mapping[str, str] = SILU) -> tuple[Entry, ...]:
+    """The keys of Llama and everything shaped like it.
+
+    `norm_eps` and the first of `hidden_act` are what transformers takes for absent ones.
+    """
     return (
         *SIZES,
         TIED,
-        Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
+        Key("hidden_act", "activation", next(iter(hidden_act)), hidden_act),
         Key("rms_norm_eps", "norm_eps", norm_eps),
         Fixed({"norm": "rmsnorm", "position": "rope"}),
     )
@@ -83,19 +88,40 @@ class QueryScalar:
 
 @dataclass(frozen=True)
 class OwnHeads:
-    """Every head has its own key and value, and together they are as wide as the model: no key speaks of them."""
+    """Every head has its own key and value, and together they are as wide as the model."""
 
-    keys: frozenset[str] = frozenset()
+    keys: frozenset[str] = frozenset({"head_dim"})
     fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def read(self, raw: Raw) -> dict[str, Any]:
-        """Nothing: these are the defaults."""
+        """Nothing: these are the defaults, and a width that is there must be that."""
+        check_head_dim(raw)
         return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Nothing, when the model agrees."""
         if model.kv_heads != model.num_attention_heads:
             raise MismatchError(f"num_kv_heads must be num_attention_heads, not {model.kv_heads}")
-        if model.head_size * model.num_attention_heads != model.hidden_size:
-            raise MismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.head_size}")
+        check_head_size(model)
         return {}
+
+
+def check_head_dim(raw: Raw) -> None:
+    """See that a width of a head, where there is one, is what follows from the others.
+
+    Raises:
+        MismatchError: when it is not.
+    """
+    width, heads, size = (raw.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    if size is not None and width and heads and size != width // heads:
+        raise MismatchError(f"head_dim = {size!r} must be {width // heads}")
+
+
+def check_head_size(model: ModelConfig) -> None:
+    """See that all heads together are as wide as the model.
+
+    Raises:
+        MismatchError: when they are not.
+    """
+    if model.head_size * model.num_attention_heads != model.hidden_size:
+        raise MismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.head_size}")

@@ -11,6 +11,7 @@ from mega_ckpt.families.experts import AfterDense, Experts, Section, SharedExper
 from mega_ckpt.families.keys import Entry, Fixed, Key, MismatchError, Only, Raw
 from mega_ckpt.families.layouts import Rule
 from mega_ckpt.families.rope import Rope
+from mega_ckpt.families.windows import SameWindow
 from mega_common.config import Config
 from mega_common.model_config import MlaConfig, ModelConfig, MoeConfig
 
@@ -104,7 +105,8 @@ def deepseek(version: str, moe: tuple[Section, ...], layers: AfterDense, *more: 
                 ),
                 layers,
             ),
-            Fixed({"qk_norm": False, "sliding_window": None}),
+            SameWindow(knows=False),
+            Fixed({"qk_norm": False}),
             *more,
         ),
         rules=(

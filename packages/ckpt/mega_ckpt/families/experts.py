@@ -163,16 +163,18 @@ def expert_layers(model: ModelConfig) -> list[int]:
     return [layer for layer in range(model.num_layers) if model.has_experts(layer)]
 
 
-def router(name: str, *, top_k: int, normalize: bool) -> tuple[Section, ...]:
+def router(
+    name: str, *, top_k: int, normalize: bool, experts: Any = ..., aux_loss: float = 0.001
+) -> tuple[Section, ...]:
     """The keys that Mixtral, Qwen and GPT-OSS share.
 
-    `name` is the number of experts, `top_k` the default of how many a token meets; with `normalize` their weights always
-    sum to one, which elsewhere a key says.
+    `name` is the key of how many experts there are; `top_k`, `experts` and `aux_loss` are what transformers takes for
+    absent keys. With `normalize` the weights of a token's experts always sum to one, which elsewhere a key says.
     """
     return (
-        Key(name, "num_experts"),
+        Key(name, "num_experts", experts),
         Key("num_experts_per_tok", "top_k", top_k),
-        Key("router_aux_loss_coef", "aux_loss", 0.001),
+        Key("router_aux_loss_coef", "aux_loss", aux_loss),
         *([Fixed({"normalize": True})] if normalize else [Key("norm_topk_prob", "normalize", False)]),
     )
 

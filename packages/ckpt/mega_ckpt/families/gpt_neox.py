@@ -7,6 +7,7 @@ from mega_ckpt.families.common import SIZES, TIED, OwnHeads
 from mega_ckpt.families.keys import Fixed, Key
 from mega_ckpt.families.layouts import Rule
 from mega_ckpt.families.rope import Rope
+from mega_ckpt.families.windows import SameWindow
 
 _LAYER, _NEOX = "model.layers.{i}", "gpt_neox.layers.{i}"
 _QKV = tuple(f"{_LAYER}.self_attn.{name}_proj" for name in "qkv")
@@ -36,7 +37,8 @@ GPT_NEOX = Family(
         Key("attention_bias", "qkv_bias attention_out_bias", True),
         OwnHeads(),
         Rope(fraction=0.25, partial=True, theta_key="rotary_emb_base", fraction_key="rotary_pct"),
-        Fixed({"norm": "layernorm", "position": "rope", "mlp_bias": True, "qk_norm": False, "sliding_window": None}),
+        SameWindow(knows=False),
+        Fixed({"norm": "layernorm", "position": "rope", "mlp_bias": True, "qk_norm": False}),
     ),
     rules=(
         Rule("gpt_neox.embed_in.weight", ("model.embed_tokens.weight",)),

@@ -46,11 +46,12 @@ class Key:
     """One key that is one field, or several fields which then must agree.
 
     Attributes:
-        key: the key's name, and after spaces others that are read where it is absent.
+        key: the key's name, and after spaces others that mean the same.
         names: the fields' names, separated by spaces.
         default: what transformers takes for an absent key. `...` marks a key that must be there.
         values: how values are called there and here; by default they are the same. The first match is written.
         given: neither side may be null.
+        agreed: where several of the key's names are there, they must say the same; else the first counts.
     """
 
     key: str
@@ -58,6 +59,7 @@ class Key:
     default: Any = ...
     values: Mapping[str, str] | None = None
     given: bool = False
+    agreed: bool = True
 
     @property
     def keys(self) -> frozenset[str]:
@@ -72,7 +74,11 @@ class Key:
     def read(self, raw: Raw) -> dict[str, Any]:
         """The key's value in each field."""
         written, *_ = self.key.split()
-        value = next((raw[key] for key in self.key.split() if key in raw), self.default)
+        there = [key for key in self.key.split() if key in raw]
+        value = raw[there[0]] if there else self.default
+        for key in there[1:]:
+            if self.agreed and raw[key] != value:
+                raise MismatchError(f"{there[0]} = {value!r} and {key} = {raw[key]!r} must be the same")
         if value is ...:
             raise MismatchError(f"{written} is missing")
         if value is None and self.given:
@@ -109,12 +115,14 @@ class Heads:
         dim_default: the same for the width of a head; None is hidden_size / num_attention_heads.
         explicit_dim: whether transformers' class of the family has the key `head_dim`.
         divisible: whether that class insists that the heads divide hidden_size.
+        derived: whether the family's code insists that all heads together are as wide as the model.
     """
 
     kv_default: int | None = None
     dim_default: int | None = None
     explicit_dim: bool = True
     divisible: bool = False
+    derived: bool = False
     keys: frozenset[str] = frozenset({"num_key_value_heads", "head_dim"})
     fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
@@ -130,6 +138,8 @@ class Heads:
         if self.divisible and model.hidden_size % model.num_attention_heads:
             raise MismatchError(f"hidden_size must be a multiple of {model.num_attention_heads} heads")
         derived = model.head_size * model.num_attention_heads == model.hidden_size
+        if self.derived and not derived:
+            raise MismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.head_size}")
         out = {"num_key_value_heads": model.kv_heads}
         return out if derived and not self.explicit_dim else {**out, "head_dim": model.head_size}
 

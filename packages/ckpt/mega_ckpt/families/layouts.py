@@ -80,6 +80,21 @@ class InTurns:
         return [disk[..., index :: len(parts)].movedim(-1, 1) for index in range(len(parts))]
 
 
+@dataclass(frozen=True)
+class Halves:
+    """Stacks of experts [E, F, D] one after another on axis 1, each matrix stored as (out, in): Granite."""
+
+    by_slab: bool = True
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        """[E, rows of all parts, D]."""
+        return (parts[0][0], sum(part[1] for part in parts), parts[0][2])
+
+    def views(self, disk: Tensor, parts: Sequence[Shape]) -> list[Tensor]:
+        """Blocks of each matrix's rows."""
+        return list(torch.split(disk, [part[1] for part in parts], dim=1))
+
+
 PLAIN = Joined()
 TRANSPOSED = Joined(transposed=True)
 
@@ -88,14 +103,22 @@ TRANSPOSED = Joined(transposed=True)
 class Rule:
     """Where canonical tensors are on disk. `{i}` in the names runs over layers, `{e}` in `disk` over experts.
 
-    A rule whose canonical tensors a model does not have (a bias, say) does not apply to it. With `by_head` the rows of
-    each head follow those of the one before: all parts of the first head, then all of the second.
+    A rule whose canonical tensors a model does not have (a bias, say) does not apply to it; nor does one whose `beside`
+    it lacks, or whose `unless` it has. With `by_head` the rows of each key/value head follow those of the one before, its
+    queries first: all parts of the first head, then all of the second.
     """
 
     disk: str
     parts: tuple[str, ...]
     layout: Layout = PLAIN
     by_head: bool = False
+    beside: str = ""
+    unless: str = ""
+
+    def applies(self, index: int, tensors: Mapping[str, Shape]) -> bool:
+        """Whether it is for layer `index` of a model with these tensors."""
+        beside, *parts, unless = (name.replace("{i}", str(index)) for name in (self.beside, *self.parts, self.unless))
+        return all(name in tensors for name in (*parts, *([beside] if beside else []))) and unless not in tensors
 
 
 @dataclass(frozen=True)
@@ -142,7 +165,7 @@ def disk_tensors(
     for rule in rules:
         for index in range(layers) if "{i}" in rule.disk else (0,):
             parts = [part.replace("{i}", str(index)) for part in rule.parts]
-            if all(part in tensors for part in parts):
+            if rule.applies(index, tensors):
                 covered.update(parts)
                 found[parts[0]] += _expand(rule, index, parts, tensors, heads)
     for name, shape in tensors.items():

@@ -6,6 +6,7 @@ from mega_ckpt.families.base import Family
 from mega_ckpt.families.common import DECODER
 from mega_ckpt.families.keys import Fixed, Heads, Key
 from mega_ckpt.families.rope import Rope
+from mega_ckpt.families.windows import SameWindow
 
 LLAMA = Family(
     name="llama",
@@ -16,6 +17,7 @@ LLAMA = Family(
         Rope(),
         Key("attention_bias", "qkv_bias attention_out_bias", False),
         Key("mlp_bias", "mlp_bias", False),
-        Fixed({"qk_norm": False, "sliding_window": None}),
+        SameWindow(knows=False),
+        Fixed({"qk_norm": False}),
     ),
 )

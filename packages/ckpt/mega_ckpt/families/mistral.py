@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from mega_ckpt.families.base import Family
 from mega_ckpt.families.common import DECODER
-from mega_ckpt.families.keys import Fixed, Heads, Key
+from mega_ckpt.families.keys import Fixed, Heads
 from mega_ckpt.families.rope import Rope
+from mega_ckpt.families.windows import SameWindow
 
 MISTRAL = Family(
     name="mistral",
@@ -14,7 +15,7 @@ MISTRAL = Family(
         *DECODER,
         Heads(kv_default=8),
         Rope(),
-        Key("sliding_window", "sliding_window", 4096),
+        SameWindow(4096),
         Fixed({"qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
     ),
 )

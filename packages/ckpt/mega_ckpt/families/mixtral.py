@@ -8,6 +8,7 @@ from mega_ckpt.families.experts import Everywhere, Experts, expert_rules, router
 from mega_ckpt.families.keys import Fixed, Heads, Key, Only
 from mega_ckpt.families.layouts import Rule
 from mega_ckpt.families.rope import Rope
+from mega_ckpt.families.windows import SameWindow
 
 _MOE = "model.layers.{i}.block_sparse_moe"
 
@@ -18,7 +19,7 @@ MIXTRAL = Family(
         *decoder(norm_eps=1e-5),
         Heads(kv_default=8),
         Rope(theta=1_000_000.0),
-        Key("sliding_window", "sliding_window", None),
+        SameWindow(),
         Experts(
             (
                 *router("num_local_experts num_experts", top_k=2, normalize=True),

@@ -6,6 +6,7 @@ from mega_ckpt.families.base import Family
 from mega_ckpt.families.common import decoder
 from mega_ckpt.families.keys import Fixed, Heads, Key
 from mega_ckpt.families.rope import Rope
+from mega_ckpt.families.windows import SameWindow
 
 OLMO2 = Family(
     name="olmo2",
@@ -15,8 +16,7 @@ OLMO2 = Family(
         Heads(explicit_dim=False),
         Rope(),
         Key("attention_bias", "qkv_bias attention_out_bias", False),
-        Fixed(
-            {"norm_position": "post", "qk_norm": True, "qk_norm_span": "all", "mlp_bias": False, "sliding_window": None}
-        ),
+        SameWindow(knows=False),
+        Fixed({"norm_position": "post", "qk_norm": True, "qk_norm_span": "all", "mlp_bias": False}),
     ),
 )

@@ -7,6 +7,7 @@ from mega_ckpt.families.common import decoder
 from mega_ckpt.families.keys import Fixed, Heads, Key, Only
 from mega_ckpt.families.layouts import Rule
 from mega_ckpt.families.rope import Rope
+from mega_ckpt.families.windows import SameWindow
 
 _ATTENTION, _MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
 
@@ -17,7 +18,7 @@ PHI3 = Family(
         *decoder(norm_eps=1e-5),
         Heads(explicit_dim=False),
         Rope(partial=True, scalings=frozenset({"none", "longrope"}), aliases={"su": "longrope"}, original=4096),
-        Key("sliding_window", "sliding_window", None),
+        SameWindow(),
         Key("embd_pdrop", "embedding_dropout", 0.0),
         Key("resid_pdrop", "residual_dropout", 0.0),
         Only({"attention_bias": (False,), "mlp_bias": (False,), "lm_head_bias": (False,)}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mega_common.model_config import ModelConfig, MoeConfig
@@ -10,7 +11,7 @@ from mega_common.model_config import ModelConfig, MoeConfig
 TRAINING_FIELDS = frozenset(
     {"attention_dropout", "embedding_dropout", "init_std", "mtp_loss", "residual_dropout", "scale_residual_init"}
 )
-MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "z_loss"})
+MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "sinkhorn", "z_loss"})
 
 
 def same_model(one: ModelConfig, other: ModelConfig) -> bool:
@@ -20,7 +21,10 @@ def same_model(one: ModelConfig, other: ModelConfig) -> bool:
 
 def plain(model: ModelConfig) -> ModelConfig:
     """The same model, without lists of layers that single nothing out and settings of windows that are not there."""
-    return model.model_copy(update={**_windows(model), **_experts(model)})
+    unused: dict[str, Any] = {} if model.norm == "layernorm" else {"norm_bias": True}
+    if model.attention_scale and math.isclose(model.attention_scale, model.head_size**-0.5, rel_tol=1e-12):
+        unused["attention_scale"] = None
+    return model.model_copy(update={**_windows(model), **_unrotated(model), **_experts(model), **unused})
 
 
 def resolved(model: ModelConfig) -> ModelConfig:
@@ -43,6 +47,11 @@ def _windows(model: ModelConfig) -> dict[str, Any]:
         return dict.fromkeys(("sliding_window", "full_attention_layers", "local_rope"))
     same = model.local_rope == model.rope
     return {"full_attention_layers": full or None, "local_rope": None if same else model.local_rope}
+
+
+def _unrotated(model: ModelConfig) -> dict[str, Any]:
+    layers = range(model.num_layers + model.mtp_layers) if model.position == "rope" else ()
+    return {"no_rope_layers": [layer for layer in layers if not model.rotates(layer)] or None}
 
 
 def _experts(model: ModelConfig) -> dict[str, Any]:

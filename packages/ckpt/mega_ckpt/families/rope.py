@@ -9,7 +9,7 @@ from typing import Any
 from mega_ckpt.families.keys import MismatchError, Raw
 from mega_common.model_config import ModelConfig, RopeConfig
 
-# Parameters of each rope_type: {key: field of RopeConfig}. transformers warns of others and ignores them; we refuse.
+# Parameters of each rope_type: {key: field of RopeConfig}. transformers warns of others and ignores them, and so do we.
 _YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 _ORIGINAL_KEY = "original_max_position_embeddings"
 _ORIGINAL = {_ORIGINAL_KEY: "original_max_position"}
@@ -57,9 +57,9 @@ class Rope:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The keys of either form."""
-        own = {_ORIGINAL_KEY} if self.original else set()
-        return frozenset({"rope_parameters", "rope_scaling", self.theta_key, self.fraction_key, *own})
+        """The keys of either form, and the usual ones, which transformers looks for whatever a family calls them."""
+        usual = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL_KEY}
+        return frozenset({*usual, self.theta_key, self.fraction_key})
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """`rope` from either form; where a folder carries both, from the older one, as transformers does."""
@@ -80,6 +80,9 @@ class Rope:
         }
         if self.original and scaling == "longrope":
             out["original_max_position"] = raw.get(_ORIGINAL_KEY, self.original)
+        for key, value in (("rope_theta", out["theta"]), ("partial_rotary_factor", out["fraction"])):
+            if raw.get(key) not in (None, value) and key not in (self.theta_key, self.fraction_key):
+                raise MismatchError(f"{key} = {raw[key]!r} must be {value}")
         self._check(out["fraction"])
         return {"rope": out}
 
@@ -111,18 +114,28 @@ class Rope:
 
 def _read_parameters(scaling: str, given: Raw, raw: Raw) -> dict[str, Any]:
     names = _PARAMETERS[scaling]
-    for key, value in given.items():
-        if key not in names and key not in _COMMON and value is not None:
-            raise MismatchError(f"{key} = {value!r} of rope_type {scaling!r} is not supported")
     out = {field: given[key] for key, field in names.items() if given.get(key) is not None}
     longest = raw.get("max_position_embeddings")
-    if "original_max_position" in names.values():
-        out.setdefault("original_max_position", raw.get("original_max_position_embeddings", longest))
+    if "original_max_position" in names.values():  # beside the parameters it counts before the one among them
+        out["original_max_position"] = raw.get(_ORIGINAL_KEY) or out.get("original_max_position", longest)
     if scaling == "yarn" and "factor" not in out and longest and out["original_max_position"]:
         out["factor"] = longest / out["original_max_position"]
     if "factor" in names and "factor" not in out and scaling != "longrope":  # which derives it from the two lengths
         raise MismatchError(f"factor of rope_type {scaling!r} is missing")
     return out
+
+
+def unread_parameters(raw: Raw) -> list[str]:
+    """What `rope_scaling` and `rope_parameters` say that their rope_type does not ask for, as `rope_scaling.key`."""
+    found = []
+    for name in ("rope_scaling", "rope_parameters"):
+        given = raw.get(name)
+        sets = [given, *given.values()] if isinstance(given, Mapping) else []
+        for each in (part for part in sets if isinstance(part, Mapping)):
+            asked = _PARAMETERS.get(str(each.get("rope_type", each.get("type"))), {})
+            unasked = each.keys() - asked.keys() - _COMMON - set(_SETS)
+            found += [f"{name}.{key}" for key in sorted(unasked) if each[key] is not None]
+    return found
 
 
 def _write_parameters(rope: RopeConfig) -> dict[str, Any]:
@@ -139,18 +152,19 @@ class TwoRopes:
 
     Attributes:
         rope, local: what each set's keys are and stand for.
-        local_key: what older folders call the base of the second, which they only have without scaling.
+        local_key: what older folders call the base of the second, which they only have without scaling; None: they have
+            no key for it.
     """
 
     rope: Rope
     local: Rope
-    local_key: str = "rope_local_base_freq"
+    local_key: str | None = "rope_local_base_freq"
     fields: frozenset[str] = frozenset({"rope", "local_rope"})
 
     @property
     def keys(self) -> frozenset[str]:
         """The keys of either form."""
-        return self.rope.keys | {self.local_key}
+        return self.rope.keys | ({self.local_key} if self.local_key else set())
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """Both sets; `rope_scaling` speaks of layers without a window alone."""
@@ -159,7 +173,7 @@ class TwoRopes:
             raise MismatchError(f"rope_parameters = {given!r} is not one set of parameters for each of {_SETS}")
         full, local = (given.get(name) or {} for name in _SETS)
         rest = {key: value for key, value in raw.items() if key not in ("rope_parameters", "rope_scaling")}
-        base = raw.get(self.local_key) or self.local.theta
+        base = (raw.get(self.local_key) if self.local_key else None) or self.local.theta
         rope = self.rope.read({**rest, "rope_parameters": {**full, **(raw.get("rope_scaling") or {})}})
         windowed = self.local.read({**rest, "rope_parameters": local, "rope_theta": base})
         return {**rope, "local_rope": windowed["rope"]}
@@ -169,4 +183,5 @@ class TwoRopes:
         full = self.rope.write(model)
         local = self.local.write(model.model_copy(update={"rope": model.local_rope or model.rope}))
         sets = zip(_SETS, (full["rope_parameters"], local["rope_parameters"]), strict=True)
-        return {**full, self.local_key: local["rope_theta"], "rope_parameters": dict(sets)}
+        base = {self.local_key: local["rope_theta"]} if self.local_key else {}
+        return {**full, **base, "rope_parameters": dict(sets)}

@@ -21,6 +21,7 @@ from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Box, Shape, copy_overlap, crop
 from mega_ckpt.remote import Place, Remote, content_of
 from mega_common.errors import CheckpointError
+from mega_common.log import logger
 from mega_common.model_config import ModelConfig
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -30,7 +31,7 @@ _TEMPLATES = "additional_chat_templates"
 
 
 class HfSource:
-    """The weights in a HuggingFace folder.
+    """The weights in a HuggingFace folder. Its `unread` are the keys of config.json that nothing reads.
 
     Raises:
         CheckpointError: from the constructor, naming file, key or tensor, for a folder that cannot be used.
@@ -39,9 +40,7 @@ class HfSource:
     def __init__(self, folder: Place) -> None:
         self.folder = folder
         self._fetched: dict[str, Tensor] = {}
-        raw = read_config(folder)
-        self.family = family_of(raw, str(folder / CONFIG))
-        described = self.family.read_config(raw, str(folder / CONFIG))
+        self.family, described, self.unread = described_by(folder / CONFIG, read_config(folder))
         self.files = _open_files(folder)
         self._file_of = {name: file for file in self.files for name in file.header.entries}
         self.model: ModelConfig = self.family.as_held(described, self._file_of)
@@ -178,6 +177,28 @@ def checked_table(
     return table
 
 
+def described_by(path: Place, raw: Mapping[str, Any] | None = None) -> tuple[Family, ModelConfig, list[str]]:
+    """The family, the model and the unread keys of the config.json at `path`, which holds `raw`.
+
+    Raises:
+        CheckpointError: when it is no JSON mapping, or describes no model that is known.
+    """
+    raw = read_json(path) if raw is None else raw
+    family = family_of(raw, str(path))
+    return family, family.read_config(raw, str(path)), family.unread_keys(raw)
+
+
+def warn_of_unread(path: Place, keys: Sequence[str]) -> None:
+    """One line for all keys of a config.json that nothing reads, if there are any."""
+    if keys:
+        logger.warning("%s: neither transformers nor mega reads %s; carried as it is", path, ", ".join(keys))
+
+
+def has_weights(folder: Place) -> bool:
+    """Whether there is any file of weights in a folder, of whatever kind."""
+    return any(path.name.endswith((*_WEIGHTS, INDEX)) for path in folder.iterdir())
+
+
 def read_config(folder: Place) -> dict[str, Any]:
     """The mapping in a folder's config.json.
 
@@ -219,7 +240,11 @@ def _open_files(folder: Place) -> list[SafetensorsFile]:
                 f"{folder}: only pickled weights ({pickles[0]}), which can run code when they are loaded",
                 hint="get the safetensors version, or convert where you trust it: transformers' save_pretrained writes it",
             )
-        raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}", hint="was the download interrupted?")
+        raise CheckpointError(
+            f"{folder}: there are no weights, neither {SINGLE} nor {INDEX}",
+            hint="was the download interrupted? A new model of this shape, with random weights, is "
+            f"model.from={folder / CONFIG}",
+        )
     index = folder / INDEX
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -29,7 +29,7 @@ SETTINGS: tuple[Entry, ...] = (
     Not("untie_embeddings_and_output_weights", "tie_embeddings"),
     Key("normalization", "norm", "LayerNorm", NORMS),
     Key("norm_epsilon", "norm_eps", 1e-5),
-    Key("layernorm_zero_centered_gamma apply_layernorm_1p", "zero_centered_norm", False),
+    Key("layernorm_zero_centered_gamma apply_layernorm_1p", "zero_centered_norm", False, agreed=False),
     Activation(),
     Biases(),
     Key("qk_layernorm", "qk_norm", False),

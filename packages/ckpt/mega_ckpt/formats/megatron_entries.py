@@ -161,6 +161,9 @@ def _pattern(raw: Raw, key: str, layers: int, every: Callable[[int, int], bool])
     raise MismatchError(f"{key} = {given!r:.60} does not fit {layers} layers")
 
 
+SCOPES = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
+
+
 @dataclass(frozen=True)
 class Experts(Several):
     """The mixture of experts. Scores are a softmax over the chosen ones, unless `moe_router_pre_softmax` is set.
@@ -186,6 +189,8 @@ class Experts(Several):
         sparse += sparse[-1:] * further(raw)
         shared, capacity = raw.get("moe_shared_expert_intermediate_size") or 0, raw.get("moe_expert_capacity_factor")
         scope, loss = _balance(raw)
+        if sinkhorn := raw.get("moe_router_load_balancing_type") == "sinkhorn":
+            score = "sigmoid" if top == 1 else "softmax"  # whatever else is given
         bias = bool(raw.get("moe_router_enable_expert_bias"))
         return {
             "moe": {
@@ -196,15 +201,21 @@ class Experts(Several):
                 "shared_ffn_hidden_size": shared,
                 "shared_gate": bool(shared and raw.get("moe_shared_expert_gate")),
                 "score": score,
-                "normalize": top > 1 if score == "sigmoid" else not raw.get("moe_router_pre_softmax"),
-                "scaling": raw.get("moe_router_topk_scaling_factor") or 1.0,
+                "normalize": not sinkhorn
+                and (top > 1 if score == "sigmoid" else not raw.get("moe_router_pre_softmax")),
+                "scaling": 1.0 if sinkhorn else raw.get("moe_router_topk_scaling_factor") or 1.0,
                 "router_bias": bool(raw.get("add_bias_linear", True)),
-                **_groups(raw, top, logits=score == "softmax" and not raw.get("moe_router_pre_softmax")),
+                **(
+                    {}
+                    if sinkhorn
+                    else _groups(raw, top, logits=score == "softmax" and not raw.get("moe_router_pre_softmax"))
+                ),
                 "selection_bias": bias,
                 "bias_rate": raw.get("moe_router_bias_update_rate", 1e-3) if bias else 0.0,
                 "aux_loss": loss,
                 "aux_loss_scope": scope,
                 "z_loss": raw.get("moe_z_loss_coeff") or 0.0,
+                "sinkhorn": sinkhorn,
                 "capacity_factor": capacity if (capacity or -1) > 0 else None,
             }
         }
@@ -228,7 +239,7 @@ class Experts(Several):
             "moe_router_group_topk": None if moe.groups == 1 else moe.top_groups,
             "moe_router_enable_expert_bias": moe.selection_bias,
             "moe_router_bias_update_rate": moe.bias_rate if moe.selection_bias else 1e-3,
-            "moe_router_load_balancing_type": {"batch": "aux_loss", "sequence": "seq_aux_loss"}[moe.aux_loss_scope],
+            "moe_router_load_balancing_type": "sinkhorn" if moe.sinkhorn else SCOPES[moe.aux_loss_scope],
             "moe_aux_loss_coeff": moe.aux_loss,
             "moe_z_loss_coeff": moe.z_loss or None,
             "moe_expert_capacity_factor": moe.capacity_factor,
@@ -254,7 +265,7 @@ def _balance(raw: Raw) -> tuple[str, float]:
     """What the auxiliary loss counts over, and its weight, of the first of Megatron's that has one and is here too."""
     kinds, losses = raw.get("moe_router_load_balancing_type", "aux_loss"), raw.get("moe_aux_loss_coeff", 0.0)
     kinds, losses = (value if isinstance(value, list) else [value] for value in (kinds, losses))
-    scopes = {"aux_loss": "batch", "seq_aux_loss": "sequence"}
+    scopes = {kind: scope for scope, kind in SCOPES.items()}
     known = [(scopes[kind], float(loss)) for kind, loss in zip(kinds, losses, strict=False) if kind in scopes]
     return next((one for one in known if one[1]), known[0] if known else ("sequence", 0.0))
 

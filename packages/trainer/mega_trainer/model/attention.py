@@ -21,7 +21,7 @@ class Attention(nn.Module):
         super().__init__()
         config, tp = build.config, build.groups.tp
         name = f"model.layers.{layer}.self_attn"
-        self.layer, self.size = layer, config.head_size
+        self.layer, self.size, self.rotates = layer, config.head_size, config.rotates(layer)
         self.heads = config.num_attention_heads // tp.size
         self.kv_heads = max(1, config.kv_heads // tp.size)
         sinks = build.sinks(f"{name}.sinks") if config.attention_sinks else None
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         rotation = context.rotation_within(self.core.window)
-        if rotation is not None:
+        if rotation is not None and self.rotates:
             q, k = rotation.apply(q), rotation.apply(k)
         if context.cache is not None:
             k, v = context.cache.update(self.layer, k, v)

@@ -17,14 +17,15 @@ class Block(nn.Module):
 
     With `norm_position` post it is norm(attention x) and norm(mlp x) (arXiv:2501.00656), with both it is
     norm(attention(norm x)) and so on (arXiv:2408.00118); with `parallel_residual` the MLP sees what attention sees
-    (arXiv:2204.06745).
+    (arXiv:2204.06745), with `shared_norm` through the same norm. What they add is multiplied by `residual_multiplier`.
     """
 
     def __init__(self, build: Builder, layer: int, *, selective: bool = False) -> None:
         super().__init__()
         name, position = f"model.layers.{layer}", build.config.norm_position
         self.layer, self.dropout = layer, build.config.residual_dropout
-        self.parallel = build.config.parallel_residual
+        self.parallel, self.shared_norm = build.config.parallel_residual, build.config.shared_norm
+        self.multiplier = build.config.residual_multiplier
 
         def norm(which: str, there: bool) -> nn.Module:
             return build.norm(f"{name}.{which}_layernorm") if there else nn.Identity()
@@ -34,7 +35,7 @@ class Block(nn.Module):
         attention = LatentAttention if build.config.mla else Attention
         self.attention = attention(build, layer, recompute=selective)
         self.after_attention = norm("post_attention", after)
-        self.before_mlp = norm("pre_feedforward" if after else "post_attention", before)
+        self.before_mlp = norm("pre_feedforward" if after else "post_attention", before and not self.shared_norm)
         self.mlp = (
             Moe(build, layer, recompute=selective)
             if build.config.has_experts(layer)
@@ -44,17 +45,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """The residual stream [B, S or S/T, D], one layer further."""
-        y = x + self._drop(self._attend(x, context), context, "attention")
-        return y + self._drop(self._feed(x if self.parallel else y, context), context, "mlp")
+        normed: Tensor = self.before_attention(x)
+        y = self._added(x, self.after_attention(self.attention(normed, context)), context, "attention")
+        if not self.shared_norm:
+            normed = self.before_mlp(x if self.parallel else y)
+        mlp = self.mlp(normed, context) if isinstance(self.mlp, Moe) else self.mlp(normed)
+        return self._added(y, self.after_mlp(mlp), context, "mlp")
 
-    def _attend(self, x: Tensor, context: Context) -> Tensor:
-        y: Tensor = self.after_attention(self.attention(self.before_attention(x), context))
-        return y
-
-    def _feed(self, x: Tensor, context: Context) -> Tensor:
-        x = self.before_mlp(x)
-        y: Tensor = self.after_mlp(self.mlp(x, context) if isinstance(self.mlp, Moe) else self.mlp(x))
-        return y
-
-    def _drop(self, x: Tensor, context: Context, site: str) -> Tensor:
-        return x if context.dropout is None else context.dropout.residual(x, self.dropout, self.layer, site)
+    def _added(self, x: Tensor, y: Tensor, context: Context, site: str) -> Tensor:
+        """The stream x with what a site makes of it."""
+        y = y if context.dropout is None else context.dropout.residual(y, self.dropout, self.layer, site)
+        return x + (y if self.multiplier == 1 else y * self.multiplier)

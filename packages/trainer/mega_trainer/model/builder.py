@@ -30,7 +30,7 @@ from mega_trainer.parallel.tensor import (
 
 
 class Norm(nn.Module):
-    """RMSNorm, or LayerNorm when it has a bias, over the last axis; `zero_centered` ones multiply by 1 + weight."""
+    """RMSNorm, or with `layer` LayerNorm, over the last axis; `zero_centered` ones multiply by 1 + weight."""
 
     def __init__(
         self,
@@ -40,14 +40,15 @@ class Norm(nn.Module):
         eps: float,
         *,
         zero_centered: bool = False,
+        layer: bool = False,
     ) -> None:
         super().__init__()
-        self.kernels, self.eps, self.zero_centered = kernels, eps, zero_centered
+        self.kernels, self.eps, self.zero_centered, self.layer = kernels, eps, zero_centered, layer
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., D] -> [.., D]."""
-        if self.bias is None:
+        if not self.layer:
             return self.kernels.rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
         return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
 
@@ -222,9 +223,10 @@ class Builder:
     def norm(self, name: str) -> Norm:
         """The norm of the residual stream that the configuration asks for."""
         config, shape = self.config, (self.config.hidden_size,)
-        bias = self.replicated(f"{name}.bias", shape) if config.norm == "layernorm" else None
+        layer = config.norm == "layernorm"
+        bias = self.replicated(f"{name}.bias", shape) if layer and config.norm_bias else None
         weight = self.replicated(f"{name}.weight", shape, fill=self.norm_fill)
-        return Norm(self.kernels, weight, bias, config.norm_eps, zero_centered=config.zero_centered_norm)
+        return Norm(self.kernels, weight, bias, config.norm_eps, zero_centered=config.zero_centered_norm, layer=layer)
 
     @property
     def norm_fill(self) -> float:

@@ -133,8 +133,14 @@ class Decoder(nn.Module):
         return self._drop(x, dropout, -1)
 
     def _scaled(self, x: Tensor) -> Tensor:
-        """Embeddings as the layers want them; the factor is rounded to their dtype, as Gemma was trained."""
-        return x * x.new_tensor(math.sqrt(self.config.hidden_size)) if self.config.scale_embeddings else x
+        """Embeddings as the layers want them; Gemma's factor is rounded to their dtype, as it was trained."""
+        if self.config.scale_embeddings:
+            x = x * x.new_tensor(math.sqrt(self.config.hidden_size))
+        return x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
+
+    def _before_head(self, x: Tensor) -> Tensor:
+        """What the output matrix is multiplied with: `logit_scale` is on this side of it, where it is less to do."""
+        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
     def _drop(self, x: Tensor, dropout: Dropout | None, layer: int) -> Tensor:
         """Dropout of embeddings that are for that layer; -1 for those of the model's first."""
@@ -192,7 +198,7 @@ class Decoder(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [B, S, V] of the residual stream, whole on every tensor rank. Not for training."""
-        hidden = whole_sequence(self.norm(x), self.groups.tp, sp=self.sp)
+        hidden = whole_sequence(self._before_head(self.norm(x)), self.groups.tp, sp=self.sp)
         local = nn.functional.linear(hidden, self.head_weight)
         logits, cap = all_gather(local, self.groups.tp, -1)[..., : self.config.vocab_size], self.config.logit_softcap
         return logits if cap is None else cap * (logits / cap).tanh()
@@ -200,7 +206,7 @@ class Decoder(nn.Module):
     def _head_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
         """As `loss`, of what has been normed, through the output matrix [V/T, D]."""
         total, losses = head_loss(
-            whole_sequence(hidden, self.groups.tp, sp=self.sp).flatten(0, 1), head, labels.flatten(), weights.flatten(),
-            self.groups.tp, self.config.vocab_size, self.config.logit_softcap,
+            whole_sequence(self._before_head(hidden), self.groups.tp, sp=self.sp).flatten(0, 1), head,
+            labels.flatten(), weights.flatten(), self.groups.tp, self.config.vocab_size, self.config.logit_softcap,
         )  # fmt: skip
         return total, losses.view(labels.shape)

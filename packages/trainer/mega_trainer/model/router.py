@@ -27,6 +27,7 @@ from mega_common.model_config import MoeConfig
 from mega_trainer.comm import Group, all_gather, all_reduce
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.routing import Routing, Tokens
+from mega_trainer.model.sinkhorn import balanced
 from mega_trainer.parallel.param import Kept
 
 
@@ -61,7 +62,7 @@ class Router(nn.Module):
         logits = F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
         scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
         bias = None if self.selection is None else self.selection.values
-        chosen = choose(scores.detach(), self.moe, bias)
+        chosen = choose(self._standing(logits.detach(), scores.detach(), tokens, routing), self.moe, bias)
         weights = scores.gather(1, chosen)
         if self.moe.normalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
@@ -73,6 +74,12 @@ class Router(nn.Module):
         if self.moe.capacity_factor is not None:
             kept = within_capacity(chosen, tokens, self.moe, self.sequence_groups)
         return kept, self._with_losses(weights, logits, scores, chosen, kept, tokens, routing)
+
+    def _standing(self, logits: Tensor, scores: Tensor, tokens: Tokens, routing: Routing | None) -> Tensor:
+        """What the choice is by, [N, E]: the scores, or in training, where that is asked for, what balances the experts."""
+        if not self.moe.sinkhorn or routing is None:
+            return scores
+        return balanced(logits, tokens, self.sequence_groups)
 
     def _with_losses(
         self,

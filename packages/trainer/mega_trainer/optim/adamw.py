@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -23,8 +24,12 @@ class AdamW:
     def __init__(self, slots: Sequence[Slot], *, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         self.slots = list(slots)
         groups = [
-            {"params": [s.main for s in slots if s.kind.decay == decay], "weight_decay": rate}
-            for decay, rate in ((True, weight_decay), (False, 0.0))
+            {
+                "params": [s.main for s in slots if (s.kind.decay, s.kind.decoupled) == (decay, decoupled)],
+                "weight_decay": weight_decay if decay else 0.0,
+                "decoupled": decoupled,
+            }
+            for decay, decoupled in product((True, False), (False, True))
         ]
         self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=eps, fused=True)
         for slot in slots:
@@ -33,10 +38,10 @@ class AdamW:
                 **{moment: torch.zeros_like(slot.main) for moment in MOMENTS},
             }
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
         """See `Rule.step`."""
         for group in self._adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
         for slot in self.slots:
             slot.main.grad = slot.grads
         self._adamw.step()

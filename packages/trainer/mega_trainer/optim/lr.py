@@ -1,6 +1,6 @@
 """The learning rate as a pure function of how many samples have been consumed. No torch.
 
-Positions are counted in samples (steps times the global batch) and the end of the decay is absolute, so a run that
+Positions are counted in samples (those of so many steps) and the end of the decay is absolute, so a run that
 stops and resumes, also with another batch size, goes on along the same curve. The curves are Megatron-LM's, except
 that `inverse-sqrt` has no end at which it falls to `min_lr`.
 """
@@ -15,21 +15,26 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from mega_common.config import Config, Problem
+from mega_trainer.batch_size import BatchConfig
 
 Shape = Literal["linear", "cosine", "exponential", "minus-sqrt"]
 
 
 class LRSchedule(Config):
-    """How the learning rate rises from zero to `optimizer.lr` and then falls towards `min_lr`.
+    """How the learning rate rises to `optimizer.lr` and then falls towards `min_lr`.
 
     `wsd` (warm up, stay, decay: arXiv:2404.06395, arXiv:2405.18392) stays at the top until the cooldown, which ends
     where the other schedules' decay does.
     """
 
     name: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
-    warmup_steps: NonNegativeInt = Field(0, description="steps in which the rate rises linearly from zero")
+    warmup_steps: NonNegativeInt = Field(0, description="steps in which the rate rises linearly from warmup_init")
     warmup_samples: NonNegativeInt | None = Field(None, description="the same in samples, instead of warmup_steps")
+    warmup_init: NonNegativeFloat = Field(0.0, description="the rate that the warmup starts from")
     min_lr: NonNegativeFloat = Field(0.0, description="the rate that the decay ends at, and stays at")
+    decoupled_min_lr: NonNegativeFloat | None = Field(
+        None, description="the same where optimizer.decoupled_lr applies; default: min_lr"
+    )
     decay_steps: PositiveInt | None = Field(None, description="step of the run that ends the decay; default: its last")
     cooldown_steps: PositiveInt | None = Field(None, description="wsd: steps of decay before its end")
     cooldown_share: float | None = Field(
@@ -44,10 +49,12 @@ class LRSchedule(Config):
         if self.cooldown_steps and self.cooldown_share is not None:
             yield Problem("cooldown_share", "given beside cooldown_steps", self.cooldown_share, "leave one of them out")
 
-    def run_problems(self, *, lr: float, steps: int, batch: int) -> Iterator[Problem]:
-        """What does not fit a run of `steps` steps of `batch` samples with the highest rate `lr`."""
+    def run_problems(self, *, lr: float, steps: int, batch: BatchConfig) -> Iterator[Problem]:
+        """What does not fit a run of `steps` steps of `batch` with the highest rate `lr`."""
         if self.min_lr > lr:
             yield Problem("min_lr", f"must be at most optimizer.lr = {lr:g}", self.min_lr)
+        if self.warmup_init > lr:
+            yield Problem("warmup_init", f"must be at most optimizer.lr = {lr:g}", self.warmup_init)
         if self.name in ("constant", "inverse-sqrt"):
             return
         curve = self.curve(lr=lr, steps=steps, batch=batch)
@@ -60,17 +67,24 @@ class LRSchedule(Config):
             key = "cooldown_steps" if self.cooldown_steps else "cooldown_share"
             yield Problem(key, "the cooldown would start before the warmup ends", getattr(self, key), "make it less")
 
-    def curve(self, *, lr: float, steps: int, batch: int) -> LRCurve:
-        """The curve for a run of `steps` steps of `batch` samples with the highest rate `lr`."""
-        warmup = self.warmup_samples if self.warmup_samples is not None else self.warmup_steps * batch
-        end = (self.decay_steps or steps) * batch
+    def curve(self, *, lr: float, steps: int, batch: BatchConfig) -> LRCurve:
+        """The curve for a run of `steps` steps of `batch` with the highest rate `lr`."""
+        warmup = self.warmup_samples if self.warmup_samples is not None else batch.consumed(self.warmup_steps)
+        last = self.decay_steps or steps
+        end = batch.consumed(last)
         start, shape = warmup, self.cooldown_shape
         if self.name == "wsd":
             share = self.cooldown_share or 0.1
-            start = end - (self.cooldown_steps * batch if self.cooldown_steps else max(1, round(share * end)))
+            start = (
+                batch.consumed(max(0, last - self.cooldown_steps))
+                if self.cooldown_steps
+                else end - max(1, round(share * end))
+            )
         elif self.name in ("cosine", "linear"):
             shape = self.name
-        return LRCurve(self.name, shape, lr, self.min_lr, warmup, start, end, root=max(warmup, batch))
+        return LRCurve(
+            self.name, shape, self.warmup_init, lr, self.min_lr, warmup, start, end, root=max(warmup, batch.at(0))
+        )
 
 
 @dataclass(frozen=True)
@@ -79,14 +93,16 @@ class LRCurve:
 
     Attributes:
         name, shape: of the schedule and of its decay.
+        first: the rate that the warmup starts from.
         highest, lowest: the rates between which it moves after the warmup.
-        warmup: samples over which the rate rises from zero.
+        warmup: samples over which the rate rises.
         start, end: between these the rate decays.
         root: for `inverse-sqrt`, the samples up to which the rate is the highest.
     """
 
     name: str
     shape: Shape
+    first: float
     highest: float
     lowest: float
     warmup: int
@@ -97,7 +113,7 @@ class LRCurve:
     def __call__(self, samples: int) -> float:
         """The learning rate of the step that starts when `samples` samples have been consumed."""
         if samples < self.warmup:
-            return self.highest * samples / self.warmup
+            return self.first + (self.highest - self.first) * samples / self.warmup
         if self.name == "constant":
             return self.highest
         if self.name == "inverse-sqrt":

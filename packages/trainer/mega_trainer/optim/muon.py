@@ -97,7 +97,7 @@ class Muon:
         self.lr_factor, self.weight_decay, self.rounds = lr_factor, weight_decay, rounds
         self.momenta = [torch.zeros_like(slot.main) for slot in slots]
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
         """See `Rule.step`."""
         lr *= self.lr_factor
         for slot, momentum in zip(self.slots, self.momenta, strict=True):

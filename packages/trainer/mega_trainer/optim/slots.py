@@ -79,8 +79,8 @@ def _copied(tensor: Tensor, *, to_host: bool) -> Tensor:
 class Rule(Protocol):
     """How some slots are updated."""
 
-    def step(self, lr: float) -> None:
-        """Update the main weights of the slots from their gradients."""
+    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
+        """Update the main weights of the slots from their gradients, those of decoupled kinds at a rate of their own."""
 
     def state(self) -> dict[str, list[tuple[Slot, Tensor]]]:
         """By kind, each slot's tensor of that kind, as long as its main weights."""

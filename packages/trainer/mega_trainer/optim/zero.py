@@ -57,8 +57,11 @@ class Optimizer:
         """L2 norm of the gradient over the whole model; fp64 scalar."""
         return grad_norm(self.buffers, self.model_groups)
 
-    def update(self, lr: float, scale: float) -> None:
-        """One step with the gradients times `scale`; the new weights are then on their way to every rank."""
+    def update(self, lr: float, scale: float, decoupled_lr: float | None = None) -> None:
+        """One step with the gradients times `scale`; the new weights are then on their way to every rank.
+
+        `decoupled_lr` is the rate of the input embedding and the output layer, where they are kinds of their own.
+        """
         self.settle()
         if scale != 1.0:
             torch._foreach_mul_([slot.shard.grads for slot in self.slots], scale)
@@ -67,7 +70,7 @@ class Optimizer:
         if self._copies_from.type == "cuda":
             torch.cuda.current_stream(self._copies_from).synchronize()
         for rule in self._rules:
-            rule.step(lr)
+            rule.step(lr, decoupled_lr)
         for slot in self.slots:
             slot.to_model()
         for stage in self.stages:

@@ -30,6 +30,7 @@ class Bucket(ABC):
         data: the ranks to sum over; the bucket is padded so that their slices are equal.
         sharded: keep the sum of this rank's slice alone.
         dtype, device: of the gradients.
+        wire: the type they are sent and summed over the ranks in.
 
     Attributes:
         grads: the sums of the step: of the slice when `sharded`, else of the whole bucket.
@@ -44,8 +45,10 @@ class Bucket(ABC):
         sharded: bool,
         dtype: torch.dtype,
         device: torch.device,
+        wire: torch.dtype,
     ) -> None:
         self.start, self.places, self.data, self.sharded = start, dict(places), data, sharded
+        self._wire = dtype if data.size == 1 else wire
         unit = data.size * SLICE_ELEMENTS
         self.size = -(-max(place.stop for place in places.values()) // unit) * unit
         share = self.size // data.size
@@ -88,10 +91,17 @@ class Bucket(ABC):
     def settle(self) -> None:
         """Wait until `grads` has all that was started."""
 
-    def _sum(self, whole: Tensor, out: Tensor) -> Work | None:
+    def _sum(self, whole: Tensor, out: Tensor) -> tuple[Work | None, Tensor, Tensor]:
+        """Start the sum of `whole` over the ranks: the work, what it reads, and where the sum arrives.
+
+        That is `out`, a slice or `whole` itself, unless another type is sent.
+        """
+        if self._wire != whole.dtype:
+            whole = whole.to(self._wire)
+            out = torch.empty_like(out, dtype=self._wire) if self.sharded else whole
         if self.sharded:
-            return reduce_scatter_into(out, whole, self.data, async_op=True)
-        return all_reduce(whole, self.data, async_op=True)
+            return reduce_scatter_into(out, whole, self.data, async_op=True), whole, out
+        return all_reduce(whole, self.data, async_op=True), whole, out
 
 
 class StepBucket(Bucket):
@@ -106,13 +116,14 @@ class StepBucket(Bucket):
         sharded: bool,
         dtype: torch.dtype,
         device: torch.device,
+        wire: torch.dtype,
     ) -> None:
-        super().__init__(start, places, data, sharded=sharded, dtype=dtype, device=device)
+        super().__init__(start, places, data, sharded=sharded, dtype=dtype, device=device, wire=wire)
         self._whole = torch.zeros(self.size, dtype=dtype, device=device) if sharded else self.grads
         for parameter, place in self.places.items():
             parameter.main_grad = self._whole[place].view(parameter.shape)  # type: ignore[attr-defined]
         self._fresh: set[nn.Parameter] = set()
-        self._work: Work | None = None
+        self._flight: tuple[Work | None, Tensor, Tensor] | None = None  # as `_sum` tells
 
     def begin_step(self) -> None:
         """The next gradient of each parameter replaces what is there."""
@@ -134,20 +145,25 @@ class StepBucket(Bucket):
         """See `Bucket.reduce`."""
         for parameter in self._fresh:
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
-        self._work = self._sum(self._whole, self.grads)
+        self._flight = self._sum(self._whole, self.grads)
 
     def settle(self) -> None:
         """See `Bucket.settle`."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._flight is None:
+            return
+        work, _, arrival = self._flight
+        if work is not None:
+            work.wait()
+        if arrival is not self.grads:
+            self.grads.copy_(arrival)
+        self._flight = None
 
 
 class MicroBucket(Bucket):
     """Holds a whole gradient from the first parameter's of a backward to the end of its sum over the ranks."""
 
     _whole: Tensor | None = None
-    _flight: tuple[Work | None, Tensor, Tensor] | None = None  # work, what it reads, where the sum arrives
+    _flight: tuple[Work | None, Tensor, Tensor] | None = None  # as `_sum` tells
     _first = True
 
     def begin_step(self) -> None:
@@ -168,7 +184,7 @@ class MicroBucket(Bucket):
         self.settle()
         whole = self.grads.new_zeros(self.size) if self._whole is None else self._whole
         arrival = torch.empty_like(self.grads) if self.sharded else whole
-        self._whole, self._flight = None, (self._sum(whole, arrival), whole, arrival)
+        self._whole, self._flight = None, self._sum(whole, arrival)
 
     def settle(self) -> None:
         """See `Bucket.settle`."""

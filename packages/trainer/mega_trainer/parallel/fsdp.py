@@ -36,7 +36,7 @@ from mega_trainer.parallel.param import info_of, kept_of, local_of
 from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
 
 
-def shard_fully(model: Decoder, *, dtype: torch.dtype, device: torch.device) -> None:
+def shard_fully(model: Decoder, *, dtype: torch.dtype, device: torch.device, wire: torch.dtype | None = None) -> None:
     """Shard a whole model over its `shard` group, in place. Its parameters become `DTensor`s that describe their own rows.
 
     Args:
@@ -44,13 +44,14 @@ def shard_fully(model: Decoder, *, dtype: torch.dtype, device: torch.device) -> 
             ever needs to hold them all. Their values are lost.
         dtype: to compute in.
         device: where the shards lie.
+        wire: the type that gradients are summed over the ranks in; default: the one they are kept in.
     """
     group, apart, copies = model.groups.shard, model.groups.expert_data, model.groups.replicate
     meshes = {sharers: DeviceMesh.from_group(_handle(sharers), device.type) for sharers in (group, apart)}
     infos = {name: info_of(parameter) for name, parameter in model.named_parameters()}
     kept = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == kept else dtype, reduce_dtype=kept, cast_forward_inputs=False
+        param_dtype=None if dtype == kept else dtype, reduce_dtype=wire or kept, cast_forward_inputs=False
     )
     experts = [(module, apart) for module in model.modules() if isinstance(module, Experts)]
     units: list[tuple[nn.Module, Group]] = [
@@ -117,8 +118,9 @@ def _shard(parameter: nn.Parameter) -> Shard:
 class FullyShardedStage:
     """A model after `shard_fully`, as `FlatStage` is one with flat buffers."""
 
-    def __init__(self, model: Decoder) -> None:
-        kinds = by_kind(model, model.dtype)
+    def __init__(self, model: Decoder, *, decoupled: bool = False, wire: torch.dtype | None = None) -> None:
+        self._copies, self._wire = model.groups.replicate, wire
+        kinds = by_kind(model, model.dtype, decoupled=decoupled)
         self.buffers = [RowBuffer(parameters, kind) for kind, parameters in kinds.items()]
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -138,6 +140,7 @@ class FullyShardedStage:
             for group in buffer.kind.grad_sync:
                 grads = [shard.grads for shard in buffer.shards]
                 joined = torch.cat(grads)
+                joined = joined if self._wire is None or group is not self._copies else joined.to(self._wire)
                 all_reduce(joined, group)
                 torch._foreach_copy_(grads, torch.split(joined, [len(part) for part in grads]))
 

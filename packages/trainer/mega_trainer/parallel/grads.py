@@ -1,7 +1,8 @@
 """How data-parallel ranks share a stage's weights and gradients, up to ZeRO-2 (arXiv:1910.02054).
 
 Parameters that are treated alike (same data group, same further sums, same weight decay) lie in one `FlatBuffer`, cut in
-buckets that are summed over the ranks while the backward still runs. Gradients are fp32 (fp64 in an fp64 model).
+buckets that are summed over the ranks while the backward still runs. Gradients are fp32 (fp64 in an fp64 model); a sum
+over the data ranks may be in bf16, which loses bits: what a rank adds up by itself never is.
 
     level   weights   gradients kept            summed over the data ranks
     0       all       all                       all-reduce, once a step
@@ -26,7 +27,7 @@ from mega_trainer.parallel.param import info_of
 from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
 
 BUCKET_ELEMENTS = 40_000_000  # large enough for full bandwidth, small enough that the first starts early
-IN_FLIGHT = 2  # sums under way at once where whole gradients are to be short-lived
+IN_FLIGHT = 2  # sums under way at once where what they send is to be short-lived
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,16 @@ class Sharing:
         slices: each rank keeps, updates and saves its slice of every bucket (ZeRO-1 and up), rather than all of it.
         each_backward: gradients are summed after every micro-batch and not kept whole (ZeRO-2).
         apart: which parameters have buffers of their own, for an optimizer that treats them otherwise.
+        decoupled: the input embedding and the output layer have, for a learning rate of their own.
+        wire: the type that gradients are sent and summed over the data ranks in; default: their own.
         bucket_elements: a bucket is closed when it has so many.
     """
 
     slices: bool
     each_backward: bool = False
     apart: Callable[[nn.Parameter], bool] | None = None
+    decoupled: bool = False
+    wire: torch.dtype | None = None
     bucket_elements: int = BUCKET_ELEMENTS
 
 
@@ -90,7 +95,10 @@ class FlatBuffer(Buffer):
             places[parameter] = slice(length, length + parameter.numel())
             length += parameter.numel()
             if length >= sharing.bucket_elements or parameter is parameters[-1]:
-                bucket = kind(start, places, self.kind.data, sharded=self.sharded, dtype=dtype, device=parameter.device)
+                bucket = kind(
+                    start, places, self.kind.data, sharded=self.sharded, dtype=dtype, device=parameter.device,
+                    wire=sharing.wire or dtype,
+                )  # fmt: skip
                 yield bucket
                 start, places, length = bucket.stop, {}, 0
 
@@ -128,7 +136,7 @@ class FlatStage:
         self, model: nn.Module, buffers: Sequence[FlatBuffer], sharing: Sharing, units: Sequence[Unit]
     ) -> None:
         self.buffers = list(buffers)
-        self._in_flight_limit = IN_FLIGHT if sharing.each_backward else None
+        self._in_flight_limit = IN_FLIGHT if sharing.each_backward or sharing.wire else None
         position = {parameter: index for index, parameter in enumerate(model.parameters())}
         self._homes = {
             bucket: (buffer, shard)
@@ -218,6 +226,6 @@ def flatten(model: nn.Module, sharing: Sharing, units: Sequence[Unit] = ()) -> F
         units: its parts in the order of a forward; by default the whole model is one.
     """
     dtype = next(model.parameters()).dtype
-    kinds = by_kind(model, dtype, sharing.apart)
+    kinds = by_kind(model, dtype, sharing.apart, decoupled=sharing.decoupled)
     buffers = [FlatBuffer(parameters, kind, sharing) for kind, parameters in kinds.items()]
     return FlatStage(model, buffers, sharing, units or [Unit(model, list(model.parameters()))])

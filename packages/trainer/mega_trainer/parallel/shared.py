@@ -15,6 +15,8 @@ from mega_trainer.comm import Group
 from mega_trainer.parallel.buckets import Bucket
 from mega_trainer.parallel.param import info_of
 
+EMBEDDING_AND_OUTPUT = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -25,6 +27,7 @@ class Kind:
         decay: whether weight decay applies: to matrices, not to biases (which experts have stacks of) and norms.
         apart: whether an optimizer beside AdamW is for them.
         dtype: that they are computed with.
+        decoupled: whether they have a learning rate of their own: the input embedding and the output layer.
     """
 
     data: Group
@@ -34,6 +37,7 @@ class Kind:
     apart: bool
     dtype: torch.dtype
     parts: Group | None = None
+    decoupled: bool = False
 
     @property
     def counts_here(self) -> bool:
@@ -42,15 +46,23 @@ class Kind:
 
 
 def by_kind(
-    model: nn.Module, dtype: torch.dtype, apart: Callable[[nn.Parameter], bool] | None = None
+    model: nn.Module,
+    dtype: torch.dtype,
+    apart: Callable[[nn.Parameter], bool] | None = None,
+    *,
+    decoupled: bool = False,
 ) -> dict[Kind, list[nn.Parameter]]:
-    """The parameters of a model (or of one pipeline stage), which computes with `dtype`, sorted."""
+    """The parameters of a model (or of one pipeline stage), which computes with `dtype`, sorted.
+
+    With `decoupled` the input embedding and the output layer are kinds of their own.
+    """
     kinds: dict[Kind, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         info = info_of(parameter)
         special = apart is not None and apart(parameter)
         decay = parameter.dim() > 1 and not any(piece.name.endswith(".bias") for piece in info.pieces)
-        kind = Kind(info.data, info.grad_sync, info.replicas, decay, special, dtype, info.parts)
+        own_lr = decoupled and any(piece.name in EMBEDDING_AND_OUTPUT for piece in info.pieces)
+        kind = Kind(info.data, info.grad_sync, info.replicas, decay, special, dtype, info.parts, own_lr)
         kinds.setdefault(kind, []).append(parameter)
     return kinds
 

@@ -37,7 +37,7 @@ class Executor:
     """Executes the operations of one rank for one step.
 
     Attributes:
-        schedule: who does what, in order.
+        schedule: who does what, in order, for some number of micro-batches; for another one it is made again.
         stages: this rank's parts of the model, by stage number.
         group: the pipeline ranks.
         dropout_seed: seed of the dropout masks; None when the model has no dropout.
@@ -52,6 +52,7 @@ class Executor:
     dropout_seed: int | None = None
     around_backward: Callable[[int, bool], AbstractContextManager[None]] = lambda stage, last: nullcontext()
     loads: dict[int, Tensor] = field(default_factory=dict)
+    _schedules: dict[int, Schedule] = field(default_factory=dict)
     _routings: Sequence[Routing] = ()
     _inputs: dict[Key, Tensor] = field(default_factory=dict)
     _outputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Executor:
         model = next(iter(self.stages.values()))
         self._routings = routings(batches, model.groups.dp, loss_scale) if model.config.moe and model.training else ()
         left = dict.fromkeys(self.stages, len(batches))
-        for op in self.schedule.ranks[self.group.rank]:
+        for op in self._schedule_of(len(batches)).ranks[self.group.rank]:
             key = (op.stage, op.microbatch)
             if not torch.is_grad_enabled() and op.kind not in FORWARD_ONLY:
                 continue
@@ -114,6 +115,13 @@ class Executor:
     def last_stage(self) -> int:
         """Number of the stage with the head."""
         return len(self.schedule.owners) - 1
+
+    def _schedule_of(self, microbatches: int) -> Schedule:
+        if not self._schedules:
+            self._schedules[self.schedule.microbatches] = self.schedule
+        if microbatches not in self._schedules:
+            self._schedules[microbatches] = self.schedule.resized(microbatches)
+        return self._schedules[microbatches]
 
     def _forward(self, key: Key, batch: MicroBatch, scale: float) -> Tensor | float:
         stage, microbatch = key

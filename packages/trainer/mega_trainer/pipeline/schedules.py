@@ -88,6 +88,10 @@ class Schedule:
         """Whether the backward is two operations, `I` and `W`."""
         return self.ranks[0][-1].kind == "W"
 
+    def resized(self, microbatches: int) -> Schedule:
+        """The same schedule for another number of microbatches."""
+        return make_schedule(self.name, pp=self.pp, microbatches=microbatches, virtual_stages=self.virtual_stages)
+
     def compute(self, rank: int) -> list[Op]:
         """The operations of `rank` without its messages."""
         return [op for op in self.ranks[rank] if op.kind in COMPUTE]

@@ -95,7 +95,10 @@ def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float
     For a GPT with dropout and without fused attention these are the paper's S B D (34 + 5 H S / D) bytes.
     """
     width, element, keys = model.hidden_size, _ELEMENT[run.precision], run.seq_length
-    inputs = 4 * width * element + (2 * width if model.residual_dropout else 0)  # of norms and blocks; dropout masks
+    norms = 3 if model.shared_norm else 4
+    inputs = norms * width * element + (
+        2 * width if model.residual_dropout else 0
+    )  # of norms and blocks; dropout masks
     heads, latents = _attention_widths(model)
     split = element * heads
     if run.fused_attention:

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_common.errors import ConfigError
+from mega_trainer.batch_size import BatchConfig
+
+
+def batch(size: int = 32, micro: int = 1, **rampup: int) -> BatchConfig:
+    return BatchConfig.parse({"micro": micro, "global": size, "rampup": rampup or None})
+
+
+@st.composite
+def growing(draw: st.DrawFn) -> BatchConfig:
+    start, increment, times = (draw(st.integers(1, bound)) for bound in (40, 9, 12))
+    return batch(start + increment * times, start=start, increment=increment, samples=draw(st.integers(1, 5000)))
+
+
+def stepwise(sizes: BatchConfig, steps: int, consumed: int = 0) -> int:
+    for _ in range(steps):
+        consumed += sizes.at(consumed)
+    return consumed
+
+
+def test_without_a_rampup_all_steps_are_alike() -> None:
+    assert batch().at(0) == batch().at(10**9) == 32
+    assert list(batch().plateaus()) == []
+    assert batch().consumed(5) == 160
+    assert batch().steps(191) == 5
+
+
+@given(growing(), st.integers(0, 400), st.integers(0, 400))
+def test_whole_plateaus_at_once_are_step_by_step(sizes: BatchConfig, steps: int, more: int) -> None:
+    consumed = stepwise(sizes, steps)
+    assert sizes.consumed(steps) == consumed
+    assert sizes.consumed(more, consumed) == stepwise(sizes, more, consumed)
+    assert sizes.steps(consumed) == steps
+    assert sizes.steps(consumed + sizes.at(consumed) - 1) == steps
+
+
+@given(growing())
+def test_it_grows_from_its_start_to_its_end(sizes: BatchConfig) -> None:
+    ramp = sizes.rampup
+    assert ramp is not None
+    found = [sizes.at(consumed) for consumed in range(ramp.samples + 2)]
+    assert (found[0], found[-1]) == (ramp.start, sizes.global_)
+    assert found == sorted(found)
+
+
+def test_all_that_does_not_fit_is_told_at_once() -> None:
+    bad: dict[str, Any] = {"micro": 4, "global": 30, "rampup": {"start": 6, "increment": 5, "samples": 100}}
+    with pytest.raises(ConfigError) as told:
+        BatchConfig.parse(bad)
+    text = str(told.value)
+    assert "global = 30: must be a multiple of batch.micro = 4 -> 32" in text
+    assert "rampup.start = 6: must be a multiple of batch.micro = 4" in text
+    assert "rampup.increment = 5: must be a multiple of batch.micro = 4" in text
+    assert "rampup.increment = 5: must divide batch.global - start = 24" in text
+    with pytest.raises(ConfigError, match=r"rampup\.start = 32: must be below batch\.global = 32"):
+        batch(start=32, increment=8, samples=100)
