@@ -37,16 +37,15 @@ def experts_section(draft: Draft, width: int | None) -> None:
         return _deepspeed(draft, top)
     _layers(draft)
     _shared(draft, own)
+    if draft[BALANCING[0]] == ["sinkhorn"]:
+        return _sinkhorn(draft, top)
     _scores(draft)
     _groups(draft)
     if draft["moe_router_enable_expert_bias"]:
         put("model.moe.selection_bias", True, "moe_router_enable_expert_bias")
         put("model.moe.bias_rate", draft["moe_router_bias_update_rate"], "moe_router_bias_update_rate")
     _balance(draft)
-    put("model.moe.z_loss", draft.get("moe_z_loss_coeff", 0.0), "moe_z_loss_coeff")
-    capacity = "moe_expert_capacity_factor" if "moe_expert_capacity_factor" in draft else "moe_train_capacity_factor"
-    if draft.unknown(capacity) or (capacity in draft and draft[capacity] > 0):
-        _capacity(draft, capacity)
+    _auxiliary(draft)
     return None
 
 
@@ -78,6 +77,26 @@ def _deepspeed(draft: Draft, top: int | None) -> None:
     draft.tell("no equivalent", "an expert beside a layer's own feed-forward block is missing", "mlp_type")
     if draft["mlp_type"] == "standard":
         draft.tell("not needed", "this is the only kind here", "mlp_type")
+
+
+def _sinkhorn(draft: Draft, top: int | None) -> None:
+    """A choice that is balanced by itself; the weights are the scores as they are."""
+    draft.put("model.moe.sinkhorn", True, BALANCING[0])
+    draft.put(
+        "model.moe.score", "sigmoid" if top == 1 else "softmax", because="as sinkhorn routing does with this top_k"
+    )
+    draft.put("model.moe.normalize", False, because="as sinkhorn routing does")
+    draft.put("model.moe.router_bias", draft["add_bias_linear"], "add_bias_linear")
+    _auxiliary(draft)
+    text = "mega balances each sequence, Megatron the tokens of a rank's micro-batch"
+    draft.tell("changes meaning", text, BALANCING[0])
+
+
+def _auxiliary(draft: Draft) -> None:
+    draft.put("model.moe.z_loss", draft.get("moe_z_loss_coeff", 0.0), "moe_z_loss_coeff")
+    capacity = "moe_expert_capacity_factor" if "moe_expert_capacity_factor" in draft else "moe_train_capacity_factor"
+    if draft.unknown(capacity) or (capacity in draft and draft[capacity] > 0):
+        _capacity(draft, capacity)
 
 
 def _shared(draft: Draft, width: int | None) -> None:
@@ -150,8 +169,6 @@ def _balance(draft: Draft) -> None:
         return draft.put("model.moe.aux_loss", None, BALANCING[1])
     if draft.unknown(BALANCING[0]):
         return draft.put("model.moe.aux_loss", None, BALANCING[0])
-    if kinds == ["sinkhorn"]:
-        return draft.put("model.moe.sinkhorn", True, BALANCING[0])
     weighted = {kind: loss for kind, loss in zip(kinds, losses, strict=False) if loss}
     kind = next((kind for kind in weighted if kind in SCOPES), None)
     draft.put("model.moe.aux_loss", weighted.get(kind or "", 0.0), *reversed(BALANCING))

@@ -63,18 +63,26 @@ def _vocabulary(draft: Draft) -> None:
     key, file = "model.vocab_size", draft["vocab_file"] or ""
     default = "patch_tokenizer_type" not in draft and (file or draft.program == "pretrain_gpt.py")
     kind = draft["tokenizer_type"] or ("GPT2BPETokenizer" if default else "")
+    more = f", of --extra-vocab-size {draft['extra_vocab_size']} more" if draft["extra_vocab_size"] else ""
     if "vocab_size" in draft:
         draft.put(key, draft["vocab_size"], "vocab_size")
         if kind == "NullTokenizer":
             draft.tell("changes meaning", "Megatron-LM before 2026 adds a token for the end of documents", "vocab_size")
     elif draft.unknown("tokenizer_type"):
         draft.put(key, None, "tokenizer_type")
-    elif kind == "GPT2BPETokenizer" and ("gpt2" in file.lower() or not file or MARK.fullmatch(file)):
+    elif kind != "GPT2BPETokenizer":
+        draft.put(key, None, ask=f"the script does not say how many tokens the tokenizer has{more}")
+    elif _is_gpt2(file):
         why = "" if "tokenizer_type" in draft else "GPT-2's tokenizer, which is pretrain_gpt.py's default"
         draft.put(key, GPT2_TOKENS, "tokenizer_type", "vocab_file", because=why)
     else:
-        more = f", of --extra-vocab-size {draft['extra_vocab_size']} more" if draft["extra_vocab_size"] else ""
-        draft.put(key, None, ask=f"the script does not say how many tokens the tokenizer has{more}")
+        draft.put(key, None, "vocab_file", ask=f"as many as --vocab-file has, {GPT2_TOKENS} if it is GPT-2's")
+
+
+def _is_gpt2(file: str) -> bool:
+    """Whether a vocabulary file is GPT-2's by its name, or of no name."""
+    words = re.findall(r"[a-z]+|\d{3,}", "/".join(MARK.sub("", file.lower()).split("/")[-2:]))
+    return "gpt2" in file.lower() or set(words) <= {"bpe", "vocab", "json", "gpt", "tokenizer", "txt"}
 
 
 def feed_forward(draft: Draft) -> int | None:
@@ -283,4 +291,5 @@ def _dropout_and_init(draft: Draft) -> None:
     put("model.attention_dropout", draft["attention_dropout"], "attention_dropout")
     put("model.residual_dropout", draft["hidden_dropout"], "hidden_dropout")
     put("model.init_std", draft["init_method_std"], "init_method_std")
-    put("model.scale_residual_init", True, because="as Megatron always does")
+    why = "" if draft["no_scaled_init"] else "as Megatron always does"
+    put("model.scale_residual_init", not draft["no_scaled_init"], "no_scaled_init", because=why)

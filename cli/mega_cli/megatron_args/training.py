@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, log2, prod
+from math import log2, prod
 
 from mega_cli.megatron_args.draft import Draft
 from mega_cli.megatron_args.experts import has_experts
@@ -25,12 +25,7 @@ def parallel_section(draft: Draft) -> None:
     layout_of_flags(draft)
     if draft["context_parallel_size"] != 1:
         put("parallel.cp", draft["context_parallel_size"], "context_parallel_size")
-        kinds = set(draft["cp_comm_type"])
-        first = next(iter(draft["cp_comm_type"]), "")
-        put("parallel.cp_kind", CONTEXT.get(first, "ring"), "cp_comm_type")
-        if len(kinds) != 1 or not kinds <= CONTEXT.keys():
-            text = "mega has one of ring, allgather and alltoall for all layers, which give the same numbers"
-            draft.tell("no equivalent", text, "cp_comm_type")
+        _context(draft)
     else:
         draft.tell("translated", "parallel.cp, 1 by default", "context_parallel_size")
     if draft["expert_model_parallel_size"] != 1:
@@ -40,6 +35,19 @@ def parallel_section(draft: Draft) -> None:
     if has_experts(draft):
         _expert_parts(draft)
     _zero(draft)
+
+
+def _context(draft: Draft) -> None:
+    """All kinds give the same numbers; that of heads alone draws a whole head's dropout."""
+    kinds = list(dict.fromkeys(draft["cp_comm_type"]))
+    ours = [CONTEXT.get(kind, "ring") for kind in kinds] or ["ring"]
+    if draft.wants("attention_dropout"):
+        draft.put("parallel.cp_kind", "alltoall", "cp_comm_type", because="the one that goes with attention_dropout")
+    else:
+        draft.put("parallel.cp_kind", ours[0], "cp_comm_type")
+    if len(kinds) != 1 or not set(kinds) <= CONTEXT.keys():
+        text = "mega has one of ring, allgather and alltoall for all layers, which give the same numbers"
+        draft.tell("no equivalent", text, "cp_comm_type")
 
 
 def _expert_parts(draft: Draft) -> None:
@@ -89,75 +97,6 @@ def model_ranks(draft: Draft) -> int | None:
     """Ranks that hold one copy of the model, if the script says it."""
     sizes = [draft[name] for name in COPY]
     return prod(sizes) if all(sizes) else None
-
-
-def batch_section(draft: Draft) -> None:
-    """Write the keys of `batch:`."""
-    draft.put("batch.micro", draft["micro_batch_size"], "micro_batch_size")
-    copies = model_ranks(draft)
-    if "global_batch_size" in draft or not draft["micro_batch_size"] or not draft.ranks or not copies:
-        draft.put("batch.global", draft["global_batch_size"], "global_batch_size")
-    else:
-        dp = max(1, draft.ranks // copies)
-        draft.put("batch.global", draft["micro_batch_size"] * dp, because=f"Megatron's default: micro x dp = {dp}")
-    if "rampup_batch_size" in draft:
-        start, increment, samples = draft["rampup_batch_size"] or (None, None, None)
-        draft.put("batch.rampup.start", start, "rampup_batch_size")
-        draft.put("batch.rampup.increment", increment, "rampup_batch_size")
-        draft.put("batch.rampup.samples", samples, "rampup_batch_size")
-
-
-def train_section(draft: Draft) -> None:
-    """Write the keys of `train:`."""
-    put = draft.put
-    put("train.steps", _steps(draft), "train_iters", "train_samples", "train_tokens")
-    evaluates = draft.wants("eval_interval") and draft.wants("eval_iters")
-    every = draft["eval_interval"] if evaluates else 0
-    put("train.eval_every", every, "eval_interval", *([] if evaluates else ["eval_iters"]))
-    if evaluates and draft["eval_iters"] == -1:
-        draft.tell(
-            "no equivalent", "validation on all of its data is missing; train.eval_steps has its default", "eval_iters"
-        )
-    elif evaluates:
-        put("train.eval_steps", draft["eval_iters"], "eval_iters")
-    put("train.seed", draft["seed"], "seed")
-    for key, dest in (("exit_after_minutes", "exit_duration_in_mins"), ("exit_interval", "exit_interval")):
-        if draft.wants(dest):
-            put(f"train.{key}", draft[dest], dest)
-
-
-def _steps(draft: Draft) -> int | None:
-    """Megatron's number of steps; those of the ramp-up have smaller batches. A number of tokens ends the run before it."""
-    steps: int | None = draft["train_iters"]
-    batch = draft.run["batch"]["global"]
-    if "train_tokens" in draft:
-        samples = _tokens(draft, "train_tokens")
-        whole = samples and batch and _after(draft, samples, batch, up=True)
-        return min(whole, steps) if whole and steps else whole or None
-    if steps or not draft["train_samples"] or not batch:
-        return steps
-    return _after(draft, draft["train_samples"], batch)
-
-
-def _tokens(draft: Draft, dest: str) -> float | None:
-    """A number of tokens, in samples."""
-    tokens, length = draft[dest], draft.run["data"]["seq_length"]
-    return tokens / length if tokens and length else None
-
-
-def _after(draft: Draft, samples: float, batch: int, *, up: bool = False) -> int | None:
-    """The steps that take so many samples: whole ones, or rounded up. Megatron lets a ramp-up go to its end."""
-    steps, taken = 0, 0
-    if draft.unknown("rampup_batch_size"):
-        return None
-    if "rampup_batch_size" in draft:
-        start, increment, over = draft["rampup_batch_size"]
-        share = over / max(1, (batch - start) // increment)
-        while taken <= over:
-            taken += min(batch, start + int(taken / share) * increment)
-            steps += 1
-    left = max(0.0, samples - taken) / batch
-    return steps + int(ceil(left) if up else left)
 
 
 def optimizer_section(draft: Draft) -> None:

@@ -14,8 +14,8 @@ from mega_cli.megatron_args.launch import NOTHING, Launch, find_launch
 from mega_cli.megatron_args.model import model_section
 from mega_cli.megatron_args.parse import parse_arguments
 from mega_cli.megatron_args.schedule import schedule_section
+from mega_cli.megatron_args.steps import batch_section, train_section
 from mega_cli.megatron_args.training import (
-    batch_section,
     checkpoint_section,
     log_section,
     model_ranks,
@@ -23,7 +23,6 @@ from mega_cli.megatron_args.training import (
     parallel_section,
     precision_section,
     recompute_section,
-    train_section,
 )
 from mega_common.errors import ConfigError
 
