@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
@@ -13,7 +14,9 @@ from mega_cli.megatron_args.shell import MARK, Word, shown, split_blanks
 from mega_common.errors import ConfigError
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
-OTHER_MODELS = re.compile(r"bert|t5|ict|retro|vision|vlm|mimo|multimodal|mamba|hybrid|realm|orqa")
+OTHER_MODELS = re.compile(
+    r"(?:^|[_-])(?:bert|t5|ict|retro|vision|vlm|mimo|multimodal|mamba|hybrid|realm|orqa)(?:[_.-]|$)"
+)
 TRAINING = re.compile(r"train|finetune|sft|gpt|llama", re.IGNORECASE)
 MODEL = re.compile(
     r"--(?:(?:en|de)coder-)?num-layers|--hidden-size|--use-checkpoint-args|--yaml-cfg|--config(?:-(?:file|path|name|yaml))?"
@@ -24,6 +27,7 @@ LAUNCHER = re.compile(
     r"|standalone|local-addr|monitor-interval|num-(?:gpus|nodes)|hostfile|include|exclude|launcher)"
 )
 SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)(?:=|[ \t]*)([^\s#]*)", re.MULTILINE)
+Command = tuple[list[Word], int]  # with where the Python file stands
 LONG = {"-N": "--nodes", "-n": "--ntasks", "-np": "--ntasks", "--nnode": "--nnodes"}
 
 
@@ -68,42 +72,60 @@ def find_launch(
     )
     batch = _batch_options(*script.texts)
     commands = [(command, at) for command in script.commands if (at := _program(command)) is not None]
-    training = [found for found in commands if _trains(*found)]
-    chosen = next((found for found in training if _has_model(found[0][found[1] + 1 :])), None)
-    if chosen is None:
-        lines = [word for words in script.commands if words[0].text.startswith("--") for word in words]
-        words = lines or _held_arguments(script)
-        if not lines and not _has_model(words):
-            raise _nothing_trained(training, script)
-        return Launch("", words, *_ranks(_launcher_arrays(script), batch), script.remarks)
-    command, at = chosen
-    program = PurePosixPath(shown(command[at].text)).name
-    if OTHER_MODELS.search(program):
-        raise ConfigError(
-            f"line {command[at].line}: {program} trains a model that is not a plain decoder, which mega does not"
-        )
-    others = [(c[i].line, f"another training command, {shown(c[i].text)}, was not read") for c, i in training]
+    modelled = [found for found in commands if _has_model(found[0][found[1] + 1 :])]
+    if not modelled:
+        return _arguments_alone(script, batch, commands)
+    command, at = _chosen(modelled)
     remarks = [
-        *script.remarks,
-        *dict.fromkeys(other for other, found in zip(others, training, strict=True) if found != chosen),
+        (other[i].line, f"another training command, {shown(other[i].text)}, was not read")
+        for other, i in commands
+        if other is not command and _trains(other, i)
     ]
+    if not _trains(command, at):
+        remarks.append((command[at].line, f"{shown(command[at].text)} is not known to train; its arguments were read"))
     nodes, per_node = _ranks(command[:at], batch)
-    return Launch(program, _apart(command[at + 1 :]), nodes, per_node, remarks)
+    return Launch(
+        _name(command[at]), _apart(command[at + 1 :]), nodes, per_node, [*script.remarks, *dict.fromkeys(remarks)]
+    )
 
 
-def _nothing_trained(training: Sequence[tuple[list[Word], int]], script: Script) -> ConfigError:
+def _chosen(commands: Sequence[Command]) -> Command:
+    """The first command that trains a plain decoder; else the first that has to do with one."""
+    plain = [(command, at) for command, at in commands if not OTHER_MODELS.search(_name(command[at]))]
+    if not plain:
+        command, at = commands[0]
+        raise ConfigError(
+            f"line {command[at].line}: {_name(command[at])} trains a model that is not a plain decoder, which mega does not"
+        )
+    return next((found for found in plain if _trains(*found)), plain[0])
+
+
+def _arguments_alone(script: Script, batch: dict[str, str], commands: Sequence[Command]) -> Launch:
+    """Arguments without a command: lines of them, or variables that hold them."""
+    lines = [word for words in script.commands if words[0].text.startswith("--") for word in words]
+    words = lines or _held_arguments(script)
+    if not lines and not _has_model(words):
+        raise _nothing_trained([found for found in commands if _trains(*found)], script)
+    return Launch("", words, *_ranks(_launcher_arrays(script), batch), script.remarks)
+
+
+def _name(program: Word) -> str:
+    return PurePosixPath(shown(program.text)).name
+
+
+def _nothing_trained(training: Sequence[Command], script: Script) -> ConfigError:
+    unread = [sentence for _, sentence in script.remarks if sentence.startswith("the file of")]
     if not training:
         return ConfigError(
-            "no training command in the launch script",
+            "no training command in the launch script" + "".join(f"; {sentence}" for sentence in unread),
             hint="expected a command such as `torchrun ... pretrain_gpt.py --num-layers ...`, or arguments alone",
         )
     command, at = training[0]
     marks = dict.fromkeys(shown(word.text) for word in command[at + 1 :] if MARK.fullmatch(word.text))
-    unread = [sentence for _, sentence in script.remarks if sentence.startswith("the file of")]
-    because = f"; {', '.join([*marks, *unread])}" if marks or unread else ""
     return ConfigError(
         f"line {command[at].line}: {shown(command[at].text)} is given no argument that sets a model, such as --num-layers"
-        + (f" (not known: {because[2:]})" if because else ""),
+        + "".join(f"; {sentence}" for sentence in unread)
+        + (f"; not known: {', '.join(marks)}" if marks else ""),
         hint="give the script's variables by --define NAME=VALUE, and its own arguments after `--`",
     )
 
@@ -137,8 +159,9 @@ def _program(command: Sequence[Word]) -> int | None:
 
 def _trains(command: Sequence[Word], at: int) -> bool:
     """Whether a command's Python file trains, by its name or by what it is given."""
-    name = PurePosixPath(command[at].text).name
-    return "train" in name or any(_long(word.text) == "--micro-batch-size" for word in command)
+    return re.search("train|finetune|sft", _name(command[at])) is not None or any(
+        _long(word.text) == "--micro-batch-size" for word in command
+    )
 
 
 def _has_model(words: Sequence[Word]) -> bool:
@@ -199,7 +222,7 @@ def _slurm_variables(batch: dict[str, str]) -> dict[str, str]:
 def _ranks(launcher: Sequence[Word], batch: dict[str, str]) -> tuple[int | None, int | None]:
     """Nodes and ranks on each."""
     options: dict[str, str] = {}
-    for word, following in zip(launcher, [*launcher[1:], Word("", 0)], strict=True):
+    for word, following in pairwise([*launcher, Word("", 0)]):
         key, equals, value = word.text.partition("=")
         options[_long(key)] = value if equals else following.text
     names = {PurePosixPath(word.text).name for word in launcher}

@@ -13,6 +13,7 @@ PLACEHOLDER = re.compile(r"^(\s*(?:export\s+)?\w+=)(<[^<>\n'()]+>[^\s'()<>]*)[ \
 SUBSTRING = re.compile(r"(?<=:)\s*\$(?=\w+[:}])")
 PASSES = 4
 NAME = re.compile(rb"[A-Za-z_]\w*")
+PARAMETER = re.compile(rb"[A-Za-z_]\w*|[\d@*#]")
 NEWLINE = re.compile(rb"(?<!\\)\n")
 BRACKET = re.compile(r"(?<=\s)\\([()])(?=\s)")
 
@@ -51,7 +52,7 @@ def _slips(node: Node, source: bytes) -> Iterator[tuple[int, int, bytes]]:
     for child in node.children:
         yield from _slips(child, source)
         following = child.next_sibling
-        if child.type == "$" and node.type != "simple_expansion" and (name := NAME.match(source, child.end_byte)):
+        if child.type == "$" and node.type != "simple_expansion" and (name := PARAMETER.match(source, child.end_byte)):
             yield child.end_byte, len(name[0]), b"{" + name[0] + b"}"
         if (
             child.type == "variable_name"
