@@ -466,7 +466,7 @@ def test_what_cannot_be_understood(arguments: str, message: str):
     [
         (
             "--num-layer 2",
-            r"line 4: --num-layer: is no flag .*did you mean --num-layers\?",
+            r"line 3: --num-layer: is no flag .*did you mean --num-layers\?",
             "did you mean --num-layers?",
         ),
         ("--nonsense 1 2 --seed 3", r"--nonsense", "--nonsense 1 2: no flag of Megatron-LM's"),
@@ -478,9 +478,9 @@ def test_what_cannot_be_understood(arguments: str, message: str):
     ],
 )
 def test_what_megatron_would_refuse_is_to_be_looked_at(arguments: str, message: str, note: str):
-    assert note in to_yaml(translate(COMPLETE + arguments)).replace("\n#     ", " ")
+    assert note in to_yaml(translate(f"{COMPLETE.rstrip()} {arguments}")).replace("\n#     ", " ")
     with pytest.raises(ConfigError, match=message):
-        translate(COMPLETE + arguments, strict=True)
+        translate(f"{COMPLETE.rstrip()} {arguments}", strict=True)
 
 
 @pytest.mark.parametrize("text", ["", "echo hello", "# nothing\n", "ls *.txt"])
