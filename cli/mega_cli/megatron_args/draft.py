@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -24,6 +25,15 @@ OPTIONAL = frozenset({
     "lr_schedule.cooldown_steps", "optimizer.decoupled_lr", "optimizer.muon.weight_decay", "recompute.layers",
     "checkpoint.keep_every", "train.exit_after_minutes", "train.exit_interval",
 })  # fmt: skip
+
+# Words of flags in no table which say that these keys are not Megatron's defaults.
+TELLING = {
+    "model.activation": re.compile(r"glu|gelu|relu|silu|swish|activation-f"),
+    "model.norm": re.compile(r"rms-?norm|layernorm$|normalization|norm-type"),
+    "model.position": re.compile(r"alibi|rotary|rope\b|position-embedding"),
+}
+# Keys of the model that no checkpoint of Megatron-LM gives.
+OF_THE_RUN = ("dropout", "init")
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,11 @@ class Draft:
         return any(name in self for name in ("deepspeed", "deepspeed_config", "zero_stage"))
 
     @property
+    def from_checkpoint(self) -> bool:
+        """Whether the model is that of a checkpoint, other than one that the run itself saved."""
+        return bool(self["use_checkpoint_args"]) and self["load"] != self["save"]
+
+    @property
     def notes(self) -> list[Note]:
         """General notes, then one for each of the flags in the order of the command."""
         flags = [self._flags[dest] for dest in self.arguments.given if dest in self._flags]
@@ -105,16 +120,27 @@ class Draft:
         self.origins[key] = because or ", ".join(map(str, found)) or DEFAULT
         for given in found:
             self._flags.setdefault(given.flag.dest, Note("translated", key, str(given), given.line, key))
+        if not found and (doubt := self._doubt(key)):
+            value, ask = None, doubt
         if value is None:
             reason = self._ask(key, found, ask)
             value = (instead or _shown_values(found) or reason) if key in OPTIONAL else None
-        for name in dict.fromkeys(_marks(value)):
-            self.tell("open", f"${name} is not set in the script", key=key)
+        if unset := dict.fromkeys(map(shown, _marks(value))):
+            self.tell("open", f"{', '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set in the script", key=key)
         node = self.run
         *parents, last = key.split(".")
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = _plain(value)
+
+    def _doubt(self, key: str) -> str:
+        """Why Megatron's default of a key may not be what it is."""
+        if key in TELLING:
+            for given in self.arguments.others:
+                if TELLING[key].search(given.flag.name):
+                    return f"{given} may say it"
+        of_model = key.startswith("model.") and not any(word in key for word in OF_THE_RUN)
+        return "that of the checkpoint, for --use-checkpoint-args" if of_model and self.from_checkpoint else ""
 
     def _ask(self, key: str, found: Sequence[Given], ask: str) -> str:
         """Leave a key to be filled in, with the reason, which is returned."""
@@ -187,7 +213,7 @@ def _plain(value: Any) -> Any:
 
 def _marks(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield from MARK.findall(value)
+        yield from (mark[0] for mark in MARK.finditer(value))
     elif isinstance(value, list | dict):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _marks(item)

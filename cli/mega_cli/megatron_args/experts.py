@@ -60,7 +60,7 @@ def _deepspeed(draft: Draft, top: int | None) -> None:
         why = "" if "expert_interval" in draft else "Megatron-DeepSpeed's default: every second layer"
         put("model.moe.layers", listed, "expert_interval", because=why, ask="follows from the number of layers")
     put("model.moe.score", "softmax", because="as DeepSpeed always does")
-    put("model.moe.normalize", top != 1, because="as DeepSpeed does with more than one expert a token")
+    put("model.moe.normalize", top != 1, because="as DeepSpeed does with this top_k")
     put("model.moe.router_bias", False, because="as DeepSpeed always does")
     loss = draft.get(BALANCING[1], [0.1])
     put(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -13,6 +14,7 @@ from mega_cli.megatron_args.shell import MARK, shown
 from mega_common.config import Problem, raise_problems
 
 SOURCE = "the launch script"
+PLACEHOLDER = re.compile(r"<[^<>]+>")
 TABLES = ("flags.csv", "forks.csv")
 
 
@@ -123,14 +125,15 @@ class Given:
 
     @property
     def unset(self) -> list[str]:
-        """Names of the parameters in its values that the script does not set."""
-        return [name for value in self.values for name in MARK.findall(value)]
+        """Names of the parameters in its values that the script does not set, and placeholders such as `<path>`."""
+        return [name for value in self.values for name in MARK.findall(value) + PLACEHOLDER.findall(value)]
 
     @property
     def unknown(self) -> str:
         """Why its value cannot be used; empty if it can."""
         if self.unset and (self.flag.type != "str" or self.flag.choices):
-            return f"{shown(next(value for value in self.values if MARK.search(value)))} is not set in the script"
+            unset = next(value for value in self.values if MARK.search(value) or PLACEHOLDER.search(value))
+            return f"{shown(unset)} is not set in the script"
         if len(self.values) < self.flag.least:
             return f"{self.text} needs {self.flag.least} value{'s' if self.flag.least > 1 else ''}"
         return ""
@@ -165,6 +168,7 @@ class Arguments:
         strict: whether flags and values that Megatron-LM does not have are problems; else they are remarks.
         given: by setting, the flag that counts, which is the last one.
         others: flags in none of the tables, with their values and line.
+        unread: what is not set in the script and may hold flags.
         respelled: the spellings with underscores where the tables have dashes.
         problems: what cannot be understood; told together by `check`.
         remarks: (line, sentence) for the user to know.
@@ -174,6 +178,7 @@ class Arguments:
     strict: bool = False
     given: dict[str, Given] = field(default_factory=dict)
     others: list[Given] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     respelled: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     remarks: list[tuple[int, str]] = field(default_factory=list)

@@ -36,19 +36,26 @@ def _sizes(draft: Draft) -> None:
     put = draft.put
     put("model.num_layers", draft["num_layers"] or draft["encoder_num_layers"], "num_layers", "encoder_num_layers")
     put("model.hidden_size", draft["hidden_size"], "hidden_size")
-    put("model.ffn_hidden_size", feed_forward(draft), "ffn_hidden_size", because=_default_width(draft))
+    ask = "by Megatron's default 4 x hidden_size, two thirds of that in 64s with --swiglu"
+    put("model.ffn_hidden_size", feed_forward(draft), "ffn_hidden_size", because=_default_width(draft), ask=ask)
     put("model.num_attention_heads", draft["num_attention_heads"], "num_attention_heads")
     if not draft["multi_latent_attention"]:  # which has as many keys as queries, and sizes of its own
         _heads(draft)
     else:
         draft.tell("not needed", "latent attention has a key for every query", "num_query_groups")
     _vocabulary(draft)
-    put("model.max_position", draft["max_position_embeddings"], "max_position_embeddings")
+    length, kind = "max_position_embeddings", _position_kind(draft)
+    if length in draft or kind in ("learned_absolute", None):
+        put("model.max_position", draft[length], length)
+    else:
+        put("model.max_position", draft["seq_length"], because="that of the sequences; these positions have no end")
 
 
 def _heads(draft: Draft) -> None:
     if draft["group_query_attention"]:
         draft.put("model.num_kv_heads", draft["num_query_groups"], "num_query_groups", "group_query_attention")
+    elif draft.from_checkpoint:
+        draft.put("model.num_kv_heads", None)
     elif "attention_head_type" in draft:
         heads = {"multiquery": 1, "multihead": draft["num_attention_heads"]}.get(draft["attention_head_type"])
         draft.put("model.num_kv_heads", heads, "attention_head_type")
@@ -63,7 +70,6 @@ def _vocabulary(draft: Draft) -> None:
     key, file = "model.vocab_size", draft["vocab_file"] or ""
     default = "patch_tokenizer_type" not in draft and (file or draft.program == "pretrain_gpt.py")
     kind = draft["tokenizer_type"] or ("GPT2BPETokenizer" if default else "")
-    more = f", of --extra-vocab-size {draft['extra_vocab_size']} more" if draft["extra_vocab_size"] else ""
     if "vocab_size" in draft:
         draft.put(key, draft["vocab_size"], "vocab_size")
         if kind == "NullTokenizer":
@@ -71,7 +77,8 @@ def _vocabulary(draft: Draft) -> None:
     elif draft.unknown("tokenizer_type"):
         draft.put(key, None, "tokenizer_type")
     elif kind != "GPT2BPETokenizer":
-        draft.put(key, None, ask=f"the script does not say how many tokens the tokenizer has{more}")
+        draft.put(key, None, ask="the script does not say how many tokens the tokenizer has")
+        draft.tell("changes meaning", "so many more than the tokenizer has, in model.vocab_size", "extra_vocab_size")
     elif _is_gpt2(file):
         why = "" if "tokenizer_type" in draft else "GPT-2's tokenizer, which is pretrain_gpt.py's default"
         draft.put(key, GPT2_TOKENS, "tokenizer_type", "vocab_file", because=why)
@@ -116,6 +123,8 @@ def _default_width(draft: Draft) -> str:
 
 def _parts(draft: Draft) -> None:
     put, biased = draft.put, has_biases(draft)
+    if not draft.from_checkpoint:
+        draft.tell("not needed", "a checkpoint in the run's own folder is of this model", "use_checkpoint_args")
     put("model.tie_embeddings", not draft["untie_embeddings_and_output_weights"], "untie_embeddings_and_output_weights")
     put("model.norm", NORMS.get(draft["normalization"]), "normalization")
     put("model.norm_eps", draft["layernorm_epsilon"], "layernorm_epsilon")
@@ -205,15 +214,18 @@ def _whole_layers(draft: Draft) -> None:
         draft.put(key, [layer for layer, narrow in enumerate(windowed) if not narrow], dest)
 
 
+def _position_kind(draft: Draft) -> str | None:
+    """Of --position-embedding-type; latent attention has rotary positions of its own."""
+    kind: str | None = "rope" if draft["use_rotary_position_embeddings"] else draft["position_embedding_type"]
+    return "rope" if kind == "none" and draft["multi_latent_attention"] else kind
+
+
 def _position(draft: Draft) -> None:
-    kind = "rope" if draft["use_rotary_position_embeddings"] else draft["position_embedding_type"]
-    latent = draft["multi_latent_attention"]
-    if latent and kind == "none":
-        kind = "rope"  # it has its own
+    kind, latent = _position_kind(draft), draft["multi_latent_attention"]
     if draft["use_alibi_mask"]:
         return draft.put("model.position", None, "use_alibi_mask", ask="ALiBi is missing")
     flags = ("use_rotary_position_embeddings", "position_embedding_type")
-    draft.put("model.position", POSITIONS.get(kind), *flags, ask=f"positions of kind {kind} are missing")
+    draft.put("model.position", POSITIONS.get(kind or ""), *flags, ask=f"positions of kind {kind} are missing")
     if kind == "mrope":
         draft.tell("no equivalent", "positions of kind mrope are missing, they are rope's", *flags)
     if kind in ("rope", "yarn", "mrope"):
@@ -251,7 +263,10 @@ def _rope(draft: Draft, *, yarn: bool) -> None:
 def _yarn(draft: Draft) -> None:
     """YaRN, which turns whole heads; latent attention knows nothing of the flags that begin with its name."""
     put, original, whole = draft.put, "yarn_original_max_position_embeddings", "yarn_correction_range_round_to_int"
-    put("model.rope.scaling", "yarn", "position_embedding_type", "rope_type")
+    if draft["multi_latent_attention"] and "rope_type" not in draft:
+        put("model.rope.scaling", "yarn", because="the default of Megatron's latent attention")
+    else:
+        put("model.rope.scaling", "yarn", "rope_type", "position_embedding_type")
     put("model.rope.factor", draft["rotary_scaling_factor"], "rotary_scaling_factor")
     if draft["multi_latent_attention"]:
         put("model.rope.original_max_position", 4096)

@@ -11,7 +11,7 @@ from mega_cli.megatron_args.shell import MARK, Word, shown
 
 def parse_arguments(words: Sequence[Word], table: Iterable[Flag], *, strict: bool = False) -> Arguments:
     """The arguments of a training command. Problems are kept for `Arguments.check`."""
-    table = list(table)
+    table, words = list(table), _joined(words)
     spellings = {name: flag for flag in table for name in (flag.name, *flag.aliases)}
     arguments = Arguments({flag.dest: flag for flag in reversed(table) if not flag.means}, strict)
     at = 0
@@ -37,6 +37,17 @@ def parse_arguments(words: Sequence[Word], table: Iterable[Flag], *, strict: boo
                 arguments.doubt(word.line, str(given), "takes no value", "")
             arguments.add(given)
     return arguments
+
+
+def _joined(words: Sequence[Word]) -> list[Word]:
+    """The words, those of a placeholder such as `<path to data>` as one."""
+    found: list[Word] = []
+    for word in words:
+        if found and found[-1].text.count("<") > found[-1].text.count(">") and not word.text.startswith("--"):
+            found[-1] = Word(f"{found[-1].text} {word.text}", found[-1].line)
+        else:
+            found.append(word)
+    return found
 
 
 def _text(spelling: str, values: Sequence[str]) -> str:
@@ -74,6 +85,7 @@ def _other(
 
 def _stray(word: Word, arguments: Arguments) -> None:
     if MARK.search(word.text):
+        arguments.unread.append(shown(word.text))
         text = f"{shown(word.text)} is not known: flags that it may hold were not read"
         arguments.remarks.append((word.line, text))
     else:

@@ -29,7 +29,7 @@ def schedule_section(draft: Draft) -> None:
     if given:
         _length(draft, "decay_steps", decay, DECAY)
     if name == "wsd":
-        _length(draft, "cooldown_steps", _as_steps(draft, *COOLDOWN), COOLDOWN)
+        _length(draft, "cooldown_steps", _cooldown(draft), COOLDOWN)
         shape = draft["lr_wsd_decay_style"]
         put("lr_schedule.cooldown_shape", shape and shape.replace("_", "-"), "lr_wsd_decay_style")
     elif name == "inverse-sqrt" and decay and steps and steps > decay:
@@ -69,7 +69,19 @@ def _share(draft: Draft, share: float | None, decay: int | None) -> None:
     return draft.put("lr_schedule.warmup_samples", samples, "lr_warmup_fraction")
 
 
-def _as_steps(draft: Draft, iters: str, samples: str, tokens: str = "") -> int | None:
+def _cooldown(draft: Draft) -> int | None:
+    """The steps before the end, all of them of the whole batch."""
+    steps: int | None = draft[COOLDOWN[0]]
+    count: int | None = draft[COOLDOWN[1]]
+    batch: int | None = draft.run["batch"]["global"]
+    if steps or not count or not batch:
+        return steps
+    if count % batch:
+        draft.tell("changes meaning", "rounded to whole steps", COOLDOWN[1])
+    return max(1, round(count / batch))
+
+
+def _as_steps(draft: Draft, iters: str, samples: str, tokens: str) -> int | None:
     """A length given in steps, in samples or in tokens, in steps; None without one, or where the batch is not known."""
     steps: int | None = draft[iters]
     dest = tokens if tokens in draft else samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mega_cli.megatron_args.draft import Draft
+from mega_cli.megatron_args.shell import shown
 from mega_cli.megatron_args.training import model_ranks
 from mega_trainer.batch_size import BatchConfig
 
@@ -71,7 +72,8 @@ def whole_steps(draft: Draft, samples: int | None, *, up: bool = False) -> int |
 def formula_of(draft: Draft, *dests: str, steps: bool = True) -> str:
     """What a length given in samples or tokens comes to, in words for the user, where the script leaves a part open."""
     for dest in dests:
-        if draft.get(dest, None):
+        given = draft.arguments.given.get(dest)
+        if given is not None and given.values:
             per = " / data.seq_length" if dest.endswith("tokens") else ""
-            return f"{draft[dest]}{per}{' / batch.global' if steps else ''}"
+            return shown(given.values[0]) + per + (" / batch.global" if steps and not dest.endswith("iters") else "")
     return ""

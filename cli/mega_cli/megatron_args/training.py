@@ -10,6 +10,7 @@ from mega_cli.megatron_args.stages import layout_of_flags
 
 COPY = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 CONTEXT = {"p2p": "ring", "a2a": "alltoall", "all_gather": "allgather"}
+SCALES = ("loss_scale", "initial_loss_scale", "loss_scale_window", "min_loss_scale")
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -41,7 +42,7 @@ def _context(draft: Draft) -> None:
     """All kinds give the same numbers; that of heads alone draws a whole head's dropout."""
     kinds = list(dict.fromkeys(draft["cp_comm_type"]))
     ours = [CONTEXT.get(kind, "ring") for kind in kinds] or ["ring"]
-    if draft.wants("attention_dropout"):
+    if draft.wants("attention_dropout") and ours[0] != "alltoall":
         draft.put("parallel.cp_kind", "alltoall", "cp_comm_type", because="the one that goes with attention_dropout")
     else:
         draft.put("parallel.cp_kind", ours[0], "cp_comm_type")
@@ -140,36 +141,43 @@ def _muon(draft: Draft) -> None:
 
 def precision_section(draft: Draft) -> None:
     """Write `precision:` and `fp16:`."""
-    kind = "bf16" if draft["bf16"] else "fp16" if draft["fp16"] else "fp32"
-    draft.put("precision", kind, "bf16", "fp16")
+    kind: str | None = "bf16" if draft["bf16"] else "fp16" if draft["fp16"] else "fp32"
+    if kind == "fp32" and draft.arguments.unread:
+        kind = None  # nobody trains in fp32 unasked
+    ask = f"{', '.join(draft.arguments.unread)} may hold --bf16 or --fp16"
+    draft.put("precision", kind, "bf16", "fp16", ask=ask)
     if kind == "fp16":
         _loss_scale(draft)
 
 
 def _loss_scale(draft: Draft) -> None:
+    put, tell = draft.put, draft.tell
+    if draft.deepspeed:
+        put("fp16.initial_scale", 65_536.0, because="DeepSpeed's default; fp16 in its own file of settings counts")
+        tell("changes meaning", "DeepSpeed takes it from its own file of settings", *SCALES, "hysteresis")
+        return
     dest = "loss_scale" if draft.wants("loss_scale") else "initial_loss_scale"
     scale, window = draft[dest], draft["loss_scale_window"]
     whole = None if scale is None else 2.0 ** round(log2(scale))
-    draft.put("fp16.initial_scale", whole, dest)
-    draft.put("fp16.growth_interval", None if window is None else int(window), "loss_scale_window")
-    draft.put("fp16.min_scale", draft["min_loss_scale"], "min_loss_scale")
-    draft.tell("changes meaning", "fp16.initial_scale is where it starts; it is always dynamic", "loss_scale")
+    put("fp16.initial_scale", whole, dest)
+    put("fp16.growth_interval", None if window is None else int(window), "loss_scale_window")
+    put("fp16.min_scale", draft["min_loss_scale"], "min_loss_scale")
+    tell("changes meaning", "fp16.initial_scale is where it starts; it is always dynamic", "loss_scale")
     if whole and whole != scale and dest == "initial_loss_scale":
-        draft.tell("changes meaning", "mega's scales are powers of two", dest)
+        tell("changes meaning", "mega's scales are powers of two", dest)
     if draft["hysteresis"] != 1:
         text = f"mega halves the loss scale at every overflow, Megatron spares {(draft['hysteresis'] or 2) - 1} before that"
         named = ["hysteresis"] if "hysteresis" in draft else []
-        draft.tell("changes meaning", text if named else f"{text}, the default of --hysteresis", *named)
+        tell("changes meaning", text if named else f"{text}, the default of --hysteresis", *named)
 
 
 def recompute_section(draft: Draft) -> None:
     """Write the keys of `recompute:`."""
     if draft.unknown("recompute_granularity"):
         return draft.put("recompute.kind", None, "recompute_granularity")
-    selective = draft["recompute_activations"] or draft["recompute_granularity"] == "selective"
-    full = draft["checkpoint_activations"] or draft["recompute_granularity"] == "full" or (
-        "recompute_method" in draft and not selective
-    )  # fmt: skip
+    granularity = draft["recompute_granularity"]
+    selective = granularity == "selective" or draft["recompute_activations"]
+    full = granularity == "full" or (not selective and (draft["checkpoint_activations"] or "recompute_method" in draft))
     if not (full or selective):
         return None
     flags = ("recompute_activations", "recompute_granularity", "checkpoint_activations", "recompute_method")

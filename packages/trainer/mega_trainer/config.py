@@ -22,7 +22,7 @@ from mega_trainer.batch_size import BatchConfig
 from mega_trainer.layout import model_problems, world_problems
 from mega_trainer.optim.lr import LRCurve, LRSchedule
 
-SHELL_VARIABLE = re.compile(r"\$[A-Za-z_{(\d]")
+UNFINISHED = re.compile(r"\$[A-Za-z_{(\d]|<[^<>]+>")
 
 
 class ParallelConfig(Config):
@@ -245,13 +245,13 @@ class RunConfig(Config):
         if isinstance(place(self.output), Remote):
             rule = "must be a folder here: metrics and logs are written line by line"
             yield Problem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")
-        yield from self._shell_variables()
+        yield from self._unfinished()
 
-    def _shell_variables(self) -> Iterator[Problem]:
-        """Texts that are for a shell, as those of a translated launch script whose variables it does not set."""
-        rule = "names a variable of the shell, which nothing puts in here"
+    def _unfinished(self) -> Iterator[Problem]:
+        """Texts that are not final, as those of a translated launch script whose variables it does not set."""
+        rule = "holds a variable of a shell or a placeholder, which nothing fills in"
         for path, value in _flat(self.model_dump(mode="json", by_alias=True)).items():
-            for text in filter(SHELL_VARIABLE.search, _texts(value)):
+            for text in filter(UNFINISHED.search, _texts(value)):
                 yield Problem(path, rule, text, "write its value")
 
     def _decoupled_problems(self) -> Iterator[Problem]:
