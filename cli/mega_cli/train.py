@@ -113,8 +113,8 @@ def _translated(script: Path, define: list[str], arguments: list[str], *, strict
     from mega_common.errors import ConfigError
 
     try:
-        text = script.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = script.read_text(encoding="utf-8", errors="replace")  # comments are in any encoding
+    except OSError as error:
         raise ConfigError(f"{script}: cannot be read ({error})") from None
     variables = dict(_definition(text) for text in define)
     return to_yaml(translate(text, path=script, define=variables, arguments=arguments, strict=strict))

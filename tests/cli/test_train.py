@@ -47,6 +47,42 @@ def test_a_launch_script_is_translated(tmp_path: Path, capsys: pytest.CaptureFix
     assert (run["model"]["num_layers"], run["parallel"]["tp"], run["data"]["seq_length"]) == (4, 2, 128)
 
 
+SCRIPT = (
+    "# \xe9\nTP=1; LAYERS=$1\ntorchrun --nproc-per-node $GPUS pretrain_gpt.py --num-layers $LAYERS --hidden-size 64 --lr $LR "
+    "--num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 8 "
+    "--train-iters 10 --vocab-size 1000 --data-path $2 --tensor-model-parallel-size $TP\n"
+)
+
+
+def test_definitions_and_arguments_of_a_launch_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "pretrain.sh"
+    script.write_text(SCRIPT, encoding="latin-1")
+    definitions = ("--define", "GPUS=4", "--define", "TP=2", "--define", "LR=1e-3")
+    status, out, _ = call(capsys, "--from-megatron-args", str(script), *definitions, "--", "6", "-wiki/")
+    run = yaml.safe_load(out)
+    assert status == 0
+    assert (run["model"]["num_layers"], run["parallel"]["tp"], run["optimizer"]["lr"]) == (6, 2, 1e-3)
+    assert run["data"]["train"] == [{"path": "-wiki/"}]
+    assert "1 x 4 = 4 ranks" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("run.yaml", "--define", "A=1"), "--define is for --from-megatron-args"),
+        (("run.yaml", "--strict"), "--strict is for --from-megatron-args"),
+        (("run.yaml", "other.yaml"), "other.yaml"),
+        (("--from-megatron-args", __file__, "--define", "A"), "--define A: not of the form NAME=VALUE"),
+        (("--from-megatron-args", __file__, "--define", "1=2"), "not of the form NAME=VALUE"),
+        (("--from-megatron-args", "nowhere.sh"), "nowhere.sh: cannot be read"),
+    ],
+)
+def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str) -> None:
+    status, _, error = call(capsys, *arguments)
+    assert status == 2
+    assert words in error
+
+
 @pytest.mark.parametrize(("arguments", "words"), [((), "no run.yaml given"), (("nowhere.yaml",), "cannot be read")])
 def test_what_is_missing_is_told(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str) -> None:
     status, _, error = call(capsys, *arguments)

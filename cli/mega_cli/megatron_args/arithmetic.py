@@ -143,10 +143,13 @@ class _Calculation:
         if self.scope is None:
             raise KeyError(name)
         old = self.scope.number(name)
-        self.scope.set_number(name, None)  # which it stays unless the following comes to an end
-        value = operand()
-        if sign != "=":
-            value = int(BINARY[sign[:-1]][1](self._of(name, old), value))
+        try:
+            value = operand()
+            if sign != "=":
+                value = int(BINARY[sign[:-1]][1](self._of(name, old), value))
+        except Exception:
+            self.scope.set_number(name, None)
+            raise
         self.scope.set_number(name, str(value))
         return value
 

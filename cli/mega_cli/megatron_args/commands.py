@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 SHELL = re.compile(r"(?:.*/)?(?:ba|z|da|k)?sh")
 SCRIPT = re.compile(r".*\.(?:sh|bash|slurm|sbatch|job|batch|pbs)")
 TRANSPARENT = frozenset({"command", "builtin", "exec", "time", "nohup"})
+HANDLING = frozenset(
+    {"chmod", "cp", "mv", "rm", "ls", "scp", "rsync", "touch", "dos2unix", "grep", "git", "chown", "ln"}
+)
 LARGEST_FILE = 1_000_000
 
 
@@ -67,7 +70,7 @@ def run_command(reader: Reader, words: list[Word], node: Node) -> Truth:
 
 def _given_script(reader: Reader, words: list[Word]) -> Given | None:
     """The script that a command runs in a shell: `bash -c`, `bash file`, `sbatch`, `ssh host`."""
-    for at, word in enumerate(words):
+    for at, word in enumerate(() if words[0].text in HANDLING else words):
         if SHELL.fullmatch(word.text):
             return _of_shell(reader, words, at)
         if word.text in ("--wrap", "-c") and at + 1 < len(words) and words[0].text in ("sbatch", "su"):
@@ -99,8 +102,8 @@ def _of_shell(reader: Reader, words: list[Word], at: int) -> Given | None:
 
 def read_file(reader: Reader, name: str) -> str | None:
     """A file that the script wrote, or that lies beside it."""
-    if name in reader.files:
-        return reader.files[name]
+    if name.removeprefix("./") in reader.files:
+        return reader.files[name.removeprefix("./")]
     relative = MARK.split(name)[-1].lstrip("/")
     if reader.path is None or not relative:
         return None

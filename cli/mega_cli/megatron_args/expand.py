@@ -16,6 +16,7 @@ from mega_cli.megatron_args.syntax import parse, text_of
 
 Value = dict[str, Word]  # by index or key; a plain variable is what lies at "0"
 
+LONGEST = 1_000_000  # characters of a variable, lest a loop doubles it for ever
 EXPANSIONS = frozenset({"simple_expansion", "expansion", "command_substitution", "arithmetic_expansion"})
 ESCAPED = {'"': re.compile(r'\\([$`"\\])|\\\n'), "<<": re.compile(r"\\([$`\\])|\\\n"), "": re.compile(r"\\(.)|\\\n")}
 NUMBERED = re.compile(f"{OPEN}#(\\d+){CLOSE}")
@@ -34,7 +35,7 @@ class Expander:
         associative: variables that are dictionaries.
         substitute: the output of a command substitution; None for not known.
         marks: names of marks in a text that was parsed, which stand there as numbers.
-        first_line: line of the script where the text under expansion begins.
+        place: line of the script where the text under expansion begins, and whether all of it stands there.
     """
 
     substitute: Callable[[Node], str | None]
@@ -44,11 +45,12 @@ class Expander:
     awaited: set[str] = field(default_factory=set)
     associative: set[str] = field(default_factory=set)
     marks: list[str] = field(default_factory=list)
-    first_line: int = 1
+    place: tuple[int, bool] = (1, False)
 
     def line(self, node: Node) -> int:
         """The line of the script where a node begins."""
-        return self.first_line + node.start_point[0]
+        first, flat = self.place
+        return first if flat else first + node.start_point[0]
 
     def numbered(self, text: str) -> str:
         """A text to be parsed: its marks, which may hold any character, as numbers."""
@@ -61,16 +63,16 @@ class Expander:
         return NUMBERED.sub(lambda match: unknown(self.marks[int(match[1])]), text)
 
     @contextmanager
-    def at(self, first_line: int, arguments: list[Word] | None) -> Iterator[None]:
-        """In a text that begins at a line, and with arguments, if it has its own."""
-        before = self.first_line, self.positional
-        self.first_line = first_line
+    def at(self, place: tuple[int, bool], arguments: list[Word] | None) -> Iterator[None]:
+        """In a text that begins at a place, and with arguments, if it has its own."""
+        before = self.place, self.positional
+        self.place = place
         if arguments is not None:
             self.positional = arguments
         try:
             yield
         finally:
-            self.first_line, self.positional = before
+            self.place, self.positional = before
 
     # The variables.
 
@@ -82,6 +84,8 @@ class Expander:
 
     def set(self, name: str, value: Value) -> None:
         """Set a variable, unless it was defined from outside."""
+        if sum(len(word.text) + 1 for word in value.values()) > LONGEST:
+            value = {"0": Word(unknown("{" + name + "}"), self.place[0])}
         if name not in self.defined:
             self.variables[name] = value
             self.awaited.discard(name)
@@ -99,7 +103,7 @@ class Expander:
 
     def set_number(self, name: str, value: str | None) -> None:
         """Set a variable by arithmetic (`calculate`)."""
-        self.set_text(name, unknown("{" + name + "}") if value is None else value, self.first_line)
+        self.set_text(name, unknown("{" + name + "}") if value is None else value, self.place[0])
 
     def _index(self, text: str) -> str | None:
         """The key of an array's element; None where it is not known."""
@@ -186,9 +190,24 @@ class Expander:
         source = node.text or b""
         for child in node.children:
             first, last = child.start_byte - node.start_byte, child.end_byte - node.start_byte
-            if first < start or last > end or not (child.is_named and (child.child_count or "string" in child.type)):
+            if (
+                first < start
+                or last > end
+                or not (
+                    child.is_named
+                    and (
+                        child.child_count or "string" in child.type or (child.type == "regex" and "$" in text_of(child))
+                    )
+                )
+            ):
                 continue
             if child.type == "string_content":
+                continue
+            if child.type == "regex":  # which the parser leaves whole
+                yield from self._literal(source[start:first].decode(), quote, node)
+                value = parse("x=" + text_of(child)).named_children[0].child_by_field_name("value")
+                yield from self.pieces(value) if value else ()
+                start = last
                 continue
             if child.type in EXPANSIONS:  # whose first token takes up the blanks before it
                 first += min(at for at in map((child.text or b"").find, (b"$", b"`")) if at >= 0)
@@ -216,7 +235,7 @@ class Expander:
 
     def _expansion(self, node: Node, quote: str) -> Iterator[Piece | None]:
         line, kind = self.line(node), "quoted" if quote else "value"
-        source = text_of(node).lstrip(" \t\n\\")
+        source = text_of(node).lstrip(" \t\n\\").replace("\\\n", "")
         if node.type == "command_substitution":
             output = self.substitute(node)
             inner = source[1:] if source.startswith("$") else f"({source[1:-1]})"
@@ -255,9 +274,10 @@ class Expander:
         value = self.get(name)
         return [Word(unknown(name), line)] if value is None else [value["0"]] if "0" in value else []
 
-    def key(self, name: str, index: Node) -> str | None:
-        """The key of an element, of a dictionary or a list; None where it is not known."""
-        text, value = self.text(index), self.get(name) or {}
+    def key(self, name: str, subscript: Node) -> str | None:
+        """The key of `NAME[...]`, of a dictionary or a list; None where it is not known."""
+        text = self.between(subscript, text_of(subscript).index("[") + 1, 1)
+        value = self.get(name) or {}
         if MARK.search(text):
             return None
         if name in self.associative:
@@ -280,7 +300,7 @@ class _Parameter:
         name, index, operator, operand = _parts(self.node)
         if name is None:
             return self._unknown()
-        prefix, whole = self.source[2], index is not None and text_of(index) in ("@", "*")
+        prefix, whole = self.source[2], index is not None and text_of(index).endswith(("[@]", "[*]"))
         if prefix == "!":
             return self._keys(name) if whole else self._named_by(name)
         values = self._elements(name, index)
@@ -315,7 +335,7 @@ class _Parameter:
         line = self.words.line(self.node)
         if index is None:
             return self.words.value(name, line)
-        value, whole = self.words.get(name), text_of(index) in ("@", "*")
+        value, whole = self.words.get(name), text_of(index).endswith(("[@]", "[*]"))
         if value is None:
             return [Word(unknown(name), line)] if whole else self._unknown()
         if whole:
@@ -361,7 +381,7 @@ def _parts(node: Node) -> tuple[str | None, Node | None, str, int]:
     for child in node.children:
         if child.type == "subscript":
             inner = child.child_by_field_name("name")
-            name, index = text_of(inner) if inner else None, child.child_by_field_name("index")
+            name, index = text_of(inner) if inner else None, child
         elif child.type in ("variable_name", "special_variable_name"):
             name = text_of(child)
         if name is not None:

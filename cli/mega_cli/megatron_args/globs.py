@@ -122,8 +122,9 @@ def _braces(text: str) -> list[str]:
                 inner = text[start + 1 : at]
                 parts = [text[a + 1 : b] for a, b in zip(commas, [*commas[1:], at], strict=True)]
                 chosen = [w for part in parts for w in _braces(part)] if len(parts) > 1 else _range(inner)
-                if chosen:
-                    return [text[:start] + word + rest for word in chosen for rest in _braces(text[at + 1 :])]
+                rests = _braces(text[at + 1 :]) if chosen else []
+                if 0 < len(chosen) * len(rests) <= LONGEST_RANGE:
+                    return [text[:start] + word + rest for word in chosen for rest in rests]
                 break
     return [text]
 

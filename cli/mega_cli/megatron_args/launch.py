@@ -147,21 +147,15 @@ def _program(command: Sequence[Word]) -> int | None:
     model = next((at for at, word in enumerate(command) if _has_model([word])), None)
     if model is None:
         return None
-    return next(
-        (
-            at
-            for at in range(model - 1, 0, -1)
-            if not command[at].text.startswith("-") and not command[at - 1].text.startswith("--")
-        ),
-        None,
-    )
+    stands = [at for at in range(1, model) if not command[at].text.startswith("-")]
+    free = [at for at in stands if MARK.search(command[at].text) or not command[at - 1].text.startswith("--")]
+    return free[-1] if free else None
 
 
 def _trains(command: Sequence[Word], at: int) -> bool:
     """Whether a command's Python file trains, by its name or by what it is given."""
-    return re.search("train|finetune|sft", _name(command[at])) is not None or any(
-        _long(word.text) == "--micro-batch-size" for word in command
-    )
+    named = MARK.search(command[at].text) or re.search("train|finetune|sft", _name(command[at]))
+    return named is not None or any(_long(word.text) == "--micro-batch-size" for word in command)
 
 
 def _has_model(words: Sequence[Word]) -> bool:

@@ -42,7 +42,7 @@ def _escaped(text: str) -> str:
 def _printf(arguments: Arguments, _: str | None) -> str | None:
     form, values = _escaped(arguments[0]), list(arguments[1:])
     holders = re.findall(r"%[-0-9.]*[a-zA-Z%]", form)
-    if any(not re.fullmatch(r"%s|%d|%%|%0?\d+d", holder) for holder in holders):
+    if any(not re.fullmatch(r"%s|%d|%%|%0?\d\d?d", holder) for holder in holders):
         return None
     width, made = sum(holder != "%%" for holder in holders), ""
     while True:

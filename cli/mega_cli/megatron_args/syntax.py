@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import tree_sitter_bash
@@ -14,8 +14,13 @@ SUBSTRING = re.compile(r"(?<=:)\s*\$(?=\w+[:}])")
 PASSES = 4
 NAME = re.compile(rb"[A-Za-z_]\w*")
 PARAMETER = re.compile(rb"[A-Za-z_]\w*|[\d@*#]")
+VALUES = frozenset(
+    {"word", "string", "raw_string", "ansi_c_string", "translated_string", "concatenation", "number", "simple_expansion",
+     "expansion", "command_substitution", "arithmetic_expansion", "process_substitution", "brace_expression",
+     "extglob_pattern", "regex", "variable_name", "array"}
+)  # fmt: skip
 NEWLINE = re.compile(rb"(?<!\\)\n")
-BRACKET = re.compile(r"(?<=\s)\\([()])(?=\s)")
+BRACKETS = re.compile(r"(?<![\w\[])\[(\s[^\n]*?\\\([^\n]*?\s)\](?=\s|;|$)", re.MULTILINE)
 
 
 @cache
@@ -27,13 +32,13 @@ def parse(text: str) -> Node:
     """The tree of a script.
 
     Where the parser stumbles, it is helped over what people write that it does not know: `NAME=<path to data>`, which
-    a user was to fill in, `${x:$i}`, and `\\(` in a test; over a line of several assignments, to which it takes the next
+    a user was to fill in, `${x:$i}`, and `[ \\( ... ]`; over a line of several assignments, to which it takes the next
     line, and a `$NAME` whose sign it takes for itself.
     """
     source = text.encode()
     root = _parser().parse(source).root_node
     if root.has_error:
-        for pattern, said in ((PLACEHOLDER, r"\1'\2'"), (SUBSTRING, ""), (BRACKET, r'"\1"')):
+        for pattern, said in ((PLACEHOLDER, r"\1'\2'"), (SUBSTRING, ""), (BRACKETS, r"test\1")):
             text = pattern.sub(said, text)
         source = text.encode()
         root = _parser().parse(source).root_node
@@ -60,6 +65,8 @@ def _slips(node: Node, source: bytes) -> Iterator[tuple[int, int, bytes]]:
             and not NAME.fullmatch(child.text or b"")
         ):
             yield child.start_byte, 0, b"\\"  # --flag=value
+        if node.type == "ERROR" and child.type in ("==", "=~"):
+            yield child.start_byte, 0, b"\\"  # a word
         if (
             node.type == "command"
             and child.type == "variable_assignment"
@@ -81,3 +88,61 @@ def faults(node: Node) -> Iterator[Node]:
 def text_of(node: Node) -> str:
     """The source of a node."""
     return (node.text or b"").decode()
+
+
+def arms(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
+    """The conditions of an `if`, each with its statements; `else` has the empty one."""
+    condition: list[Node] = []
+    body: list[Node] = []
+    into = condition
+    for child in node.children:
+        if child.type == "then" or node.type == "else_clause":
+            into = body
+        if child.is_named and child.type not in ("elif_clause", "else_clause"):
+            into.append(child)
+    yield condition, body
+    for child in node.named_children:
+        if child.type in ("elif_clause", "else_clause"):
+            yield from arms(child)
+
+
+def written(redirect: Node) -> Node | None:
+    """The redirection if it takes what a command prints."""
+    signs = [child.type for child in redirect.children if not child.is_named]
+    to_error = redirect.children[0].type == "file_descriptor" and text_of(redirect.children[0]) != "1"
+    return redirect if signs and signs[0] in (">", ">>", "&>", "&>>", ">|", ">&") and not to_error else None
+
+
+def adjacent(nodes: Sequence[Node], *, every: bool = False) -> list[list[Node]]:
+    """Nodes without a blank between them make up one word; of `every` node, or of those that no sign is."""
+    groups: list[list[Node]] = []
+    for node in nodes:
+        last = groups[-1][-1] if groups else None
+        word = every or (last is not None and last.type in VALUES and node.type in VALUES)
+        if last is not None and word and _touching(last, node):
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return groups
+
+
+def _touching(left: Node, right: Node) -> bool:
+    if left.end_byte == right.start_byte:
+        return not text_of(right)[:1].isspace()
+    between = _source(left)[left.end_byte : right.start_byte]
+    return between == b"\\\n"
+
+
+def _source(node: Node) -> bytes:
+    while node.parent is not None:
+        node = node.parent
+    return b" " * node.start_byte + (node.text or b"")
+
+
+def leaves(node: Node) -> Iterator[Node]:
+    """Words and signs of a condition in their order."""
+    for child in node.children:
+        if child.type in VALUES or not child.child_count:
+            yield child
+        else:
+            yield from leaves(child)

@@ -52,7 +52,7 @@ def test_variables_and_arrays_come_back(values: dict[str, str], items: list[str]
 
 
 PIECES = st.one_of(
-    st.text("-:,", min_size=1, max_size=3),  # no letters, which would belong to the name of a variable before them
+    st.text("-=:", min_size=1, max_size=3),  # no letters, which would belong to the name of a variable before them
     st.text("ab -$x\n", max_size=4).map(lambda text: f"'{text}'"),
     st.sampled_from(
         ['"$A"', "$A", "${A}", '"${L[@]}"', "${L[@]}", '"${L[*]}"', "${L[0]}", "${A:-d}", "${E:-d e}", '"${E:-d e}"',
