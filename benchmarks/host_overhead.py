@@ -88,7 +88,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     context = Context(
-        Sequences(LENGTH, None, torch.device("cpu")),
+        Sequences(LENGTH, torch.device("cpu")),
         rotation(CONFIG, CONFIG.rope, torch.arange(LENGTH)[None], torch.float32),
     )
     two = build_groups(Layout(tp=2), 0, kv_heads=HEADS)

@@ -58,11 +58,16 @@ Checkpoint = Annotated[
     typer.Argument(help="A mega checkpoint, or a run folder for its newest one; a path, or a URL: s3://bucket/run."),
 ]
 
+Looked = Annotated[
+    str,
+    typer.Argument(help="A mega checkpoint, a run folder for its newest one, a HuggingFace folder or a GGUF file."),
+]
 
 Convertible = Annotated[
     str,
     typer.Argument(
-        help="A mega checkpoint, a run folder (its newest checkpoint), a HuggingFace or Megatron folder; mega also as URL."
+        help="A mega checkpoint, a run folder (its newest checkpoint), a HuggingFace or Megatron folder, a GGUF file; mega "
+        "also as URL."
     ),
 ]
 Converted = Annotated[str, typer.Argument(help="The folder to make; a URL with --to mega.")]
@@ -161,28 +166,37 @@ def _logits_check(source: str, data: Path | None) -> Callable[[Place], None] | N
 
 
 @app.command(epilog="Example: mega ckpt inspect runs/llama3-8b/checkpoints/step-00001000 --json")
-def inspect(path: Checkpoint, as_json: Json = False) -> None:
-    """Tell what is in a checkpoint of mega or Megatron: model, step, state, tensors and sizes. Reads no tensors."""
+def inspect(path: Looked, as_json: Json = False) -> None:
+    """Tell what is in a checkpoint or a HuggingFace or GGUF model: settings, step, state, tensors. Reads no tensors."""
+    from mega_ckpt.foreign import inspect_foreign, is_foreign
     from mega_ckpt.formats.megatron import is_megatron
     from mega_ckpt.formats.megatron_inspect import inspect_megatron
     from mega_ckpt.source import checkpoint_folder
     from mega_ckpt.verify import inspect
 
     folder = checkpoint_folder(path)
-    _tell(inspect_megatron(folder) if isinstance(folder, Path) and is_megatron(folder) else inspect(folder), as_json)
+    if isinstance(folder, Path) and is_megatron(folder):
+        _tell(inspect_megatron(folder), as_json)
+    else:
+        _tell(inspect_foreign(folder) if is_foreign(folder) else inspect(folder), as_json)
 
 
 @app.command(epilog="Example: mega ckpt verify runs/llama3-8b --finite")
 def verify(
-    path: Checkpoint,
+    path: Looked,
     finite: Annotated[bool, typer.Option("--finite", help="Look for NaN and infinities too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare every byte of a checkpoint with its checksums. Exit status 2 when something is damaged."""
+    """Compare every byte of a checkpoint with its checksums. Exit status 2 when something is damaged.
+
+    HuggingFace and GGUF models have no checksums: there, every tensor is read.
+    """
+    from mega_ckpt.foreign import is_foreign, verify_foreign
     from mega_ckpt.source import checkpoint_folder
     from mega_ckpt.verify import verify
 
-    report = verify(checkpoint_folder(path), finite=finite)
+    folder = checkpoint_folder(path)
+    report = (verify_foreign if is_foreign(folder) else verify)(folder, finite=finite)
     _tell(report, as_json)
     if not report.ok:
         raise typer.Exit(2)

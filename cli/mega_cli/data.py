@@ -35,7 +35,7 @@ TokenizerPath = Annotated[Path | None, typer.Option("--tokenizer", help="Folder 
 def preprocess(
     input: Input,
     tokenizer: Annotated[Path, typer.Option(help="Folder with tokenizer.json, or that file.")],
-    output: Annotated[Path, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.json.")],
+    output: Annotated[Path, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.info.")],
     more: MoreInput = None,
     json_key: JsonKey = "text",
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the end token.")] = False,
@@ -157,6 +157,6 @@ def verify(
         except MegaError as error:
             wrong.append(str(error))
         else:
-            typer.echo(f"{prefix}: whole" + ("" if info else ", as far as can be told without its .json"))
+            typer.echo(f"{prefix}: whole" + ("" if info else ", as far as can be told without its .info"))
     if wrong:
         raise DataError("\n".join(wrong))

@@ -52,12 +52,12 @@ stages:
     needs: [tokenizer]
     run: data preprocess
     with: {{input: train.jsonl, tokenizer: tokenizer, output: data/train, append-eod: true}}
-    outputs: [data/train.bin, data/train.idx]
+    outputs: [data/train.bin, data/train.idx, data/train.info]
   held-out:
     needs: [tokenizer]
     run: data preprocess
     with: {{input: held-out.jsonl, tokenizer: tokenizer, output: data/held-out, append-eod: true}}
-    outputs: [data/held-out.bin, data/held-out.idx]
+    outputs: [data/held-out.bin, data/held-out.idx, data/held-out.info]
   train-half:
     needs: [tokens, held-out]
     run: train

@@ -106,7 +106,8 @@ def code_digest(command: str) -> str:
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
             files += sorted(Path(folder).rglob("*.py"))
-    files += sorted(Path(__file__).parent.glob(f"{command}.py"))
+    here = Path(__file__).parent
+    files += sorted([*here.glob(f"{command}.py"), *here.glob(f"{command}/*.py")])
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.parent.name}/{file.name}\n".encode() + file.read_bytes())

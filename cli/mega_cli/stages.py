@@ -1,7 +1,7 @@
 """Stages of a workflow at work: which must run and why, running one, and the state that outlives the process.
 
 The state is a readable JSON file, replaced atomically at every change. It keeps of each stage what its last attempt ran
-with (command, code, input files) and what came out, as content digests.
+with (command, settings, code, input files) and what came out, files as content digests.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 from mega_cli.fingerprint import Digests, FileRecord, code_digest, expand
+from mega_cli.settings import Verdict, settings_change, settings_of
 from mega_cli.workflow_config import Stage, Workflow
 from mega_common.config import Config
 from mega_common.errors import MegaError
@@ -32,16 +32,22 @@ from mega_common.log import logger
 # -P: a file of the user's beside the workflow must not be imported in place of a library.
 MEGA = (sys.executable, "-P", "-m", "mega_cli.main")
 
+REFUSING = ("data", "ckpt")  # commands that write over nothing, not even over what they finished before a kill
+
 
 class WorkflowError(MegaError):
     """A workflow that cannot go on: an input is missing, a stage did not make what it promised, another run holds it."""
 
 
 class Attempt(Config):
-    """The last attempt at a stage. `inputs` and `outputs` map file names to SHA-256; times in seconds."""
+    """The last attempt at a stage. `inputs` and `outputs` map file names to SHA-256; times in seconds.
+
+    `command` is the stage's `identity`; `settings` is all that its run.yaml says, where it has one.
+    """
 
     status: Literal["running", "done", "failed", "interrupted"]
     command: list[str]
+    settings: dict[str, Any] | None = None
     code: str
     inputs: dict[str, str]
     outputs: dict[str, str] = {}
@@ -56,14 +62,6 @@ class State(Config):
     version: Literal[1] = 1
     stages: dict[str, Attempt] = {}
     files: dict[str, FileRecord] = {}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Why a stage must run, and whether on what is there (`start_over` False) or from nothing."""
-
-    reason: str
-    start_over: bool
 
 
 class Runner:
@@ -88,11 +86,12 @@ class Runner:
     def judge(self, name: str, *, force: bool = False) -> Verdict | None:
         """Whether a stage must run, when all stages that it needs are done; None when it is up to date.
 
-        A stage that did not finish is continued; one that did, and has to run again, starts over. So does one whose
-        command or inputs are others now, for what it left behind was made from something else.
+        What was left behind is set aside when it is wrong: made from other inputs or settings, or damaged. Otherwise a
+        stage goes on with it by its command's own means.
 
         Raises:
             WorkflowError: when one of its declared inputs is not there.
+            ConfigError: when its run.yaml cannot be used.
         """
         stage, last = self.workflow.stages[name], self.attempts.get(name)
         if force:
@@ -103,17 +102,31 @@ class Runner:
         if last.status != "done":
             what = {"running": "was killed", "failed": f"failed with status {last.exit_status}"}
             reason = what.get(last.status, "was interrupted")
-            return Verdict(f"{reason}, {changed}" if changed else reason, start_over=changed is not None)
+            blocked = last.status != "failed" and stage.command[0] in REFUSING
+            wrong = changed is not None and changed.start_over
+            return Verdict(f"{reason}, {changed.reason}" if changed else reason, start_over=wrong or blocked)
         if changed is None and code_digest(stage.command[0]) != last.code:
-            changed = "the code changed"
-        if changed is None:
-            changed = difference("output", last.outputs, self.digests.of(stage.outputs))
-        return Verdict(changed, start_over=True) if changed else None
+            return Verdict("the code changed", start_over=stage.run != "train")
+        return changed or self._damage(stage, last)
 
-    def _change(self, stage: Stage, last: Attempt) -> str | None:
-        if stage.command != last.command:
-            return "its command changed"
-        return difference("input", last.inputs, self.inputs(stage))
+    def _change(self, stage: Stage, last: Attempt) -> Verdict | None:
+        """What differs from what the last attempt ran with, and whether that makes wrong what it left behind."""
+        if stage.identity != last.command:
+            return Verdict("its command changed", start_over=True)
+        if reason := difference("input", last.inputs, self.inputs(stage)):
+            return Verdict(reason, start_over=True)
+        settings = settings_of(stage, self.base)
+        return settings_change(stage, last.settings, settings, done=last.status == "done")
+
+    def _damage(self, stage: Stage, last: Attempt) -> Verdict | None:
+        """What became of the outputs. Training makes again what is gone, and may have gone on by hand."""
+        now = self.digests.of(stage.outputs)
+        if stage.run != "train":
+            reason = difference("output", last.outputs, now)
+            return Verdict(reason, start_over=True) if reason else None
+        reason = difference("output", last.outputs, {name: now[name] for name in last.outputs if name in now})
+        damaged = any(now.get(name, digest) != digest for name, digest in last.outputs.items())
+        return Verdict(reason, start_over=damaged) if reason else None
 
     def inputs(self, stage: Stage) -> dict[str, str]:
         """Digests of all that a stage reads."""
@@ -131,18 +144,20 @@ class Runner:
         """
         stage = self.workflow.stages[name]
         if verdict.start_over and stage.on_change == "start-over":
-            self._set_aside(stage)
+            self._set_aside(name)
         now, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-        code = code_digest(stage.command[0])
-        fresh = Attempt(status="running", command=stage.command, code=code, inputs=self.inputs(stage), started=now)
+        fresh = Attempt(
+            status="running", command=stage.identity, settings=settings_of(stage, self.base),
+            code=code_digest(stage.command[0]), inputs=self.inputs(stage), started=now,
+        )  # fmt: skip
         self._record(name, fresh)
         logger.info("%s: mega %s", name, " ".join(stage.command))
         status, stopped_by = run_child([*self.program, *stage.command], self.base, lock)
         ended = {"seconds": round(time.monotonic() - start, 3), "exit_status": status}
-        if stopped_by is not None:
+        if stopped_by is not None or status == os.EX_TEMPFAIL:
             self._record(name, fresh.model_copy(update={"status": "interrupted", **ended}))
             logger.info("%s: interrupted; run the workflow again to go on", name)
-            return 128 + stopped_by
+            return status if stopped_by is None else 128 + stopped_by
         missing = [output for output in stage.outputs if not any(expand(self.base, [output]))]
         if status == 0 and not missing:
             outputs = self.digests.of(stage.outputs)
@@ -158,15 +173,49 @@ class Runner:
         self.attempts[name] = attempt
         self.save()
 
-    def _set_aside(self, stage: Stage) -> None:
-        """Move the outputs to the first free NAME.old-N: the stage starts from nothing, and nothing is lost."""
+    def _set_aside(self, name: str) -> None:
+        """Move what the stage made to the first free NAME.old-N: it starts from nothing, and nothing is lost."""
+        for path in self._made(name):
+            if not path.exists():
+                continue
+            number = 1
+            while (old := path.with_name(f"{path.name}.old-{number}")).exists():
+                number += 1
+            path.rename(old)
+            logger.info("%s: set aside as %s", path, old.name)
+
+    def _made(self, name: str) -> Iterator[Path]:
+        """What a stage made: its outputs, with each file of a token data set that whole set, and its run folder."""
+        stage = self.workflow.stages[name]
+        if (folder := self._run_folder(name)) is not None:
+            yield folder
         for pattern in stage.outputs:
             for path in [self.base / pattern] if (self.base / pattern).exists() else self.base.glob(pattern):
-                number = 1
-                while (old := path.with_name(f"{path.name}.old-{number}")).exists():
-                    number += 1
-                path.rename(old)
-                logger.info("%s: set aside as %s", path, old.name)
+                yield path
+                if path.suffix in (".bin", ".idx"):
+                    yield from data_set_files(path.with_suffix(""))
+
+    def _run_folder(self, name: str) -> Path | None:
+        """The folder of the run that a stage begins; None for a stage that goes on with what one before it trained."""
+        outputs = {other: self._output(other) for other in self.workflow.order(name)}
+        folder = outputs.pop(name)
+        return None if folder is None or folder in outputs.values() else self.base / folder
+
+    def _output(self, name: str) -> str | None:
+        """Where a stage trained and is to train again."""
+        stage, last = self.workflow.stages[name], self.attempts.get(name)
+        if stage.run != "train" or last is None or last.settings is None:
+            return None
+        now, before = settings_of(stage, self.base), last.settings["output"]
+        return str(before) if now is not None and now["output"] == before else None
+
+
+def data_set_files(prefix: Path) -> list[Path]:
+    """The files of a token data set, there or not."""
+    from mega_data.indexed import bin_path, idx_path
+    from mega_data.info import info_path, quarantine_path
+
+    return [path_of(prefix) for path_of in (bin_path, idx_path, info_path, quarantine_path)]
 
 
 def load_state(path: Path) -> State:

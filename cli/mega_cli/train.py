@@ -48,8 +48,9 @@ def train_command(
         typer.Option(min=1, help="Ranks to start here. Default: one a GPU; on CPU as many as the layout asks for."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Check the configuration, print it resolved, and stop.")
+        bool, typer.Option("--check", help="Check configuration and data, print what they come to, and stop.")
     ] = False,
+    data: Annotated[bool, typer.Option(help="With --check: look at the data, too.")] = True,
     from_megatron_args: Annotated[
         Path | None,
         typer.Option(help="Translate this launch script of Megatron-LM into a run.yaml, print it, and stop."),
@@ -76,6 +77,7 @@ def train_command(
     from mega_common.config import json_schema
     from mega_common.errors import ConfigError
     from mega_trainer.config import RunConfig, load_run
+    from mega_trainer.data_check import check_data, told
 
     if schema:
         print(json.dumps(json_schema(RunConfig), indent=1))
@@ -93,7 +95,9 @@ def train_command(
     if nproc is not None:
         config.check_ranks(nproc)
     if check:
+        uses = check_data(config) if data else []
         print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
+        print("".join(f"# {told(use)}\n" for use in uses), end="")
         return
     _start(config, run, set_ or [], nproc)
 

@@ -13,7 +13,8 @@ import typer
 
 from mega_cli.stages import Runner, locked
 from mega_cli.workflow_config import Workflow, command_problems, nearest
-from mega_common.config import Problem, apply_overrides, load_yaml, raise_problems
+from mega_common.config import Problem, apply_overrides, json_schema, load_yaml, raise_problems
+from mega_common.errors import ConfigError
 from mega_common.log import logger
 
 EXAMPLES = """Examples:
@@ -25,12 +26,17 @@ EXAMPLES = """Examples:
   mega run workflow.yaml --until train --set stages.tokens.with.workers=8
 
   mega run workflow.yaml --force eval
+
+  mega run --schema > workflow.schema.json
 """
 
 
 def run(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="The workflow, a YAML file; its paths are relative to its folder.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="The workflow, a YAML file; its paths are relative to its folder.", show_default=False),
+    ] = None,
     status: Annotated[bool, typer.Option("--status", help="Tell of each stage whether it would run and why.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands that would run.")] = False,
     until: Annotated[str | None, typer.Option(help="Run this stage and what it needs, no others.")] = None,
@@ -42,11 +48,17 @@ def run(
         bool, typer.Option("--verify", help="Read every file again, also those of unchanged size and time.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --status: JSON.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a workflow, for editors.")] = False,
 ) -> None:
     """Run the stages of a workflow: those that are done and unchanged are skipped, a failed one is taken up again.
 
     A stage is up to date when its command, the content of all it reads, the code, and what it made are what they were.
     """
+    if schema:
+        print(json.dumps(json_schema(Workflow), indent=1))
+        return
+    if file is None:
+        raise ConfigError("no workflow given", hint="mega run workflow.yaml; see mega run --help")
     root = context.find_root().command
     forced = set(force or ())
     workflow = load_workflow(file, override or [], root, names={*forced, *([until] if until else [])})

@@ -6,7 +6,7 @@ import difflib
 import graphlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +18,15 @@ from mega_common.config import Config, Problem
 
 Scalar = str | int | float | bool
 
+RUN_COMMANDS = ("train", "plan", "launch slurm", "launch kubernetes")  # their first argument is a run.yaml
+
 
 class Stage(Config):
     """One `mega` command with what it reads and makes. Paths are relative to the workflow file's folder.
 
     Arguments and option values that name existing files, folders or token data sets are inputs without being listed;
-    so are the outputs of the stages in `needs`. What a file in turn names (data sets in a run.yaml) is not followed.
+    so are the outputs of the stages in `needs`. A run.yaml counts by what it says, as settings; what it in turn names
+    (data sets) is not followed.
     """
 
     run: str = Field(description="the mega command, as in 'data preprocess'")
@@ -41,12 +44,34 @@ class Stage(Config):
     @property
     def command(self) -> list[str]:
         """The arguments of `mega`."""
+        return self._words(self.options, self.args)
+
+    @property
+    def identity(self) -> list[str]:
+        """What of the command decides about a new run beside a run.yaml's settings, which count by what they say."""
+        if self.run_file is None:
+            return self.command
+        told_by_settings = {"set"} | ({"nproc"} if self.run == "train" else set())
+        return self._words({k: v for k, v in self.options.items() if k not in told_by_settings}, self.args[1:])
+
+    @property
+    def run_file(self) -> str | None:
+        """The run.yaml, of a command that takes one."""
+        return str(self.args[0]) if self.run in RUN_COMMANDS and self.args else None
+
+    @property
+    def overrides(self) -> list[str]:
+        """What `--set` puts on top of the run.yaml."""
+        given = self.options.get("set", [])
+        return [str(item) for item in (given if isinstance(given, list) else [given])]
+
+    def _words(self, options: Mapping[str, Scalar | list[Scalar]], args: Sequence[Scalar]) -> list[str]:
         words = self.run.split()
-        for key, value in self.options.items():
+        for key, value in options.items():
             for item in value if isinstance(value, list) else [value]:
                 flag = f"--no-{key}" if item is False else f"--{key}"
                 words += [flag] if isinstance(item, bool) else [flag, str(item)]
-        return words + [str(arg) for arg in self.args]
+        return words + [str(arg) for arg in args]
 
     def readable(self) -> Iterator[str]:
         """Every argument and option value that may name files: as a path, a glob, or the prefix of a token data set."""
@@ -56,9 +81,9 @@ class Stage(Config):
                     yield from (item, f"{item}.bin", f"{item}.idx")
 
     def read_arguments(self, base: Path) -> list[str]:
-        """Those of `readable` that are there, and are not of this stage's own making."""
+        """Those of `readable` that are there, and are neither of this stage's own making nor its run.yaml."""
         own = [base / output for output in self.outputs]
-        there = [path for path in self.readable() if any(expand(base, [path]))]
+        there = [path for path in self.readable() if path != self.run_file and any(expand(base, [path]))]
         return [
             path
             for path in there

@@ -123,6 +123,14 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "gemma3_text", {**_GEMMA, "tie_word_embeddings": False, "attention_bias": True, "query_pre_attn_scalar": 7,
                         "layer_types": ["full_attention"] * 3, "head_dim": 14},
     ),
+    "llama-3.1": ("llama", {**_SIZES, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192}}),
+    "qwen3-yarn": (
+        "qwen3", {**_SIZES, "head_dim": 12, "attention_bias": True, "tie_word_embeddings": True,
+                  "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+                                      "original_max_position_embeddings": 64}},
+    ),
+    "gemma2-plain": ("gemma2", {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
+    "gemma3-plain": ("gemma3_text", {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
     "mixtral": ("mixtral", {**_SIZES, "num_local_experts": 4}),
     "mixtral-window-tied-head": (
         "mixtral", {**_SIZES, "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 8, "head_dim": 10,
@@ -144,6 +152,10 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "gpt_oss", {**_SIZES, "head_dim": 6, "num_local_experts": 3, "num_experts_per_tok": 3, "layer_types": KINDS,
                     "attention_bias": False, "sliding_window": 8, "swiglu_limit": 2.5, "tie_word_embeddings": True,
                     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "gpt_oss-32": (  # experts of widths that MXFP4 can hold
+        "gpt_oss", {**_SIZES, "hidden_size": 64, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 3,
+                    "num_experts_per_tok": 2},
     ),
     "deepseek_v2": ("deepseek_v2", {**_DEEPSEEK, "first_k_dense_replace": 1, "n_shared_experts": 2}),
     "deepseek_v2-groups-plain-queries": (

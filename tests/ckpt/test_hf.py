@@ -177,8 +177,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "wrong shape": (larger_vocabulary, r"has shape \[97, 24\], but config.json makes it \[98, 24\]"),
     "quantised": (
-        lambda f: edit_json(f / "config.json", lambda raw: raw.update(quantization_config={"quant_method": "mxfp4"})),
-        r"config.json: .*the weights are quantised \(mxfp4\), which is not read",
+        lambda f: edit_json(f / "config.json", lambda raw: raw.update(quantization_config={"quant_method": "awq"})),
+        r"the weights are quantised by 'awq', which is not read \(only fp8, mxfp4, compressed-tensors",
     ),
     "too many experts": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="qwen3_moe", num_experts=10**12, mlp_bias=None, moe_intermediate_size=8)),
@@ -187,7 +187,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "too many layers": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(num_hidden_layers=10**12)), "but only .* tensors",
     ),
-    "only pickles": (pickled, r"only pickled weights \(pytorch_model.bin\)"),
+    "a damaged pickle": (pickled, r"pytorch_model.bin: (damaged|not written by torch.save)"),
     "no weights": (lambda f: [path.unlink() for path in f.glob("*.safetensors*")], "neither model.safetensors nor"),
 }  # fmt: skip
 

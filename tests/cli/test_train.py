@@ -21,7 +21,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 def test_a_checked_configuration_is_printed_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"model": {"preset": "tiny"}, "data": {"train": "tokens"}}))
-    status, out, _ = call(capsys, str(path), "--check", "--set", "batch.global=16")
+    status, out, _ = call(capsys, str(path), "--check", "--no-data", "--set", "batch.global=16")
     resolved = yaml.safe_load(out)
     assert status == 0
     assert resolved["batch"] == {"micro": 1, "global": 16}

@@ -8,8 +8,9 @@ import pytest
 
 from mega_common.errors import ConfigError, DataError
 from mega_data.config import DataConfig
-from mega_data.gpt_dataset import DocumentRules, GPTDataset, build_datasets, sequential, split_bounds
+from mega_data.gpt_dataset import DocumentRules, GPTDataset, build_datasets, sequential
 from mega_data.indexed import IndexedReader, IndexedWriter
+from mega_data.parts import split_bounds
 
 EOD = 0
 

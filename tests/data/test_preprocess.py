@@ -83,7 +83,7 @@ def test_tokens_are_those_of_the_tokenizer(tmp_path: Path, tokenizer_folder: Pat
 def test_the_description(tmp_path: Path, tokenizer_folder: Path) -> None:
     info = preprocess([numbered(tmp_path / "a.jsonl", 20)], tokenizer_folder, tmp_path / "d", append_eod=True)
     assert read_info(tmp_path / "d") == verify(tmp_path / "d", Tokenizer(tokenizer_folder)) == info
-    assert files(tmp_path) == {"a.jsonl", "d.bin", "d.idx", "d.json"}
+    assert files(tmp_path) == {"a.jsonl", "d.bin", "d.idx", "d.info"}
     assert info.documents == 20
     assert info.tokens == IndexedReader(tmp_path / "d").num_tokens
     assert info.bin_sha256 == hashlib.sha256((tmp_path / "d.bin").read_bytes()).hexdigest()
@@ -98,7 +98,7 @@ def test_files_do_not_depend_on_the_number_of_workers(tmp_path: Path, tokenizer_
     source = numbered(tmp_path / "a.jsonl", 300)
     for workers in (1, 2, 7):
         preprocess([source], tokenizer_folder, tmp_path / str(workers), append_eod=True, workers=workers)
-    for suffix in (".bin", ".idx", ".json"):
+    for suffix in (".bin", ".idx", ".info"):
         one, two, seven = ((tmp_path / f"{workers}{suffix}").read_bytes() for workers in (1, 2, 7))
         assert one == two == seven
 
@@ -194,7 +194,7 @@ class TestBadInput:
         for records in ([{"text": FINE}, "oops"], [{"text": FINE}]):
             jsonl(source, *records)
             preprocess([source], tokenizer_folder, tmp_path / "d", on_bad_line="skip", overwrite=True)
-        assert files(tmp_path) == {"a.jsonl", "d.bin", "d.idx", "d.json"}
+        assert files(tmp_path) == {"a.jsonl", "d.bin", "d.idx", "d.info"}
 
     @pytest.mark.parametrize("records", [[], [{"text": ""}], ["oops"], ["", "  "]])
     def test_nothing_to_tokenize(self, tmp_path: Path, tokenizer_folder: Path, records: list[object]) -> None:

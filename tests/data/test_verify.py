@@ -83,8 +83,8 @@ def test_a_description_of_something_else(prefix: Path) -> None:
     path = info_path(prefix)
     good = json.loads(path.read_text())
     for change_in, error, message in (
-        ({"documents": 7}, DataError, "documents 100, but .*d.json says 7"),
-        ({"documents": "many"}, ConfigError, "d.json: 1 problem"),
+        ({"documents": 7}, DataError, "documents 100, but .*d.info says 7"),
+        ({"documents": "many"}, ConfigError, "d.info: 1 problem"),
         ({"colour": "red"}, ConfigError, "unknown key"),
     ):
         path.write_text(json.dumps({**good, **change_in}))
@@ -92,5 +92,5 @@ def test_a_description_of_something_else(prefix: Path) -> None:
             verify(prefix)
     for text in ("[]", "{", "\xff"):
         path.write_bytes(text.encode("latin-1"))
-        with pytest.raises(DataError, match=r"d.json: "):
+        with pytest.raises(DataError, match=r"d.info: "):
             verify(prefix)

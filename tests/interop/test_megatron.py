@@ -17,6 +17,7 @@ from mega_ckpt.source import load_weights, open_source
 from mega_eval.load import load_model
 from mega_trainer.batch import Ahead, MicroBatch
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.parallel.param import info_of, kept_of
 from mega_trainer.step import weigh_ahead
@@ -176,7 +177,7 @@ def test_further_tokens(theirs: Path, ours: Path, name: str) -> None:
     ]
     for predictor in model.predictors:
         predictor.register_forward_hook(lambda module, inputs, output: found.append(output @ model.head_weight.T))
-    batch = MicroBatch(tokens, labels, ones, positions, None, [0, 1], ahead=ahead)
+    batch = MicroBatch(tokens, labels, ones, positions, Outline.of(positions.numpy(), None), [0, 1], ahead=ahead)
     (batch,) = weigh_ahead([batch], ones.sum().item(), model.groups.world)
     with torch.no_grad():
         _, (_, loss) = model.whole(batch, model.context(positions))

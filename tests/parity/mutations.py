@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from parity.bits import Moved, moved
@@ -25,9 +26,10 @@ from torch import Tensor
 from mega_trainer import batch as batches
 from mega_trainer import rng, step
 from mega_trainer.comm import Group, Passing, all_reduce
+from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.model import builder, decoder, loss, mla
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Sequences
+from mega_trainer.model.context import Outline, Sequences
 from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim import clip
@@ -396,22 +398,37 @@ def _blocks_added_without_weights() -> AbstractContextManager[Any]:
 
 def _documents_of_the_first_tokens() -> AbstractContextManager[Any]:
     """Documents taken from the places of a block within its rank, not within the sequence."""
-    real = Sequences.block
+    real = Sequences.parts
 
-    def block(self: Sequences, queries: range, keys: range, window: int | None) -> Any:
-        moved = None if self.documents is None else self.documents.roll(1, -1)
-        return real(replace(self, documents=moved), queries, keys, window)
+    def parts(self: Sequences, queries: range, keys: range, window: int | None) -> Any:
+        moved = None
+        if self.begins is not None:
+            documents = np.roll(self.begins, 1, axis=1)
+            documents[:, 0] = 0
+            moved = Outline.of(documents, documents).begins
+        return real(replace(self, begins=moved, _made={}), queries, keys, window)
 
-    return swap(Sequences, "block", block)
+    return swap(Sequences, "parts", parts)
 
 
 def _window_within_a_block() -> AbstractContextManager[Any]:
-    real = Sequences.block
+    real = Sequences.parts
 
-    def block(self: Sequences, queries: range, keys: range, window: int | None) -> Any:
+    def parts(self: Sequences, queries: range, keys: range, window: int | None) -> Any:
         return real(self, queries, keys, window if queries == keys else None)
 
-    return swap(Sequences, "block", block)
+    return swap(Sequences, "parts", parts)
+
+
+def _each_block_alone() -> AbstractContextManager[Any]:
+    """The backward of a block goes by its own result, as if its queries saw no other."""
+    real = TorchKernels.attend_block_backward
+
+    def backward(self: Any, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *how: Any) -> Any:
+        y, lse = self.attend_block(q, k, v, *how)
+        return real(self, dy, q, k, v, y.to(q.dtype), lse, *how)
+
+    return swap(TorchKernels, "attend_block_backward", backward)
 
 
 def _gradient_stays_away() -> AbstractContextManager[Any]:
@@ -566,6 +583,7 @@ MUTATIONS = [
     Mutation("cross entropy of the local logits", TP, _loss_of_local_logits),
     Mutation("ring skips a block", RING, _ring_skips_a_block),
     Mutation("ring adds blocks without their weights", RING, _blocks_added_without_weights),
+    Mutation("ring's gradient of each block as if it were alone", RING, _each_block_alone),
     Mutation("ring leaves a key's gradient with the neighbour", RING, _gradient_stays_away),
     Mutation("gathered keys' gradients not summed", GATHER, _gathered_gradient_not_summed),
     Mutation("heads for sequence: tokens in the order of ranks", EXCHANGE, _tokens_in_order_of_ranks),

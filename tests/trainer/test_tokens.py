@@ -35,12 +35,12 @@ def test_the_tokenizer_of_the_data_is_found(folder: Path) -> None:
 
 
 def test_data_of_two_tokenizers_are_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"two-tokens.json: made with another tokenizer"):
+    with pytest.raises(DataError, match=r"two-tokens.info: made with another tokenizer"):
         run_tokenizer(config(folder, "one", "two"), 300)
 
 
 def test_another_tokenizer_than_the_named_one_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"one-tokens.json: made with another tokenizer .* than data.tokenizer"):
+    with pytest.raises(DataError, match=r"one-tokens.info: made with another tokenizer .* than data.tokenizer"):
         run_tokenizer(config(folder, "one", tokenizer="two"), 300)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_ckpt.formats.disk import DiskSource
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
 from mega_ckpt.formats.megatron import TRACKER, MegatronSource
 from mega_ckpt.formats.megatron_dist_write import write_dist
@@ -95,12 +96,16 @@ def convert(
     given = open_source(source, settings=options.settings)
     tell_unread(given)
     training = _training(given, options) if to == "mega" else None
+    quantised = given.quantised if isinstance(given, DiskSource) else None
+    if quantised:
+        logger.info("the weights of %s are quantised (%s); what is written is not", source, quantised)
     with continued(final, _identity(source, to, options)) as journal:
         try:
             if to == "mega":
                 write_weights(
-                    given, journal.folder, "writing mega", dtype=options.dtype, training=training, journal=journal
-                )
+                    given, journal.folder, "writing mega", dtype=options.dtype, training=training, journal=journal,
+                    provenance={"quantised": quantised} if quantised else None,
+                )  # fmt: skip
             elif isinstance(journal.folder, Path):
                 _WRITERS[to](given, journal.folder, options, journal)
             if verify:
@@ -120,10 +125,17 @@ def _identity(source: str | Place, to: str, options: Options) -> dict[str, Any]:
     folder = checkpoint_folder(source)
     return {
         "source": str(_absolute(folder)),
-        "files": folder_at(folder).stamps(),
+        "files": _stamps(folder),
         "to": to,
         "options": {name: str(value) for name, value in dataclasses.asdict(options).items()},
     }
+
+
+def _stamps(source: Place) -> dict[str, str]:
+    """What changes when a file of the source does."""
+    if isinstance(source, Path) and source.is_file():
+        return {name: stamp for name, stamp in folder_at(source.parent).stamps().items() if name == source.name}
+    return folder_at(source).stamps()
 
 
 def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) -> None:

@@ -1,5 +1,5 @@
 """Weights to load from, whatever they are stored as: a checkpoint of mega, a run's newest one, a folder of
-HuggingFace or Megatron.
+HuggingFace or Megatron, a GGUF file.
 
 A `Source` speaks of canonical tensors only, and reads no more of a file than what is asked of it.
 """
@@ -7,6 +7,7 @@ A `Source` speaks of canonical tensors only, and reads no more of a file than wh
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mega_ckpt.formats.gguf import GgufSource
+from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf
 from mega_ckpt.formats.hf import CONFIG, HfSource, described_by, has_weights, warn_of_unread
+from mega_ckpt.formats.hf_files import holds_weights
 from mega_ckpt.formats.megatron import MegatronSource, is_megatron
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.names import some, tensors_of
@@ -135,7 +139,8 @@ def _checked(model: ModelConfig, held: Mapping[str, Shape], folder: Place) -> Se
 
 
 def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None) -> Source:
-    """Open what lies at `path`: a checkpoint of mega, a run folder (its newest checkpoint), a HuggingFace or a Megatron folder.
+    """Open what lies at `path`: a checkpoint of mega, a run folder (its newest checkpoint), a HuggingFace or a Megatron
+    folder, a GGUF file or a folder with one.
 
     `settings` are fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says.
 
@@ -143,10 +148,13 @@ def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None)
         CheckpointError: when it is none of these, or one that cannot be used.
     """
     folder = place(path)
+    if isinstance(folder, Path) and is_gguf(folder):
+        return GgufSource(folder)
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "no such folder"
         raise CheckpointError(
-            f"{folder}: {what}", hint="give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder"
+            f"{folder}: {what}",
+            hint="give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder, or a GGUF file",
         )
     found = _checkpoint_in(folder)
     if found is not None:
@@ -156,6 +164,8 @@ def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None)
         raise CheckpointError(f"{folder}: a run folder without a complete checkpoint")
     if isinstance(folder, Path) and is_megatron(folder):
         return MegatronSource(folder, settings)
+    if isinstance(folder, Path) and not holds_weights(folder) and (inside := list(folder.glob(f"*{SUFFIX}"))):
+        return GgufSource(_only_model(folder, inside))
     return HfSource(folder)
 
 
@@ -184,6 +194,15 @@ def tell_unread(source: Source) -> None:
     """Warn of the keys of a HuggingFace folder's config.json that nothing reads."""
     if isinstance(source, HfSource):
         warn_of_unread(source.folder / CONFIG, source.unread)
+
+
+def _only_model(folder: Path, files: Sequence[Path]) -> Path:
+    """The GGUF file of a folder, or the first of those that are one model."""
+    firsts = [path for path in files if not re.search(r"-of-\d{5}\.gguf$", path.name) or "-00001-of-" in path.name]
+    if len(firsts) != 1:
+        names = ", ".join(sorted(path.name for path in firsts))
+        raise CheckpointError(f"{folder}: holds several GGUF files: {names}", hint="name one of them")
+    return firsts[0]
 
 
 def checkpoint_folder(path: str | Place) -> Place:

@@ -9,14 +9,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 from torch import Tensor
 
 from mega_ckpt.checkpoint import Checkpoint
-from mega_ckpt.manifest import DTYPES, MANIFEST, Manifest
+from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, MANIFEST, Manifest
 from mega_ckpt.pieces import Shape, cut
 from mega_ckpt.remote import Place
 from mega_ckpt.shards import raw
@@ -24,13 +24,19 @@ from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError
 from mega_common.log import ProgressBar, human
 
+if TYPE_CHECKING:
+    from mega_ckpt.source import Source
+
 SLAB_ELEMENTS = 1 << 22
 READ_BYTES = 1 << 22
 
 
 @dataclass
 class Report:
-    """What `verify` found. `problems` names file and tensor; `extra` are files that the manifest does not name."""
+    """What `verify` found. `problems` names file and tensor; `extra` are files that the manifest does not name.
+
+    Without `checksums`, all that can be said is that every tensor could be read.
+    """
 
     folder: Place
     step: int
@@ -40,6 +46,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
     not_finite: dict[str, int] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
+    checksums: bool = True
 
     @property
     def ok(self) -> bool:
@@ -51,7 +58,10 @@ class Report:
         lines += [f"  {problem}" for problem in self.problems]
         lines += [f"  {key}: {count} elements are not finite" for key, count in self.not_finite.items()]
         lines += [f"  {name}: not a part of the checkpoint" for name in self.extra]
-        lines += ["  every byte is as it was written" if self.ok else "  damaged"]
+        sound = (
+            "every byte is as it was written" if self.checksums else "every tensor can be read; there are no checksums"
+        )
+        lines += [f"  {sound}" if self.ok else "  damaged"]
         return "\n".join(lines)
 
 
@@ -236,7 +246,9 @@ class Summary:
 
     def __str__(self) -> str:
         lines = [f"{self.folder}: step {self.step}, {human(self.parameters)} parameters"]
-        lines += [f"{human(self.bytes)}B in {self.files} files", "", "model"]
+        lines += [f"{human(self.bytes)}B in {self.files} files"]
+        lines += [f"its weights were quantised: {how}" for how in [self.provenance.get("quantised")] if how]
+        lines += ["", "model"]
         lines += [f"  {name:24} {value}" for name, value in self.model.items()]
         lines += ["", "state"] + [f"  {name:24} {_short(value)}" for name, value in self.state.items()]
         lines += ["", f"{'tensors':26} {'dtype':8} {'count':>7} {'elements':>10} {'bytes':>10}"]
@@ -244,6 +256,18 @@ class Summary:
             sizes = f"{one.tensors:7} {human(one.elements):>10} {human(one.bytes) + 'B':>10}"
             lines.append(f"  {one.prefix:24} {one.dtype:8} {sizes}")
         return "\n".join(lines)
+
+
+def groups_of(source: Source) -> list[Group]:
+    """The weights of a source, by dtype."""
+    groups: dict[str, Group] = {}
+    for name in source.keys():  # noqa: SIM118
+        dtype, count = source.dtype(name), math.prod(source.shape(name))
+        group = groups.setdefault(DTYPE_NAMES[dtype], Group("weights", DTYPE_NAMES[dtype]))
+        group.tensors += 1
+        group.elements += count
+        group.bytes += count * dtype.itemsize
+    return list(groups.values())
 
 
 def inspect(folder: Place) -> Summary:

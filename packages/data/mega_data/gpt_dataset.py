@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -13,14 +12,11 @@ import numpy.typing as npt
 import xxhash
 
 from mega_common.errors import ConfigError, DataError
-from mega_common.log import logger
 from mega_data.blend import MegatronBlend, StableBlend
-from mega_data.config import DataConfig, Source
+from mega_data.config import DataConfig
 from mega_data.indexed import IndexedReader
+from mega_data.parts import SPLITS, Part, Parts
 from mega_data.sample_index import MegatronSamples, StableSamples
-
-SPLITS = ("train", "valid", "test")
-Bounds = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -116,105 +112,45 @@ def build_datasets(
         ConfigError: when a rule about documents is on and `eod` is None.
         DataError: when a data set cannot be used, or train or a valid or test that is asked for comes out empty.
     """
-    flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    on = [f"data.{flag}" for flag in flags if getattr(config, flag)]
-    if on and eod is None:
-        raise ConfigError(
-            f"{', '.join(on)}: the tokenizer has no end-of-document token", hint="switch it off, or name the token"
-        )
+    parts = Parts(config, eod)
     rules = DocumentRules(eod, config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss)
-    build = _Builder(config, seed, rules)
-    wanted = [samples.get(name, 0) for name in SPLITS]
-    train, valid, test = map(build.split, SPLITS, split_bounds(config.shares), wanted)
+
+    def split(name: str) -> GPTDataset | None:
+        wanted = samples.get(name, 0)
+        chosen = parts.of(name) if wanted or name == "train" else []
+        return _dataset(config, chosen, rules, seed, wanted) if chosen else None
+
+    train, valid, test = map(split, SPLITS)
     if train is None:
         raise ConfigError("data.split gives nothing to train")
     return train, valid, test
 
 
-def split_bounds(shares: Sequence[float]) -> list[Bounds | None]:
-    """Megatron's cut of [0, 1] by `shares`; None where a share is nothing."""
-    values = np.array(shares, np.float64)
-    edges = [0.0]
-    for share in (values / values.sum()).tolist():
-        edges.append(edges[-1] + share)
-    return [(low, high) if low < high else None for low, high in pairwise(edges)]
+def _dataset(config: DataConfig, parts: Sequence[Part], rules: DocumentRules, seed: int, wanted: int) -> GPTDataset:
+    if config.order == "megatron":
+        return _megatron(config, parts, rules, seed, wanted)
+    sources = [
+        StableSamples(part.reader, part.first, part.last, seq_length=config.seq_length, seed=seed) for part in parts
+    ]
+    return GPTDataset(sources, StableBlend([part.weight or 1.0 for part in parts]), rules)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The sequences [first, last) of a data set, and its weight in the blend."""
-
-    reader: IndexedReader
-    first: int
-    last: int
-    weight: float | None
-
-
-class _Builder:
-    """Makes the splits of one configuration, each file opened once."""
-
-    def __init__(self, config: DataConfig, seed: int, rules: DocumentRules) -> None:
-        self._config, self._seed, self._rules = config, seed, rules
-        self._readers: dict[Path, IndexedReader] = {}
-
-    def split(self, name: str, bounds: Bounds | None, num_samples: int) -> GPTDataset | None:
-        """The data set of split `name`, or None where there is nothing to have."""
-        own: list[Source] | None = getattr(self._config, name)
-        if name != "train" and own is not None:
-            bounds = (0.0, 1.0)
-        if bounds is None or (name != "train" and not num_samples):
-            return None
-        parts = list(self._parts(name, own or self._config.train, bounds))
-        if not parts:
-            raise DataError(
-                f"data.split = {self._config.split} leaves no sequence for {name}",
-                hint=f"give {name} a larger share or data sets of its own (data.{name}), or do not ask for it",
-            )
-        if self._config.order == "megatron":
-            return self._megatron(parts, num_samples)
-        sources = [
-            StableSamples(part.reader, part.first, part.last, seq_length=self._config.seq_length, seed=self._seed)
-            for part in parts
-        ]
-        return GPTDataset(sources, StableBlend([part.weight or 1.0 for part in parts]), self._rules)
-
-    def _parts(self, name: str, sources: Sequence[Source], bounds: Bounds) -> Iterator[_Part]:
-        for source in sources:
-            if source.path not in self._readers:
-                self._readers[source.path] = IndexedReader(source.path)
-            reader = self._readers[source.path]
-            # Python's rounding, half to even, of the very product that Megatron rounds.
-            first, last = (round(bound * float(len(reader))) for bound in bounds)
-            if reader.lengths[first:last].any():
-                yield _Part(reader, first, last, source.weight)
-            elif name == "train":
-                raise DataError(f"{source.path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
-            else:
-                logger.warning("%s: none of its %d sequences is for %s; left out", source.path, len(reader), name)
-
-    def _megatron(self, parts: Sequence[_Part], num_samples: int) -> GPTDataset:
-        config = self._config
-        cache = config.cache or parts[0].reader.prefix.parent / ".cache"
-        own_splits = config.valid is not None or config.test is not None
-        blend: Blend = StableBlend([1.0])
-        sizes = [num_samples]
-        # One data set goes through Megatron's blending, and its surplus, only where it has a weight and shares a split.
-        if len(parts) > 1 or (parts[0].weight is not None and not own_splits):
-            blend = MegatronBlend([part.weight or 1.0 for part in parts], num_samples, cache)
-            sizes = blend.sizes
-        sources = [
-            MegatronSamples(
-                part.reader,
-                part.first,
-                part.last,
-                seq_length=config.seq_length,
-                seed=self._seed,
-                num_samples=size,
-                cache=cache,
-            )
-            for part, size in zip(parts, sizes, strict=True)
-        ]
-        return GPTDataset(sources, blend, self._rules)
+def _megatron(config: DataConfig, parts: Sequence[Part], rules: DocumentRules, seed: int, wanted: int) -> GPTDataset:
+    cache = config.cache or parts[0].reader.prefix.parent / ".cache"
+    own_splits = config.valid is not None or config.test is not None
+    blend: Blend = StableBlend([1.0])
+    sizes = [wanted]
+    # One data set goes through Megatron's blending, and its surplus, only where it has a weight and shares a split.
+    if len(parts) > 1 or (parts[0].weight is not None and not own_splits):
+        blend = MegatronBlend([part.weight or 1.0 for part in parts], wanted, cache)
+        sizes = blend.sizes
+    sources = [
+        MegatronSamples(
+            part.reader, part.first, part.last, seq_length=config.seq_length, seed=seed, num_samples=size, cache=cache
+        )
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+    return GPTDataset(sources, blend, rules)
 
 
 class SequentialDataset:

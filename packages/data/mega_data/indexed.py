@@ -9,6 +9,7 @@ optionally S int8 modes, which only multimodal data has. Everything is little-en
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import struct
@@ -41,13 +42,21 @@ def best_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
 
 
+def data_prefix(path: Path) -> Path:
+    """The prefix that is meant by one of a data set's two files: `wiki` for `wiki.bin`, unless `wiki.bin.idx` exists."""
+    meant = path.suffix in (".bin", ".idx") and not path.with_name(path.name + ".idx").exists()
+    return path.with_suffix("") if meant else path
+
+
 def bin_path(prefix: Path) -> Path:
     """`PREFIX.bin`."""
+    prefix = data_prefix(prefix)
     return prefix.with_name(prefix.name + ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
     """`PREFIX.idx`."""
+    prefix = data_prefix(prefix)
     return prefix.with_name(prefix.name + ".idx")
 
 
@@ -65,7 +74,7 @@ class IndexedWriter:
     """
 
     def __init__(self, prefix: Path, dtype: npt.DTypeLike) -> None:
-        self.prefix = Path(prefix)
+        self.prefix = data_prefix(Path(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, name in DTYPES.items() if np.dtype(name) == self.dtype]
         if not codes:
@@ -182,6 +191,16 @@ class IndexedWriter:
             self.abort()
 
 
+@contextlib.contextmanager
+def _readable(prefix: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        many = "each data set takes two: raise the limit (ulimit -Hn), or put some together with mega data merge"
+        hint = many if error.errno == errno.EMFILE else None
+        raise DataError(f"{prefix}: cannot be read ({error.strerror})", hint=hint) from error
+
+
 class IndexedReader:
     """A memory-mapped data set of S sequences; every claim of the index is checked against the files on opening.
 
@@ -196,21 +215,23 @@ class IndexedReader:
     """
 
     def __init__(self, prefix: Path) -> None:
-        self.prefix = Path(prefix)
+        self.prefix = data_prefix(Path(prefix))
         self._bin, self._idx = bin_path(self.prefix), idx_path(self.prefix)
         for path in (self._idx, self._bin):
             if not path.is_file():
                 raise DataError(f"{path}: no such file", hint=self._nearby())
-        code, sequences, bounds = self._read_header()
+        with _readable(self.prefix):
+            code, sequences, bounds = self._read_header()
+            raw = np.memmap(self._idx, np.uint8, "r")
+            size = self._bin.stat().st_size
         self.dtype = np.dtype(DTYPES[code])
-        raw = np.memmap(self._idx, np.uint8, "r")
         at = HEADER.size
         self.lengths = np.frombuffer(raw, "<i4", sequences, at)
         self.pointers = np.frombuffer(raw, "<i8", sequences, at + 4 * sequences)
         self.document_index = np.frombuffer(raw, "<i8", bounds, at + 12 * sequences)
-        size = self._bin.stat().st_size
         self._check_index(size)
-        mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if size else np.empty(0, self.dtype)
+        with _readable(self.prefix):
+            mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if size else np.empty(0, self.dtype)
         self.tokens: Tokens = np.asarray(mapped)  # a plain array: slices of a memmap are slower
         self.num_tokens = size // self.dtype.itemsize
 

@@ -1,8 +1,9 @@
-"""`PREFIX.json`, which stands beside `PREFIX.bin` and `PREFIX.idx` and tells what they were made from."""
+"""`PREFIX.info`, which stands beside `PREFIX.bin` and `PREFIX.idx` and tells what they were made from."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +12,10 @@ import numpy as np
 from mega_common.config import Config
 from mega_common.errors import DataError
 from mega_common.files import sha256_file, write_json
-from mega_data.indexed import bin_path, idx_path
+from mega_data.indexed import bin_path, data_prefix, idx_path
 from mega_data.tokenizer import Tokenizer
+
+LARGEST = 1 << 16  # bytes that a description may have; a corpus of the same name is not read to find out
 
 
 class TokenizerInfo(Config):
@@ -61,12 +64,31 @@ class DataInfo(Config):
 
 
 def info_path(prefix: Path) -> Path:
-    """`PREFIX.json`."""
-    return prefix.with_name(prefix.name + ".json")
+    """Where a data set is described: `PREFIX.info`, or the `PREFIX.json` that earlier versions wrote if that is there.
+
+    The name is of no format that corpora come in, so that `wiki.json` can become the data set `wiki`.
+    """
+    path, earlier = _info_paths(prefix)
+    return earlier if not path.exists() and is_info(earlier) else path
+
+
+def _info_paths(prefix: Path) -> tuple[Path, Path]:
+    prefix = data_prefix(prefix)
+    return prefix.with_name(prefix.name + ".info"), prefix.with_name(prefix.name + ".json")
+
+
+def is_info(path: Path) -> bool:
+    """Whether a file, by what it says, is the description of a data set."""
+    try:
+        raw = json.loads(path.read_bytes()) if path.stat().st_size <= LARGEST else None
+    except (OSError, ValueError):
+        return False
+    return isinstance(raw, dict) and "bin_sha256" in raw
 
 
 def quarantine_path(prefix: Path) -> Path:
     """`PREFIX.quarantine.jsonl`."""
+    prefix = data_prefix(prefix)
     return prefix.with_name(prefix.name + ".quarantine.jsonl")
 
 
@@ -74,7 +96,7 @@ def read_info(prefix: Path) -> DataInfo | None:
     """The description of a data set, None when it has none (other people's tools write none).
 
     Raises:
-        DataError, ConfigError: when `PREFIX.json` is there and is not one.
+        DataError, ConfigError: when `PREFIX.info` is there and is not one.
     """
     path = info_path(prefix)
     if not path.exists():
@@ -94,30 +116,59 @@ def write_info(prefix: Path, **fields: Any) -> DataInfo:
     Raises:
         DataError: when the disk refuses.
     """
+    path = info_path(prefix)
     try:
         info = DataInfo(idx_sha256=sha256_file(idx_path(prefix)), **fields)
-        write_json(info_path(prefix), info.model_dump())
+        write_json(path, info.model_dump())
     except OSError as error:
-        raise DataError(f"{info_path(prefix)}: cannot be written ({error.strerror})") from error
+        raise DataError(f"{path}: cannot be written ({error.strerror})") from error
     return info
 
 
 def prepare_output(prefix: Path, overwrite: bool) -> None:
-    """Refuse to write over a data set unless told to.
+    """Refuse to write over a data set unless told to, and over a description that is none of ours at all.
+
+    A description whose data set is gone stops nobody.
 
     Raises:
-        DataError: when it exists, or `prefix` is a folder or has no name.
+        DataError: when the data set exists, or `prefix` is a folder or has no name.
     """
     if prefix.is_dir() or not prefix.name:
         raise DataError(f"{prefix}: a folder; the output is a prefix, such as {prefix / 'wiki'}")
-    there = [path for path in (idx_path(prefix), bin_path(prefix), info_path(prefix)) if path.exists()]
+    there = [path for path in (idx_path(prefix), bin_path(prefix)) if path.exists()]
     if there and not overwrite:
         raise DataError(f"{there[0]}: exists already", hint="choose another --output, or say --overwrite")
+    described = info_path(prefix)
+    if described.exists() and not is_info(described):
+        raise DataError(f"{described}: is in the way, and no description of a data set", hint="move it away")
+
+
+def refuse_inputs(prefix: Path, inputs: Iterable[Path]) -> None:
+    """Refuse an output any file of which, by whatever name or link, is also read.
+
+    Raises:
+        DataError: naming the file.
+    """
+    outputs = (bin_path(prefix), idx_path(prefix), info_path(prefix), quarantine_path(prefix))
+    made = {_identity(path): path for path in outputs if path.exists()}
+    for path in inputs if made else ():
+        if path.exists() and _identity(path) in made:
+            output = made[_identity(path)]
+            shown = f"{output}" if output == path else f"{output}, which is {path},"
+            raise DataError(f"{shown}: both an input and the output", hint="choose another --output")
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def forget(prefix: Path) -> None:
     """Remove what describes an earlier data set of this name, before its files are replaced."""
-    info_path(prefix).unlink(missing_ok=True)
+    path, earlier = _info_paths(prefix)
+    path.unlink(missing_ok=True)
+    if is_info(earlier):
+        earlier.unlink()
     quarantine_path(prefix).unlink(missing_ok=True)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from mega_common.errors import DataError
 from mega_common.files import sha256_file
 from mega_common.log import ProgressBar
-from mega_data.indexed import IndexedReader, IndexedWriter, bin_path
+from mega_data.indexed import IndexedReader, IndexedWriter, bin_path, data_prefix, idx_path
 from mega_data.info import (
     DataInfo,
     Skipped,
@@ -18,24 +18,26 @@ from mega_data.info import (
     little_endian,
     prepare_output,
     read_info,
+    refuse_inputs,
     write_info,
 )
+from mega_data.limits import allow_open_files
 
 
 def merge(prefixes: Sequence[Path], output: Path, *, mixed: bool = False, overwrite: bool = False) -> DataInfo:
     """Write the documents of `prefixes`, in that order, as one data set.
 
     All must come from one tokenizer and agree on the end-of-document token; `mixed` merges others too. Data sets
-    without a `PREFIX.json` do not tell, and merge with their like; their text bytes count as 0.
+    without a `PREFIX.info` do not tell, and merge with their like; their text bytes count as 0.
 
     Raises:
         DataError: when a data set is damaged, they do not fit together, or the output exists.
     """
-    output = Path(output)
+    output = data_prefix(Path(output))
     prepare_output(output, overwrite)
-    if output.resolve() in [Path(prefix).resolve() for prefix in prefixes]:
-        raise DataError(f"{output}: both an input and the output")
+    allow_open_files(2 * len(prefixes))
     readers = [IndexedReader(Path(prefix)) for prefix in prefixes]
+    refuse_inputs(output, (path(reader.prefix) for reader in readers for path in (bin_path, idx_path)))
     infos = [read_info(reader.prefix) for reader in readers]
     tokenizer, append_eod = _common(readers, infos, mixed)
     for reader in readers:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from mega_common.errors import DataError
 from mega_common.files import atomic_file
 from mega_common.log import ProgressBar, human, logger
-from mega_data.indexed import IndexedWriter, best_dtype
+from mega_data.indexed import IndexedWriter, best_dtype, data_prefix
 from mega_data.info import (
     DataInfo,
     Skipped,
@@ -33,6 +33,7 @@ from mega_data.info import (
     little_endian,
     prepare_output,
     quarantine_path,
+    refuse_inputs,
     write_info,
 )
 from mega_data.sources import Document, Rejected, find_sources, read
@@ -70,7 +71,7 @@ def preprocess(
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
 ) -> DataInfo:
-    """Tokenize `inputs` (see `find_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.json`.
+    """Tokenize `inputs` (see `find_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.info`.
 
     A document is one sequence of the data set; documents without a token are left out and counted. `append_eod` ends
     each with the tokenizer's end token. `workers` is the number of encoding threads, by default the usable cores. With
@@ -82,7 +83,7 @@ def preprocess(
         DataError: naming file and line of a bad document, or what cannot be read or written.
         MissingPackageError: when an input's format needs a package that is not installed.
     """
-    output_prefix = Path(output_prefix)
+    output_prefix = data_prefix(Path(output_prefix))
     prepare_output(output_prefix, overwrite)
     tokenizer = Tokenizer(tokenizer_path)
     if append_eod and tokenizer.eos_id is None:
@@ -91,6 +92,7 @@ def preprocess(
             hint="put `eos_token` into tokenizer_config.json beside it",
         )
     sources = find_sources(inputs)
+    refuse_inputs(output_prefix, [tokenizer.path, *(Path(source.name) for source in sources)])
     output = _Output(output_prefix, tokenizer, append_eod)
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(ProgressBar("tokenizing", total=sum(s.size for s in sources) or None, unit="bytes"))

@@ -40,7 +40,7 @@ class StableSamples:
     """
 
     def __init__(self, reader: IndexedReader, first: int, last: int, *, seq_length: int, seed: int) -> None:
-        begin, end = _token_range(reader, first, last)
+        begin, end = token_range(reader, first, last)
         self._tokens = reader.tokens[begin:end]
         self._seq_length = seq_length
         self._per_epoch = max(1, (end - begin) // seq_length)
@@ -96,7 +96,7 @@ class MegatronSamples:
     def __init__(
         self, reader: IndexedReader, first: int, last: int, *, seq_length: int, seed: int, num_samples: int, cache: Path
     ) -> None:
-        _token_range(reader, first, last)
+        token_range(reader, first, last)
         self._reader = reader
         self.identity = (
             f"megatron seed={seed} seq={seq_length} samples={num_samples} data={reader.fingerprint}"
@@ -172,8 +172,12 @@ def _shuffled(values: npt.NDArray[Any], random: np.random.RandomState) -> npt.ND
     return values
 
 
-def _token_range(reader: IndexedReader, first: int, last: int) -> tuple[int, int]:
-    """Where the tokens of the sequences [first, last) begin and end, in tokens."""
+def token_range(reader: IndexedReader, first: int, last: int) -> tuple[int, int]:
+    """Where the tokens of the sequences [first, last) begin and end, in tokens.
+
+    Raises:
+        DataError: when there are none.
+    """
     bounds = [
         int(reader.pointers[i]) // reader.dtype.itemsize if i < len(reader) else reader.num_tokens
         for i in (first, last)

@@ -16,9 +16,9 @@ from mega_data.tokenizer import Tokenizer
 
 
 def verify(prefix: Path, tokenizer: Tokenizer | None = None) -> DataInfo | None:
-    """Check structure, checksums and token ids against `PREFIX.json`, and that `tokenizer` is the one that made it.
+    """Check structure, checksums and token ids against `PREFIX.info`, and that `tokenizer` is the one that made it.
 
-    Returns the description; None when there is no `PREFIX.json`, and then only the structure was checked and, with a
+    Returns the description; None when there is no `PREFIX.info`, and then only the structure was checked and, with a
     tokenizer, that no id is beyond its vocabulary.
 
     Raises:

@@ -40,34 +40,31 @@ class MicroBatch:
     Attributes:
         tokens, labels, positions: int64 [B, S].
         weights: fp32 [B, S], the weight of each label in the loss (0 where it does not count).
-        documents: int32, which document each token of the whole samples belongs to, when attention is closed at
-            document ends.
+        outline: of the whole samples: where documents begin, when attention is closed at their ends.
         samples: the global number of each sample.
         ahead: for each of the model's layers that predict further tokens.
         matters: bool [B, S], tokens with a label that counts at or behind them; the others influence nothing. None: not
             asked for, without experts.
         places: int64 [S], where the tokens stand in the whole samples; None when they are those.
-        outline: of the whole samples, when the tokens are others.
     """
 
     tokens: Tensor
     labels: Tensor
     weights: Tensor
     positions: Tensor
-    documents: Tensor | None
+    outline: Outline
     samples: Sequence[int]
     ahead: Sequence[Ahead] = ()
     matters: Tensor | None = None
     places: Tensor | None = None
-    outline: Outline | None = None
 
-    def part(self, places: Tensor, outline: Outline) -> MicroBatch:
+    def part(self, places: Tensor) -> MicroBatch:
         """The tokens at some places of whole samples."""
         tokens, labels, weights, positions = (
             t[:, places] for t in (self.tokens, self.labels, self.weights, self.positions)
         )
         return replace(
-            self, tokens=tokens, labels=labels, weights=weights, positions=positions, places=places, outline=outline,
+            self, tokens=tokens, labels=labels, weights=weights, positions=positions, places=places,
             matters=None if self.matters is None else self.matters[:, places],
             ahead=[Ahead(one.tokens[:, places], one.labels[:, places], one.weights[:, places]) for one in self.ahead],
         )  # fmt: skip
@@ -104,16 +101,14 @@ def micro_batches(
             labels=tensor(batch.labels),
             weights=tensor(batch.loss_mask).float(),
             positions=tensor(batch.position_ids),
-            documents=None if batch.document_ids is None else tensor(batch.document_ids),
+            outline=Outline.of(
+                batch.position_ids[part], None if batch.document_ids is None else batch.document_ids[part]
+            ),
             samples=[int(sample) for sample in batch.sample_ids[part]],
             ahead=[Ahead(*map(tensor, arrays)) for arrays in further],
             matters=None if matters is None else tensor(matters),
         )
-        if own is None:
-            yield whole
-        else:
-            documents = None if batch.document_ids is None else batch.document_ids[part]
-            yield whole.part(own, Outline.of(batch.position_ids[part], documents))
+        yield whole if own is None else whole.part(own)
 
 
 def _ahead(batch: StepBatch, places: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

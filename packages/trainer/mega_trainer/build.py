@@ -127,13 +127,7 @@ def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
 
 def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDataset | None]:
     """The train set, and the validation set where validation is asked for. `eod` is the id that ends a document."""
-    train = config.train
-    evaluations = train.steps // train.eval_every + 1 if train.eval_every else 0
-    samples = {
-        "train": config.batch.consumed(train.steps),
-        "valid": evaluations and train.eval_steps * config.batch.global_,
-    }
-    training, valid, _ = build_datasets(config.data, seed=train.seed, samples=samples, eod=eod)
+    training, valid, _ = build_datasets(config.data, seed=config.train.seed, samples=config.samples, eod=eod)
     return training, valid
 
 

@@ -210,6 +210,16 @@ class RunConfig(Config):
         """Micro-batches of a step on each of `dp` data-parallel ranks, of the largest steps."""
         return self.batch.global_ // (self.batch.micro * dp)
 
+    @property
+    def samples(self) -> dict[str, int]:
+        """How many samples the run reads of each split."""
+        train = self.train
+        evaluations = train.steps // train.eval_every + 1 if train.eval_every else 0
+        return {
+            "train": self.batch.consumed(train.steps),
+            "valid": evaluations and train.eval_steps * self.batch.global_,
+        }
+
     def lr_curve(self) -> LRCurve:
         """The learning rate as a function of consumed samples."""
         return self.lr_schedule.curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch)

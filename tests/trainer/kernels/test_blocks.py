@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_trainer.kernels import blocks
-from mega_trainer.kernels.base import Scores, Seen
+from mega_trainer.kernels.base import Scores
+from mega_trainer.kernels.masks import ALL, CAUSAL, Band, Mask, Packed, dense, rectangle
 from mega_trainer.kernels.torch import TorchKernels, plain_attention
 
 B, S, H, K, D, E = 2, 6, 4, 2, 8, 3
-KERNELS = TorchKernels()
+KERNELS, CPU = TorchKernels(), torch.device("cpu")
 
 
 def operands(*, keys: int = S, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -22,54 +28,126 @@ def operands(*, keys: int = S, dtype: torch.dtype = torch.float64) -> list[Tenso
     return [torch.randn(shape, generator=g, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def kinds() -> Iterator[tuple[Seen, Tensor | None]]:
-    """What is seen, and the same as a mask of all."""
-    drawn = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.5
-    yield "causal", None
-    yield "all", torch.ones(1, 1, S, S, dtype=torch.bool)
-    yield (mask := drawn | torch.eye(S, dtype=torch.bool)), mask
+MASKS: dict[str, Mask] = {
+    "causal": CAUSAL,
+    "all": ALL,
+    "window": Band(left=2, right=0),
+    "documents": Packed.of([1, 5, 3, 3], CAUSAL, CPU),
+    "both": Packed.of([6, 2, 4], Band(left=1, right=0), CPU),
+}
 
 
 @pytest.mark.parametrize("tile", [1 << 20, 2 * B * H * S, 1], ids=["at once", "two rows", "row by row"])
 @pytest.mark.parametrize("how", [Scores(0.4), Scores(1.5, softcap=2.0)], ids=["plain", "softcap"])
-@pytest.mark.parametrize(("seen", "mask"), kinds(), ids=["causal", "all", "mask"])
-def test_one_block_is_all_of_it(
-    monkeypatch: pytest.MonkeyPatch, seen: Seen, mask: Tensor | None, how: Scores, tile: int
-) -> None:
+@pytest.mark.parametrize("kind", MASKS)
+def test_one_block_is_all_of_it(monkeypatch: pytest.MonkeyPatch, kind: str, how: Scores, tile: int) -> None:
     monkeypatch.setitem(blocks.TILE_ELEMENTS, "cpu", tile)
     q, k, v = operands()
+    mask = MASKS[kind]
     expected = plain_attention(q, k, v, mask, how)
-    y, lse = KERNELS.attend_block(q, k, v, seen, how)
+    y, lse = KERNELS.attend_block(q, k, v, mask, how)
     torch.testing.assert_close(y, expected)
     dy = torch.randn_like(expected)
     expected.backward(dy)
     with torch.no_grad():
-        parts = KERNELS.attend_block_backward(dy, q, k, v, lse, (y * dy).sum(-1), seen, how)
+        parts = KERNELS.attend_block_backward(dy, q, k, v, y, lse, mask, how)
     for part, whole in zip(parts, (q, k, v), strict=True):
         torch.testing.assert_close(part, whole.grad)
 
 
-def test_a_query_that_sees_nothing_gives_nothing() -> None:
-    q, k, v = operands(keys=5)
-    mask = torch.ones(1, 1, S, 5, dtype=torch.bool)
-    mask[..., 2, :] = False
-    y, lse = KERNELS.attend_block(q, k, v, mask, Scores(1.0, softcap=3.0))
-    assert torch.isneginf(lse[:, 2]).all()
-    assert not y[:, 2].any()
-    assert y.isfinite().all()
-    total = lse.logaddexp(torch.zeros_like(lse))  # with what other blocks gave
-    parts = KERNELS.attend_block_backward(
-        torch.ones_like(y), q, k, v, total, torch.ones_like(lse), mask, Scores(1.0, 3.0)
-    )
-    assert all(part.isfinite().all() for part in parts)
-    assert not parts[0][:, 2].any()
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(
+    "how", [{}, {"softcap": 1.5}, {"sinks": torch.tensor([0.3, -1.0, 0.0, 2.0]).double()}], ids=str
+)
+def test_attention_as_one_block_has_the_gradients_of_plain_products(kind: str, how: dict[str, Any]) -> None:
+    found = []
+    for attend in (KERNELS.attention, plain_attention):
+        given = [*operands(), *(t.clone().requires_grad_() for t in how.values() if isinstance(t, Tensor))]
+        sinks = {"sinks": given[3]} if len(given) > 3 else {}
+        y = attend(*given[:3], MASKS[kind], Scores(0.4, **(how | sinks)))  # type: ignore[arg-type]
+        y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y))
+        found.append([y, *(t.grad for t in given)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
-def test_low_precision_keeps_its_sums_wide() -> None:
+@given(st.integers(1, 12), st.integers(1, 12), st.one_of(st.none(), st.integers(1, 20)))
+def test_a_rectangle_is_cut_from_the_whole_mask(queries: int, keys: int, window: int | None) -> None:
+    gap = 3
+    whole = torch.zeros(queries, keys, dtype=torch.bool)
+    place = torch.arange(keys + gap, keys + gap + queries)[:, None] - torch.arange(keys)
+    expected = place < (window or 1000)
+    part = rectangle(slice(None), range(keys + gap, keys + gap + queries), range(keys), window)
+    if part is not None:
+        rows = [row - keys - gap for row in part.queries]
+        square = dense(part.mask, (1, len(rows)), len(part.keys), CPU)[0, 0]
+        assert square.any(1).all()  # every query sees a key
+        whole[rows[0] : rows[-1] + 1, part.keys.start : part.keys.stop] = square
+    assert whole.equal(expected)
+
+
+def test_memory_does_not_grow_with_queries_times_keys() -> None:
+    """A window of a long sequence, and many documents: the largest tensor made stays below the operands."""
+    length = 4096
+    q, k, v = (torch.randn(1, length, 2, 8) for _ in range(3))
+    for mask in (Band(left=31, right=0), Packed.of([64] * (length // 64), CAUSAL, CPU)):
+        with Largest() as largest:
+            KERNELS.attend_block(q, k, v, mask, Scores(0.4, softcap=2.0))
+        assert largest.elements <= max(q.numel(), 2 * blocks.TILE_ELEMENTS["cpu"])
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, list | tuple) else [out]:
+            if isinstance(t, Tensor):
+                self.elements = max(self.elements, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_calls_of_a_gpus_kernels_are_those_that_torch_declares(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Arguments and shapes, both ways, where heads are of uneven widths too. Nothing is computed."""
+    monkeypatch.setattr(blocks, "_on_gpu", lambda x: True)
+    with torch.device("meta"):
+        q, k, v = (torch.empty(B, S, n, d, dtype=torch.bfloat16) for n, d in ((H, 16), (K, 16), (K, 8)))
+    mask = MASKS[kind]
+    if isinstance(mask, Packed):
+        mask = replace(mask, cu_seqlens=mask.cu_seqlens.to("meta"))
+    y, lse = KERNELS.attend_block(q, k, v, mask, Scores(0.4))
+    assert (y.shape, lse.shape, lse.dtype) == ((B, S, H, 8), (B, S, H), torch.float32)
+    grads = KERNELS.attend_block_backward(torch.empty_like(y), q, k, v, y, lse, mask, Scores(0.4))
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("how", [Scores(0.4), Scores(0.4, softcap=50.0)], ids=["fused", "product by product"])
+def test_low_precision_keeps_its_sums_wide(how: Scores) -> None:
     q, k, v = operands(dtype=torch.bfloat16)
-    y, lse = KERNELS.attend_block(q, k, v, "causal", Scores(0.4))
-    assert {y.dtype, lse.dtype} == {torch.float32}
-    wide = plain_attention(q.float(), k.float(), v.float(), None, Scores(0.4))
-    torch.testing.assert_close(y, wide, rtol=2e-2, atol=2e-2)
-    parts = KERNELS.attend_block_backward(y.bfloat16(), q, k, v, lse, (y * y).sum(-1), "causal", Scores(0.4))
-    assert {part.dtype for part in parts} == {torch.float32}
+    y, lse = KERNELS.attend_block(q, k, v, CAUSAL, how)
+    assert lse.dtype == torch.float32
+    wide = [t.detach().float().requires_grad_() for t in (q, k, v)]
+    expected = plain_attention(*wide, CAUSAL, how)
+    torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
+    expected.sum().backward()
+    dy = torch.ones_like(y, dtype=torch.bfloat16)
+    parts = KERNELS.attend_block_backward(dy, q, k, v, y.bfloat16(), lse, CAUSAL, how)
+    for part, whole in zip(parts, wide, strict=True):
+        torch.testing.assert_close(part.float(), whole.grad, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("query", "value"), [(8, 3), (3, 8)])
+def test_heads_of_uneven_widths_are_fused_too(query: int, value: int) -> None:
+    """As those of latent attention are."""
+    q, k, v = (torch.randn(B, S, K, n, dtype=torch.float64, requires_grad=True) for n in (query, query, value))
+    with mock.patch.object(blocks, "_scores", side_effect=AssertionError("made product by product")):
+        y, lse = KERNELS.attend_block(q, k, v, CAUSAL, Scores(0.4))
+        parts = KERNELS.attend_block_backward(torch.ones_like(y), q, k, v, y, lse, CAUSAL, Scores(0.4))
+    expected = plain_attention(q, k, v, CAUSAL, Scores(0.4))
+    torch.testing.assert_close(y, expected)
+    expected.sum().backward()
+    for part, whole in zip(parts, (q, k, v), strict=True):
+        torch.testing.assert_close(part, whole.grad)

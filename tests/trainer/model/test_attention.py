@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from mega_common.model_config import ModelConfig
+from mega_trainer.kernels.masks import CAUSAL, Band, Mask, Packed, dense
 from mega_trainer.model.attention import Attention
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, attention_mask
+from mega_trainer.model.context import Context
 from mega_trainer.model.init import init_weights
 from mega_trainer.rng import Dropout
 
@@ -33,9 +34,9 @@ def attention(**fields: Any) -> Attention:
 class Fixed:
     """Everyone sees what one mask says."""
 
-    seen: torch.Tensor | None
+    seen: torch.Tensor | Mask
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
+    def mask(self, window: int | None) -> torch.Tensor | Mask:
         return self.seen
 
 
@@ -58,15 +59,13 @@ def by_loops(made: Attention, x: torch.Tensor, mask: torch.Tensor) -> torch.Tens
     return result
 
 
-def masks() -> dict[str, torch.Tensor | None]:
-    documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0] * 7])
-    device = torch.device("cpu")
-    return {
-        "causal": None,
-        "window": attention_mask(S, window=3, documents=None, device=device),
-        "documents": attention_mask(S, window=None, documents=documents, device=device),
-        "both": attention_mask(S, window=2, documents=documents, device=device),
-    }
+CPU = torch.device("cpu")
+MASKS: dict[str, Mask] = {
+    "causal": CAUSAL,
+    "window": Band(left=2, right=0),
+    "documents": Packed.of([2, 3, 2, 7], CAUSAL, CPU),
+    "both": Packed.of([2, 3, 2, 7], Band(left=1, right=0), CPU),
+}
 
 
 SCORES: dict[str, dict[str, Any]] = {
@@ -76,14 +75,15 @@ SCORES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("kind", ["causal", "window", "documents", "both"])
+@pytest.mark.parametrize("kind", MASKS)
 def test_is_what_loops_compute_with_and_without_the_dropout_path(kind: str, scores: str) -> None:
-    made, mask = attention(**SCORES[scores]), masks()[kind]
+    made, mask = attention(**SCORES[scores]), MASKS[kind]
     assert (made.core.scale == 1 / math.sqrt(HEAD)) == ("attention_scale" not in SCORES[scores])
     x = torch.randn(2, S, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    causal = torch.ones(1, 1, S, S, dtype=torch.bool).tril()
-    expected = by_loops(made, x, causal if mask is None else mask)
+    seen = dense(mask, x.shape, S, CPU)
+    expected = by_loops(made, x, seen)
     torch.testing.assert_close(made(x, Context(Fixed(mask))), expected)
+    torch.testing.assert_close(made(x, Context(Fixed(seen))), expected)  # as generation says it
     made.core.dropout = 1e-12  # takes the path of plain products, and drops nothing
     torch.testing.assert_close(made(x, Context(Fixed(mask), dropout=Dropout(0, [0, 1], [range(S)]))), expected)
 
@@ -103,7 +103,7 @@ def test_dropout_of_a_head_is_its_own_wherever_it_lives() -> None:
 def test_query_key_norm_makes_scale_irrelevant() -> None:
     made = attention(qk_norm=True)
     x = torch.randn(1, S, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    before = made(x, Context(Fixed(None)))
+    before = made(x, Context(Fixed(CAUSAL)))
     with torch.no_grad():
         made.qkv.weights[0][: (H + K) * HEAD] *= 100
-    torch.testing.assert_close(made(x, Context(Fixed(None))), before, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(made(x, Context(Fixed(CAUSAL))), before, rtol=1e-3, atol=1e-4)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_trainer.model.context import attention_mask
+from mega_trainer.kernels.masks import CAUSAL, dense
+from mega_trainer.model.context import Outline, Sequences
 
 CPU = torch.device("cpu")
 
@@ -15,13 +17,8 @@ CPU = torch.device("cpu")
 def test_a_query_sees_itself_and_earlier_tokens_of_its_window_and_document(length, window, batch, rng) -> None:
     documents = None
     if batch:
-        documents = torch.tensor([[rng.randint(0, 2) for _ in range(length)] for _ in range(batch)])
-        documents = documents.sort(-1).values
-    mask = attention_mask(length, window=window, documents=documents, device=CPU)
-    if mask is None:
-        assert documents is None
-        assert window is None or window >= length
-        return
+        documents = np.sort([[rng.randint(0, 2) for _ in range(length)] for _ in range(batch)])
+    mask = dense(whole(length, documents).mask(window), (batch or 1, length), length, CPU)
     assert mask.shape == (batch or 1, 1, length, length)
     for row in range(batch or 1):
         for q in range(length):
@@ -32,7 +29,12 @@ def test_a_query_sees_itself_and_earlier_tokens_of_its_window_and_document(lengt
                 assert mask[row, 0, q, k] == sees
 
 
-def test_plain_causal_attention_needs_no_mask() -> None:
-    assert attention_mask(8, window=None, documents=None, device=CPU) is None
-    assert attention_mask(8, window=8, documents=None, device=CPU) is None
-    assert attention_mask(8, window=7, documents=None, device=CPU) is not None
+def whole(length: int, documents: np.ndarray | None) -> Sequences:
+    outline = None if documents is None else Outline.of(documents, documents)
+    return Sequences(length, CPU, outline and outline.begins)
+
+
+def test_a_window_as_long_as_the_sequence_is_none() -> None:
+    assert whole(8, None).mask(None) == CAUSAL
+    assert whole(8, None).mask(8) == CAUSAL
+    assert whole(8, None).mask(7) != CAUSAL

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.layout import Layout
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder, Stage
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.recompute import Recompute
@@ -176,13 +178,13 @@ def test_layers_with_a_window_have_a_rotation_of_their_own() -> None:
 def test_later_tokens_and_other_documents_do_not_matter() -> None:
     model = config()
     data, decoder = batch(model), made(model)
-    documents = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)
+    outline = Outline.of(data["positions"].numpy(), np.array([[0, 0, 0, 1, 1, 1]] * 2))
     other = {**data, "tokens": data["tokens"].clone()}
     other["tokens"][:, 2] += 1
     other["tokens"] %= model.vocab_size
 
     def logits(given: dict[str, torch.Tensor]) -> torch.Tensor:
-        context = decoder.context(given["positions"], documents=documents)
+        context = decoder.context(given["positions"], outline=outline)
         return decoder.logits(decoder(decoder.embed(given["tokens"], given["positions"]), context))
 
     before, after = logits(data), logits(other)

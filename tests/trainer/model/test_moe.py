@@ -37,7 +37,7 @@ def layer(model: ModelConfig, recompute: bool = False) -> Moe:
 
 
 def run(it: Moe, x: Tensor) -> Tensor:
-    y: Tensor = it(x, Context(Sequences(x.shape[1], None, x.device)))
+    y: Tensor = it(x, Context(Sequences(x.shape[1], x.device)))
     return y
 
 

@@ -58,7 +58,7 @@ def made(model: ModelConfig) -> Decoder:
 
 
 def objective(decoder: Decoder, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    return decoder.whole(batch, decoder.context(batch.positions, documents=batch.documents))
+    return decoder.whole(batch, decoder.context(batch.positions, outline=batch.outline))
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -80,7 +80,7 @@ def test_each_label_is_the_one_so_many_places_on_and_counts_where_it_can_be_know
 def test_the_objective_is_what_the_paper_says(tied: bool) -> None:
     config = run_config(tie_embeddings=tied)
     decoder, batch = made(config.model), batch_of(config)
-    context, table = decoder.context(batch.positions, documents=batch.documents), decoder.embedding.weight
+    context, table = decoder.context(batch.positions, outline=batch.outline), decoder.embedding.weight
     norm, head = (lambda x, n: F.rms_norm(x, (16,), n.weight, 1e-5)), decoder.head_weight
     hidden = norm(decoder(table[batch.tokens], context), decoder.norm)
     main = (F.cross_entropy((hidden @ head.T).mT, batch.labels, reduction="none") * batch.weights).sum()

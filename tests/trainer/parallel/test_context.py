@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Scores
+from mega_trainer.kernels.masks import dense
 from mega_trainer.kernels.torch import TorchKernels, plain_attention
-from mega_trainer.model.context import Outline, Sequences, attention_mask
+from mega_trainer.model.context import Outline, Sequences
 from mega_trainer.parallel import context
 from mega_trainer.parallel.context import Blockwise, Kind, Ring, chunks_of, context_parallel, place_of_tokens
 
@@ -56,21 +56,23 @@ def test_every_rank_has_as_many_scores_to_compute(size: int, chunk: int) -> None
 def test_blocks_are_cut_from_the_whole_mask_and_none_that_matters_is_skipped(size, chunk, window, closed, rng) -> None:
     length = 2 * size * chunk
     ids = np.sort([[rng.randint(0, 2) for _ in range(length)] for _ in range(2)])
-    documents = torch.tensor(ids) if closed else None
-    outline = Outline.of(ids, ids if closed else None)
-    whole = attention_mask(length, window=window, documents=documents, device=CPU)
-    whole = torch.ones(1, 1, length, length, dtype=torch.bool).tril() if whole is None else whole
-    sight = Sequences(length, documents, CPU, outline)
-    seen = torch.zeros_like(whole)
+    sight = Sequences(length, CPU, Outline.of(ids, ids).begins if closed else None)
+    whole = dense(sight.mask(window), ids.shape, length, CPU).expand(len(ids), -1, -1, -1)
+    seen = torch.zeros_like(whole, memory_format=torch.contiguous_format)
     for mine in range(size):
         kind = Blockwise(Ring(group(mine, size)), group(mine, size), TorchKernels())
         for other in range(size):
             rows, columns = (place_of_tokens(length, group(r, size)) for r in (mine, other))
-            for here, there, what in kind.blocks(length, other, partial(sight.block, window=window)):
-                square = torch.ones(chunk, chunk, dtype=torch.bool)
-                block = what if isinstance(what, Tensor) else square if what == "all" else square.tril()
-                seen[..., rows[here][:, None], columns[there][None, :]] = block
-                assert not isinstance(what, Tensor) or not (block.equal(square) or block.equal(square.tril()))
+            for block in kind.blocks(length, other, partial(sight.parts, window=window)):
+                here, there = rows[block.queries], columns[block.keys]
+                square = dense(block.mask, (len(ids[block.rows]), len(here)), len(there), CPU)
+                assert square.any(-1).all()  # no query without a key
+                region = seen[block.rows, 0][:, here[:, None], there[None, :]]
+                assert not region.any()  # no block twice
+                seen[block.rows, 0] = seen[block.rows, 0].index_put(
+                    (torch.arange(len(region))[:, None, None], here[:, None], there[None, :]),
+                    square[:, 0].expand_as(region),
+                )
     assert seen.equal(whole)
 
 
@@ -78,20 +80,24 @@ def test_blocks_that_nobody_sees_into_are_skipped() -> None:
     """Eight chunks on four ranks: rank 1 has the chunks 1 and 6."""
     size, length = 4, 64
     ids = np.repeat([[0, 1], [0, 1]], [40, 24], axis=1)  # the second document begins with chunk 5
-    open_, closed = (
-        Sequences(length, None if outline is None else torch.tensor(ids), CPU, outline)
-        for outline in (None, Outline.of(ids, ids))
-    )
+    open_, closed = (Sequences(length, CPU, begins) for begins in (None, Outline.of(ids, ids).begins))
     kind = Blockwise(Ring(group(1, size)), group(1, size), TorchKernels())
 
-    def seen(sight: Sequences, window: int | None) -> list[str]:
-        found = [kind.blocks(length, rank, partial(sight.block, window=window)) for rank in range(size)]
-        return ["mask" if isinstance(what, Tensor) else what for blocks in found for *_, what in blocks]
+    def sizes(sight: Sequences, window: int | None) -> list[tuple[int, int, int]]:
+        """Rows, queries and keys of each block."""
+        found = [kind.blocks(length, rank, partial(sight.parts, window=window)) for rank in range(size)]
+        tokens = range(length // size)
+        return [(len(ids[b.rows]), len(tokens[b.queries]), len(tokens[b.keys])) for blocks in found for b in blocks]
 
-    assert Counter(seen(open_, None)) == {"causal": 2, "all": 1 + 6}
-    assert Counter(seen(open_, 5)) == {"mask": 4}  # of each chunk itself and the one before
-    assert Counter(seen(closed, None)) == {"causal": 2, "all": 1 + 1}  # chunk 0, and chunk 5
-    assert Counter(seen(closed, 5)) == {"mask": 4}
+    assert sizes(open_, None) == [(2, 16, 8), (2, 16, 16), (2, 8, 16), (2, 8, 16)]  # one for each rank
+    assert sizes(open_, 5) == [
+        (2, 4, 4),
+        (2, 8, 8),
+        (2, 8, 8),
+        (2, 4, 4),
+    ]  # of each chunk and the end of the one before
+    assert sizes(closed, None) == [(1, 8, 8)] * 2 + [(2, 8, 8)] * 2 + [(1, 8, 8)] * 2  # chunk 0, itself, and chunk 5
+    assert sizes(closed, 5) == [(1, 4, 4)] * 2 + [(2, 8, 8)] * 2 + [(1, 4, 4)] * 2
 
 
 def test_order_of_ranks_and_of_the_sequence() -> None:
@@ -165,24 +171,23 @@ SHAPES = {
 LENGTH, ROWS = 24, 2
 
 
-def tensors(shape: Shape) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """q, k, v and sinks; the gradient of y; documents. Whole."""
+def tensors(shape: Shape) -> tuple[list[Tensor], Tensor, Sequences]:
+    """q, k, v and sinks; the gradient of y; who sees whom. Whole."""
     g = torch.Generator().manual_seed(5)
     sizes = [(shape.heads, shape.d), (shape.keys, shape.d), (shape.keys, shape.e)]
     made = [torch.randn(ROWS, LENGTH, *size, generator=g, dtype=torch.float64).to(shape.dtype) for size in sizes]
     made += [torch.randn(shape.heads, generator=g, dtype=torch.float64).to(shape.dtype)] if shape.sinks else []
     dy = torch.randn(ROWS, LENGTH, shape.heads, shape.e, generator=g, dtype=torch.float64).to(shape.dtype)
-    documents = (torch.rand(ROWS, LENGTH, generator=g) < 0.2).cumsum(-1) if shape.closed else None
-    return made, dy, documents
+    documents = (torch.rand(ROWS, LENGTH, generator=g) < 0.2).cumsum(-1).numpy()
+    return made, dy, Sequences(LENGTH, CPU, Outline.of(documents, documents).begins if shape.closed else None)
 
 
 def at_once(shape: Shape) -> list[Tensor]:
     """y and the gradients of all operands, on one rank, in fp64 whatever the precision."""
-    made, dy, documents = tensors(shape)
+    made, dy, sight = tensors(shape)
     operands = [t.double().requires_grad_() for t in made]
     how = Scores(0.7, shape.softcap, operands[3] if shape.sinks else None)
-    mask = attention_mask(LENGTH, window=shape.window, documents=documents, device=CPU)
-    y = plain_attention(*operands[:3], mask, how)
+    y = plain_attention(*operands[:3], sight.mask(shape.window), how)
     y.backward(dy.double())
     return [y.detach(), *(t.grad for t in operands if t.grad is not None)]
 
@@ -192,17 +197,16 @@ def together(kind: Kind, shapes: dict[str, Shape]) -> dict[str, list[Tensor]]:
     cp = Group("cp", tuple(range(RANKS)), dist.get_rank(), dist.group.WORLD)
     places, out = place_of_tokens(LENGTH, cp), {}
     for name, shape in shapes.items():
-        made, dy, documents = tensors(shape)
+        made, dy, sight = tensors(shape)
         operands = [t[:, places] for t in made[:3]] + made[3:]
         for t in operands:
             t.requires_grad_()
         how = Scores(0.7, shape.softcap, operands[3] if shape.sinks else None)
-        sight = Sequences(LENGTH, documents, CPU)
         mask = sight.mask(shape.window)
         attend = context_parallel(kind, cp, TorchKernels())
         assert attend is not None
         y = attend.attention(
-            *operands[:3], how, partial(sight.block, window=shape.window),
+            *operands[:3], how, partial(sight.parts, window=shape.window),
             lambda q, k, v, how, first, mask=mask: plain_attention(q, k, v, mask, how),
         )  # fmt: skip
         y.backward(dy[:, places])

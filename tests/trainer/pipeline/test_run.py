@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from mega_trainer.comm import Group
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import build_groups
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder, Stage
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.recompute import Recompute
@@ -43,7 +45,7 @@ def batches(count: int, rows: int = 2, length: int = 5) -> list[MicroBatch]:
             labels=torch.randint(0, 11, (rows, length), generator=g),
             weights=torch.rand(rows, length, generator=g).round(),
             positions=torch.arange(length).expand(rows, -1),
-            documents=torch.tensor([0, 0, 1, 1, 1]).expand(rows, -1),
+            outline=Outline([length] * rows, np.array([[0, 0, 2, 2, 2]] * rows)),
             samples=range(rows * number, rows * (number + 1)),
         )
         for number in range(count)
@@ -59,7 +61,7 @@ def one_after_another(
     total = 0.0
     for batch in micro:
         dropout = None if seed is None else Dropout(seed, batch.samples, [range(batch.tokens.shape[1])])
-        context = model.context(batch.positions, documents=batch.documents, dropout=dropout)
+        context = model.context(batch.positions, outline=batch.outline, dropout=dropout)
         x = model(model.embed(batch.tokens, batch.positions, dropout), context)
         loss, _ = model.loss(x, batch.labels, batch.weights)
         (loss * SCALE).backward()

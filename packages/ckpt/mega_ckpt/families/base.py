@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mega_ckpt.families.keys import Entry, MismatchError, Only, Quantised, Raw
+from mega_ckpt.families.keys import Entry, MismatchError, Only, Raw
 from mega_ckpt.families.layouts import DiskTensor, Rule, disk_tensors
 from mega_ckpt.families.plain import TRAINING_FIELDS, plain
 from mega_ckpt.families.rope import unread_parameters
@@ -20,21 +20,22 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Keys that say nothing about what the model computes from its weights. They are carried, not translated.
+# Keys that say nothing about what the model computes from its weights. They are carried, not translated. (How weights
+# are quantised is a matter of reading them.)
 CARRIED = _words(
     """_attn_implementation _name_or_path architectures auto_map bad_words_ids begin_suppress_tokens bos_token_id
-    chunk_size_feed_forward cls_token_id decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    chunk_size_feed_forward cls_token_id compression_config decoder_start_token_id diversity_penalty do_sample dtype early_stopping
     encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
     forced_eos_token_id gradient_checkpointing id2label initializer_factor label2id length_penalty max_length min_length
     model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
-    output_hidden_states output_past output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values
+    output_hidden_states output_past output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
+    quantization_config remove_invalid_values
     repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
     tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p unk_token_id
     use_bfloat16 use_cache"""
 )
 
 # Keys that transformers' own machinery reads of every configuration, and that must say that there is nothing unusual.
-_QUANTISED = Quantised()
 _USUAL = Only(
     {
         "add_cross_attention": (False,),
@@ -87,7 +88,7 @@ class Family:
         """
         fields: dict[str, Any] = {}
         found: list[str] = []
-        for entry in (*self.entries, _QUANTISED, _USUAL):
+        for entry in (*self.entries, _USUAL):
             try:
                 fields |= entry.read(raw)
             except MismatchError as error:
@@ -115,7 +116,7 @@ class Family:
     @property
     def known_keys(self) -> frozenset[str]:
         """Keys of config.json that are understood or known to be harmless: all that the family's class or code reads."""
-        return CARRIED.union(self.carried, _USUAL.keys, _QUANTISED.keys, *(entry.keys for entry in self.entries))
+        return CARRIED.union(self.carried, _USUAL.keys, *(entry.keys for entry in self.entries))
 
     def problems(self, model: ModelConfig) -> list[str]:
         """The settings of `model` that this family's config.json cannot express; empty when it fits."""

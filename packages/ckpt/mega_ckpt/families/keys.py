@@ -200,29 +200,6 @@ class Only:
         return {}
 
 
-@dataclass(frozen=True)
-class Quantised:
-    """Weights in a form that only some software computes with, which the config.json tells."""
-
-    keys: frozenset[str] = frozenset({"quantization_config"})
-    fields: frozenset[str] = frozenset()
-
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """Nothing, when there is none."""
-        given = raw.get("quantization_config")
-        if given:
-            method = given.get("quant_method") if isinstance(given, Mapping) else given
-            raise MismatchError(
-                f"quantization_config: the weights are quantised ({method}), which is not read; have transformers "
-                "dequantise them to bf16, and save them"
-            )
-        return {}
-
-    def write(self, model: Config) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-
 def layer_numbers(raw: Raw, further: int = 0) -> range:
     """The numbers of a model's layers, and of so many behind them.
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from mega_ckpt.families import Family, family_for, family_named, family_of, same_model
 from mega_ckpt.families.base import CARRIED
 from mega_ckpt.families.layouts import PLAIN, DiskTensor
-from mega_ckpt.formats.hf import CONFIG, INDEX, LAYOUT, SINGLE, checked_table, decode_layout
+from mega_ckpt.formats.hf import CONFIG, LAYOUT, checked_table, decode_layout
+from mega_ckpt.formats.hf_files import INDEX, SINGLE, encode_json
 from mega_ckpt.formats.safetensors import Header, write_file
 from mega_ckpt.journal import Finished, Once, always
 from mega_ckpt.pieces import Shape
@@ -60,16 +61,16 @@ class Origin:
             return {}
         return raw if isinstance(raw, dict) else {}
 
-    def described(self) -> tuple[Family, ModelConfig] | None:
+    def described(self, model: ModelConfig) -> tuple[Family, ModelConfig] | None:
         """The model that its config.json describes; None where it describes none that is known.
 
-        That is no error: the file may have come with a tokenizer.
+        That is no error: the file may have come with a tokenizer. Further predictors count where files or `model` have any.
         """
         try:
             family = family_of(self.raw)
             held = [name for header in self.headers.values() for name in header.entries]
-            model = family.read_config(self.raw)
-            return family, family.as_held(model, held) if held else model
+            read = family.read_config(self.raw)
+            return family, family.as_held(read, held) if held or not model.mtp_layers else read
         except CheckpointError:
             return None
 
@@ -109,7 +110,7 @@ def plan_folder(
         CheckpointError: when the family, or every family, lacks something of the model, with the settings.
     """
     origin = Origin.of(source)
-    described = origin.described()
+    described = origin.described(source.model)
     chosen = _choose(source.model, family, described)
     same = described is not None and described[0] is chosen and same_model(described[1], source.model)
     headers = origin.headers if same else {}
@@ -126,7 +127,7 @@ def plan_folder(
         config, index = origin.config, origin.index
     else:
         raw = _with_dtype(origin.raw if same else _new_config(origin.raw, chosen, source.model), tensors)
-        config, index = origin.config if raw == origin.raw else _encode(raw), _index(files)
+        config, index = origin.config if raw == origin.raw else encode_json(raw), _index(files)
     own = {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
     return Plan(table, files, {**others, **own})
 
@@ -214,7 +215,7 @@ def _index(files: Mapping[str, Header]) -> bytes | None:
         return None
     total = sum(header.size for header in files.values())
     weight_map = {name: file for file, header in files.items() for name in header.entries}
-    return _encode({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    return encode_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _new_config(raw: Mapping[str, Any], family: Family, model: ModelConfig) -> dict[str, Any]:
@@ -232,10 +233,6 @@ def _with_dtype(raw: Mapping[str, Any], tensors: Mapping[str, tuple[torch.dtype,
     name = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
     keys = [key for key in ("dtype", "torch_dtype") if key in raw] or ["dtype"]
     return {**raw, **dict.fromkeys(keys, name)}
-
-
-def _encode(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _content(value: Path | bytes | None) -> bytes | None:

@@ -11,7 +11,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 from mega_common.errors import CheckpointError
 
@@ -77,9 +77,9 @@ class _Unpickler(pickle._Unpickler):
     """The interpreter in Python: its memory grows with the file, where the one in C trusts the indices it reads."""
 
     def __init__(
-        self, data: bytes, source: str, replace: dict[str, Callable[..., Any]], stored: Callable[[Any], Any]
+        self, stream: IO[bytes], source: str, replace: dict[str, Callable[..., Any]], stored: Callable[[Any], Any]
     ) -> None:
-        super().__init__(io.BytesIO(data), encoding="latin1")
+        super().__init__(stream, encoding="latin1")
         self._source, self._replace, self._stored = source, replace, stored
         self._classes: dict[str, Any] = {}
 
@@ -118,7 +118,7 @@ def _nothing_stored(pid: Any) -> Any:
 
 
 def load_pickle(
-    data: bytes,
+    data: bytes | IO[bytes],
     source: str,
     *,
     replace: dict[str, Callable[..., Any]] | None = None,
@@ -127,7 +127,7 @@ def load_pickle(
     """What a pickle says, in builtin containers and `Inert` stand-ins.
 
     Args:
-        data: the pickle.
+        data: the pickle; of a stream, what begins where it stands, which is left behind it.
         source: what to call it in errors.
         replace: functions of the caller's own for some names.
         stored: what the persistent ids in it stand for.
@@ -135,8 +135,9 @@ def load_pickle(
     Raises:
         CheckpointError: when it asks for anything that is not in the list, or is damaged.
     """
+    stream = io.BytesIO(data) if isinstance(data, bytes) else data
     try:
-        return _Unpickler(data, source, replace or {}, stored).load()
+        return _Unpickler(stream, source, replace or {}, stored).load()
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle fails in any way

@@ -57,7 +57,9 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class _Storage:
+class Storage:
+    """Bytes [begin, end) of a file as elements of one dtype."""
+
     dtype: torch.dtype
     begin: int
     end: int
@@ -90,6 +92,11 @@ class _Part(io.RawIOBase):
         return len(data)
 
 
+def part_of(file: IO[bytes], begin: int, end: int) -> IO[bytes]:
+    """Bytes [begin, end) of a file as a file."""
+    return io.BufferedReader(_Part(file, begin, end))
+
+
 def load_archive(path: Path, begin: int = 0, end: int | None = None) -> Any:
     """What `torch.save` put into `path[begin:end]`: containers, `Inert` stand-ins, and `StoredTensor`s for tensors.
 
@@ -110,7 +117,7 @@ def load_archive(path: Path, begin: int = 0, end: int | None = None) -> Any:
 
 def _load(path: Path, file: IO[bytes], begin: int, end: int) -> Any:
     try:
-        with zipfile.ZipFile(io.BufferedReader(_Part(file, begin, end))) as archive:
+        with zipfile.ZipFile(part_of(file, begin, end)) as archive:
             entries = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
             info = entries["data.pkl"]
             if max(info.file_size, info.compress_size) > MAX_PICKLE_BYTES or info.compress_type != zipfile.ZIP_STORED:
@@ -121,30 +128,58 @@ def _load(path: Path, file: IO[bytes], begin: int, end: int) -> Any:
             f"{path}: damaged, or not written by torch.save ({error})",
             hint="is it of torch older than 1.6? save it again",
         ) from None
-    rebuild = _Rebuild(path, file, begin, end, entries)
-    return load_pickle(pickled, str(path), replace=rebuild.functions(), stored=rebuild.storage)
+    storages = _Storages(file, begin, end, entries)
+    return load_pickle(pickled, str(path), replace=rebuilding(path), stored=storages.find)
 
 
-class _Rebuild:
-    """Turns what a pickle says of tensors into `StoredTensor`s."""
+def rebuilding(path: Path) -> dict[str, Any]:
+    """What `load_pickle` is to replace, so that what it reads of tensors becomes `StoredTensor`s in `path`."""
 
-    def __init__(self, path: Path, file: IO[bytes], begin: int, end: int, entries: dict[str, zipfile.ZipInfo]) -> None:
-        self._path, self._file, self._begin, self._end, self._entries = path, file, begin, end, entries
+    def tensor(storage: Storage, start: int, shape: Shape, stride: Shape, *others: Any) -> StoredTensor:
+        return _tensor(path, storage, start, shape, stride, *others)
 
-    def functions(self) -> dict[str, Any]:
-        """For `load_pickle`."""
-        return {
-            "torch._utils._rebuild_tensor_v2": self.tensor,
-            "torch._utils._rebuild_tensor_v3": self.tensor,
-            "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
-        }
+    return {
+        "torch._utils._rebuild_tensor": tensor,
+        "torch._utils._rebuild_tensor_v2": tensor,
+        "torch._utils._rebuild_tensor_v3": tensor,
+        "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    }
 
-    def storage(self, pid: Any) -> _Storage:
+
+def _tensor(path: Path, storage: Storage, start: int, shape: Shape, stride: Shape, *others: Any) -> StoredTensor:
+    """A tensor of a storage; `others` are requires_grad, hooks and, for types without a storage class, the dtype."""
+    named = others[2] if len(others) > 2 and getattr(others[2], "name", "").startswith("torch.") else None
+    dtype = getattr(torch, named.name.removeprefix("torch.")) if named else storage.dtype
+    shape, stride = tuple(shape), tuple(stride)
+    whole = all(isinstance(n, int) and n >= 0 for n in (start, *shape, *stride))
+    last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
+    count, room = math.prod(shape), (storage.end - storage.begin) // dtype.itemsize
+    if not whole or (count and max(last, count) > room):
+        raise ValueError(f"a tensor of shape {list(shape)} does not fit its storage")
+    return StoredTensor(path, dtype, shape, stride, start, storage.begin, storage.end)
+
+
+def storage_dtype(marker: Inert) -> torch.dtype:
+    """What the class of a storage, as a pickle names it, says of its elements.
+
+    Raises:
+        KeyError: when it is none.
+    """
+    return _STORAGES[marker.name.rpartition(".")[2]]
+
+
+class _Storages:
+    """The storages of an archive."""
+
+    def __init__(self, file: IO[bytes], begin: int, end: int, entries: dict[str, zipfile.ZipInfo]) -> None:
+        self._file, self._begin, self._end, self._entries = file, begin, end, entries
+
+    def find(self, pid: Any) -> Storage:
         """A storage's place in the file."""
         kind, marker, key, _, count = pid
         if kind != "storage":
             raise ValueError(f"{kind!r} is not a storage")
-        dtype, info = _STORAGES[marker.name.rpartition(".")[2]], self._entries[f"data/{key}"]
+        dtype, info = storage_dtype(marker), self._entries[f"data/{key}"]
         self._file.seek(self._begin + info.header_offset)
         header = self._file.read(_LOCAL_HEADER)
         name, extra = struct.unpack("<HH", header[26:30])
@@ -153,19 +188,7 @@ class _Rebuild:
             raise ValueError(f"storage {key} has {info.file_size} bytes for {count} elements")
         if first + info.file_size > self._end:
             raise ValueError(f"storage {key} reaches outside the file")
-        return _Storage(dtype, first, first + info.file_size)
-
-    def tensor(self, storage: _Storage, start: int, shape: Shape, stride: Shape, *others: Any) -> StoredTensor:
-        """A tensor of a storage; `others` are requires_grad, hooks and, for types without a storage class, the dtype."""
-        named = others[2] if len(others) > 2 and getattr(others[2], "name", "").startswith("torch.") else None
-        dtype = getattr(torch, named.name.removeprefix("torch.")) if named else storage.dtype
-        shape, stride = tuple(shape), tuple(stride)
-        whole = all(isinstance(n, int) and n >= 0 for n in (start, *shape, *stride))
-        last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
-        count, room = math.prod(shape), (storage.end - storage.begin) // dtype.itemsize
-        if not whole or (count and max(last, count) > room):
-            raise ValueError(f"a tensor of shape {list(shape)} does not fit its storage")
-        return StoredTensor(self._path, dtype, shape, stride, start, storage.begin, storage.end)
+        return Storage(dtype, first, first + info.file_size)
 
 
 def namespace(value: Any) -> dict[str, Any]:

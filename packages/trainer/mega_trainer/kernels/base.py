@@ -6,15 +6,12 @@ Legend: B batch, S query length, T key length, H query heads, K key/value heads,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from mega_trainer.kernels.grouped import Rows
-
-# Which of a block's keys its queries see: every one, those at or before the query's own place in a square block, or
-# those where a boolean [B or 1, 1, S, T] is True.
-Seen = Tensor | Literal["all", "causal"]
+from mega_trainer.kernels.masks import Mask
 
 
 @dataclass(frozen=True)
@@ -30,6 +27,11 @@ class Scores:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    @property
+    def bent(self) -> bool:
+        """Whether something becomes of it that fused kernels do not know."""
+        return self.softcap is not None or self.sinks is not None
 
 
 class Kernels(Protocol):
@@ -55,27 +57,27 @@ class Kernels(Protocol):
     ) -> Tensor:
         """(x - mean) / std * weight + bias over the last axis (arXiv:1607.06450); `zero_centered` as for `rms_norm`."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Mask, how: Scores) -> Tensor:
         """Scaled dot-product attention with grouped queries.
 
-        q [B, S, H, d], k [B, T, K, d] and v [B, T, K, e] with H a multiple of K -> [B, S, H, e]. `mask` is boolean,
-        broadcastable to [B, H, S, T], True where a query sees a key; None means causal, with S == T.
+        q [B, S, H, d], k [B, T, K, d] and v [B, T, K, e] with H a multiple of K -> [B, S, H, e]. Where `mask` is a
+        tensor it is boolean, broadcastable to [B, H, S, T], True where a query sees a key.
         """
 
-    def attend_block(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+    def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor]:
         """Attention to some of the keys, for one who merges blocks; without sinks, which belong to the whole.
 
-        Shapes as for `attention`. Returns y [B, S, H, e] and the logarithm of the sum of exponentiated scores
-        [B, S, H], in at least fp32; where a query sees no key these are 0 and minus infinity. Not differentiable.
+        Shapes as for `attention`. Returns y [B, S, H, e], in at least the precision of q, and the logarithm of the sum of
+        exponentiated scores [B, S, H], in at least fp32. Every query must see a key. Not differentiable.
         """
 
     def attend_block_backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, seen: Seen, how: Scores
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, mask: Mask, how: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The part of (dq, dk, dv) that comes from one block, each as wide as its operand, in at least fp32.
+        """The part of (dq, dk, dv) that comes from one block, each shaped as its operand.
 
-        `lse` is that of all blocks together, sinks included, and `delta` the sum of y dy over each head, both
-        [B, S, H]: with p = exp(score - lse) the gradient of a score is p (dy v - delta) (arXiv:2205.14135).
+        y [B, S, H, e] and `lse` [B, S, H] are those of all blocks together, sinks included: with p = exp(score - lse) and
+        delta the sum of y dy over each head, the gradient of a score is p (dy v - delta) (arXiv:2205.14135).
         """
 
     def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:

@@ -1,4 +1,10 @@
-"""Attention of some queries to some keys, product by product, and its backward: what context parallelism is made of.
+"""Attention of some queries to some keys, and its backward; attention of whole sequences, and context parallelism, are made
+of it.
+
+A block is one fused kernel each way (arXiv:2205.14135, arXiv:2307.08691) where there is one: torch's flash attention on a
+GPU, which takes documents and windows too; its twin for CPUs, in every precision, for a document without a window. Its
+backward is told y and the logarithm of the sum over all blocks, and so gives the part of the gradient that comes from its
+own. The rest goes product by product, some queries at a time with the keys that they see: no memory grows with S T.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K queries that share one, d size of queries
 and keys, e of values. Queries that share a key are rows of one product: [B, K, G S, d], so no key is repeated.
@@ -7,56 +13,198 @@ and keys, e of values. Queries that share a key are rows of one product: [B, K, 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from mega_trainer.kernels.base import Scores, Seen
+from mega_trainer.kernels.base import Scores
+from mega_trainer.kernels.masks import ALL, CAUSAL, Band, Mask, Packed
 
 # Elements of the scores at hand: on a CPU they should stay in its cache, on a GPU fill it with work.
 TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+WIDEST_HEAD = 256  # of the flash kernels on GPUs
+_aten = torch.ops.aten
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> Tensor:
+    """`Kernels.attention` as one block."""
+    y: Tensor = _Attention.apply(q, k, v, how.sinks, mask, how)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, how: Scores) -> Tensor:
+        y, lse = attend_block(q, k, v, mask, how)
+        if sinks is not None:
+            y, lse = with_sinks(y, lse, sinks)
+        y = y.to(q.dtype)
+        ctx.save_for_backward(q, k, v, y, lse, sinks)
+        ctx.mask, ctx.how = mask, how
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, lse, sinks = ctx.saved_tensors
+        grads = attend_block_backward(dy, q, k, v, y, lse, ctx.mask, ctx.how)
+        dq, dk, dv = (grad.to(t.dtype) for grad, t in zip(grads, (q, k, v), strict=True))
+        return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, dy, y, lse), None, None
+
+
+def with_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """y and its log-sum-exp once each head's sink has taken its share of the probability."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return y * (lse - total).exp_().unsqueeze(-1), total
+
+
+def sinks_gradient(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tensor) -> Tensor:
+    """[H]: a sink takes its share exp(sink - lse) of each query's probability, and gives no value for it."""
+    delta = (y.to(lse.dtype) * dy).sum(-1)
+    return -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
+
+
+def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor]:
     """See `Kernels.attend_block`."""
-    parts = [_attend(q[:, rows], k[:, keys], v[:, keys], mask, how) for rows, keys, mask in _tiles(q, k.shape[1], seen)]
-    return torch.cat([y for y, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
+    if _fused(q, v, mask, how):
+        return _flash(q, k, v, mask, how.scale)
+    if isinstance(mask, Packed):
+        each = [attend_block(q1, k1, v1, mask.band, how) for q1, k1, v1 in _documents(mask, q, k, v)]
+        y, lse = (torch.cat(part, 1) for part in zip(*each, strict=True))
+        return y.view(*q.shape[:2], *y.shape[2:]), lse.view(q.shape[:3])
+    found = [_attend(q[:, rows], k[:, keys], v[:, keys], seen, how) for rows, keys, seen in _tiles(q, k, mask)]
+    return torch.cat([y for y, _ in found], 1), torch.cat([lse for _, lse in found], 1)
 
 
 def attend_block_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, seen: Seen, how: Scores
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, mask: Mask, how: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Kernels.attend_block_backward`."""
+    if _fused(q, v, mask, how):
+        return _flash_backward(dy, q, k, v, y, lse, mask, how.scale)
+    if isinstance(mask, Packed):
+        each = [
+            attend_block_backward(dy1, q1, k1, v1, y1, lse1, mask.band, how)
+            for dy1, q1, k1, v1, y1, lse1 in _documents(mask, dy, q, k, v, y, lse)
+        ]
+        dq, dk, dv = (torch.cat(part, 1) for part in zip(*each, strict=True))
+        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
     dk, dv = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
-    dq = []
-    for rows, keys, mask in _tiles(q, k.shape[1], seen):
+    delta, parts = (y.to(lse.dtype) * dy).sum(-1), []
+    for rows, keys, seen in _tiles(q, k, mask):
         queries = dy[:, rows], q[:, rows], lse[:, rows], delta[:, rows]
-        dq_part, dk_part, dv_part = _attend_backward(*queries, k[:, keys], v[:, keys], mask, how)
-        dq.append(dq_part)
+        dq_part, dk_part, dv_part = _attend_backward(*queries, k[:, keys], v[:, keys], seen, how)
+        parts.append(dq_part)
         dk[:, keys] += dk_part
         dv[:, keys] += dv_part
-    return torch.cat(dq, 1), dk, dv
+    return torch.cat(parts, 1), dk, dv
 
 
-def _tiles(q: Tensor, keys: int, seen: Seen) -> Iterator[tuple[slice, slice, Tensor | None]]:
+def _documents(mask: Packed, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Each document's part of tensors [B, S, ..], as a batch of one."""
+    cut = [torch.split(t.flatten(0, 1), list(mask.lengths)) for t in tensors]
+    return (tuple(part.unsqueeze(0) for part in parts) for parts in zip(*cut, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------- fused kernels
+
+
+def _fused(q: Tensor, v: Tensor, mask: Mask, how: Scores) -> bool:
+    """Whether torch has one kernel for such a block."""
+    if how.softcap is not None:
+        return False
+    if not _on_gpu(q):
+        return mask in (ALL, CAUSAL)
+    width = max(q.shape[-1], v.shape[-1])
+    return q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_HEAD
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+    rows, value = q.shape[:2], v.shape[-1]
+    q, k, v = _widened(q, k, v)
+    if not _on_gpu(q):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask == CAUSAL, scale=scale)
+        return y.transpose(1, 2)[..., :value], lse.transpose(1, 2)
+    sizes, window = _for_gpu(mask, q, k)
+    if isinstance(mask, Packed):
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    y, lse, *_ = _aten._flash_attention_forward(q, k, v, *sizes, 0.0, mask == CAUSAL, False, scale=scale, **window)
+    return y.view(*rows, *y.shape[-2:])[..., :value], lse.transpose(-2, -1).reshape(*rows, -1)
+
+
+def _flash_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, mask: Mask, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    operands = q, k, v
+    dy, q, k, v, y = _widened(dy, q, k, v, y)
+    if not _on_gpu(q):
+        dy, q, k, v, y, lse = (t.transpose(1, 2) for t in (dy, q, k, v, y, lse))
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q, k, v, y, lse.contiguous(), 0.0, mask == CAUSAL, scale=scale
+        )
+        dq, dk, dv = (grad.transpose(1, 2)[..., : t.shape[-1]] for grad, t in zip(grads, operands, strict=True))
+        return dq, dk, dv
+    sizes, window = _for_gpu(mask, q, k)
+    if isinstance(mask, Packed):
+        dy, q, k, v, y, lse = (t.flatten(0, 1) for t in (dy, q, k, v, y, lse))
+    lse = lse.transpose(-2, -1).contiguous()
+    generator = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, of which there is none
+    grads = _aten._flash_attention_backward(
+        dy, q, k, v, y, lse, *sizes, 0.0, mask == CAUSAL, generator, generator, scale=scale, **window
+    )
+    dq, dk, dv = (grad.view(*t.shape[:-1], -1)[..., : t.shape[-1]] for grad, t in zip(grads, operands, strict=True))
+    return dq, dk, dv
+
+
+def _for_gpu(mask: Mask, q: Tensor, k: Tensor) -> tuple[tuple[Tensor | int | None, ...], dict[str, int | None]]:
+    """Where documents begin, twice, and the most queries and keys of one; and the window."""
+    band = mask.band if isinstance(mask, Packed) else mask
+    window = {"window_size_left": band.left, "window_size_right": band.right}
+    if isinstance(mask, Packed):
+        return (mask.cu_seqlens, mask.cu_seqlens, max(mask.lengths), max(mask.lengths)), window
+    return (None, None, q.shape[1], k.shape[1]), window
+
+
+def _widened(*tensors: Tensor) -> list[Tensor]:
+    """Heads filled up with zeros, which add nothing to a score or a value, to the one width that the kernels take."""
+    width = max(t.shape[-1] for t in tensors)
+    return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
+
+
+# -------------------------------------------------------------------------------------------------- product by product
+
+
+def _tiles(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Some queries at a time, with the keys that they may see and the mask of both; None where all is seen."""
-    rows, queries, heads = q.shape[:3]
-    step = max(1, TILE_ELEMENTS.get(q.device.type, 1 << 26) // (rows * heads * keys))
+    rows, queries, heads, keys = *q.shape[:3], k.shape[1]
+    span = (
+        keys if band.left is None else min(keys, 2 * band.left + 2)
+    )  # of keys that as many queries as a window has see
+    step = max(1, TILE_ELEMENTS.get(q.device.type, 1 << 26) // (rows * heads * span))
+    step = step if band.left is None else min(step, band.left + 1)
     for start in range(0, queries, step):
-        stop = min(start + step, queries)
-        if isinstance(seen, Tensor):
-            yield slice(start, stop), slice(None), seen[..., start:stop, :]
-        elif seen == "causal":
-            mask = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).tril_(start)
-            yield slice(start, stop), slice(0, stop), mask
-        else:
-            yield slice(start, stop), slice(None), None
+        some = range(start, min(start + step, queries))
+        seen = band.keys(some, queries, keys)
+        yield (
+            slice(some.start, some.stop),
+            slice(seen.start, seen.stop),
+            band.mask(some, seen, keys - queries, q.device),
+        )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> tuple[Tensor, Tensor]:
     scores, _ = _scores(q, k, mask, how)
     lse = scores.logsumexp(-1)
-    p = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp_()
+    p = (scores - lse.unsqueeze(-1)).exp_()
     y = _as_rows(p, k.shape[2]).to(v.dtype) @ v.transpose(1, 2)
     return _from_rows(y, q.shape[2]).to(lse.dtype), lse.transpose(1, 2)
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_trainer.kernels import grouped
-from mega_trainer.kernels.base import Scores, Seen
-from mega_trainer.kernels.blocks import attend_block, attend_block_backward
+from mega_trainer.kernels import blocks, grouped
+from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.grouped import Rows
+from mega_trainer.kernels.masks import CAUSAL, Mask, dense
 
 
 class TorchKernels:
@@ -44,26 +44,28 @@ class TorchKernels:
             return F.layer_norm(_wide(x), (x.shape[-1],), 1 + _wide(weight), offset, eps).to(x.dtype)
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Mask, how: Scores) -> Tensor:
         """See `Kernels.attention`."""
-        if how.softcap is not None or how.sinks is not None:
+        if not isinstance(mask, Tensor) and (mask != CAUSAL or how.bent):
+            return blocks.attention(q, k, v, mask, how)
+        if how.bent:
             return plain_attention(q, k, v, mask, how)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        grouped, causal = q.shape[1] != k.shape[1], mask is None
+        grouped, given = q.shape[1] != k.shape[1], mask if isinstance(mask, Tensor) else None
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=how.scale, enable_gqa=grouped
+            q, k, v, attn_mask=given, is_causal=given is None, scale=how.scale, enable_gqa=grouped
         )
         return y.transpose(1, 2)
 
-    def attend_block(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+    def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor]:
         """See `Kernels.attend_block`."""
-        return attend_block(q, k, v, seen, how)
+        return blocks.attend_block(q, k, v, mask, how)
 
     def attend_block_backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, seen: Seen, how: Scores
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, mask: Mask, how: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernels.attend_block_backward`."""
-        return attend_block_backward(dy, q, k, v, lse, delta, seen, how)
+        return blocks.attend_block_backward(dy, q, k, v, y, lse, mask, how)
 
     def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
         """See `Kernels.gated`."""
@@ -82,19 +84,19 @@ def plain_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | Mask,
     how: Scores,
     drop: Callable[[Tensor], Tensor] = lambda probabilities: probabilities,
 ) -> Tensor:
     """`Kernels.attention` product by product, for what the fused ones lack; `drop` sees the probabilities [B, H, S, T]."""
     heads, keys = q.shape[2], k.shape[2]
+    if not isinstance(mask, Tensor):
+        mask = dense(mask, q.shape, k.shape[1], q.device)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(heads // keys, dim=1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) * how.scale
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
-    if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     scores = scores.masked_fill(~mask, float("-inf"))
     if how.sinks is not None:
         sinks = how.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mega_trainer.kernels.base import Seen
+from mega_trainer.kernels.masks import Band, Mask, Packed, Part, rectangle
 from mega_trainer.model.rope import Rotation
 from mega_trainer.model.routing import Routing
 from mega_trainer.rng import Dropout
@@ -25,13 +25,13 @@ class Cache(Protocol):
 class Sight(Protocol):
     """Who sees whom among the tokens at hand."""
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """Boolean [B or 1, 1, S, T], True where a query sees a key, with `window` keys at most; None: plain causal."""
+    def mask(self, window: int | None) -> Tensor | Mask:
+        """What a query sees, with `window` keys at most; a tensor is boolean, [B or 1, 1, S, T]."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What is known of whole sequences in host memory, for one who has parts of them: no device need be asked.
+    """What is known of whole sequences in host memory: no device need be asked.
 
     Attributes:
         lengths: of each sequence, one more than its largest position.
@@ -39,7 +39,7 @@ class Outline:
     """
 
     lengths: list[int]
-    begins: np.ndarray | None
+    begins: np.ndarray | None = None
 
     @classmethod
     def of(cls, positions: np.ndarray, documents: np.ndarray | None) -> Outline:
@@ -53,43 +53,55 @@ class Outline:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Whole sequences: a token sees itself and those before it, under `documents` int [B, S] only its document's.
+    """Whole sequences: a token sees itself and those before it, where documents are closed only those of its own.
 
-    Under context parallelism these are the sequences of all ranks, whose masks are made block by block; their `outline`
-    tells which blocks need one.
+    Under context parallelism these are the sequences of all ranks, of which parts are asked for.
+
+    Attributes:
+        length: S.
+        begins: as in `Outline`.
     """
 
     length: int
-    documents: Tensor | None
     device: torch.device
-    outline: Outline | None = None
-    _made: dict[int | None, Tensor | None] = field(default_factory=dict)
+    begins: np.ndarray | None = None
+    _made: dict[tuple[range, int | None], Mask] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """See `Sight`; each is made once."""
-        if window not in self._made:
-            self._made[window] = attention_mask(
-                self.length, window=window, documents=self.documents, device=self.device
-            )
-        return self._made[window]
+    def mask(self, window: int | None) -> Mask:
+        """See `Sight`."""
+        return self._square(range(self.length), window)
 
-    def block(self, queries: range, keys: range, window: int | None) -> Seen | None:
-        """Which of the keys at some places the queries at others see; None: no query sees any."""
-        nearest, farthest = queries.start - keys[-1], queries[-1] - keys.start
-        if farthest < 0 or (window is not None and nearest >= window):
-            return None
-        documents = self.documents
-        if self.outline is not None and self.outline.begins is not None:
-            first, last = self.outline.begins[:, queries.start], self.outline.begins[:, queries[-1]]
-            if first.min() >= keys.stop:
-                return None
-            documents = None if last.max() <= keys.start else documents
-        if documents is None and (window is None or farthest < window):
-            if nearest >= 0:
-                return "all"
-            if queries == keys:
-                return "causal"
-        return _mask(queries, keys, window=window, documents=documents, device=self.device)
+    def parts(self, queries: range, keys: range, window: int | None) -> list[Part]:
+        """Which of the keys at some places the queries at the same places, or at others all before or behind, see."""
+        if queries == keys:
+            return [Part(slice(None), queries, keys, self._square(queries, window))]
+        if keys.start > queries.start:
+            return []
+        if self.begins is None:
+            found = [rectangle(slice(None), queries, keys, window)]
+        else:
+            # of the documents that begin before the queries, the last one alone may reach into them
+            inside = (self.begins[:, queries.start : queries.stop] < keys.stop).sum(1).tolist()
+            first = self.begins[:, queries.start].tolist()
+            found = [
+                rectangle(slice(row, row + 1), queries[:n], keys[max(0, start - keys.start) :], window)
+                for row, (n, start) in enumerate(zip(inside, first, strict=True))
+                if n
+            ]
+        return [part for part in found if part is not None]
+
+    def _square(self, places: range, window: int | None) -> Mask:
+        """Of some tokens and themselves. Each is made once."""
+        if (places, window) not in self._made:
+            band = Band(None if window is None or window >= len(places) else window - 1, right=0)
+            made: Mask = band
+            if self.begins is not None:
+                begins = np.maximum(self.begins[:, places.start : places.stop], places.start)
+                starts = [np.flatnonzero(np.diff(row, prepend=-1)) for row in begins]
+                lengths = np.concatenate([np.diff(row, append=len(places)) for row in starts])
+                made = Packed.of(lengths.tolist(), band, self.device)
+            self._made[places, window] = made
+        return self._made[places, window]
 
 
 @dataclass(frozen=True)
@@ -114,31 +126,3 @@ class Context:
     def rotation_within(self, window: int | None) -> Rotation | None:
         """The angles of a layer whose queries see `window` keys, or all."""
         return self.rotation if window is None else self.local_rotation
-
-
-def attention_mask(length: int, *, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor | None:
-    """The mask [B or 1, 1, S, S] of causal attention with a sliding window and closed documents; None if plain.
-
-    Args:
-        length: S, in tokens.
-        window: keys a query sees, itself included.
-        documents: int [B, S], the document each token belongs to; tokens see only their own.
-    """
-    if documents is None and (window is None or window >= length):
-        return None
-    return _mask(range(length), range(length), window=window, documents=documents, device=device)
-
-
-def _mask(queries: range, keys: range, *, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor:
-    """The rows of some queries and the columns of some keys of `attention_mask`: [B or 1, 1, S, T]."""
-    distance = torch.arange(queries.start, queries.stop, device=device)[:, None] - torch.arange(
-        keys.start, keys.stop, device=device
-    )
-    mask = distance >= 0
-    if window is not None:
-        mask &= distance < window
-    mask = mask[None, None]
-    if documents is not None:
-        rows, columns = documents[:, queries.start : queries.stop], documents[:, keys.start : keys.stop]
-        mask = mask & (rows[:, None, :, None] == columns[:, None, None, :])
-    return mask

@@ -58,7 +58,7 @@ class AttentionCore(nn.Module):
         if self.spread is None:
             return whole(q, k, v, how, 0)
         assert isinstance(context.sight, Sequences)  # training's
-        see = partial(context.sight.block, window=self.window)
+        see = partial(context.sight.parts, window=self.window)
         return self.spread.attention(q, k, v, how, see, whole)
 
     def _whole(self, context: Context, q: Tensor, k: Tensor, v: Tensor, how: Scores, first: int) -> Tensor:

@@ -102,7 +102,6 @@ class Decoder(nn.Module):
         self,
         positions: Tensor,
         *,
-        documents: Tensor | None = None,
         sight: Sight | None = None,
         cache: Cache | None = None,
         dropout: Dropout | None = None,
@@ -111,9 +110,8 @@ class Decoder(nn.Module):
     ) -> Context:
         """What the layers share for tokens at `positions` int64 [B or 1, S].
 
-        `documents` int [B, S] closes attention at document ends, of all context ranks' tokens; an explicit `sight`
-        replaces what would be derived, and is required with a cache that already holds tokens. `outline` is required
-        where context ranks have other tokens.
+        `outline` says where attention is closed at document ends; it is required where context ranks have other tokens.
+        An explicit `sight` replaces what would be derived, and is required with a cache that already holds tokens.
         """
         turn = local = None
         lengths = None if outline is None else outline.lengths
@@ -121,7 +119,8 @@ class Decoder(nn.Module):
             turn = rotation(self.config, self.config.rope, positions, self.dtype, lengths)
             local_rope = self.config.local_rope
             local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype, lengths)
-        sight = sight or Sequences(positions.shape[-1] * self.groups.cp.size, documents, positions.device, outline)
+        begins = None if outline is None else outline.begins
+        sight = sight or Sequences(positions.shape[-1] * self.groups.cp.size, positions.device, begins)
         return Context(sight, turn, local, cache, dropout, routing)
 
     def embed(self, tokens: Tensor, positions: Tensor, dropout: Dropout | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mega_trainer.comm import Group, all_reduce
+from mega_trainer.kernels.products import add_product
 
 # Elements of one chunk's logits: on a CPU they should stay in its cache, on a GPU fill it with work.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
@@ -41,22 +42,17 @@ class _HeadLoss(Function):
         d_head = torch.zeros_like(head, dtype=losses.dtype) if differentiable else None
         for start in range(0, hidden.shape[0], step):
             part = slice(start, start + step)
-            losses[part], softmax, target, mine, slope = _chunk(
+            losses[part], softmax, target, mine, share, slope = _chunk(
                 hidden[part], head, labels[part], group, vocab_size, softcap
             )
             if d_hidden is not None and d_head is not None:
                 weight = weights[part].to(losses.dtype)
-                softmax.mul_(weight.unsqueeze(-1))
-                softmax.scatter_add_(1, target.unsqueeze(-1), -(weight * mine).unsqueeze(-1))
-                d_logits = (softmax if slope is None else softmax.mul_(slope)).to(hidden.dtype)
+                d_logits = _gradient(softmax, weight, share, target, mine, slope, hidden.dtype)
                 torch.mm(d_logits, head, out=d_hidden[part])
-                if d_head.dtype == head.dtype:
-                    d_head.addmm_(d_logits.t(), hidden[part])
-                else:
-                    d_head += d_logits.t() @ hidden[part]
+                add_product(d_head, d_logits.t(), hidden[part])
         if d_hidden is not None and d_head is not None:
-            ctx.save_for_backward(d_hidden, d_head.to(head.dtype))
-        ctx.group = group
+            ctx.save_for_backward(d_hidden, d_head)
+        ctx.dtype = head.dtype
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
 
@@ -64,7 +60,9 @@ class _HeadLoss(Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # not in low precision: rounding the scale itself would change all gradients alike
-        d_hidden, d_head = ((d.to(scale.dtype) * scale).to(d.dtype) for d in ctx.saved_tensors)
+        d_hidden, d_head = (
+            torch.mul(d.to(scale.dtype), scale, out=torch.empty_like(d, dtype=ctx.dtype)) for d in ctx.saved_tensors
+        )
         return d_hidden, d_head, None, None, None, None, None
 
 
@@ -97,32 +95,62 @@ def head_loss(
 
 def _chunk(
     hidden: Tensor, head: Tensor, labels: Tensor, group: Group, vocab_size: int, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Losses [n], softmax over this rank's rows [n, R], local label [n], whether the label is ours [n].
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Losses [n], softmax over this rank's rows alone [n, R], local label [n], whether the label is ours [n].
 
-    And the derivative [n, R] of the soft cap, if there is one.
+    And this rank's share [n] of the softmax over all rows, and the derivative [n, R] of the soft cap, if there is one.
     """
-    rows = head.shape[0]
+    rows, wide = head.shape[0], _at_least_fp32(hidden.dtype)
     first = group.rank * rows
-    logits, slope = (hidden @ head.t()).to(_at_least_fp32(hidden.dtype)), None
+    logits, slope = hidden @ head.t(), None
     if softcap is not None:
-        bent = logits.div_(softcap).tanh_()
+        bent = logits.to(wide).div_(softcap).tanh_()
         slope = 1 - bent.square()
         logits = bent.mul_(softcap)
     if first + rows > vocab_size:
         logits[:, max(0, vocab_size - first) :] = float("-inf")
-    top = logits.amax(-1)
-    all_reduce(top, group, "max")
     local = labels - first
     mine = (local >= 0) & (local < rows)
     target = local.clamp(0, rows - 1)
-    logits -= top.unsqueeze(-1)
     # where() rather than a product: a foreign label may point at a padding row, whose logit is minus infinity
-    label_logit = torch.where(mine, logits.gather(1, target.unsqueeze(-1)).squeeze(-1), 0.0)
-    sums = torch.stack([logits.exp_().sum(-1), label_logit])
+    label_logit = torch.where(mine, logits.gather(1, target.unsqueeze(-1)).squeeze(-1).to(wide), 0.0)
+    softmax, own = _softmax(logits, wide, empty=first >= vocab_size)
+    top = own.clone()
+    all_reduce(top, group, "max")
+    sums = torch.stack([(own - top).exp_(), label_logit])
     all_reduce(sums, group)
-    softmax = logits.mul_(sums[0].reciprocal().unsqueeze(-1))
-    return sums[0].log() - sums[1], softmax, target, mine, slope
+    share = (own - top).exp_() / sums[0]
+    return sums[0].log() + top - sums[1], softmax, target, mine, share, slope
+
+
+def _softmax(logits: Tensor, wide: torch.dtype, *, empty: bool) -> tuple[Tensor, Tensor]:
+    """Softmax of each row of [n, R], and the logarithm of its sum [n]: one pass over the logits, and one for the largest.
+
+    `empty`: all logits are minus infinity, since all rows are padding.
+    """
+    if empty:
+        return torch.zeros_like(logits, dtype=wide), torch.full_like(logits[:, 0], float("-inf"), dtype=wide)
+    softmax = torch.softmax(logits, -1, dtype=wide)
+    top, place = logits.max(-1)
+    return softmax, top.to(wide) - softmax.gather(1, place.unsqueeze(-1)).squeeze(-1).log()
+
+
+def _gradient(
+    softmax: Tensor,
+    weight: Tensor,
+    share: Tensor,
+    target: Tensor,
+    mine: Tensor,
+    slope: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient [n, R] of the logits, of `dtype`: weight (softmax over all rows - 1 at the label)."""
+    factor, target = (weight * share).unsqueeze(-1), target.unsqueeze(-1)
+    of_label = softmax.gather(1, target) * factor - (weight * mine).unsqueeze(-1)
+    if slope is not None:
+        softmax, of_label = softmax.mul_(slope), of_label * slope.gather(1, target)
+    out = torch.mul(softmax, factor, out=torch.empty_like(softmax, dtype=dtype))
+    return out.scatter_(1, target, of_label.to(dtype))
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:

@@ -14,7 +14,7 @@ heads, d size of queries and keys, e of values; heads are those of one tensor ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -24,12 +24,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mega_trainer.comm import Group, Passing, all_gather_into, all_to_all, reduce_scatter_into, start_pass
-from mega_trainer.kernels.base import Kernels, Scores, Seen
+from mega_trainer.kernels.base import Kernels, Scores
+from mega_trainer.kernels.blocks import sinks_gradient, with_sinks
+from mega_trainer.kernels.masks import ALL, CAUSAL, Mask, Part
 from mega_trainer.parallel.tensor import sequence_part
 
 Kind = Literal["ring", "allgather", "alltoall"]
-# Which keys at some places in the sequence the queries at others see; None: none.
-See = Callable[[range, range], Seen | None]
+# Which keys at some places in the sequence the queries at others see.
+See = Callable[[range, range], Sequence[Part]]
 # Attention of whole sequences by some of a tensor rank's heads: q, k, v, what becomes of scores, number of the first head.
 Whole = Callable[[Tensor, Tensor, Tensor, Scores, int], Tensor]
 
@@ -166,21 +168,55 @@ class Blockwise:
         y: Tensor = _Blockwise.apply(q, k, v, how.sinks, how, see, self)  # type: ignore[no-untyped-call]
         return y
 
-    def blocks(self, length: int, rank: int, see: See) -> Iterator[tuple[slice, slice, Seen]]:
-        """The blocks of my queries and the keys of `rank` in which something is seen: where they lie in the ranks'
-        tokens, and what is seen. A chunk's block with itself comes first, so that every query sees some key from then on.
-        A first chunk never sees a second one.
+    def blocks(self, length: int, rank: int, see: See) -> Iterator[Block]:
+        """The blocks of my queries and the keys of `rank` in which something is seen. My own chunks with themselves come
+        first, so that every query sees some key from then on. A first chunk never sees a second one. Chunks that lie
+        side by side are one block where they can.
         """
         mine = chunks_of(self.group.rank, length, self.group.size)
         theirs = chunks_of(rank, length, self.group.size)
-        for queries, keys in ((0, 0), (1, 1), (1, 0)):
-            seen = see(mine[queries], theirs[keys])
-            if seen is not None:
-                yield _half(queries, length // self.group.size), _half(keys, length // self.group.size), seen
+        seen = {(i, j): list(see(mine[i], theirs[j])) for i, j in ((0, 0), (1, 1), (1, 0))}
+        both, half = slice(0, 2 * len(mine[0])), len(mine[0])
+        whole = tuple(_whole(parts, mine[i], theirs[j]) for (i, j), parts in seen.items())
+        if whole == (CAUSAL, CAUSAL, ALL):
+            yield Block(slice(None), both, both, CAUSAL, first=True)
+        elif whole == (ALL, None, ALL):
+            yield Block(slice(None), both, slice(0, half), ALL)
+        elif whole == (None, ALL, ALL):
+            yield Block(slice(None), slice(half, 2 * half), both, ALL)
+        else:
+            for (i, j), parts in seen.items():
+                for part in parts:
+                    here, there = _within(part.queries, mine[i], i * half), _within(part.keys, theirs[j], j * half)
+                    yield Block(part.rows, here, there, part.mask, first=part.queries == part.keys)
 
 
-def _half(number: int, tokens: int) -> slice:
-    return slice(0, tokens // 2) if number == 0 else slice(tokens // 2, tokens)
+@dataclass(frozen=True)
+class Block:
+    """Some rows' queries of a rank and keys of a rank, where they lie in the ranks' tokens; `first`: of the same tokens,
+    none of which has seen a key before.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    mask: Mask
+    first: bool = False
+
+
+def _whole(parts: Sequence[Part], queries: range, keys: range) -> Mask | Literal["parts"] | None:
+    """What is seen, if it is said of all queries and keys at once; None: nothing."""
+    if not parts:
+        return None
+    part = parts[0]
+    at_once = len(parts) == 1 and part.rows == slice(None) and (part.queries, part.keys) == (queries, keys)
+    return part.mask if at_once else "parts"
+
+
+def _within(places: range, chunk: range, start: int) -> slice:
+    """Where places of a chunk lie among a rank's tokens, of which the chunk's begin at `start`."""
+    first = places.start - chunk.start + start
+    return slice(first, first + len(places))
 
 
 class _Blockwise(Function):
@@ -191,21 +227,23 @@ class _Blockwise(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: Scores, see: See, kind: Blockwise
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        y = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=wide)
-        lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+        y = q.new_empty(*q.shape[:3], v.shape[-1], dtype=wide)
+        lse = q.new_empty(q.shape[:3], dtype=wide)
         length, split = q.shape[1] * kind.group.size, _Packing(k, v)
 
         def work(rank: int, packed: Tensor) -> None:
             keys, values = split.open(packed)
-            for here, there, seen in kind.blocks(length, rank, see):
-                part = kind.kernels.attend_block(q[:, here], keys[:, there], values[:, there], seen, how)
-                _merge(y[:, here], lse[:, here], *part)
+            for block in kind.blocks(length, rank, see):
+                here, there = (block.rows, block.queries), (block.rows, block.keys)
+                part, part_lse = kind.kernels.attend_block(q[here], keys[there], values[there], block.mask, how)
+                if block.first:
+                    y[here], lse[here] = part, part_lse
+                else:
+                    _merge(y[here], lse[here], part.to(wide), part_lse)
 
         kind.passage.visit(split.pack(k, v), work)
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(wide))
-            y *= (lse - total).exp_().unsqueeze(-1)
-            lse = total
+            y, lse = with_sinks(y, lse, sinks)
         out = y.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.how, ctx.see, ctx.kind = how, see, kind
@@ -217,32 +255,31 @@ class _Blockwise(Function):
         q, k, v, y, lse, sinks = ctx.saved_tensors
         kind: Blockwise = ctx.kind
         length, split = q.shape[1] * kind.group.size, _Packing(k, v)
-        delta = (y.to(lse.dtype) * dy).sum(-1)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
+        dq = torch.empty_like(q, dtype=lse.dtype)
 
         def work(rank: int, packed: Tensor) -> Tensor:
             keys, values = split.open(packed)
-            gradient = torch.zeros_like(packed, dtype=lse.dtype)
+            own = rank == kind.group.rank
+            gradient = (torch.empty_like if own else torch.zeros_like)(packed, dtype=lse.dtype)
             dk, dv = split.open(gradient)
-            for here, there, seen in kind.blocks(length, rank, ctx.see):
+            for block in kind.blocks(length, rank, ctx.see):
+                here, there = (block.rows, block.queries), (block.rows, block.keys)
                 parts = kind.kernels.attend_block_backward(
-                    dy[:, here], q[:, here], keys[:, there], values[:, there], lse[:, here], delta[:, here], seen, ctx.how
-                )  # fmt: skip
-                for whole, part in zip((dq[:, here], dk[:, there], dv[:, there]), parts, strict=True):
-                    whole += part
+                    dy[here], q[here], keys[there], values[there], y[here], lse[here], block.mask, ctx.how
+                )
+                for whole, part in zip((dq[here], dk[there], dv[there]), parts, strict=True):
+                    (whole.copy_ if block.first else whole.add_)(part)
             return gradient
 
         dk, dv = split.open(kind.passage.collect(split.pack(k, v), work))
-        d_sinks = None if sinks is None else -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
+        d_sinks = None if sinks is None else sinks_gradient(sinks, dy, y, lse)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
 
 
 def _merge(y: Tensor, lse: Tensor, block_y: Tensor, block_lse: Tensor) -> None:
     """Add a block's result to what earlier blocks gave, in place: both become shares of the sum of exponentials."""
-    total = torch.logaddexp(lse, block_lse)
-    y *= (lse - total).exp_().unsqueeze(-1)
-    y += block_y * (block_lse - total).exp_().unsqueeze(-1)
-    lse.copy_(total)
+    y.lerp_(block_y, torch.sigmoid(block_lse - lse).unsqueeze(-1))
+    torch.logaddexp(lse, block_lse, out=lse)
 
 
 class _Packing:

@@ -254,7 +254,6 @@ class Executor:
             routing = self._routings[microbatch] if self._routings else None
             self._contexts[microbatch] = model.context(
                 batch.positions,
-                documents=batch.documents,
                 dropout=dropout,
                 outline=batch.outline,
                 routing=routing,

@@ -1,0 +1,432 @@
+"""What training would cost an H100, counted without one: kernels, bytes of memory and FLOPs of each operation.
+
+    python benchmarks/traffic.py [--seq 8192] [--operations]
+
+Nothing is computed. Under fake tensors the trainer's own code runs one Llama-3-8B layer, the head with its loss, the gradient
+buckets, the gradient norm and the update, attention of context ranks and of documents, in bf16; a dispatch mode adds up what
+each aten operation reads and writes. Times are predictions, by a simple model of the machine that is the same for all:
+
+    product of matrices     FLOPs / (75 % of 989 TFLOP/s), at least its bytes
+    fused attention         FLOPs of what is seen / (60 % of 989 TFLOP/s)
+    all else                bytes / (80 % of 3.35 TB/s)
+    every kernel            at least 5 us
+
+Where torch has one CUDA kernel and this machine's build several (RMSNorm, softmax of bf16 into fp32, products that add into
+fp32), it is counted as the one. Views and empty allocations are free; host time is not modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import record
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mega_common.model_config import ModelConfig
+from mega_trainer.comm import Group
+from mega_trainer.kernels import blocks
+from mega_trainer.kernels.base import Scores
+from mega_trainer.kernels.masks import Packed
+from mega_trainer.kernels.torch import TorchKernels
+from mega_trainer.mesh import Groups
+from mega_trainer.model import loss
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Context, Outline, Sequences
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.rope import rotation
+from mega_trainer.optim import clip
+from mega_trainer.optim.adamw import AdamW
+from mega_trainer.optim.zero import Optimizer
+from mega_trainer.parallel import buckets, context
+from mega_trainer.parallel.grads import Sharing, flatten
+
+MATMUL, ATTENTION, FP32, MEMORY, LAUNCH = 0.75 * 989e12, 0.60 * 989e12, 67e12, 0.80 * 3.35e12, 5e-6
+D, FFN, HEADS, KV, HEAD, VOCAB = 4096, 14_336, 32, 8, 128, 128_256
+CPU = torch.device("cpu")
+
+PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "linear"})
+FREE = frozenset(
+    [
+        "empty",
+        "detach",
+        "alias",
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unsqueeze",
+        "squeeze",
+        "as_strided",
+        "unbind",
+        "narrow",
+        "new_empty",
+        "empty_like",
+        "empty_strided",
+        "_local_scalar_dense",
+        "lift_fresh",
+        "scalar_tensor",
+        "is_same_size",
+        "promote_types",
+        "resize_",
+        "set_",
+        "unsafe_split",
+        "unsafe_chunk",
+        "chunk",
+    ]
+)
+WRITES = frozenset(
+    [
+        "zeros",
+        "zeros_like",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "new_ones",
+        "full",
+        "full_like",
+        "new_full",
+        "arange",
+        "zero_",
+        "fill_",
+    ]
+)
+PICKS = frozenset({"gather", "index", "embedding", "index_select"})
+PUTS = frozenset(
+    ["scatter_add_", "scatter_add", "scatter_", "index_put_", "index_put", "_index_put_impl_", "index_add_"]
+)
+PASSES = {"logsumexp": 4, "sort": 4, "argsort": 4, "topk": 2, "embedding_dense_backward": 3}
+
+
+@dataclass
+class Count:
+    """Of one region of the step."""
+
+    kernels: int = 0
+    product_flops: float = 0.0
+    attention_flops: float = 0.0
+    moved: float = 0.0  # bytes of what is neither a product nor attention
+    seconds: float = 0.0
+    by_operation: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def row(self) -> dict[str, float]:
+        return {
+            "kernels": self.kernels, "product_tflop": self.product_flops / 1e12,
+            "attention_tflop": self.attention_flops / 1e12, "gb_moved": self.moved / 1e9, "ms": self.seconds * 1e3,
+        }  # fmt: skip
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up what runs, in the region at hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions: dict[str, Count] = defaultdict(Count)
+        self.region, self.quiet = "other", False
+
+    @contextmanager
+    def at(self, region: str) -> Iterator[None]:
+        before, self.region = self.region, region
+        yield
+        self.region = before
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        before, self.quiet = self.quiet, True
+        yield
+        self.quiet = before
+
+    def add(
+        self,
+        name: str,
+        *,
+        product: float = 0.0,
+        attention: float = 0.0,
+        size: float = 0.0,
+        kernels: int = 1,
+        slow: float = 1,
+    ) -> None:
+        count = self.regions[self.region]
+        count.kernels += kernels
+        if product:
+            count.product_flops += product
+            count.seconds += max(product * slow / MATMUL, size / MEMORY, LAUNCH)
+        elif attention:
+            count.attention_flops += attention
+            count.seconds += max(attention / ATTENTION, LAUNCH)
+        else:
+            count.moved += size
+            count.seconds += max(size / MEMORY, kernels * LAUNCH)
+            count.by_operation[name] += size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        namespace, name = func._schema.name.split("::")
+        if self.quiet or namespace in ("prim", "profiler") or name in FREE or _is_view(func):
+            return out
+        ins, outs = _tensors([args, kwargs]), _tensors(out)
+        if name.startswith("_scaled_dot_product_flash"):
+            self._attention(name, args)
+        elif name in PRODUCTS:
+            self._product(name, args, [*ins, *outs])
+        else:
+            self.add(name, size=_bytes(func, name, args, ins, outs), kernels=_kernels(name, ins))
+        return out
+
+    def _attention(self, name: str, args: Sequence[Any]) -> None:
+        backward = "backward" in name
+        q, k, v = args[1:4] if backward else args[:3]
+        causal = args[7] if backward else len(args) > 4 and args[4]
+        seen = 2.0 * q.shape[0] * q.shape[1] * q.shape[2] * ((q.shape[2] + 1) / 2 if causal else k.shape[2])
+        d, e = q.shape[-1], v.shape[-1]
+        self.add(name, attention=seen * (3 * d + 2 * e if backward else d + e), kernels=3 if backward else 1)
+
+    def _product(self, name: str, args: Sequence[Any], touched: Sequence[Tensor]) -> None:
+        a, b = args[1:3] if name in ("addmm", "addmm_", "baddbmm") else args[:2]
+        flops = 2.0 * a.numel() * b.shape[0 if name == "linear" else -1]
+        size = sum(map(_nbytes, _distinct(touched)))
+        thin = min(a.shape[-2], a.shape[-1], b.shape[-1]) < 16  # a batch of tiny products is bound by memory
+        slow = MATMUL / FP32 if a.dtype in (torch.float32, torch.float64) else 1.0
+        self.add(name, product=0.0 if thin else flops, size=size * (2 if thin else 1), slow=slow)
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _bytes(func: Any, name: str, args: Sequence[Any], ins: list[Tensor], outs: list[Tensor]) -> float:
+    """What an operation reads and writes."""
+    written = [t for x, s in zip(args, func._schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write
+               for t in _tensors(x)]  # fmt: skip
+    if name in WRITES:
+        return sum(map(_nbytes, outs or ins))
+    if name in PICKS:  # what is picked is read, not all there is
+        return 2 * sum(map(_nbytes, outs)) + sum(_nbytes(t) for t in ins if not t.is_floating_point())
+    if name in PUTS:
+        put = 3 * max((_nbytes(t) for t in ins if t is not args[0]), default=0)
+        return put + (0 if name.endswith("_") else 2 * _nbytes(args[0]))
+    if name.startswith(("_foreach", "_fused_adam")):
+        return sum(map(_nbytes, [*ins, *written, *outs]))
+    read = _distinct(ins)
+    if name == "copy_" or name.endswith("_out"):
+        read = [t for t in read if t is not args[0]]
+    return sum(map(_nbytes, read)) + sum(map(_nbytes, outs or written))
+
+
+def _kernels(name: str, ins: list[Tensor]) -> int:
+    return max(1, len(ins) // 64) if name.startswith(("_foreach", "_fused_adam")) else PASSES.get(name, 1)
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [t for item in items for t in _tensors(item)]
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+def _nbytes(t: Tensor) -> int:
+    """Bytes of distinct elements: an expanded axis is read once."""
+    elements = 1
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        elements *= size if stride else min(size, 1)
+    return elements * t.element_size()
+
+
+# --------------------------------------------------------------------------------- what is one kernel on a GPU, as one
+
+
+@contextmanager
+def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
+    """Sizes of chunks as on a GPU, and its kernels for what a CPU makes of several."""
+
+    class RmsNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            traffic.add("rms_norm", size=2 * _nbytes(x))
+            return opaque(x)
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            traffic.add("rms_norm_backward", size=2 * _nbytes(x) + _nbytes(dy), kernels=2)
+            return opaque(x), opaque(weight)
+
+    def opaque(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        with traffic.silence():
+            return torch.empty_like(t, dtype=dtype)
+
+    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        return RmsNorm.apply(x, weight)
+
+    def softmax(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        out = opaque(x, dtype)
+        traffic.add("softmax", size=_nbytes(x) + _nbytes(out))
+        return out
+
+    def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+        traffic.add("add_product", product=2.0 * a.numel() * b.shape[1], size=sum(map(_nbytes, (out, out, a, b))))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        assert how["is_causal"]
+        return blocks.attention(*(t.transpose(1, 2) for t in (q, k, v)), blocks.CAUSAL, Scores(how["scale"])).transpose(
+            1, 2
+        )
+
+    with ExitStack() as stack:
+        for table in (loss.CHUNK_ELEMENTS, clip.LANES, blocks.TILE_ELEMENTS):
+            stack.enter_context(mock.patch.dict(table, cpu=table["cuda"]))
+        for place, name, stand_in in (
+            (F, "rms_norm", rms_norm), (torch, "softmax", softmax), (loss, "add_product", add_product),
+            (F, "scaled_dot_product_attention", attention),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(place, name, stand_in))
+        yield
+
+
+# ----------------------------------------------------------------------------------------------------- what is counted
+
+
+def dense(traffic: Traffic, length: int) -> int:
+    """One layer, embedding, head and loss, and what becomes of their gradients; returns the number of parameters."""
+    config = ModelConfig.model_validate(
+        {"num_layers": 1, "hidden_size": D, "ffn_hidden_size": FFN, "num_attention_heads": HEADS, "num_kv_heads": KV,
+         "vocab_size": VOCAB, "max_position": length, "rope": {"theta": 500_000.0}}
+    )  # fmt: skip
+    with traffic.silence():
+        model = Decoder(Builder(config, Groups(), dtype=torch.bfloat16, device=CPU))
+        stage = flatten(model, Sharing(slices=True), model.units())
+        optimizer = Optimizer([stage], adamw=lambda slots: AdamW(slots, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1))
+        positions, ids = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64)
+        weights = torch.zeros(1, length)
+        shared = Context(Sequences(length, CPU), rotation(config, config.rope, positions, torch.bfloat16))
+    take = buckets.Bucket.take
+
+    def counted(self: buckets.Bucket, parameter: Any) -> None:
+        with traffic.at(f"{traffic.region}: gradient buckets"):
+            take(self, parameter)
+
+    with mock.patch.object(buckets.Bucket, "take", counted):
+        stage.begin_step()
+        for mark in ("", ", later micro-batches"):
+            with stage.backward(last=False):
+                _both_ways(traffic, "embedding" + mark, lambda: model.embed(ids, positions))
+                x = _bf16(traffic, 1, length, D)
+                _both_ways(traffic, "layer" + mark, lambda x=x: model(x, shared))
+                x = _bf16(traffic, 1, length, D)
+                with traffic.at("head and loss" + mark):
+                    total, _ = model.loss(x, ids, weights)
+                    (total * 0.5).backward()
+    with traffic.at("gradient norm"):
+        optimizer.grad_norm()
+    with traffic.at("update"):
+        optimizer.update(1e-4, 0.5)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def ring(traffic: Traffic, length: int, ranks: int) -> None:
+    """Attention of the first of some context ranks, without its messages."""
+
+    class Passage:
+        def visit(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
+            for rank in range(ranks):
+                work(rank, mine)
+
+        def collect(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
+            first, *others = [work(rank, mine) for rank in range(ranks)]
+            for other in others:
+                first += other
+            return first
+
+    group = Group("cp", tuple(range(ranks)), 0)
+    kind, sight = context.Blockwise(Passage(), group, TorchKernels()), Sequences(length, CPU)
+    q, k, v = _heads(traffic, length // ranks)
+    _both_ways(
+        traffic, f"attention, ring of {ranks}",
+        lambda: kind.attention(q, k, v, Scores(HEAD**-0.5), lambda a, b: sight.parts(a, b, None), lambda *_: q),
+    )  # fmt: skip
+
+
+def attention(traffic: Traffic, length: int) -> None:
+    """Of a whole sequence: plain, and in documents of an eighth of it."""
+    documents = np.repeat(np.arange(8), length // 8)[None]
+    for name, begins in (("plain", None), ("eight documents", Outline.of(documents, documents).begins)):
+        with traffic.silence():
+            mask = Sequences(length, CPU, begins).mask(None)
+        q, k, v = _heads(traffic, length)
+        with mock.patch.object(blocks, "_documents", _as_one_kernel) if isinstance(mask, Packed) else ExitStack():
+            _both_ways(traffic, f"attention, {name}", lambda q=q, k=k, v=v, mask=mask: TorchKernels().attention(
+                q, k, v, mask, Scores(HEAD**-0.5)))  # fmt: skip
+
+
+def _as_one_kernel(mask: Packed, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """A GPU takes all documents at once; here they are as long as each other, and so rows of a batch."""
+    yield tuple(t.view(len(mask.lengths), -1, *t.shape[2:]) for t in tensors)
+
+
+def _heads(traffic: Traffic, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (_bf16(traffic, 1, tokens, heads, HEAD) for heads in (HEADS, KV, KV))
+    return q, k, v
+
+
+def _bf16(traffic: Traffic, *shape: int) -> Tensor:
+    with traffic.silence():
+        return torch.empty(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def _both_ways(traffic: Traffic, name: str, function: Callable[[], Tensor]) -> None:
+    with traffic.at(name):
+        y = function()
+        with traffic.silence():
+            dy = torch.empty_like(y)
+        torch.autograd.backward(y, dy)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq", type=int, default=8192, help="tokens of a micro-batch")
+    parser.add_argument("--operations", action="store_true", help="print what moves most in each region")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    traffic = Traffic()
+    with as_on_a_gpu(traffic), FakeTensorMode(allow_non_fake_inputs=True), traffic:
+        parameters = dense(traffic, options.seq)
+        attention(traffic, options.seq)
+        for ranks in (2, 4):
+            ring(traffic, options.seq, ranks)
+    rows = {name: count.row() for name, count in traffic.regions.items() if name != "other"}
+    print(f"{'':52} {'kernels':>8} {'TFLOP':>8} {'attn':>8} {'GB':>8} {'ms':>8}")
+    for name, row in rows.items():
+        print(f"{name:52} {row['kernels']:8.0f} " + " ".join(f"{value:8.2f}" for value in list(row.values())[1:]))
+        if options.operations:
+            largest = sorted(traffic.regions[name].by_operation.items(), key=lambda item: -item[1])[:8]
+            print("    " + ", ".join(f"{operation} {size / 1e9:.2f}" for operation, size in largest))
+    norm = rows["gradient norm"]["gb_moved"] * 1e9 / parameters
+    print(f"gradient norm: {norm:.1f} bytes a parameter")
+    record.write("traffic", {"tokens": options.seq, "norm_bytes_a_parameter": norm, "regions": rows}, ["torch"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The commands of `mega launch`, and the check of the run that comes first."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mega_cli.launch.kubernetes import PodPlan, manifests
+from mega_cli.launch.slurm import Container, SlurmPlan, batch_script
+from mega_common.config import apply_overrides, load_yaml
+from mega_common.errors import ConfigError
+from mega_common.log import logger
+
+app = typer.Typer(no_args_is_help=True, help="Write the batch script or manifest that runs a training on a cluster.")
+
+Run = Annotated[Path, typer.Argument(help="The run's configuration, as for 'mega train'.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Number of machines.")]
+Gpus = Annotated[int, typer.Option(min=1, help="GPUs, and so ranks, on each machine.")]
+Output = Annotated[Path | None, typer.Option(help="Write to this file rather than to standard output.")]
+Name = Annotated[str | None, typer.Option(help="Name of the job; default: the configuration file's.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=value. Repeatable.")
+]
+
+
+@app.command()
+def slurm(
+    run: Run,
+    nodes: Nodes,
+    gpus_per_node: Gpus = 8,
+    output: Output = None,
+    name: Name = None,
+    set_: Set = None,
+    time: Annotated[str, typer.Option(help="Time limit of one job; it queues itself again until done.")] = "24:00:00",
+    partition: Annotated[str | None, typer.Option(help="Partition to ask for.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
+    cpus_per_task: Annotated[
+        int | None, typer.Option(min=1, help="CPU cores on each machine.", show_default="4 a GPU")
+    ] = None,
+    mem: Annotated[
+        str | None,
+        typer.Option(help="Memory on each machine, as in 500G; 0 is all.", show_default="the cluster's; exclusive: 0"),
+    ] = None,
+    exclusive: Annotated[bool, typer.Option("--exclusive", help="Ask for whole machines.")] = False,
+    prologue: Annotated[
+        list[str] | None,
+        typer.Option(help="A line of bash before training on each machine, as in 'module load cuda'. Repeatable."),
+    ] = None,
+    container: Annotated[
+        str | None, typer.Option(help="Image to train in: a .sif file by apptainer, anything else by pyxis.")
+    ] = None,
+    mount: Annotated[
+        list[str] | None, typer.Option(help="FROM:TO, to be seen in the container beside this folder. Repeatable.")
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(help="Interpreter with mega.", show_default="this one; with prologue or container python3"),
+    ] = None,
+) -> None:
+    """Write a Slurm batch script: the ranks on each node, a save before the time limit, and queueing again.
+
+    Examples:
+
+      mega launch slurm run.yaml --nodes 4 --output job.sh && sbatch job.sh
+
+      mega launch slurm run.yaml --nodes 4 --prologue 'module load cuda' --prologue 'source venv/bin/activate'
+    """
+    check_run(run, set_ or [], nodes * gpus_per_node)
+    asked = {
+        "job-name": name or dns_label(run.stem), "nodes": nodes, "ntasks-per-node": 1, "gpus-per-node": gpus_per_node,
+        "cpus-per-task": cpus_per_task or 4 * gpus_per_node, "mem": mem or ("0" if exclusive else None), "time": time,
+        "partition": partition, "account": account,
+    }  # fmt: skip
+    plan = SlurmPlan(
+        options={key: str(value) for key, value in asked.items() if value is not None},
+        flags=["exclusive"] if exclusive else [],
+        prologue=prologue or [],
+        container=Container(container, mount or []) if container else None,
+        python=python or ("python3" if prologue or container else sys.executable),
+    )
+    _write(batch_script(plan, nodes, gpus_per_node, [str(run), *(f"--set={item}" for item in set_ or [])]), output)
+
+
+@app.command()
+def kubernetes(
+    run: Run,
+    nodes: Nodes,
+    gpus_per_node: Gpus = 8,
+    output: Output = None,
+    name: Name = None,
+    set_: Set = None,
+    image: Annotated[str, typer.Option(help="Container image with the trainer.")] = "mega-trainer:latest",
+    volume: Annotated[
+        str, typer.Option(help="PersistentVolumeClaim with the data; it is mounted at /workspace.")
+    ] = "mega",
+    shared_memory: Annotated[str, typer.Option(help="Size of /dev/shm in each pod.")] = "16Gi",
+) -> None:
+    """Write a Kubernetes manifest: an Indexed Job with a pod for each machine, and the Service by which they meet.
+
+    The configuration travels in a ConfigMap; relative paths in it are relative to the volume. No operator is needed.
+
+    Example: mega launch kubernetes run.yaml --nodes 4 --image registry.example/mega-trainer:1 | kubectl apply -f -
+    """
+    check_run(run, set_ or [], nodes * gpus_per_node)
+    if name is not None and name != dns_label(name):
+        raise ConfigError(f"--name {name}: not a DNS label, as Kubernetes wants it", hint=f"--name {dns_label(name)}")
+    plan = PodPlan(name or dns_label(run.stem), nodes, gpus_per_node, image, volume, shared_memory, set_ or [])
+    _write(manifests(plan, run.read_text(encoding="utf-8")), output)
+
+
+def check_run(run: Path, overrides: list[str], ranks: int) -> None:
+    """Check the run, for that many ranks. Data is not looked at: it need not be on this machine.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    from mega_trainer.config import load_run
+
+    model = apply_overrides(load_yaml(run), overrides).get("model")
+    if isinstance(model, dict) and "from" in model and not Path(str(model["from"])).exists():
+        logger.warning("model.from = %s is not on this machine: the run is not checked", model["from"])
+        return
+    load_run(run, overrides).check_ranks(ranks)
+
+
+def dns_label(text: str) -> str:
+    """`text` as a name that Kubernetes takes for a Service and, with a number behind it, for a pod."""
+    label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    label = label if label[:1].isalpha() else f"run-{label}"
+    return label[:40].strip("-")
+
+
+def _write(text: str, output: Path | None) -> None:
+    if output is None:
+        print(text, end="")
+    else:
+        output.write_text(text, encoding="utf-8")

@@ -1,0 +1,114 @@
+"""A run as a manifest for Kubernetes: ConfigMap, headless Service and Indexed Job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from mega_cli.launch.ranks import ENVIRONMENT, SAVE_SECONDS, agent_command
+
+PORT = 29500  # each pod has an address of its own
+GROUP = 10001  # of the user in mega's images
+CONTAINER = "trainer"
+
+
+@dataclass(frozen=True)
+class PodPlan:
+    """A job of `nodes` pods with `gpus` ranks each; `overrides` are the training's `--set`."""
+
+    job: str
+    nodes: int
+    gpus: int
+    image: str
+    volume: str
+    shared_memory: str
+    overrides: Sequence[str]
+
+
+def manifests(plan: PodPlan, config: str) -> str:
+    """All objects as YAML documents; `config` is the text of run.yaml."""
+    metadata = {"name": plan.job, "labels": {"app": plan.job}}
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": config}}
+    # The pods look for each other before any of them is ready.
+    meeting = {
+        "clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": plan.job},
+        "ports": [{"name": "rendezvous", "port": PORT}],
+    }  # fmt: skip
+    service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": meeting}
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": _job_spec(plan)}
+    objects = [config_map, service, job]
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120, explicit_start=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """As people write it: lists indented, text of several lines as such, nothing by reference."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def _job_spec(plan: PodPlan) -> dict[str, Any]:
+    return {
+        "completionMode": "Indexed", "completions": plan.nodes, "parallelism": plan.nodes,
+        "backoffLimit": 10 * plan.nodes,
+        "podFailurePolicy": {"rules": [
+            # Saved before the end, or moved by the cluster: no failure, a pod comes in its place and goes on.
+            {"action": "Ignore", "onExitCodes": _codes(os.EX_TEMPFAIL)},
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            # A mistake in what it was given will not mend itself.
+            {"action": "FailJob", "onExitCodes": _codes(2)},
+        ]},
+        "template": {"metadata": {"labels": {"app": plan.job}}, "spec": _pod_spec(plan)},
+    }  # fmt: skip
+
+
+def _codes(*values: int) -> dict[str, Any]:
+    return {"containerName": CONTAINER, "operator": "In", "values": list(values)}
+
+
+def _pod_spec(plan: PodPlan) -> dict[str, Any]:
+    """One machine's pod. When another's is lost, its agent starts its ranks again; they go on from the last save."""
+    command = agent_command(
+        "python3", plan.nodes, plan.gpus, endpoint=f"{plan.job}-0.{plan.job}:{PORT}", job=plan.job,
+        index="JOB_COMPLETION_INDEX", restarts=10,
+        train=["/config/run.yaml", *(f"--set={item}" for item in plan.overrides)],
+    )  # fmt: skip
+    container = {
+        "name": CONTAINER,
+        "image": plan.image,
+        "workingDir": "/workspace",
+        "command": ["sh", "-c", command],
+        "env": [{"name": name, "value": value} for name, value in ENVIRONMENT.items()],
+        "resources": {"limits": {"nvidia.com/gpu": plan.gpus}},
+        "volumeMounts": [
+            {"name": "config", "mountPath": "/config", "readOnly": True},
+            {"name": "workspace", "mountPath": "/workspace"},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    return {
+        "subdomain": plan.job,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": SAVE_SECONDS,
+        # A new volume belongs to root, and the image's user is another.
+        "securityContext": {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
+        "containers": [container],
+        "volumes": [
+            {"name": "config", "configMap": {"name": plan.job}},
+            {"name": "workspace", "persistentVolumeClaim": {"claimName": plan.volume}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": plan.shared_memory}},
+        ],
+    }

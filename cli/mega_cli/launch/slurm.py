@@ -1,0 +1,92 @@
+"""A run as a batch script of Slurm."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mega_cli.launch.ranks import ENVIRONMENT, SAVE_SECONDS, agent_command
+
+
+@dataclass(frozen=True)
+class Container:
+    """An image to train in, and what is mounted there besides the folder that the job was submitted from."""
+
+    image: str
+    mounts: Sequence[str]
+
+    def wrap(self) -> tuple[list[str], list[str]]:
+        """Options for srun, and words before the command; shell, to be expanded."""
+        if Path(self.image).suffix == ".sif":
+            bound = [f"--bind={shlex.quote(mount)}" for mount in self.mounts]
+            return [], ["apptainer", "exec", "--nv", '--bind="$PWD"', '--pwd="$PWD"', *bound, shlex.quote(self.image)]
+        mounts = ",".join(['"$PWD:$PWD"', *map(shlex.quote, self.mounts)])
+        options = [f"--container-image={shlex.quote(self.image)}", f"--container-mounts={mounts}"]
+        return [*options, '--container-workdir="$PWD"'], []
+
+
+@dataclass(frozen=True)
+class SlurmPlan:
+    """What a job asks for: options of sbatch without `--`, and what surrounds the training on each machine."""
+
+    options: Mapping[str, str]
+    flags: Sequence[str]
+    prologue: Sequence[str]
+    container: Container | None
+    python: str
+
+
+def batch_script(plan: SlurmPlan, nodes: int, gpus: int, train: Sequence[str]) -> str:
+    """The batch script. Its own signal is USR1, so that `scancel` (TERM) ends a job without queueing it again."""
+    directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
+    directives += [f"#SBATCH --{flag}" for flag in plan.flags]
+    agent = agent_command(
+        plan.python, nodes, gpus, endpoint="$RENDEZVOUS", job="$SLURM_JOB_ID", index="SLURM_PROCID", restarts=0,
+        train=train,
+    )  # fmt: skip
+    task = "\n".join(["", *plan.prologue, agent, ""])
+    options, before = plan.container.wrap() if plan.container else ([], [])
+    # srun: a task gets one core unless told; when one machine has ended, the others have time to save.
+    step = ['srun --cpus-per-task="$SLURM_CPUS_PER_TASK"', f"--kill-on-bad-exit=0 --wait={SAVE_SECONDS}", *options]
+    step += [" ".join([*before, "bash", "-c", shlex.quote(task)])]
+    return f"""#!/bin/bash
+{chr(10).join(directives)}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+#SBATCH --signal=B:USR1@{SAVE_SECONDS}
+set -euo pipefail
+
+# Where the machines meet. Jobs that share a machine have ports of their own.
+read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export RENDEZVOUS="$first:$((10000 + SLURM_JOB_ID % 20000))"
+export {" ".join(f"{key}={value}" for key, value in ENVIRONMENT.items())}
+
+{(" " + chr(92) + chr(10) + "  ").join(step)} &
+step=$!
+
+# Shortly before the time limit, let the ranks save.
+limit=
+on_time_limit() {{
+  limit=near
+  kill -TERM "$step"
+}}
+trap on_time_limit USR1
+
+status=0
+wait "$step" || status=$?
+if [[ $limit ]]; then # the signal ended that `wait`
+  status=0
+  wait "$step" || status=$?
+fi
+
+# 75 is saved before the end: queue this job again, to go on from there.
+if ((status == 75)) || [[ $limit && $status != 0 ]]; then
+  echo "interrupted, with status $status: queueing again"
+  scontrol requeue "$SLURM_JOB_ID"
+  exit 0
+fi
+exit "$status"
+"""

@@ -1,0 +1,239 @@
+"""What GGUF's architectures are in mega: keys of its metadata and of config.json, names of its tensors and canonical ones.
+
+An architecture is a family of HuggingFace with other words. A key of it that is not understood is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mega_ckpt.families.layouts import Rule
+from mega_ckpt.formats.gguf_file import Gguf
+from mega_common.errors import CheckpointError
+
+Raw = dict[str, Any]
+
+_KEYS = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "context_length": "max_position_embeddings", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta", "attention.key_length": "head_dim",
+}  # fmt: skip
+_EXPERTS = {
+    "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}  # fmt: skip
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_TOKENS = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
+# These say no more than other keys do, and are checked against them.
+_IMPLIED = {
+    "vocab_size": "vocab_size", "attention.value_length": "head_dim", "rope.dimension_count": "head_dim",
+}  # fmt: skip
+_UNUSED = frozenset({"rope.scaling.finetuned"})
+_SCALING = {
+    "rope.scaling.type": "rope_type", "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow",
+}  # fmt: skip
+
+_LAYER = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}  # fmt: skip
+_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_FUSED = (
+    Rule("blk.{i}.attn_qkv.weight", tuple(f"model.layers.{{i}}.self_attn.{n}_proj.weight" for n in "qkv")),
+    Rule("blk.{i}.ffn_up.weight", tuple(f"model.layers.{{i}}.mlp.{n}_proj.weight" for n in ("gate", "up"))),
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of GGUF's architectures.
+
+    Attributes:
+        family: `model_type` of the same models in HuggingFace's words.
+        keys: keys of the metadata, beside those of every architecture, and what config.json calls them.
+        fixed: keys of config.json that no metadata tells.
+        more: further ones that follow from the file.
+        taken: keys of the metadata that `more` looks at.
+        norms: layer norms beside the first, and their canonical names.
+        fused: rules for tensors that hold several canonical ones.
+        halves_in_turns: whether the two halves of each head's rotated rows of queries and keys take turns.
+        ones_added: whether norms, which multiply by one plus their weight, are stored with the one.
+    """
+
+    family: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    more: Callable[[Gguf, Raw], Raw] = lambda _, __: {}
+    taken: frozenset[str] = frozenset()
+    norms: Mapping[str, str] = field(default_factory=lambda: {"ffn_norm": "post_attention_layernorm"})
+    fused: tuple[Rule, ...] = ()
+    halves_in_turns: bool = False
+    ones_added: bool = False
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Where canonical tensors are."""
+        layer = {f"blk.{{i}}.{there}": f"model.layers.{{i}}.{here}" for there, here in {**_LAYER, **self.norms}.items()}
+        plain = [
+            Rule(f"{there}.{kind}", (f"{here}.{kind}",))
+            for there, here in {**_ENDS, **layer}.items()
+            for kind in ("weight", "bias")
+        ]
+        replaced = {part for rule in self.fused for part in rule.parts}
+        sinks = Rule("blk.{i}.attn_sinks.weight", ("model.layers.{i}.self_attn.sinks",))
+        return (*(rule for rule in plain if rule.parts[0] not in replaced), sinks, *self.fused)
+
+
+def _llama(file: Gguf, raw: Raw) -> Raw:
+    experts = file.metadata.get("llama.expert_count", 0)
+    out: Raw = {"model_type": "mixtral", "num_local_experts": experts} if experts else {**_biases(file, raw)}
+    if not experts:
+        out |= {"num_experts_per_tok": None, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
+    factors = file.tensors.get("rope_freqs.weight")
+    return out | ({"rope_scaling": _llama3_scaling(file, factors.read(), raw)} if factors else {})
+
+
+def _llama3_scaling(file: Gguf, factors: torch.Tensor, raw: Raw) -> Raw:
+    """Llama 3.1's scaling, of which a file has only what it does to each frequency: its factor, and the published rest."""
+    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
+    found = {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }  # fmt: skip
+    size = 2 * len(factors)
+    lengths = 2 * math.pi * raw["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    smooth = ((original / lengths - low) / (high - low)).clamp(0, 1)
+    if not torch.allclose(1 / ((1 - smooth) / factor + smooth), factors.double(), rtol=1e-4):
+        raise CheckpointError(f"{file.path}: rope_freqs.weight scales frequencies in a way that is not Llama 3's")
+    return found
+
+
+def _biases(file: Gguf, _: Raw) -> Raw:
+    return {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
+
+
+def _gemma(large: int) -> Callable[[Gguf, Raw], Raw]:
+    """Queries are divided by the root of a head's width, but in the model of so many layers by that of its share."""
+
+    def scalar(_: Gguf, raw: Raw) -> Raw:
+        share = raw["hidden_size"] // raw["num_attention_heads"]
+        return {"query_pre_attn_scalar": share if raw["num_hidden_layers"] == large else raw["head_dim"]}
+
+    return scalar
+
+
+def _phi3(file: Gguf, raw: Raw) -> Raw:
+    out: Raw = {"partial_rotary_factor": file.metadata["phi3.rope.dimension_count"] / raw["head_dim"]}
+    kinds = {kind: file.tensors.get(f"rope_factors_{kind}.weight") for kind in ("short", "long")}
+    if not all(kinds.values()):
+        return out
+    factors: Raw = {
+        f"{kind}_factor": [float(str(n)) for n in stored.read().numpy()] for kind, stored in kinds.items() if stored
+    }
+    attention = file.metadata.get("phi3.rope.scaling.attn_factor")
+    original = file.metadata["phi3.rope.scaling.original_context_length"]
+    longer = max(raw["max_position_embeddings"] / original, 1)
+    usual = math.sqrt(1 + math.log(longer) / math.log(original))
+    if attention is not None and not math.isclose(attention, usual, rel_tol=1e-4):
+        factors["attention_factor"] = attention
+    return out | {"rope_scaling": {"rope_type": "longrope", **factors}, "original_max_position_embeddings": original}
+
+
+def _gpt_oss(_: Gguf, raw: Raw) -> Raw:
+    """The file does not tell that the ramp of its frequencies is not cut at whole numbers, as in every GPT-OSS."""
+    return {"rope_scaling": {**raw["rope_scaling"], "truncate": False}} if "rope_scaling" in raw else {}
+
+
+_GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(
+        "llama", {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        more=_llama, halves_in_turns=True,
+    ),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", more=_biases),
+    "qwen2moe": Architecture("qwen2_moe", {**_EXPERTS, "expert_count": "num_experts"}, {"norm_topk_prob": False}),
+    "qwen3moe": Architecture(
+        "qwen3_moe", {**_EXPERTS, "expert_count": "num_experts"}, {"norm_topk_prob": True}, more=_biases,
+    ),
+    "gemma2": Architecture(
+        "gemma2",
+        {**_WINDOW, "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"},
+        more=_gemma(46), norms=_GEMMA_NORMS, ones_added=True,
+    ),
+    "gemma3": Architecture(
+        "gemma3_text", {**_WINDOW, "rope.freq_base_swa": "rope_local_base_freq"}, {"rope_local_base_freq": 10_000.0},
+        more=_gemma(62), norms=_GEMMA_NORMS, ones_added=True,
+    ),
+    "phi3": Architecture(
+        "phi3", _WINDOW, {"sliding_window": None}, more=_phi3,
+        taken=frozenset({"rope.dimension_count", "rope.scaling.attn_factor"}), fused=_FUSED,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss", {**_WINDOW, **_EXPERTS, "expert_count": "num_local_experts"}, more=_gpt_oss,
+        norms={"post_attention_norm": "post_attention_layernorm"},
+    ),
+}  # fmt: skip
+
+
+def architecture_of(file: Gguf) -> Architecture:
+    """The architecture that a file names.
+
+    Raises:
+        CheckpointError: when it is none of those above.
+    """
+    name = str(file.metadata.get("general.architecture"))
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{file.path}: the GGUF architecture {name!r} is not known",
+            hint=f"known: {', '.join(ARCHITECTURES)}; for others take the HuggingFace folder of the model",
+        )
+    return ARCHITECTURES[name]
+
+
+def config_of(file: Gguf, architecture: Architecture) -> Raw:
+    """The config.json of the model in a file.
+
+    Raises:
+        CheckpointError: when a key is not understood, or says that the model is not of the usual kind.
+    """
+    name = file.metadata["general.architecture"]
+    given = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
+    known = {**_KEYS, **architecture.keys}
+    for key in given:
+        if key not in {*known, *_IMPLIED, *_SCALING, *_UNUSED, *architecture.taken}:
+            raise CheckpointError(f"{file.path}: {name}.{key} = {given[key]!r} is not understood")
+    tokens = {
+        f"{here}_token_id": file.metadata.get(f"tokenizer.ggml.{there}_token_id") for there, here in _TOKENS.items()
+    }
+    raw: Raw = {
+        "model_type": architecture.family,
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        **architecture.fixed,
+        **{here: given[there] for there, here in known.items() if there in given},
+        **{key: value for key, value in tokens.items() if value is not None},
+    }
+    raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+    for there, here in _IMPLIED.items():
+        if there not in architecture.taken and given.get(there, raw[here]) != raw[here]:
+            raise CheckpointError(f"{file.path}: {name}.{there} = {given[there]!r}, but {raw[here]} was expected")
+    scaling = {here: given[there] for there, here in _SCALING.items() if there in given}
+    if scaling.get("rope_type", "none") not in ("none", "longrope"):
+        raw["rope_scaling"] = scaling
+    return {key: value for key, value in {**raw, **architecture.more(file, raw)}.items() if value is not None}

@@ -1,0 +1,144 @@
+"""The tokenizer in a GGUF file's metadata as the files that HuggingFace's libraries read, built with `tokenizers`.
+
+Two kinds: "gpt2", byte-level BPE, of which the file names the way that text is split; and "llama", BPE over characters with
+bytes for what has no token (SentencePiece), of which it has no merges but scores that say their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mega_ckpt.formats.gguf_file import Gguf
+from mega_ckpt.formats.hf_files import encode_json
+from mega_common.log import logger
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
+_SPACE = "▁"
+_WORDS, _CONTRACTIONS = r"[^\r\n\p{L}\p{N}]?\p{L}+", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# What GGUF calls the ways to split text before BPE: a pattern; None is GPT-2's, which `tokenizers` has.
+_SPLITS: Mapping[str, str | None] = {
+    "default": None, "gpt-2": None, "smollm": None, "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "gpt-4o": _GPT4O,
+}  # fmt: skip
+_BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
+
+
+def tokenizer_files(file: Gguf) -> Mapping[str, bytes]:
+    """tokenizer.json and tokenizer_config.json with the chat template; nothing, and a warning, for a tokenizer of another kind."""
+    kind, split = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre", "default")
+    if kind == "gpt2" and split in _SPLITS:
+        tokenizer = _byte_level(file.metadata, split)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(file.metadata)
+    else:
+        logger.warning(
+            "%s: its tokenizer (%s, %s) is not known here: copy the model's tokenizer.json beside what you make of it",
+            file.path, kind, split,
+        )  # fmt: skip
+        return {}
+    _add_special(tokenizer, file.metadata, begin=kind == "llama" or split in _BEGIN_BY_DEFAULT)
+    return {"tokenizer.json": tokenizer.to_str(pretty=True).encode(), "tokenizer_config.json": _config(file.metadata)}
+
+
+def _byte_level(metadata: Mapping[str, Any], split: str) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    pattern = _SPLITS[split]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pattern is _LLAMA3))
+    if pattern is _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)]
+    if pattern:
+        steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
+    if split == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    gemma = metadata["general.architecture"].startswith("gemma")
+    tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
+    if gemma:  # the file has its tokens of several spaces as they look
+        tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+    # The order of Gemma's merges is that of its tokens, whatever the scores are.
+    scores = [-n for n in range(len(tokens))] if gemma else metadata["tokenizer.ggml.scores"]
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    model = models.BPE(vocabulary, _merges(vocabulary, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True) and not gemma
+    tokenizer.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend(_SPACE)] if prefix else []), normalizers.Replace(" ", _SPACE)]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if prefix else []),
+        ]
+    )
+    return tokenizer
+
+
+def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, those of the best tokens first."""
+    found = []
+    for token, index in vocabulary.items():
+        halves = [(token[:at], token[at:]) for at in range(1, len(token))]
+        known = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
+        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        found += [(-scores[index], pair) for pair in known]
+    found.sort(key=lambda item: item[0])
+    return [pair for _, pair in found]
+
+
+def _add_special(tokenizer: Tokenizer, metadata: Mapping[str, Any], *, begin: bool) -> None:
+    """Tokens that text is cut at before all else; and what goes before each text."""
+    from tokenizers import AddedToken, processors
+
+    kinds = metadata.get("tokenizer.ggml.token_type", ())
+    for token, kind in zip(metadata["tokenizer.ggml.tokens"], kinds, strict=False):
+        if kind in (_CONTROL, _USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(token, special=kind == _CONTROL, normalized=False)])
+    index = metadata.get("tokenizer.ggml.bos_token_id")
+    if index is not None and metadata.get("tokenizer.ggml.add_bos_token", begin):
+        first = metadata["tokenizer.ggml.tokens"][index]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", pair=f"{first} $A {first}:1 $B:1", special_tokens=[(first, index)]
+        )
+
+
+def _config(metadata: Mapping[str, Any]) -> bytes:
+    tokens = metadata["tokenizer.ggml.tokens"]
+    named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    found = {here: metadata.get(f"tokenizer.ggml.{there}_token_id") for there, here in named.items()}
+    template = metadata.get("tokenizer.chat_template")
+    length = metadata.get(f"{metadata['general.architecture']}.context_length")
+    return encode_json(
+        {
+            **{f"{name}_token": tokens[index] for name, index in found.items() if index is not None},
+            **({"chat_template": template} if template else {}),
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": length,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
+    )

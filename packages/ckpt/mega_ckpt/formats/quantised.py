@@ -1,0 +1,285 @@
+"""Quantised weights of HuggingFace folders, as the numbers that they stand for.
+
+A quantised weight W [O, I] is stored in parts beside each other: codes q, and scales s that each serve a block of them.
+
+    W[o, i] = (q[o, i] - zero[o // height, i // width]) * s[o // height, i // width]
+
+computed in fp32 and rounded once, to the dtype that config.json declares; blocks at the edges are cut off. That is bit for
+bit what the methods' own libraries give. What differs is what q is, what the parts are called, and the block:
+
+    fp8 (DeepSeek, arXiv:2412.19437)   W.weight e4m3, W.weight_scale_inv; block = weight_block_size, or all of W
+    mxfp4 (OCP Microscaling; GPT-OSS)  W_blocks [E, O, I / 32, 16]: two e2m1 a byte, the low one first; W_scales: the
+                                       exponent of a power of two, plus 127; the whole stored as [E, I, O]
+    compressed-tensors                 W.weight e4m3 or int8, or W.weight_packed: 32 / bits codes in an int32, the lowest
+                                       first, each plus 2^(bits - 1); W.weight_scale, W.weight_zero_point, W.weight_g_idx
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.formats.disk import Stored
+from mega_ckpt.pieces import Shape
+from mega_ckpt.remote import Place
+from mega_common.errors import CheckpointError
+
+SCHEME_KEYS = ("quantization_config", "compression_config")  # of config.json; the second is compressed-tensors' old one
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_DECLARED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_CHUNK = 1 << 18  # elements that are computed at once
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_OF_ACTIVATIONS = re.compile(
+    r".*\.(activation_scale|(input|output)_(scale|zero_point|global_scale)|[qkv]_(proj\.output_)?(scale|zero_point))"
+)
+
+_WAY_OUT = "load it with transformers and the method's package, call model.dequantize(), and save_pretrained it"
+_Taken = tuple[dict[str, Stored], str]  # the tensors, and a sentence on what they were
+
+
+class _UnreadError(ValueError):
+    """A scheme that is not read; the message names it."""
+
+
+def dequantised(
+    tensors: Mapping[str, Stored], config: Mapping[str, Any], folder: Place
+) -> tuple[Mapping[str, Stored], str | None]:
+    """The tensors of a folder as a model has them, and how they are quantised; None where they are not.
+
+    Reading one decodes it, a few rows at a time. Scales of activations are left out: weights do not depend on them.
+
+    Args:
+        tensors: what the files hold.
+        config: the folder's config.json.
+        folder: what to call it in errors.
+
+    Raises:
+        CheckpointError: for a method that is not known here, and where a part is missing or has another shape.
+    """
+    scheme = next((config[key] for key in SCHEME_KEYS if config.get(key)), None)
+    if scheme is None:
+        return tensors, None
+    method = scheme.get("quant_method", "compressed-tensors") if isinstance(scheme, Mapping) else scheme
+    if method not in _METHODS:
+        raise CheckpointError(
+            f"{folder}: the weights are quantised by {method!r}, which is not read (only {', '.join(_METHODS)}, and GGUF)",
+            hint=_WAY_OUT,
+        )
+    dtype = _DECLARED.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+    left = {name: stored for name, stored in tensors.items() if not _OF_ACTIVATIONS.fullmatch(name)}
+    try:
+        decoded, said = _METHODS[method](left, scheme, dtype)
+    except _UnreadError as kind:
+        raise CheckpointError(
+            f"{folder}: the weights are quantised with {kind}, which is not read", hint=_WAY_OUT
+        ) from None
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+        raise CheckpointError(f"{folder}: quantization_config of config.json is not understood ({error!r})") from None
+    said += ", scales of activations left out" if len(left) < len(tensors) else ""
+    return decoded, f"{said}; read as {str(dtype).removeprefix('torch.')}"
+
+
+def _fp8(tensors: dict[str, Stored], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Taken:
+    block = scheme.get("weight_block_size")
+    out = dict(tensors)
+    for name, codes in tensors.items():
+        if codes.dtype in _FP8:
+            kind = next((kind for kind in ("_scale_inv", "_scale") if name + kind in out), "_scale_inv")
+            scale = _taken(out, name + kind, name, codes)
+            height, width = block or codes.shape
+            out[name] = _Grid(name, codes.shape, (height, width), scale).over(codes, dtype)
+    return out, "fp8, " + (f"a scale for {' x '.join(map(str, block))} weights" if block else "a scale for each tensor")
+
+
+def _mxfp4(tensors: dict[str, Stored], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Taken:
+    out = dict(tensors)
+    for name, blocks in tensors.items():
+        if name.endswith("_blocks"):
+            base = name.removesuffix("_blocks")
+            del out[name]
+            scales = _taken(out, f"{base}_scales", base, blocks)
+            _check_part(f"{base}_scales", scales, blocks.shape[:-1], torch.uint8)
+            experts, height, count, _ = blocks.shape
+            shape = (experts, 32 * count, height)
+            read = partial(_mx_stack, base, blocks, scales, dtype)
+            out[base] = Stored(blocks.path, dtype, shape, read, costly=True)
+    return out, "mxfp4, a power of two for 32 weights"
+
+
+def _mx_stack(name: str, blocks: Stored, scales: Stored, dtype: torch.dtype) -> Tensor:
+    """[E, I, O] from blocks [E, O, I / 32, 16] and scales [E, O, I / 32], an expert at a time."""
+    experts, height, count, _ = blocks.shape
+    out = torch.empty(experts, height, 32 * count, dtype=dtype)
+    for codes, powers, rows in zip(blocks.read(), _finite(name, scales).unsqueeze(-1), out, strict=True):
+        rows.copy_((_nibbles(codes) * powers).flatten(1))
+    return out.transpose(1, 2)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """[..., 2 N] e2m1 numbers in fp32 from bytes [..., N]."""
+    return _E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
+
+
+def _compressed(tensors: dict[str, Stored], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Taken:
+    _check_plain(scheme)
+    out, kinds = dict(tensors), set()
+    for name in tensors:
+        module, _, kind = name.rpartition(".")
+        packed = kind == "weight_packed"
+        if packed or (kind == "weight" and f"{module}.weight_scale" in tensors):
+            group = _group_of(scheme["config_groups"], module)
+            out[f"{module}.weight"] = _module(out, module, out.pop(name), group["weights"], dtype, packed=packed)
+            kinds.add(f"{group['weights']['type']}{group['weights']['num_bits']} by {group['weights']['strategy']}")
+    return out, f"compressed-tensors, {' and '.join(sorted(kinds)) or 'no tensor'}"
+
+
+def _module(
+    out: dict[str, Stored], module: str, codes: Stored, weights: Mapping[str, Any], dtype: torch.dtype, *, packed: bool
+) -> Stored:
+    """The weight of one module, whose parts are taken out of `out`."""
+    name, bits, shape = f"{module}.weight", weights["num_bits"], codes.shape
+    decode: Callable[[Tensor], Tensor] = Tensor.float
+    scale = _taken(out, f"{name}_scale", name, codes)
+    zero, index = (out.pop(f"{name}_{part}", None) for part in ("zero_point", "g_idx"))
+    if packed:
+        height, width = shape = tuple(_taken(out, f"{name}_shape", name, codes).read().tolist())
+        _check_part(f"{name}_packed", codes, (height, math.ceil(width * bits / 32)), torch.int32)
+        decode = partial(_unpacked, bits=bits, count=width)
+        if zero and zero.dtype == torch.int32:
+            read = partial(_unpacked_columns, zero, bits, height)
+            zero = replace(zero, shape=(height, *zero.shape[1:]), read=read)
+    block = {
+        "tensor": shape, "channel": (1, shape[-1]), "group": (1, weights["group_size"]),
+        "block": tuple(weights.get("block_structure") or ()),
+    }[weights["strategy"]]  # fmt: skip
+    return _Grid(name, shape, block, scale, zero, index).over(codes, dtype, decode)
+
+
+def _check_plain(scheme: Mapping[str, Any]) -> None:
+    """Refuse, by name, what codes and scales do not tell."""
+    sparse = (scheme.get("sparsity_config") or {}).get("format", "dense")
+    if sparse != "dense":
+        raise _UnreadError(f"sparsity_config.format = {sparse!r}")
+    if scheme.get("transform_config"):
+        raise _UnreadError("transform_config: rotations")
+    known = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense", None)
+    for group in (scheme, *scheme["config_groups"].values()):
+        if group.get("format") not in known:
+            raise _UnreadError(f"the format {group['format']!r} of compressed-tensors")
+    for group in scheme["config_groups"].values():
+        weights = group.get("weights")
+        if not weights:
+            raise _UnreadError("a scheme of compressed-tensors for activations only")
+        if weights["type"] == "int" and 32 % weights["num_bits"]:
+            raise _UnreadError(f"{weights['num_bits']} bits a weight")
+
+
+def _group_of(groups: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """The group that quantises a module: one that names it, or the one for its class."""
+    for group in groups.values():
+        for target in group["targets"]:
+            if target == module or (target.startswith("re:") and re.match(target[3:], module)):
+                return group  # type: ignore[no-any-return]
+    return next(group for group in groups.values() if "Linear" in group["targets"])
+
+
+_METHODS: Mapping[str, Callable[[dict[str, Stored], Mapping[str, Any], torch.dtype], _Taken]] = {
+    "fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The scales of a weight of `shape`, each of which serves a block [height, width] of it.
+
+    Attributes:
+        name: of the weight.
+        zero: codes that stand for zero, one a scale.
+        index: for each column the column of scales that serves it, where these do not follow each other.
+    """
+
+    name: str
+    shape: Shape
+    block: Shape
+    scale: Stored
+    zero: Stored | None = None
+    index: Stored | None = None
+
+    def over(self, codes: Stored, dtype: torch.dtype, decode: Callable[[Tensor], Tensor] = Tensor.float) -> Stored:
+        """The weight of these codes; `decode` turns some rows of them into numbers in fp32.
+
+        Raises:
+            CheckpointError: when the scales are not as many as there are blocks.
+        """
+        if len(self.shape) != 2 or len(self.block) != 2:
+            raise CheckpointError(f"{codes.path}: {self.name} is quantised, but no matrix: {list(self.shape)}")
+        (height, width), grid = self.block, self._blocks
+        for part in filter(None, (self.scale, self.zero)):
+            if [n for n in part.shape if n > 1] != [n for n in grid if n > 1]:
+                raise CheckpointError(
+                    f"{part.path}: the scales of {self.name} {list(self.shape)} are {list(part.shape)}, but blocks of "
+                    f"{height} x {width} want {list(grid)}"
+                )
+        return Stored(codes.path, dtype, self.shape, partial(self._apply, codes, dtype, decode), costly=True)
+
+    @property
+    def _blocks(self) -> Shape:
+        return tuple(math.ceil(n / b) for n, b in zip(self.shape, self.block, strict=True))
+
+    def _apply(self, codes: Stored, dtype: torch.dtype, decode: Callable[[Tensor], Tensor]) -> Tensor:
+        """A few rows at a time, so that little is needed beside the result."""
+        scale, stored = _finite(self.name, self.scale).view(self._blocks), codes.read()
+        zero = self.zero.read().float().view(self._blocks) if self.zero else None
+        columns = self.index.read().long() if self.index else torch.arange(self.shape[1]) // self.block[1]
+        out = torch.empty(self.shape, dtype=dtype)
+        step = max(1, _CHUNK // max(self.shape[1], 1))
+        for begin in range(0, self.shape[0], step):
+            numbers = decode(stored[begin : begin + step])
+            blocks = torch.arange(begin, begin + len(numbers)) // self.block[0]
+            if zero is not None:
+                numbers = numbers - zero[blocks][:, columns]
+            out[begin : begin + step] = numbers * scale[blocks][:, columns]
+        return out
+
+
+def _finite(name: str, scales: Stored) -> Tensor:
+    """Scales in fp32; whole numbers are exponents plus 127, of which 255 stands for no number."""
+    stored = scales.read()
+    found = (stored.float() - 127).exp2() if stored.dtype == torch.uint8 else stored.float()
+    if not found.isfinite().all():
+        raise CheckpointError(f"{scales.path}: a scale of {name} is not finite", hint="download or copy the file again")
+    return found
+
+
+def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+    """[N, count] numbers in fp32 from int32 [N, count * bits / 32]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes = (words.unsqueeze(-1) >> shifts) & (1 << bits) - 1
+    return (codes.flatten(1)[:, :count] - (1 << bits - 1)).float()
+
+
+def _unpacked_columns(words: Stored, bits: int, count: int) -> Tensor:
+    """[count, N] numbers in fp32 from int32 [count * bits / 32, N]."""
+    return _unpacked(words.read().t(), bits, count).t()
+
+
+def _taken(tensors: dict[str, Stored], part: str, name: str, codes: Stored) -> Stored:
+    if part not in tensors:
+        raise CheckpointError(
+            f"{codes.path}: {name} is quantised, but the tensor {part} is missing", hint="was the download interrupted?"
+        )
+    return tensors.pop(part)
+
+
+def _check_part(name: str, part: Stored, shape: Shape, dtype: torch.dtype | None = None) -> None:
+    if part.shape != shape or part.dtype != (dtype or part.dtype):
+        raise CheckpointError(
+            f"{part.path}: {name} is {list(part.shape)} in {part.dtype}, but the weights want {list(shape)}"
+        )

@@ -1,0 +1,178 @@
+"""Which part of which data set a split of a run has, and whether it is what the run's rules need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from mega_common.errors import ConfigError, DataError
+from mega_common.log import logger
+from mega_data.config import DataConfig, Source
+from mega_data.indexed import IndexedReader
+from mega_data.limits import allow_open_files
+from mega_data.sample_index import token_range
+
+SPLITS = ("train", "valid", "test")
+LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
+FILES = 5  # that a data set may take: tokens, index, and an index in Megatron's order for each split
+Bounds = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The sequences [first, last) of a data set, and its weight in the blend."""
+
+    reader: IndexedReader
+    first: int
+    last: int
+    weight: float | None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        begin, end = token_range(self.reader, self.first, self.last)
+        return end - begin
+
+
+class Parts:
+    """Cuts the data sets of one configuration, each file opened once. `eod` is the token that ends a document.
+
+    Raises:
+        ConfigError: when a rule about documents is on and `eod` is None.
+    """
+
+    def __init__(self, config: DataConfig, eod: int | None) -> None:
+        flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        self._rules = [f"data.{flag}" for flag in flags if getattr(config, flag)]
+        if self._rules and eod is None:
+            raise ConfigError(
+                f"{', '.join(self._rules)}: the tokenizer has no end-of-document token",
+                hint="switch it off, or set data.tokenizer to one that names it",
+            )
+        self._config, self._eod = config, eod
+        self._bounds = dict(zip(SPLITS, split_bounds(config.shares), strict=True))
+        self._readers: dict[Path, IndexedReader] = {}
+
+    def of(self, name: str) -> list[Part]:
+        """The parts of split `name`; none when `split` gives it nothing.
+
+        Raises:
+            DataError: with every data set that cannot be used; when nothing of them is for this split.
+        """
+        own: list[Source] | None = getattr(self._config, name)
+        bounds = (0.0, 1.0) if name != "train" and own is not None else self._bounds[name]
+        if bounds is None:
+            return []
+        sources = own or self._config.train
+        self._open(sources)
+        parts = list(self._cut(name, sources, bounds))
+        if not parts:
+            raise DataError(
+                f"data.split = {self._config.split} leaves no sequence for {name}",
+                hint=f"give {name} a larger share or data sets of its own (data.{name}), or do not ask for it",
+            )
+        return parts
+
+    def _open(self, sources: Sequence[Source]) -> None:
+        new = {source.path: None for source in sources if source.path not in self._readers}
+        allow_open_files(FILES * (len(self._readers) + len(new)))
+        wrong = []
+        for path in new:
+            try:
+                self._readers[path] = reader = IndexedReader(path)
+                check_ends(reader, self._eod, self._rules)
+            except DataError as error:
+                wrong.append(error)
+        if len(wrong) == 1:
+            raise wrong[0]
+        if wrong:
+            raise DataError(f"{len(wrong)} data sets cannot be used:\n" + "\n".join(str(error) for error in wrong))
+
+    def _cut(self, name: str, sources: Sequence[Source], bounds: Bounds) -> Iterator[Part]:
+        for source in sources:
+            reader = self._readers[source.path]
+            # Python's rounding, half to even, of the very product that Megatron rounds.
+            first, last = (round(bound * float(len(reader))) for bound in bounds)
+            if reader.lengths[first:last].any():
+                yield Part(reader, first, last, source.weight)
+            elif name == "train":
+                raise DataError(f"{source.path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
+            else:
+                logger.warning("%s: none of its %d sequences is for %s; left out", source.path, len(reader), name)
+
+
+def split_bounds(shares: Sequence[float]) -> list[Bounds | None]:
+    """Megatron's cut of [0, 1] by `shares`; None where a share is nothing."""
+    values = np.array(shares, np.float64)
+    edges = [0.0]
+    for share in (values / values.sum()).tolist():
+        edges.append(edges[-1] + share)
+    return [(low, high) if low < high else None for low, high in pairwise(edges)]
+
+
+def check_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
+    """Look whether documents are told apart by the token `eod`, where `rules` depend on that.
+
+    Some documents are looked at, not all. One that begins with the token is told apart as well.
+
+    Raises:
+        DataError: when none is, and a boundary was asked for.
+    """
+    documents = reader.document_index.size - 1
+    if not rules or not documents:
+        return
+    looked_at = np.unique(np.linspace(0, documents - 1, LOOKED_AT).astype(np.int64))
+    without = sum(not _told_apart(reader, int(document), eod) for document in looked_at)
+    if without == looked_at.size and rules != ["data.eod_mask_loss"]:
+        raise DataError(
+            f"{reader.prefix}: its documents do not end with the end-of-document token {eod}, so that"
+            f" {', '.join(rules)} would find no boundary",
+            hint="make the data set anew with --append-eod, or set these to false",
+        )
+    if without:
+        logger.warning(
+            "%s: %d of %d documents looked at do not end with the end-of-document token %s: %s see no boundary there",
+            reader.prefix, without, looked_at.size, eod, ", ".join(rules),
+        )  # fmt: skip
+
+
+def _told_apart(reader: IndexedReader, document: int, eod: int | None) -> bool:
+    first, last = (int(bound) for bound in reader.document_index[document : document + 2])
+    if not reader.lengths[first:last].any():
+        return True
+    begin, end = token_range(reader, first, last)
+    return eod in (int(reader.tokens[begin]), int(reader.tokens[end - 1]))
+
+
+@dataclass(frozen=True)
+class Use:
+    """How much of a data set a run reads: `samples` of a split, which are its tokens there `epochs` times."""
+
+    split: str
+    prefix: Path
+    documents: int
+    tokens: int
+    samples: float
+    epochs: float
+
+
+def planned_use(config: DataConfig, samples: Mapping[str, int], eod: int | None) -> list[Use]:
+    """What a run that reads `samples` of each split reads of each data set; nothing is built for it.
+
+    Raises:
+        ConfigError, DataError: as when the data is loaded.
+    """
+    parts, found = Parts(config, eod), []
+    for name in SPLITS:
+        chosen = parts.of(name) if name == "train" or samples.get(name) else []
+        total = sum(part.weight or 1.0 for part in chosen)
+        for part in chosen:
+            share = samples.get(name, 0) * (part.weight or 1.0) / total
+            documents = part.reader.document_index.size - 1
+            epochs = share * config.seq_length / part.tokens
+            found.append(Use(name, part.reader.prefix, documents, part.tokens, share, epochs))
+    return found

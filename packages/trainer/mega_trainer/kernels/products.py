@@ -1,0 +1,20 @@
+"""Products of matrices that are added to what is there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out [M, N] += a [M, K] b [K, N]; `out` may be wider than the factors.
+
+    A GPU then adds inside the product, without rounding it; on a CPU torch has no such product, and it is rounded to the
+    factors' precision first.
+    """
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    elif out.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        out += a @ b

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_cli.main import build_app
+from mega_cli.workflow import load_workflow
+from mega_cli.workflow_config import Workflow
+from mega_common.errors import ConfigError
+from mega_trainer.config import load_run
+
+ROOT = typer.main.get_command(build_app())
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*/workflow.yaml")), ids=lambda path: path.parent.name)
+def test_the_examples_are_valid(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(example.parent)
+    assert load_workflow(example, [], ROOT).order()
+    load_run(example.parent / "run.yaml")
+
+
+def problems(tmp_path: Path, text: str, *overrides: str, names: tuple[str, ...] = ()) -> str:
+    (tmp_path / "flow.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_workflow(tmp_path / "flow.yaml", list(overrides), ROOT, names=names)
+    return str(caught.value)
+
+
+def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+    said = problems(
+        tmp_path,
+        """
+stages:
+  one: {run: launch slurm, needs: [tow], outputs: [x/y]}
+  two: {run: launch slurm, args: [a.yaml], outputs: [x]}
+  three: {run: launch slurm, inputs: [x/z], outputs: [w]}
+""",
+    )
+    assert "stages.one.needs = 'tow': no such stage -> did you mean 'two'?" in said
+    assert "stages.one.outputs = 'x/y': lies in what 'two' makes, x" in said
+    assert "stages.three: reads x, which 'two' makes -> needs: [two]" in said
+    assert "3 problems" in said
+
+
+def test_commands_and_options_are_checked_before_anything_runs(tmp_path: Path) -> None:
+    said = problems(
+        tmp_path,
+        """
+stages:
+  one: {run: launch, outputs: [a]}
+  two: {run: lanch slurm, outputs: [b]}
+  three: {run: launch slurm, with: {node: 3}, outputs: [c]}
+""",
+        names=("thre",),
+    )
+    assert "stages.one.run = 'launch': not a whole command -> one of slurm, kubernetes" in said
+    assert "stages.two.run = 'lanch slurm': no command 'lanch' -> did you mean 'launch'?" in said
+    assert "stages.three.with.node: mega launch slurm has no such option -> did you mean 'nodes'?" in said
+    assert "thre: no such stage -> did you mean 'three'?" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("stages: {a: {run: run, outputs: [x], need: [b]}}", "stages.a.need: unknown key -> did you mean 'needs'?"),
+        ("stages: {a: {run: run}}", "stages.a.outputs: required"),
+        ("stages: {}", "stages"),
+        (
+            "stages: {a: {run: run, needs: [b], outputs: [x]}, b: {run: run, needs: [a], outputs: [y]}}",
+            "these need each other in a circle",
+        ),
+        ("stages: {a b: {run: run, outputs: [x]}}", "letters, digits"),
+    ],
+)
+def test_a_workflow_that_cannot_be_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    assert said in problems(tmp_path, text)
+
+
+def test_options_become_arguments() -> None:
+    raw = {"run": "data preprocess", "args": ["x", 1], "outputs": ["y"]}
+    options = {"input": ["a", "b"], "append-eod": True, "progress": False, "lr": 0.5}
+    workflow = Workflow.parse({"stages": {"one": {**raw, "with": options}}})
+    expected = "data preprocess --input a --input b --append-eod --no-progress --lr 0.5 x 1"
+    assert workflow.stages["one"].command == expected.split()
+
+
+@given(st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=10), st.randoms())
+def test_each_stage_comes_after_what_it_needs(needs: list[set[int]], random: Any) -> None:
+    names = [f"s{i}" for i in range(len(needs))]
+    items = [
+        (name, {"run": "run", "needs": [names[n] for n in earlier if n < i], "outputs": [f"o/{name}"]})
+        for i, (name, earlier) in enumerate(zip(names, needs, strict=True))
+    ]
+    random.shuffle(items)
+    workflow = Workflow.parse({"stages": dict(items)})
+    order = workflow.order()
+    assert sorted(order) == sorted(names)
+    for name, config in workflow.stages.items():
+        assert all(order.index(need) < order.index(name) for need in config.needs)
+        part = workflow.order(name)
+        assert part[-1] == name
+        assert set(config.needs) < set(part) <= set(order)

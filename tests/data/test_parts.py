@@ -1,0 +1,129 @@
+"""Cutting data sets for the splits of a run, and looking at them first."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mega_common.errors import DataError
+from mega_data.config import DataConfig
+from mega_data.gpt_dataset import build_datasets
+from mega_data.indexed import IndexedWriter
+from mega_data.parts import Use, planned_use
+
+EOD = 0
+
+
+def data_set(prefix: Path, ends: str = "all", documents: int = 100, length: int = 20) -> Path:
+    """`documents` of `length` tokens; `ends` says which of them end with EOD: all, half, first (begin with it), none."""
+    with IndexedWriter(prefix, "uint16") as writer:
+        for number in range(documents):
+            tokens = np.arange(1, length + 1)
+            if ends == "all" or (ends == "half" and number < documents // 2):
+                tokens[-1] = EOD
+            elif ends == "first":
+                tokens[0] = EOD
+            writer.add_document(tokens)
+    return prefix
+
+
+def config(*paths: Path, **fields: Any) -> DataConfig:
+    return DataConfig.parse({"train": [str(path) for path in paths], "seq_length": 16, "split": [1], **fields})
+
+
+@pytest.mark.parametrize("rule", ["reset_attention_mask", "reset_position_ids", "eod_mask_loss"])
+@pytest.mark.parametrize(
+    ("ends", "refused", "warned"),
+    [("all", False, False), ("first", False, False), ("half", False, True), ("none", True, True)],
+)
+def test_rules_about_documents_need_documents_that_end(
+    tmp_path: Path, rule: str, ends: str, refused: bool, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(data_set(tmp_path / "d", ends), **{rule: True})
+    if refused and rule != "eod_mask_loss":  # which then masks nothing, as it should
+        with pytest.raises(DataError, match=rf"d: its documents do not end .* token 0, so that data\.{rule}"):
+            build_datasets(settings, seed=1, samples={"train": 1}, eod=EOD)
+        return
+    build_datasets(settings, seed=1, samples={"train": 1}, eod=EOD)
+    assert ("documents looked at do not end" in caplog.text) == warned
+
+
+def test_a_blend_of_with_and_without_end_tokens_is_refused(tmp_path: Path) -> None:
+    blend = [data_set(tmp_path / "with"), data_set(tmp_path / "without", "none")]
+    with pytest.raises(DataError, match="without: its documents do not end"):
+        build_datasets(config(*blend, reset_attention_mask=True), seed=1, samples={"train": 1}, eod=EOD)
+    build_datasets(config(*blend), seed=1, samples={"train": 1}, eod=EOD)
+
+
+def test_validation_data_is_looked_at_as_well(tmp_path: Path) -> None:
+    settings = config(data_set(tmp_path / "a"), valid=str(data_set(tmp_path / "b", "none")), reset_attention_mask=True)
+    with pytest.raises(DataError, match="b: its documents do not end"):
+        build_datasets(settings, seed=1, samples={"train": 1, "valid": 1}, eod=EOD)
+
+
+def test_every_data_set_that_cannot_be_used_is_told_at_once(tmp_path: Path) -> None:
+    there = data_set(tmp_path / "there")
+    with pytest.raises(DataError, match=r"(?s)2 data sets cannot be used:.*one\.idx: no such file.*two\.idx: no such"):
+        build_datasets(config(tmp_path / "one", there, tmp_path / "two"), seed=1, samples={"train": 1}, eod=None)
+
+
+OPENING = """
+import json, resource, sys
+soft, hard, prefix, count, order = json.loads(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+from mega_common.errors import DataError
+from mega_data.config import DataConfig
+from mega_data.gpt_dataset import build_datasets
+train = [{"path": f"{prefix}-{number}", "weight": 1} for number in range(count)]
+config = DataConfig.parse({"train": train, "seq_length": 16, "split": [1], "order": order})
+try:
+    dataset, _, _ = build_datasets(config, seed=1, samples={"train": 1000}, eod=None)
+    print(dataset[999].tokens.shape)
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("order", ["stable", "megatron"])
+def test_a_blend_may_have_more_data_sets_than_files_may_be_open(tmp_path: Path, order: str) -> None:
+    """Also 600 of them, which take 1,200 files where 1,024 are usual; this is the same, smaller."""
+    data_set(tmp_path / "d-0")
+    count = 100
+    for number in range(1, count):
+        for suffix in ("bin", "idx"):
+            (tmp_path / f"d-{number}.{suffix}").symlink_to(tmp_path / f"d-0.{suffix}")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+    def opened(soft: int, hard: int) -> str:
+        command = [sys.executable, "-c", OPENING, json.dumps([soft, hard, str(tmp_path / "d"), count, order])]
+        env = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    assert opened(64, most).strip() == "(16,)"
+    assert "Too many open files" in opened(64, 64)
+    assert "mega data merge" in opened(64, 64)
+
+
+def test_what_a_run_will_read_is_known_before_it_does(tmp_path: Path) -> None:
+    one, two = data_set(tmp_path / "one"), data_set(tmp_path / "two", documents=50)
+    settings = DataConfig.parse(
+        {
+            "train": [{"path": str(one), "weight": 3}, {"path": str(two), "weight": 1}],
+            "valid": str(two),
+            "seq_length": 20,
+            "split": [1],
+        }
+    )
+    assert planned_use(settings, {"train": 400, "valid": 10}, None) == [
+        Use("train", one, 100, 2000, 300.0, 3.0),
+        Use("train", two, 50, 1000, 100.0, 2.0),
+        Use("valid", two, 50, 1000, 10.0, 0.2),
+    ]
+    assert [use.split for use in planned_use(settings, {"train": 400}, None)] == ["train", "train"]

