@@ -62,7 +62,9 @@ def samples_of(draft: Draft, dest: str) -> int | None:
 def whole_steps(draft: Draft, samples: int | None, *, up: bool = False) -> int | None:
     """The whole steps in a number of samples, or with `up` those that take them all; None if either is not known."""
     sizes = draft.run["batch"]
-    if not samples or not sizes["global"] or None in sizes.get("rampup", {}).values():
+    if not samples or any(
+        (number or 0) < 1 for number in (samples, sizes["global"], *sizes.get("rampup", {}).values())
+    ):
         return None
     batch = BatchConfig.model_validate({"global": sizes["global"], "rampup": sizes.get("rampup")})
     steps = batch.steps(samples)

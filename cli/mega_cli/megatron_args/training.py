@@ -158,7 +158,7 @@ def _loss_scale(draft: Draft) -> None:
         return
     dest = "loss_scale" if draft.wants("loss_scale") else "initial_loss_scale"
     scale, window = draft[dest], draft["loss_scale_window"]
-    whole = None if scale is None else 2.0 ** round(log2(scale))
+    whole = 2.0 ** round(log2(scale)) if scale and scale > 0 else None
     put("fp16.initial_scale", whole, dest)
     put("fp16.growth_interval", None if window is None else int(window), "loss_scale_window")
     put("fp16.min_scale", draft["min_loss_scale"], "min_loss_scale")
