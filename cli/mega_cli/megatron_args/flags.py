@@ -31,6 +31,7 @@ class Flag:
         default: what the setting is without the flag, as text; empty for none.
         choices: what its values may be, each with Megatron-LM's word for it; empty for anything.
         means: the flags of Megatron-LM that say the same, `{}` for its value; empty for a flag with a setting of its own.
+        fork: whether Megatron-LM itself does not have it.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Flag:
     default: str
     choices: Mapping[str, str]
     means: str = ""
+    fork: bool = False
 
     @property
     def many(self) -> bool:
@@ -89,7 +91,7 @@ def load_flags() -> list[Flag]:
     return [
         Flag(
             row["flag"], tuple(row["aliases"].split()), row["dest"], row["takes"], row["type"], row["default"],
-            _choices(row["choices"]), row.get("means", ""),
+            _choices(row["choices"]), row.get("means", ""), table == TABLES[1],
         )
         for table in TABLES
         for row in csv.DictReader((files("mega_cli.megatron_args") / table).read_text(encoding="utf-8").splitlines())

@@ -27,8 +27,8 @@ def parse_arguments(words: Sequence[Word], table: Iterable[Flag], *, strict: boo
         while at < len(words) and len(values) < most and not words[at].text.startswith("--"):
             values.append(words[at].text)
             at += 1
-        if flag is None:
-            _other(spelling, values, word.line, spellings, arguments)
+        if flag is None or (strict and flag.fork):
+            _other(spelling, values, word.line, [name for name in spellings if not spellings[name].fork], arguments)
             continue
         if spelling not in spellings:
             arguments.respelled.add(spelling)
@@ -70,9 +70,7 @@ def _meant(
         yield Given(own, own.takes == "on", filled, text, line)
 
 
-def _other(
-    spelling: str, values: Sequence[str], line: int, spellings: Mapping[str, Flag], arguments: Arguments
-) -> None:
+def _other(spelling: str, values: Sequence[str], line: int, spellings: Sequence[str], arguments: Arguments) -> None:
     """A flag that no table has; the words up to the next flag are taken for its values."""
     near = difflib.get_close_matches(spelling.replace("_", "-"), spellings, n=1, cutoff=0.85)
     hint = f"did you mean {near[0]}?" if near else ""

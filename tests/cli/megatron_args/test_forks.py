@@ -139,6 +139,11 @@ def test_an_unknown_flag_takes_the_words_up_to_the_next_flag():
     assert "--quiet: no flag of Megatron-LM's" in texts(translation, "open")
 
 
+def test_strict_refuses_what_only_forks_have():
+    with pytest.raises(ConfigError, match=r"--num-key-value-heads: is no flag of Megatron-LM's"):
+        translate(f"{STEPS} --num-key-value-heads 2", strict=True)
+
+
 def test_without_a_global_batch_a_decay_in_samples_is_open():
     translation = translate(STEPS.replace("--global-batch-size 8", "--lr-decay-samples 800"))
     assert translation.run["lr_schedule"]["decay_steps"] == "800 / batch.global"
