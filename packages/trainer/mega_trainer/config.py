@@ -272,7 +272,7 @@ class RunConfig(Config):
     def _unfinished(self) -> Iterator[Problem]:
         """Texts that are not final, as those of a translated launch script whose variables it does not set."""
         rule = "holds a variable of a shell or a placeholder, which nothing fills in"
-        for path, value in _flat(self.model_dump(mode="json", by_alias=True)).items():
+        for path, value in flat(self.model_dump(mode="json", by_alias=True)).items():
             for text in filter(UNFINISHED.search, _texts(value)):
                 yield Problem(path, rule, text, "write its value")
 
@@ -290,6 +290,13 @@ class RunConfig(Config):
                 )
         elif curve.lowest > curve.highest:
             yield Problem(key, f"must be at most optimizer.decoupled_lr = {curve.highest:g}", curve.lowest)
+
+
+def flat(value: object, path: str = "") -> dict[str, object]:
+    """Nested settings as {dotted path: value}; an empty section is a value."""
+    if isinstance(value, Mapping) and value:
+        return {k: v for key, item in value.items() for k, v in flat(item, f"{path}.{key}".strip(".")).items()}
+    return {path: value}
 
 
 def _texts(value: object) -> Iterator[str]:
