@@ -8,9 +8,9 @@
 makes of it (`syntax`), and `expand` its words (with `globs`, `arithmetic`, and `output` for what small commands print).
 What only a running shell knows stays in a `shell.Word` as a mark.
 
-`flags` reads the arguments of the command, and `model` (with `experts` and `patterns`), `data`, `stages` and `training`
-turn them into the sections of a run. `flags.csv` is the table of Megatron-LM's flags, `handling.yaml` tells what becomes
-of those that no key comes from.
+`parse` reads the arguments of the command, and `model` (with `experts` and `patterns`), `data`, `stages`, `training` and
+`schedule` turn them into the sections of a run. `flags.csv` is the table of Megatron-LM's flags, `forks.csv` that of what
+its forks add, and `handling.yaml` tells what becomes of those that no key comes from.
 """
 
 from mega_cli.megatron_args.draft import Note

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mega_cli.megatron_args.draft import Draft
+from mega_cli.megatron_args.shell import MARK
 
 OWN = ("train_data_path", "valid_data_path", "test_data_path")
 SPLIT = "969, 30, 1"
@@ -21,8 +22,9 @@ def data_section(draft: Draft) -> None:
                 _sources(draft, f"data.{name.partition('_')[0]}", name)
     else:
         _sources(draft, "data.train", "data_path")
-        put("data.split", [float(number) for number in _numbers(draft["split"] or SPLIT)], "split")
-    length = draft["seq_length"] or draft["encoder_seq_length"]
+        shares = [float(number) for number in _numbers(draft["split"] or SPLIT)]
+        put("data.split", None if MARK.search(draft["split"] or "") else shares, "split")
+    length = draft["seq_length"] if "seq_length" in draft else draft["encoder_seq_length"]
     put("data.seq_length", length, "seq_length", "encoder_seq_length")
     put("data.order", "megatron", because="the samples in Megatron's order")
     _tokenizer(draft)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -15,6 +16,24 @@ from mega_cli.megatron_args.shell import MARK, shown
 
 Kind = Literal["translated", "not needed", "changes meaning", "no equivalent", "open"]
 DEFAULT = "Megatron's default"
+# Keys for which null means something: what is not known stands there as a text, which `mega train --check` refuses.
+OPTIONAL = frozenset({
+    "model.num_kv_heads", "model.head_dim", "model.sliding_window", "model.full_attention_layers",
+    "model.activation_limit", "model.rope.mscale", "model.rope.mscale_all_dim", "model.rope.original_max_position",
+    "model.mla.q_lora_rank", "model.moe.layers", "model.moe.capacity_factor",
+    "parallel.pipeline_layout", "parallel.zero3_shard", "lr_schedule.warmup_samples", "lr_schedule.decay_steps",
+    "lr_schedule.cooldown_steps", "optimizer.decoupled_lr", "optimizer.muon.weight_decay", "recompute.layers",
+    "checkpoint.keep_every", "train.exit_after_minutes", "train.exit_interval",
+})  # fmt: skip
+
+# Words of flags in no table which say that these keys are not Megatron's defaults.
+TELLING = {
+    "model.activation": re.compile(r"glu|gelu|relu|silu|swish|activation-f"),
+    "model.norm": re.compile(r"rms-?norm|layernorm$|normalization|norm-type"),
+    "model.position": re.compile(r"alibi|rotary|rope\b|position-embedding"),
+}
+# Keys of the model that no checkpoint of Megatron-LM gives.
+OF_THE_RUN = ("dropout", "init")
 
 
 @dataclass(frozen=True)
@@ -41,12 +60,13 @@ class Draft:
     Attributes:
         arguments: the settings of the command.
         ranks: number of ranks, if the script says it.
+        program: name of the Python file that trains, if the script says it.
         run: the content of run.yaml so far.
         origins: by dotted key, the flags that it comes from.
     """
 
-    def __init__(self, arguments: Arguments, ranks: int | None) -> None:
-        self.arguments, self.ranks = arguments, ranks
+    def __init__(self, arguments: Arguments, ranks: int | None, program: str = "") -> None:
+        self.arguments, self.ranks, self.program = arguments, ranks, program
         self.run: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self._flags: dict[str, Note] = {}
@@ -58,27 +78,77 @@ class Draft:
     def __contains__(self, dest: str) -> bool:
         return dest in self.arguments
 
+    def get(self, dest: str, default: Any) -> Any:
+        """A setting as it is given, or `default`."""
+        return self.arguments[dest] if dest in self.arguments.given else default
+
+    def wants(self, dest: str) -> bool:
+        """Whether a setting is on: not zero and not empty, or given and not known."""
+        return bool(self[dest]) or self.unknown(dest)
+
+    def unknown(self, dest: str) -> bool:
+        """Whether a setting is given, but not to what."""
+        given = self.arguments.given.get(dest)
+        return given is not None and bool(given.unknown)
+
+    @property
+    def deepspeed(self) -> bool:
+        """Whether the command is one of Megatron-DeepSpeed."""
+        return any(name in self for name in ("deepspeed", "deepspeed_config", "zero_stage"))
+
+    @property
+    def from_checkpoint(self) -> bool:
+        """Whether the model is that of a checkpoint, other than one that the run itself saved."""
+        return bool(self["use_checkpoint_args"]) and self["load"] != self["save"]
+
     @property
     def notes(self) -> list[Note]:
-        """General notes, then those of the flags in the order of the command."""
-        return self._general + [self._flags[dest] for dest in self.arguments.given if dest in self._flags]
+        """General notes, then one for each of the flags in the order of the command."""
+        flags = [self._flags[dest] for dest in self.arguments.given if dest in self._flags]
+        once = {(note.flag, note.line): note for note in reversed(flags)}
+        return self._general + list(reversed(once.values())) + [_other(given) for given in self.arguments.others]
 
-    def put(self, key: str, value: Any, *dests: str, because: str = "", ask: str = "not in the script") -> None:
-        """Set a key to what the settings `dests` give; `None` is left for the user to fill in, who is told `ask`."""
+    def put(
+        self, key: str, value: Any, *dests: str, because: str = "", ask: str = "not in the script", instead: str = ""
+    ) -> None:
+        """Set a key to what the settings `dests` give.
+
+        `None` is left for the user to fill in, who is told `ask`, or what is wrong with the settings; `instead` stands for
+        it where null would mean something.
+        """
         found = [given for dest in dests if (given := self.arguments.given.get(dest))]
         self.origins[key] = because or ", ".join(map(str, found)) or DEFAULT
+        for given in found:
+            self._flags.setdefault(given.flag.dest, Note("translated", key, str(given), given.line, key))
+        if not found and (doubt := self._doubt(key)):
+            value, ask = None, doubt
+        if value is None:
+            reason = self._ask(key, found, ask)
+            value = (instead or _shown_values(found) or reason) if key in OPTIONAL else None
+        if unset := dict.fromkeys(map(shown, _marks(value))):
+            self.tell("open", f"{', '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set in the script", key=key)
         node = self.run
         *parents, last = key.split(".")
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = _plain(value)
-        if value is None:
-            self.origins[key] = "to be filled in"
-            self.tell("open", f"{ask}; to be filled in", key=key)
-        for name in dict.fromkeys(_marks(value)):
-            self.tell("open", f"${name} is not set in the script", key=key)
-        for given in found:
-            self._flags.setdefault(given.flag.dest, Note("translated", key, str(given), given.line, key))
+
+    def _doubt(self, key: str) -> str:
+        """Why Megatron's default of a key may not be what it is."""
+        if key in TELLING:
+            for given in self.arguments.others:
+                if TELLING[key].search(given.flag.name):
+                    return f"{given} may say it"
+        of_model = key.startswith("model.") and not any(word in key for word in OF_THE_RUN)
+        return "that of the checkpoint, for --use-checkpoint-args" if of_model and self.from_checkpoint else ""
+
+    def _ask(self, key: str, found: Sequence[Given], ask: str) -> str:
+        """Leave a key to be filled in, with the reason, which is returned."""
+        faults = [fault for given in found if (fault := given.unknown or given.odd)]
+        reason = faults[0] if faults else ask
+        self.origins[key] = ", ".join(["to be filled in", *map(str, found)])
+        self.tell("open", f"{reason}; to be filled in", key=key)
+        return reason
 
     def tell(self, kind: Kind, text: str, *dests: str, key: str | None = None) -> None:
         """Note something on the settings `dests` as far as they are given, or in general without any."""
@@ -114,12 +184,23 @@ def load_handling() -> list[tuple[str, Kind, str]]:
     ]
 
 
+def _other(given: Given) -> Note:
+    hint = f" ({given.flag.dest})" if given.flag.dest else ""
+    text = f"no flag of Megatron-LM's; see whether it changes the model or the run{hint}"
+    return Note("open", text, str(given), given.line)
+
+
 def _handled(given: Given, handling: list[tuple[str, Kind, str]]) -> Note:
-    kind, why = next((kind, why) for pattern, kind, why in handling if fnmatchcase(given.flag.name, pattern))
+    found = ((kind, why) for pattern, kind, why in handling if fnmatchcase(given.flag.name, pattern))
+    kind, why = next(found, ("open", given.unknown or "what it changes here is not known"))
     note = Note(kind, why, str(given), given.line)
-    if kind == "no equivalent" and not given.unset and given.value() == given.flag.default_value():
+    if kind == "no equivalent" and not given.unknown and given.value() == given.flag.default_value():
         return replace(note, kind="not needed", text="this is what Megatron does without it")
     return note
+
+
+def _shown_values(found: Sequence[Given]) -> str:
+    return " ".join(shown(value) for given in found if given.unset for value in given.values)
 
 
 def _plain(value: Any) -> Any:
@@ -132,7 +213,7 @@ def _plain(value: Any) -> Any:
 
 def _marks(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield from MARK.findall(value)
+        yield from (mark[0] for mark in MARK.finditer(value))
     elif isinstance(value, list | dict):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _marks(item)

@@ -1,23 +1,26 @@
-"""Megatron-LM's flags as a table, and the arguments of a command read with it."""
+"""The flags of Megatron-LM and of its forks as tables, and the arguments of a command read with them."""
 
 from __future__ import annotations
 
 import csv
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
-from mega_cli.megatron_args.shell import MARK, Word, shown
+from mega_cli.megatron_args.shell import MARK, shown
 from mega_common.config import Problem, raise_problems
 
 SOURCE = "the launch script"
+PLACEHOLDER = re.compile(r"<[^<>]+>")
+TABLES = ("flags.csv", "forks.csv")
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of Megatron-LM's `pretrain_gpt.py`, a line of `flags.csv`.
+    """One flag of `pretrain_gpt.py`, a line of `flags.csv` (Megatron-LM's own) or `forks.csv` (what its forks add).
 
     Attributes:
         name, aliases: its spellings.
@@ -26,7 +29,9 @@ class Flag:
             as `--x` and off as `--no-x`).
         type: of its values: `int`, `float`, `str`.
         default: what the setting is without the flag, as text; empty for none.
-        choices: what its values may be; empty for anything.
+        choices: what its values may be, each with Megatron-LM's word for it; empty for anything.
+        means: the flags of Megatron-LM that say the same, `{}` for its value; empty for a flag with a setting of its own.
+        fork: whether Megatron-LM itself does not have it.
     """
 
     name: str
@@ -35,20 +40,37 @@ class Flag:
     takes: str
     type: str
     default: str
-    choices: tuple[str, ...]
+    choices: Mapping[str, str]
+    means: str = ""
+    fork: bool = False
 
     @property
     def many(self) -> bool:
         """Whether the setting is a list."""
         return self.takes in ("3", "+", "*")
 
+    @property
+    def least(self) -> int:
+        """How many values it must have."""
+        return {"1": 1, "3": 3, "+": 1}.get(self.takes, 0)
+
+    @property
+    def most(self) -> float:
+        """How many values it may have."""
+        return {"1": 1, "3": 3, "+": float("inf"), "*": float("inf")}.get(self.takes, 0)
+
     def convert(self, text: str) -> Any:
-        """A value as its type.
+        """A value as its type, a choice as Megatron-LM's word for it.
 
         Raises:
             ValueError: when it is none.
         """
-        return int(text) if self.type == "int" else float(text) if self.type == "float" else text
+        if self.type == "int":
+            number = float(text) if "." in text or "e" in text.lower() else int(text)
+            if number != int(number):
+                raise ValueError(text)
+            return int(number)
+        return float(text) if self.type == "float" else self.choices.get(_folded(text), text)
 
     def default_value(self) -> Any:
         """The setting's value when the flag is not given."""
@@ -59,43 +81,83 @@ class Flag:
         return [self.convert(self.default)] if self.many else self.convert(self.default)
 
 
+def _folded(word: str) -> str:
+    """A choice as it is looked up: forks differ in case and in dashes."""
+    return word.lower().replace("_", "-")
+
+
 def load_flags() -> list[Flag]:
-    """The table."""
-    text = (files("mega_cli.megatron_args") / "flags.csv").read_text(encoding="utf-8")
+    """Both tables."""
     return [
         Flag(
             row["flag"], tuple(row["aliases"].split()), row["dest"], row["takes"], row["type"], row["default"],
-            tuple(filter(None, row["choices"].split("|"))),
+            _choices(row["choices"]), row.get("means", ""), table == TABLES[1],
         )
-        for row in csv.DictReader(text.splitlines())
+        for table in TABLES
+        for row in csv.DictReader((files("mega_cli.megatron_args") / table).read_text(encoding="utf-8").splitlines())
     ]  # fmt: skip
+
+
+def _choices(text: str) -> dict[str, str]:
+    """`a|b|c=a`: a and b, and c as another word for a."""
+    pairs = (choice.partition("=") for choice in filter(None, text.split("|")))
+    return {_folded(word): meaning or word for word, _, meaning in pairs}
 
 
 @dataclass(frozen=True)
 class Given:
-    """A flag as a command gives it: the table's entry, its spelling there, its values with marks, its line."""
+    """A flag as a command gives it.
+
+    Attributes:
+        flag: the table's entry that counts.
+        on: whether it switches its setting on, for a flag without values.
+        values: with marks for what the script does not set.
+        text: flag and values as they stand in the command.
+        line: where.
+    """
 
     flag: Flag
-    spelling: str
+    on: bool
     values: tuple[str, ...]
+    text: str
     line: int
 
     def __str__(self) -> str:
-        return " ".join([self.spelling, *(shown(value) or "''" for value in self.values)])
+        return self.text
 
     @property
     def unset(self) -> list[str]:
-        """Names of the parameters in its values that the script does not set."""
-        return [name for value in self.values for name in MARK.findall(value)]
+        """Names of the parameters in its values that the script does not set, and placeholders such as `<path>`."""
+        return [name for value in self.values for name in MARK.findall(value) + PLACEHOLDER.findall(value)]
+
+    @property
+    def unknown(self) -> str:
+        """Why its value cannot be used; empty if it can."""
+        if self.unset and (self.flag.type != "str" or self.flag.choices):
+            unset = next(value for value in self.values if MARK.search(value) or PLACEHOLDER.search(value))
+            return f"{shown(unset)} is not set in the script"
+        if len(self.values) < self.flag.least:
+            return f"{self.text} needs {self.flag.least} value{'s' if self.flag.least > 1 else ''}"
+        return ""
+
+    @property
+    def odd(self) -> str:
+        """Why its value is none that Megatron-LM has; empty if it is."""
+        words = set(self.flag.choices.values())
+        if not words or self.unset or all(str(self.flag.convert(value)) in words for value in self.values):
+            return ""
+        return f"{self.text} is none of {', '.join(dict.fromkeys(self.flag.choices.values()))}"
 
     def value(self) -> Any:
-        """The setting's value.
+        """The setting's value; None where it cannot be known.
 
         Raises:
             ValueError: when it is not of the flag's type.
         """
         if not self.flag.type:
-            return self.flag.takes == "on" or (self.flag.takes == "switch" and not self.spelling.startswith("--no-"))
+            return self.on
+        if self.unknown:
+            return [] if self.flag.many else None
         converted = [self.flag.convert(value) for value in self.values]
         return converted if self.flag.many else converted[0]
 
@@ -105,26 +167,27 @@ class Arguments:
     """The settings of a command: `arguments[dest]` is what it gives, or Megatron's default.
 
     Attributes:
+        strict: whether flags and values that Megatron-LM does not have are problems; else they are remarks.
         given: by setting, the flag that counts, which is the last one.
+        others: flags in none of the tables, with their values and line.
+        unread: what is not set in the script and may hold flags.
+        respelled: the spellings with underscores where the tables have dashes.
         problems: what cannot be understood; told together by `check`.
         remarks: (line, sentence) for the user to know.
     """
 
     flags: Mapping[str, Flag]
+    strict: bool = False
     given: dict[str, Given] = field(default_factory=dict)
+    others: list[Given] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    respelled: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     remarks: list[tuple[int, str]] = field(default_factory=list)
 
     def __getitem__(self, dest: str) -> Any:
         given = self.given.get(dest)
-        if given is None:
-            return self.flags[dest].default_value()
-        if given.unset and given.flag.type != "str":
-            self.refuse(
-                given, f"{shown(given.values[0])} is not set in the script", "give it a value above, as NAME=value"
-            )
-            return self.flags[dest].default_value()
-        return given.value()
+        return self.flags[dest].default_value() if given is None else given.value()
 
     def __contains__(self, dest: str) -> bool:
         return dest in self.given
@@ -132,16 +195,14 @@ class Arguments:
     def add(self, given: Given) -> None:
         """Take a flag up, or the problem with it."""
         try:
-            values = [given.value()] if given.flag.type and not given.unset else []
+            given.value()
         except ValueError:
             return self.refuse(given, f"must be {'a whole number' if given.flag.type == 'int' else 'a number'}")
-        choices = given.flag.choices
-        for value in values[0] if given.flag.many and values else values:
-            if choices and str(value) not in choices:
-                near = difflib.get_close_matches(str(value), choices, n=1)
-                return self.refuse(given, f"must be one of {', '.join(choices)}", near[0] if near else "")
+        if self.strict and (given.unknown or given.odd):
+            near = difflib.get_close_matches(_folded(given.values[-1]), given.flag.choices, n=1) if given.odd else []
+            return self.refuse(given, given.unknown or given.odd, given.flag.choices[near[0]] if near else "")
         before = self.given.get(given.flag.dest)
-        if before is not None and before.values != given.values:
+        if before is not None and (before.values, before.on) != (given.values, given.on):
             self.remarks.append((given.line, f"{given} replaces {before} of line {before.line}"))
         self.given[given.flag.dest] = given
         return None
@@ -152,54 +213,14 @@ class Arguments:
         if problem not in self.problems:
             self.problems.append(problem)
 
+    def doubt(self, line: int, text: str, rule: str, hint: str) -> None:
+        """Note what Megatron-LM would refuse: a problem if `strict`, else a remark."""
+        if self.strict:
+            self.problems.append(Problem(f"line {line}: {text}", rule, hint=hint))
+        else:
+            self.remarks.append((line, f"{text} {rule}" + (f" ({hint})" if hint else "")))
+
     def check(self) -> None:
         """Raise `ConfigError` with every problem found."""
         if self.problems:
             raise_problems(self.problems, SOURCE)
-
-
-def parse_arguments(words: Sequence[Word], table: Iterable[Flag]) -> Arguments:
-    """The arguments of a training command. Problems are kept for `Arguments.check`."""
-    table = list(table)
-    spellings = {name: flag for flag in table for name in (flag.name, *flag.aliases)}
-    arguments = Arguments({flag.dest: flag for flag in reversed(table)})
-    at = 0
-    while at < len(words):
-        word, at = words[at], at + 1
-        spelling, equals, attached = word.text.partition("=")
-        flag = spellings.get(spelling)
-        if flag is None:
-            _stray(word, spelling, spellings, arguments)
-            while spelling.startswith("--") and at < len(words) and not words[at].text.startswith("--"):
-                at += 1  # the values of an unknown flag
-            continue
-        values = [attached] if equals else []
-        count = {"1": 1, "3": 3, "+": len(words), "*": len(words)}.get(flag.takes, 0)
-        while at < len(words) and len(values) < count and not words[at].text.startswith("--"):
-            values.append(words[at].text)
-            at += 1
-        given = Given(flag, spelling, tuple(values), word.line)
-        wanted = {"1": 1, "3": 3, "+": 1}.get(flag.takes, 0)
-        if len(values) < wanted or (equals and not flag.type):
-            rule = f"needs {wanted} value{'s' if wanted > 1 else ''}" if wanted else "takes no value"
-            arguments.problems.append(Problem(f"line {word.line}: {given}", rule))
-        else:
-            arguments.add(given)
-    return arguments
-
-
-def _stray(word: Word, spelling: str, spellings: Mapping[str, Flag], arguments: Arguments) -> None:
-    if MARK.fullmatch(word.text):
-        text = f"{shown(word.text)} is not known: flags that it may hold were not read"
-        arguments.remarks.append((word.line, text))
-    elif spelling.startswith("-"):
-        near = difflib.get_close_matches(spelling.replace("_", "-"), spellings, n=1, cutoff=0.75)
-        hint = f"did you mean {near[0]}?" if near else ""
-        arguments.problems.append(
-            Problem(f"line {word.line}: {shown(spelling)}", "no flag of Megatron-LM's", hint=hint)
-        )
-    else:
-        hint = 'if it belongs to the value before it, quote the array as well: "${ARGS[@]}"'
-        arguments.problems.append(
-            Problem(f"line {word.line}: {shown(word.text)}", "stands where a flag should", hint=hint)
-        )

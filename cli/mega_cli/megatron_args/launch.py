@@ -107,7 +107,9 @@ def _arguments_alone(script: Script, batch: dict[str, str], commands: Sequence[C
     words = lines or _held_arguments(script)
     if not lines and not _has_model(words):
         raise _nothing_trained([found for found in commands if _trains(*found)], script)
-    return Launch("", words, *_ranks(_launcher_arrays(script), batch), script.remarks)
+    launcher = _launcher_arrays(script)
+    nodes, per_node = _ranks(launcher, batch) if len(launcher) > 1 else (None, None)
+    return Launch("", words, nodes, per_node, script.remarks)
 
 
 def _name(program: Word) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 
 from mega_cli.megatron_args.draft import Draft
-from mega_cli.megatron_args.experts import experts_section
+from mega_cli.megatron_args.experts import experts_section, has_experts
 from mega_cli.megatron_args.patterns import layers_of_kind
+from mega_cli.megatron_args.shell import MARK, shown
 
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-# The vocabulary of the one tokenizer that fixes it by its type.
-VOCABULARIES = {"GPT2BPETokenizer": 50_257}
+POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none", "mrope": "rope"}
+GLU = {"swiglu": "swiglu", "geglu": "geglu"}
+MISSING = ("xielu", "xiprelu", "xiprelup")
+GPT2_TOKENS = 50_257
 GPT_OSS = "--activation-func-clamp-value and --glu-linear-offset 1"
 
 
@@ -21,11 +24,11 @@ def model_section(draft: Draft) -> None:
     _position(draft)
     if draft["multi_latent_attention"]:
         _latents(draft)
-    if draft["mtp_num_layers"]:
+    if draft.wants("mtp_num_layers"):
         draft.put("model.mtp_layers", draft["mtp_num_layers"], "mtp_num_layers")
         draft.put("model.mtp_loss", draft["mtp_loss_scaling_factor"], "mtp_loss_scaling_factor")
     _dropout_and_init(draft)
-    if draft["num_experts"]:
+    if has_experts(draft):
         experts_section(draft, feed_forward(draft))
 
 
@@ -33,42 +36,97 @@ def _sizes(draft: Draft) -> None:
     put = draft.put
     put("model.num_layers", draft["num_layers"] or draft["encoder_num_layers"], "num_layers", "encoder_num_layers")
     put("model.hidden_size", draft["hidden_size"], "hidden_size")
-    put("model.ffn_hidden_size", feed_forward(draft), "ffn_hidden_size", because=_default_width(draft))
+    ask = "by Megatron's default 4 x hidden_size, two thirds of that in 64s with --swiglu"
+    put("model.ffn_hidden_size", feed_forward(draft), "ffn_hidden_size", because=_default_width(draft), ask=ask)
     put("model.num_attention_heads", draft["num_attention_heads"], "num_attention_heads")
-    latent = draft["multi_latent_attention"]  # which has as many keys as queries, and sizes of its own
-    if draft["group_query_attention"] and not latent:
-        put("model.num_kv_heads", draft["num_query_groups"], "num_query_groups", "group_query_attention")
+    if not draft["multi_latent_attention"]:  # which has as many keys as queries, and sizes of its own
+        _heads(draft)
+    else:
+        draft.tell("not needed", "latent attention has a key for every query", "num_query_groups")
+    _vocabulary(draft)
+    length, kind = "max_position_embeddings", _position_kind(draft)
+    if length in draft or kind in ("learned_absolute", None):
+        put("model.max_position", draft[length], length)
+    else:
+        put("model.max_position", draft["seq_length"], because="that of the sequences; these positions have no end")
+
+
+def _heads(draft: Draft) -> None:
+    if draft["group_query_attention"]:
+        draft.put("model.num_kv_heads", draft["num_query_groups"], "num_query_groups", "group_query_attention")
+    elif draft.from_checkpoint:
+        draft.put("model.num_kv_heads", None)
+    elif "attention_head_type" in draft:
+        heads = {"multiquery": 1, "multihead": draft["num_attention_heads"]}.get(draft["attention_head_type"])
+        draft.put("model.num_kv_heads", heads, "attention_head_type")
     else:
         draft.tell("not needed", "has no effect without --group-query-attention", "num_query_groups")
-    if "kv_channels" in draft and not latent:
-        put("model.head_dim", draft["kv_channels"], "kv_channels")
-    size = draft["vocab_size"] or VOCABULARIES.get(draft["tokenizer_type"] or "")
-    ask = "the script does not say how many tokens the tokenizer has"
-    put("model.vocab_size", size, "vocab_size" if draft["vocab_size"] else "tokenizer_type", ask=ask)
-    put("model.max_position", draft["max_position_embeddings"], "max_position_embeddings")
+    if "kv_channels" in draft:
+        draft.put("model.head_dim", draft["kv_channels"], "kv_channels")
+
+
+def _vocabulary(draft: Draft) -> None:
+    """`pretrain_gpt.py` takes GPT-2's tokenizer where none is named, with as many tokens as its vocabulary file has."""
+    key, file = "model.vocab_size", draft["vocab_file"] or ""
+    default = "patch_tokenizer_type" not in draft and (file or draft.program == "pretrain_gpt.py")
+    kind = draft["tokenizer_type"] or ("GPT2BPETokenizer" if default else "")
+    if "vocab_size" in draft:
+        draft.put(key, draft["vocab_size"], "vocab_size")
+        if kind == "NullTokenizer":
+            draft.tell("changes meaning", "Megatron-LM before 2026 adds a token for the end of documents", "vocab_size")
+    elif draft.unknown("tokenizer_type"):
+        draft.put(key, None, "tokenizer_type")
+    elif kind != "GPT2BPETokenizer":
+        draft.put(key, None, ask="the script does not say how many tokens the tokenizer has")
+        draft.tell("changes meaning", "so many more than the tokenizer has, in model.vocab_size", "extra_vocab_size")
+    elif _is_gpt2(file):
+        why = "" if "tokenizer_type" in draft else "GPT-2's tokenizer, which is pretrain_gpt.py's default"
+        draft.put(key, GPT2_TOKENS, "tokenizer_type", "vocab_file", because=why)
+    else:
+        draft.put(key, None, "vocab_file", ask=f"as many as --vocab-file has, {GPT2_TOKENS} if it is GPT-2's")
+
+
+def _is_gpt2(file: str) -> bool:
+    """Whether a vocabulary file is GPT-2's by its name, or of no name."""
+    words = re.findall(r"[a-z]+|\d{3,}", "/".join(MARK.sub("", file.lower()).split("/")[-2:]))
+    return "gpt2" in file.lower() or set(words) <= {"bpe", "vocab", "json", "gpt", "tokenizer", "txt"}
 
 
 def feed_forward(draft: Draft) -> int | None:
-    """Megatron's feed-forward width: by default 4 times the hidden size, for SwiGLU two thirds of that in 64s."""
+    """Megatron's feed-forward width: by default 4 times the hidden size, for SwiGLU two thirds of that in 64s.
+
+    FlagScale rounds those two thirds up to multiples of `--multiple-of`, after a factor.
+    """
     given: int | None = draft["ffn_hidden_size"]
     hidden: int | None = draft["hidden_size"]
-    if given or not hidden:
+    if "ffn_hidden_size" in draft or not hidden or draft.unknown("multiple_of"):
         return given
-    return int((4 * hidden * 2 / 3) / 64) * 64 if draft["swiglu"] else 4 * hidden
+    if not draft["swiglu"]:
+        return 4 * hidden
+    if not draft["multiple_of"]:
+        return int((4 * hidden * 2 / 3) / 64) * 64
+    if draft.unknown("hidden_dim_multiplier"):
+        return None
+    width = int(int(4 * hidden * 2 / 3) * (draft["hidden_dim_multiplier"] or 1))
+    return int(-(-width // draft["multiple_of"]) * draft["multiple_of"])
 
 
 def _default_width(draft: Draft) -> str:
     if "ffn_hidden_size" in draft or not draft["hidden_size"]:
         return ""
-    return (
-        "Megatron's default: 8/3 of hidden_size, in 64s" if draft["swiglu"] else "Megatron's default: 4 x hidden_size"
-    )
+    if not draft["swiglu"]:
+        return "Megatron's default: 4 x hidden_size"
+    if "multiple_of" in draft:
+        return "8/3 of hidden_size by --hidden-dim-multiplier, in multiples of --multiple-of"
+    return "Megatron's default: 8/3 of hidden_size, in 64s"
 
 
 def _parts(draft: Draft) -> None:
-    put, biased = draft.put, draft["add_bias_linear"]
+    put, biased = draft.put, has_biases(draft)
+    if not draft.from_checkpoint:
+        draft.tell("not needed", "a checkpoint in the run's own folder is of this model", "use_checkpoint_args")
     put("model.tie_embeddings", not draft["untie_embeddings_and_output_weights"], "untie_embeddings_and_output_weights")
-    put("model.norm", NORMS[draft["normalization"]], "normalization")
+    put("model.norm", NORMS.get(draft["normalization"]), "normalization")
     put("model.norm_eps", draft["layernorm_epsilon"], "layernorm_epsilon")
     if draft["layernorm_zero_centered_gamma"]:
         put("model.zero_centered_norm", True, "layernorm_zero_centered_gamma")
@@ -87,13 +145,26 @@ def _parts(draft: Draft) -> None:
         if draft["normalization"] == "LayerNorm":
             text = "mega norms queries and keys by RMSNorm; Megatron would by LayerNorm, like everything else here"
             draft.tell("changes meaning", text, "qk_layernorm")
-    if draft["softmax_type"] == "learnable" and not latent:
-        put("model.attention_sinks", True, "softmax_type")
+    if draft["softmax_type"] in ("learnable", None) and not latent:
+        put("model.attention_sinks", draft["softmax_type"] and True, "softmax_type")
     if "window_size" in draft:
         _window(draft)
+    elif "sliding_window" in draft:
+        put("model.sliding_window", draft["sliding_window"], "sliding_window")
+
+
+def has_biases(draft: Draft) -> bool:
+    """Whether linear layers have biases. Megatron-LLM, whose flags have underscores, says where they do."""
+    return bool(draft["add_bias_linear"] and (draft["use_bias"] or not draft.arguments.respelled))
 
 
 def _activation(draft: Draft) -> None:
+    for other in MISSING:
+        if draft[other]:
+            return draft.put("model.activation", None, other, ask=f"{other} is missing")
+    if "glu_activation" in draft:
+        kind = draft["glu_activation"]
+        return draft.put("model.activation", GLU.get(kind), "glu_activation", ask=f"{kind} is missing")
     if draft["swiglu"]:
         return draft.put("model.activation", "swiglu", "swiglu")
     if draft["squared_relu"]:
@@ -102,7 +173,7 @@ def _activation(draft: Draft) -> None:
         return _quick_geglu(draft)
     if draft["openai_gelu"]:
         return draft.put("model.activation", "gelu_tanh", "openai_gelu")
-    if draft["bias_gelu_fusion"] and draft["add_bias_linear"]:
+    if draft["bias_gelu_fusion"] and has_biases(draft):
         why = "Megatron's default: its GELU fused with the bias is the tanh form"
         return draft.put("model.activation", "gelu_tanh", because=why)
     return draft.put("model.activation", "gelu", "bias_gelu_fusion", "add_bias_linear")
@@ -111,7 +182,7 @@ def _activation(draft: Draft) -> None:
 def _quick_geglu(draft: Draft) -> None:
     """A gate of x sigmoid(1.702 x); mega has the kind of it that is within bounds and adds one to the other half."""
     limit, offset = "activation_func_clamp_value", "glu_linear_offset"
-    if draft[limit] and draft[offset] == 1.0:
+    if draft.wants(limit) and draft[offset] == 1.0:
         draft.put("model.activation", "swiglu", "quick_geglu", offset)
         draft.put("model.activation_limit", draft[limit], limit)
         return
@@ -121,15 +192,17 @@ def _quick_geglu(draft: Draft) -> None:
 
 
 def _window(draft: Draft) -> None:
+    if MARK.search(draft["window_size"]):
+        return draft.put("model.sliding_window", None, "window_size", instead=shown(draft["window_size"]))
     sizes = [int(number) for number in re.findall(r"-?\d+", draft["window_size"])]
     if len(sizes) != 2 or sizes[0] < 0:
-        draft.tell("not needed", "this window is endless", "window_size")
-        return
+        return draft.tell("not needed", "this window is endless", "window_size")
     draft.put("model.sliding_window", sizes[0] + 1, "window_size")
     if sizes[1] != 0:
         draft.tell("no equivalent", "a window that looks ahead; model.sliding_window looks back only", "window_size")
     if "window_attn_skip_freq" in draft:
         _whole_layers(draft)
+    return None
 
 
 def _whole_layers(draft: Draft) -> None:
@@ -141,30 +214,38 @@ def _whole_layers(draft: Draft) -> None:
         draft.put(key, [layer for layer, narrow in enumerate(windowed) if not narrow], dest)
 
 
+def _position_kind(draft: Draft) -> str | None:
+    """Of --position-embedding-type; latent attention has rotary positions of its own."""
+    kind: str | None = "rope" if draft["use_rotary_position_embeddings"] else draft["position_embedding_type"]
+    return "rope" if kind == "none" and draft["multi_latent_attention"] else kind
+
+
 def _position(draft: Draft) -> None:
-    kind = "rope" if draft["use_rotary_position_embeddings"] else draft["position_embedding_type"]
-    latent = draft["multi_latent_attention"]
-    if latent and kind == "none":
-        kind = "rope"  # it has its own
+    kind, latent = _position_kind(draft), draft["multi_latent_attention"]
+    if draft["use_alibi_mask"]:
+        return draft.put("model.position", None, "use_alibi_mask", ask="ALiBi is missing")
     flags = ("use_rotary_position_embeddings", "position_embedding_type")
-    ours = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none", "mrope": "rope"}
-    draft.put("model.position", ours.get(kind, "none"), *flags)
-    if kind in ("mrope", "relative"):
-        draft.tell("no equivalent", f"positions of kind {kind} are missing", *flags)
+    draft.put("model.position", POSITIONS.get(kind or ""), *flags, ask=f"positions of kind {kind} are missing")
+    if kind == "mrope":
+        draft.tell("no equivalent", "positions of kind mrope are missing, they are rope's", *flags)
     if kind in ("rope", "yarn", "mrope"):
         _rope(draft, yarn=draft["rope_type"] != "rope" if latent else kind == "yarn")
+    return None
 
 
 def _rope(draft: Draft, *, yarn: bool) -> None:
-    put = draft.put
-    put("model.rope.theta", float(draft["rotary_base"]), "rotary_base")
+    put, stretch = draft.put, "rotary_seq_len_interpolation_factor"
+    base: int | None = draft["rotary_base"]
+    put("model.rope.theta", base and float(base), "rotary_base")
+    if draft["multi_latent_attention"] and draft.unknown("rope_type"):
+        return put("model.rope.scaling", None, "rope_type")
     if yarn:
         return _yarn(draft)
-    put("model.rope.fraction", draft["rotary_percent"], "rotary_percent")
-    if draft["multi_latent_attention"]:
-        if draft["mscale_all_dim"] and draft["rotary_scaling_factor"] > 1:
+    if draft["multi_latent_attention"]:  # which turns its own part of the head, all of it
+        if draft.wants("mscale_all_dim") and draft["rotary_scaling_factor"] != 1:
             draft.tell("no equivalent", "it scales scores without YaRN too, in Megatron alone", "mscale_all_dim")
         return None
+    put("model.rope.fraction", draft["rotary_percent"], "rotary_percent")
     if draft["rotary_interleaved"]:
         put("model.rope.interleaved", True, "rotary_interleaved")
     if draft["use_rope_scaling"]:
@@ -173,28 +254,31 @@ def _rope(draft: Draft, *, yarn: bool) -> None:
         put("model.rope.low_freq_factor", 1.0)
         put("model.rope.high_freq_factor", 4.0)
         put("model.rope.original_max_position", 8192)
-    elif draft["rotary_seq_len_interpolation_factor"]:
-        put("model.rope.scaling", "linear", "rotary_seq_len_interpolation_factor")
-        factor = float(draft["rotary_seq_len_interpolation_factor"])
-        put("model.rope.factor", factor, "rotary_seq_len_interpolation_factor")
+    elif draft[stretch] not in (None, 1) or draft.unknown(stretch):
+        put("model.rope.scaling", "linear", stretch)
+        put("model.rope.factor", draft[stretch] and float(draft[stretch]), stretch)
     return None
 
 
 def _yarn(draft: Draft) -> None:
     """YaRN, which turns whole heads; latent attention knows nothing of the flags that begin with its name."""
     put, original, whole = draft.put, "yarn_original_max_position_embeddings", "yarn_correction_range_round_to_int"
-    put("model.rope.scaling", "yarn", "position_embedding_type", "rope_type")
+    if draft["multi_latent_attention"] and "rope_type" not in draft:
+        put("model.rope.scaling", "yarn", because="the default of Megatron's latent attention")
+    else:
+        put("model.rope.scaling", "yarn", "rope_type", "position_embedding_type")
     put("model.rope.factor", draft["rotary_scaling_factor"], "rotary_scaling_factor")
     if draft["multi_latent_attention"]:
         put("model.rope.original_max_position", 4096)
     else:
-        put("model.rope.original_max_position", draft[original] or 4096, original)
-        put("model.rope.beta_fast", draft["yarn_beta_fast"] or 32.0, "yarn_beta_fast")
-        put("model.rope.beta_slow", draft["yarn_beta_slow"] or 1.0, "yarn_beta_slow")
+        put("model.rope.original_max_position", draft.get(original, 4096), original)
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            dest = f"yarn_{name}"
+            put(f"model.rope.{name}", draft.get(dest, default), dest)
         if whole in draft:
             put("model.rope.truncate", draft[whole], whole)
     factors = {name: draft[name] for name in ("mscale", "mscale_all_dim")}
-    if all(factors.values()):
+    if all(factors.values()) or any(map(draft.unknown, factors)):
         for name, factor in factors.items():
             put(f"model.rope.{name}", factor, name)
     elif factors != {"mscale": 1.0, "mscale_all_dim": 0.0}:
@@ -204,7 +288,7 @@ def _yarn(draft: Draft) -> None:
 def _latents(draft: Draft) -> None:
     put = draft.put
     put("model.mla.kv_lora_rank", draft["kv_lora_rank"], "kv_lora_rank", "multi_latent_attention")
-    if draft["q_lora_rank"]:
+    if draft.wants("q_lora_rank"):
         put("model.mla.q_lora_rank", draft["q_lora_rank"], "q_lora_rank")
     put("model.mla.qk_nope_head_dim", draft["qk_head_dim"], "qk_head_dim")
     put("model.mla.qk_rope_head_dim", draft["qk_pos_emb_head_dim"], "qk_pos_emb_head_dim")
@@ -222,4 +306,5 @@ def _dropout_and_init(draft: Draft) -> None:
     put("model.attention_dropout", draft["attention_dropout"], "attention_dropout")
     put("model.residual_dropout", draft["hidden_dropout"], "hidden_dropout")
     put("model.init_std", draft["init_method_std"], "init_method_std")
-    put("model.scale_residual_init", True, because="as Megatron always does")
+    why = "" if draft["no_scaled_init"] else "as Megatron always does"
+    put("model.scale_residual_init", not draft["no_scaled_init"], "no_scaled_init", because=why)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mega_cli.megatron_args.arithmetic import layer_pattern
 from mega_cli.megatron_args.draft import Draft
+from mega_cli.megatron_args.shell import MARK, shown
 
 
 def layers_of_kind(
@@ -16,6 +17,9 @@ def layers_of_kind(
     The `further` layers behind the last are counted too. None where that cannot be told: a wrong pattern is refused, and
     without a number of layers `key` is to be filled in.
     """
+    if not draft[dest] or MARK.search(draft[dest]):
+        draft.put(key, None, dest, ask=f"{shown(draft[dest] or 'a pattern of layers')} is not set in the script")
+        return None
     layers, pattern = draft.run["model"]["num_layers"], layer_pattern(draft[dest])
     layers = layers and layers + further
     if isinstance(pattern, int) and pattern > 0:

@@ -5,31 +5,42 @@ from __future__ import annotations
 import re
 
 from mega_cli.megatron_args.draft import Draft
+from mega_cli.megatron_args.shell import MARK, shown
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+VIRTUAL = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
 LAYOUT = "pipeline_model_parallel_layout"
 
 
 def layout_of_flags(draft: Draft) -> None:
     """Write `parallel.virtual_stages` and `parallel.pipeline_layout`, where the flags say something of them."""
     layers, pp = draft.run["model"]["num_layers"], draft["pipeline_model_parallel_size"]
-    if not layers or pp == 1:
+    if pp == 1:
+        return
+    if not layers or not pp or any(draft.unknown(dest) for dest in (FIRST, LAST, *VIRTUAL)):
+        _open(draft)
         return
     if draft[LAYOUT]:
         _explicit(draft, pp, layers)
         return
-    virtual = draft["num_virtual_stages_per_pipeline_rank"] or 1
-    if per_stage := draft["num_layers_per_virtual_pipeline_stage"]:
+    virtual = draft[VIRTUAL[0]] or 1
+    if per_stage := draft[VIRTUAL[1]]:
         virtual = (layers + draft[EMBEDDING] + draft[LOSS]) // pp // per_stage
     if virtual > 1:
-        flags = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
-        draft.put("parallel.virtual_stages", virtual, *flags)
+        draft.put("parallel.virtual_stages", virtual, *VIRTUAL)
     if any(draft[name] for name in (FIRST, LAST, EMBEDDING, LOSS)):
         layout = stage_counts(
             layers, pp, virtual, first=draft[FIRST], last=draft[LAST], embedding=draft[EMBEDDING], loss=draft[LOSS]
         )
         _put_layout(draft, layout, layers, FIRST, LAST, EMBEDDING, LOSS)
+
+
+def _open(draft: Draft) -> None:
+    ask = "follows from the numbers of layers and of pipeline ranks"
+    for key, dests in (("virtual_stages", VIRTUAL), ("pipeline_layout", (FIRST, LAST, EMBEDDING, LOSS, LAYOUT))):
+        if any(dest in draft for dest in dests):
+            draft.put(f"parallel.{key}", None, *dests, ask=ask)
 
 
 def stage_counts(
@@ -63,6 +74,9 @@ def parse_layout(text: str) -> list[int]:
 
 
 def _explicit(draft: Draft, pp: int, layers: int) -> None:
+    if MARK.search(draft[LAYOUT]):
+        draft.put("parallel.pipeline_layout", None, LAYOUT, instead=shown(draft[LAYOUT]))
+        return
     layout = parse_layout(draft[LAYOUT])
     if len(layout) % pp == 0 and len(layout) > pp:
         draft.put("parallel.virtual_stages", len(layout) // pp, LAYOUT)

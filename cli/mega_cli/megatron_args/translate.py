@@ -9,11 +9,13 @@ from typing import Any
 
 from mega_cli.megatron_args.data import data_section
 from mega_cli.megatron_args.draft import Draft, Note
-from mega_cli.megatron_args.flags import load_flags, parse_arguments
+from mega_cli.megatron_args.flags import load_flags
 from mega_cli.megatron_args.launch import NOTHING, Launch, find_launch
 from mega_cli.megatron_args.model import model_section
+from mega_cli.megatron_args.parse import parse_arguments
+from mega_cli.megatron_args.schedule import schedule_section
+from mega_cli.megatron_args.steps import batch_section, train_section
 from mega_cli.megatron_args.training import (
-    batch_section,
     checkpoint_section,
     log_section,
     model_ranks,
@@ -21,9 +23,10 @@ from mega_cli.megatron_args.training import (
     parallel_section,
     precision_section,
     recompute_section,
-    schedule_section,
-    train_section,
 )
+from mega_common.errors import ConfigError
+
+SIZES = ("num_layers", "encoder_num_layers", "hidden_size", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,19 @@ def translate(
         strict: refuse flags and values that Megatron-LM does not have.
 
     Raises:
-        ConfigError: for what cannot be understood (no training command, unknown flags, values of a wrong type, numbers
-            that the script does not set), all of it at once, with line numbers.
+        ConfigError: for what cannot be understood (no training command, none that sets a model, values of a wrong type),
+            all of it at once, with line numbers.
     """
     launch = find_launch(script_text, path=path, define=define, arguments=arguments)
-    given = parse_arguments(launch.arguments, load_flags())
+    given = parse_arguments(launch.arguments, load_flags(), strict=strict)
     given.check()
-    draft = Draft(given, launch.ranks)
+    if not any(dest in given for dest in SIZES):
+        raise ConfigError(
+            f"{launch.program or 'the list of arguments'} is given no size of a model",
+            hint="expected flags such as --num-layers and --hidden-size; where the model is that of a checkpoint, convert it"
+            " with `mega ckpt convert` and write `model: {from: folder}`",
+        )
+    draft = Draft(given, launch.ranks, launch.program)
     for section in (
         model_section, data_section, parallel_section, batch_section, train_section, optimizer_section,
         schedule_section, precision_section, recompute_section, checkpoint_section, log_section,
@@ -107,6 +116,8 @@ def _launch(launch: Launch, draft: Draft) -> str:
     ranks, copies = launch.ranks, model_ranks(draft)
     if not launch.program or ranks is None:
         return "the script does not say how many ranks there are" if launch.program else ""
+    if not copies:
+        return f"{ranks} ranks"
     if ranks % copies:
         return f"{ranks} ranks, which are not a multiple of tp x pp x cp = {copies}"
     return f"{launch.nodes} x {launch.per_node} = {ranks} ranks, so dp = {ranks // copies}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import frexp
@@ -18,6 +19,8 @@ from mega_data.config import DataConfig
 from mega_trainer.batch_size import BatchConfig
 from mega_trainer.layout import model_problems, world_problems
 from mega_trainer.optim.lr import LRCurve, LRSchedule
+
+UNFINISHED = re.compile(r"\$[A-Za-z_{(\d]|<[^<>]+>")
 
 
 class ParallelConfig(Config):
@@ -264,6 +267,14 @@ class RunConfig(Config):
         if isinstance(place(self.output), Remote):
             rule = "must be a folder here: metrics and logs are written line by line"
             yield Problem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")
+        yield from self._unfinished()
+
+    def _unfinished(self) -> Iterator[Problem]:
+        """Texts that are not final, as those of a translated launch script whose variables it does not set."""
+        rule = "holds a variable of a shell or a placeholder, which nothing fills in"
+        for path, value in flat(self.model_dump(mode="json", by_alias=True)).items():
+            for text in filter(UNFINISHED.search, _texts(value)):
+                yield Problem(path, rule, text, "write its value")
 
     def _decoupled_problems(self) -> Iterator[Problem]:
         """Rates of their own for the input embedding and the output layer."""
@@ -279,6 +290,21 @@ class RunConfig(Config):
                 )
         elif curve.lowest > curve.highest:
             yield Problem(key, f"must be at most optimizer.decoupled_lr = {curve.highest:g}", curve.lowest)
+
+
+def flat(value: object, path: str = "") -> dict[str, object]:
+    """Nested settings as {dotted path: value}; an empty section is a value."""
+    if isinstance(value, Mapping) and value:
+        return {k: v for key, item in value.items() for k, v in flat(item, f"{path}.{key}".strip(".")).items()}
+    return {path: value}
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(list(item.values()) if isinstance(item, Mapping) else item)
 
 
 def resolve(raw: Mapping[str, Any], *, base: Path = Path(), tell: bool = False) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mega_common.errors import ConfigError
-from mega_trainer.config import RunConfig
+from mega_trainer.config import RunConfig, flat
 
 # Settings whose change makes another model of the same weights.
 MODEL_SETTINGS = ("model",)
@@ -70,7 +70,7 @@ def changes(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], lis
     current = config.model_dump(mode="json", by_alias=True)
     with suppress(ValidationError):  # one with settings that this version has not got is compared as it stands
         saved = _as_run(saved, config).model_dump(mode="json", by_alias=True, include={*saved})
-    now, before = _flat({name: value for name, value in current.items() if name in saved}), _flat(saved)
+    now, before = flat({name: value for name, value in current.items() if name in saved}), flat(saved)
     lines = {
         path: f"{path}: {before.get(path)!r} -> {now.get(path)!r}"
         for path in sorted(now.keys() | before.keys())
@@ -82,12 +82,6 @@ def changes(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], lis
 
 def _as_run(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
     return RunConfig.model_validate({**config.model_dump(mode="json", by_alias=True), **saved})
-
-
-def _flat(value: object, path: str = "") -> dict[str, object]:
-    if isinstance(value, Mapping) and value:
-        return {k: v for key, item in value.items() for k, v in _flat(item, f"{path}.{key}".strip(".")).items()}
-    return {path: value}
 
 
 def _rate_lines(saved: Mapping[str, Any], consumed: int, config: RunConfig, where: str) -> Iterator[str]:

@@ -66,7 +66,9 @@ def parsed(translation: Translation) -> RunConfig:
 
 
 def notes(translation: Translation, kind: str) -> dict[str, str]:
-    return {(note.flag or "").partition(" ")[0]: note.text for note in translation.notes if note.kind == kind}
+    return {
+        (note.flag or note.key or "").partition(" ")[0]: note.text for note in translation.notes if note.kind == kind
+    }
 
 
 def check(translation: Translation, expected: dict[str, Any]) -> None:
@@ -164,8 +166,8 @@ def test_single_settings(arguments: str, expected: dict[str, Any]):
 @pytest.mark.parametrize(
     ("arguments", "kind", "flag"),
     [
-        ("--moe-router-score-function sqrtsoftplus", "no equivalent", "--moe-router-score-function"),
-        ("--moe-router-load-balancing-type sinkhorn", "no equivalent", "--moe-router-load-balancing-type"),
+        ("--moe-router-score-function sqrtsoftplus", "open", "model.moe.score"),
+        ("--moe-router-load-balancing-type quantile_balancing", "no equivalent", "--moe-router-load-balancing-type"),
         ("--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk 3", "no equivalent", "--moe-router-group-topk"),
         ("--moe-router-num-groups 2 --moe-router-group-topk 1", "changes meaning", "--moe-router-group-topk"),
         ("--moe-router-num-groups 2", "not needed", "--moe-router-num-groups"),
@@ -194,7 +196,7 @@ def test_copies_of_sharded_weights():
     assert config.parallel.zero3_shard == 4
     config.check_ranks(16)
     unknown = translate(script.replace("8", "$GPUS", 1) + flags)
-    assert unknown.run["parallel"]["zero3_shard"] is None
+    assert unknown.run["parallel"]["zero3_shard"] == "ranks of a copy", "null would mean all of them"
 
 
 def test_without_a_number_of_layers_theirs_are_to_be_filled_in():

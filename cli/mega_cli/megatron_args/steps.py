@@ -1,0 +1,81 @@
+"""The `batch:` and `train:` sections, and lengths given in samples or tokens as steps."""
+
+from __future__ import annotations
+
+from mega_cli.megatron_args.draft import Draft
+from mega_cli.megatron_args.shell import shown
+from mega_cli.megatron_args.training import model_ranks
+from mega_trainer.batch_size import BatchConfig
+
+RAMPUP = "rampup_batch_size"
+
+
+def batch_section(draft: Draft) -> None:
+    """Write the keys of `batch:`."""
+    draft.put("batch.micro", draft["micro_batch_size"], "micro_batch_size")
+    copies = model_ranks(draft)
+    if "global_batch_size" in draft or not draft["micro_batch_size"] or not draft.ranks or not copies:
+        draft.put("batch.global", draft["global_batch_size"], "global_batch_size")
+    else:
+        dp = max(1, draft.ranks // copies)
+        draft.put("batch.global", draft["micro_batch_size"] * dp, because=f"Megatron's default: micro x dp = {dp}")
+    if RAMPUP in draft:
+        for name, value in zip(("start", "increment", "samples"), draft[RAMPUP] or [None] * 3, strict=True):
+            draft.put(f"batch.rampup.{name}", value, RAMPUP)
+
+
+def train_section(draft: Draft) -> None:
+    """Write the keys of `train:`."""
+    put = draft.put
+    steps, formula = _steps(draft), formula_of(draft, "train_tokens", "train_samples")
+    put("train.steps", steps, "train_iters", "train_samples", "train_tokens", ask=formula or "not in the script")
+    evaluates = draft.wants("eval_interval") and draft.wants("eval_iters")
+    every = draft["eval_interval"] if evaluates else 0
+    put("train.eval_every", every, "eval_interval", *([] if evaluates else ["eval_iters"]))
+    if evaluates and draft["eval_iters"] == -1:
+        text = "validation on all of its data is missing; train.eval_steps has its default"
+        draft.tell("no equivalent", text, "eval_iters")
+    elif evaluates:
+        put("train.eval_steps", draft["eval_iters"], "eval_iters")
+    put("train.seed", draft["seed"], "seed")
+    for key, dest in (("exit_after_minutes", "exit_duration_in_mins"), ("exit_interval", "exit_interval")):
+        if draft.wants(dest):
+            put(f"train.{key}", draft[dest], dest)
+
+
+def _steps(draft: Draft) -> int | None:
+    """The last step: after --train-iters or --train-samples, or before when the number of tokens is reached."""
+    samples: int | None = draft["train_samples"]
+    steps: int | None = draft["train_iters"] or whole_steps(draft, samples)
+    if "train_tokens" not in draft:
+        return steps
+    enough = whole_steps(draft, samples_of(draft, "train_tokens"), up=True)
+    return min(enough, steps) if enough and steps else enough
+
+
+def samples_of(draft: Draft, dest: str) -> int | None:
+    """A number of tokens, in samples."""
+    tokens, length = draft[dest], draft.run["data"]["seq_length"]
+    return -(-tokens // length) if tokens and length else None
+
+
+def whole_steps(draft: Draft, samples: int | None, *, up: bool = False) -> int | None:
+    """The whole steps in a number of samples, or with `up` those that take them all; None if either is not known."""
+    sizes = draft.run["batch"]
+    if not samples or any(
+        (number or 0) < 1 for number in (samples, sizes["global"], *sizes.get("rampup", {}).values())
+    ):
+        return None
+    batch = BatchConfig.model_validate({"global": sizes["global"], "rampup": sizes.get("rampup")})
+    steps = batch.steps(samples)
+    return steps + 1 if up and batch.consumed(steps) < samples else steps
+
+
+def formula_of(draft: Draft, *dests: str, steps: bool = True) -> str:
+    """What a length given in samples or tokens comes to, in words for the user, where the script leaves a part open."""
+    for dest in dests:
+        given = draft.arguments.given.get(dest)
+        if given is not None and given.values:
+            per = " / data.seq_length" if dest.endswith("tokens") else ""
+            return shown(given.values[0]) + per + (" / batch.global" if steps and not dest.endswith("iters") else "")
+    return ""
