@@ -495,8 +495,8 @@ def _positions_from_zero() -> AbstractContextManager[Any]:
     """Every context rank counts positions from the start of its own tokens."""
     real = batches.MicroBatch.part
 
-    def part(self: Any, places: Tensor, outline: Any) -> Any:
-        return replace(real(self, places, outline), positions=self.positions[:, : len(places)])
+    def part(self: Any, places: Tensor) -> Any:
+        return replace(real(self, places), positions=self.positions[:, : len(places)])
 
     return swap(batches.MicroBatch, "part", part)
 
@@ -519,8 +519,8 @@ def _ahead_of_own_tokens() -> AbstractContextManager[Any]:
     """The next token of the rank's, across the gap between its chunks too."""
     real = batches.MicroBatch.part
 
-    def part(self: Any, places: Tensor, outline: Any) -> Any:
-        own = real(self, places, outline)
+    def part(self: Any, places: Tensor) -> Any:
+        own = real(self, places)
         return replace(own, ahead=[replace(one, tokens=own.tokens.roll(-1, 1)) for one in own.ahead])
 
     return swap(batches.MicroBatch, "part", part)

@@ -119,19 +119,25 @@ def _encoded(
         return
     pending: deque[tuple[Batch, Future[Arrays]]] = deque()
     under_way = 0
+    failure: DataError | None = None
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     try:
-        for batch in batches:
-            while pending and under_way + batch.size > workers * AHEAD:
-                under_way -= pending[0][0].size
-                yield _finished(*pending.popleft())
-            pending.append((batch, pool.submit(_encode, batch, tokenizer, dtype)))
-            under_way += batch.size
-            while pending and pending[0][1].done():
-                under_way -= pending[0][0].size
-                yield _finished(*pending.popleft())
+        try:
+            for batch in batches:
+                while pending and under_way + batch.size > workers * AHEAD:
+                    under_way -= pending[0][0].size
+                    yield _finished(*pending.popleft())
+                pending.append((batch, pool.submit(_encode, batch, tokenizer, dtype)))
+                under_way += batch.size
+                while pending and pending[0][1].done():
+                    under_way -= pending[0][0].size
+                    yield _finished(*pending.popleft())
+        except DataError as error:  # of the batch that would come next: what is under way is worth keeping
+            failure = error
         while pending:
             yield _finished(*pending.popleft())
+        if failure is not None:
+            raise failure
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
