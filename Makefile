@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PACKAGES = packages/common packages/data packages/ckpt packages/trainer packages/eval cli
 
-.PHONY: setup demo test parity parity-fuzz lint clean
+.PHONY: setup demo test test-long parity parity-fuzz lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,8 +21,11 @@ $(VENV)/.done: constraints.txt $(addsuffix /pyproject.toml,$(PACKAGES))
 demo: $(VENV)/.done  ## text -> tokens -> trained model -> HuggingFace folder -> score, on this machine, without network
 	$(BIN)/mega demo
 
-test: $(VENV)/.done  ## every test that this machine can run
+test: $(VENV)/.done  ## every test that this machine can run, but a few long ones
 	$(BIN)/python -m pytest
+
+test-long: $(VENV)/.done  ## those: a real pretrained model, machines that restart
+	$(BIN)/python -m pytest -m long
 
 parity: $(VENV)/.done  ## every layout of up to 8 ranks against one process; writes docs/parity.md. N=500: so many of them
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/parity/full.py $(N)

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from typer.testing import CliRunner
 
 from mega_cli.launch import app
+
+pytestmark = pytest.mark.long
 
 RUN = "{model: {preset: tiny}, data: {train: tokens}, parallel: {tp: 2}}"
 RANK = """

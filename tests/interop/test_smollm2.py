@@ -21,6 +21,8 @@ from mega_ckpt.source import open_source
 from mega_eval.generate import Limits, generate
 from mega_eval.load import end_tokens, load_model, load_tokenizer
 
+pytestmark = pytest.mark.long
+
 transformers = pytest.importorskip("transformers", reason="the reference implementation")
 PARAGRAPH = (
     "The first computers were people. In the eighteenth century astronomers divided long calculations among clerks, each of "
