@@ -125,8 +125,8 @@ def args_of(script: str) -> dict[str, Any]:
         args[name] = layer_pattern(args[name]) if isinstance(args[name], str) else args[name]
     whole = "yarn_correction_range_round_to_int"  # on, off, or neither
     args[whole] = args[whole] if whole in arguments else None
-    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-        args[name] = args[name][0] if len(args[name]) == 1 else args[name]
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts"):  # lists here, or in forks
+        args[name] = args[name][0] if args[name] and len(args[name]) == 1 else args[name]
     width = args["hidden_size"]
     args["ffn_hidden_size"] = args["ffn_hidden_size"] or (width * 8 // 3 // 64 * 64 if args["swiglu"] else 4 * width)
     args["kv_channels"] = args["kv_channels"] or width // args["num_attention_heads"]
