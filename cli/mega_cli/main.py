@@ -68,7 +68,13 @@ def main(args: Sequence[str] | None = None) -> None:
     # Wherever it stands, --debug is an option of the root command.
     ordered = ["--debug"] * debug + [arg for arg in given if arg != "--debug"]
     app = build_app()
-    sys.exit(guarded(lambda: app(ordered, prog_name="mega"), debug=debug))
+    status = guarded(lambda: app(ordered, prog_name="mega"), debug=debug)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A rank, and all is written: threads of torch that still wait for others may abort a process that ends as usual.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def guarded(call: Callable[[], object], *, debug: bool = False) -> int:

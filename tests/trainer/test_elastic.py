@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import doctest
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -30,6 +31,18 @@ def test_its_examples_hold() -> None:
     assert doctest.testmod(elastic).failed == 0
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """torch's agent catches signals, and leaves it so."""
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("status", [0, 2, 75])
 def test_an_agent_ends_as_its_ranks_do(status: int, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = ["--nproc-per-node=2", "--no-python", "sh", "-c", f"exit {status}"]
