@@ -107,6 +107,7 @@ def zero_levels() -> list[tuple[Case, Case]]:
     return [(one, replace(one, parallel={**one.parallel, "zero": z})) for one in plain for z in FLAT[1:]]
 
 
+@pytest.mark.long
 def test_zero_levels_compute_the_same() -> None:
     cases = zero_levels()
     assert not told([b for _, b in cases], run_ranks(bits, 4, cases))
@@ -131,6 +132,7 @@ def fully_sharded() -> list[tuple[Case, Case]]:
     return [(one, replace(one, parallel={**one.parallel, "zero": 3})) for one in plain]
 
 
+@pytest.mark.long
 def test_zero_3_computes_the_same() -> None:
     cases = fully_sharded()
     assert not told([b for _, b in cases], run_ranks(bits, 4, cases))
@@ -168,6 +170,7 @@ def test_buckets_change_nothing() -> None:
     assert not told([b for _, b in cases], run_ranks(bits, 2, cases))
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
     shapes = [
         ("gqa", 1, {}, "bf16", "adamw"),
@@ -243,6 +246,7 @@ def test_main_weights_and_moments_of_a_bf16_run_move_bit_for_bit(tmp_path: Path)
         assert not [name for one in held for name in one.unlike], pair
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
     cases = moves()
     results = run_ranks(moved, 8, cases, tmp_path, timeout=280)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from parity.fuzz import disagreements, random_cases
 
 
+@pytest.mark.long
 def test_random_models_in_random_layouts() -> None:
     assert not disagreements(random_cases(seed=1, count=12), timeout=200)
 
