@@ -168,3 +168,8 @@ def test_a_launch_script_and_the_checkpoint_of_its_run(flags: str) -> None:
 
 def test_nothing_is_said_of_the_flags_that_all_have() -> None:
     assert {note.kind for note in translate(SCRIPT).notes if note.flag} <= {"translated", "not needed"}
+
+
+def test_latents_that_turn_a_part_of_their_rotary_dimensions_are_told_of() -> None:
+    notes = translate(SCRIPT + LATENT.replace("\n", " ") + "--rope-type rope --rotary-percent 0.5").notes
+    assert [note.kind for note in notes if "--rotary-percent" in (note.flag or "")] == ["no equivalent"]

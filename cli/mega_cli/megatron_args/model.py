@@ -244,6 +244,10 @@ def _rope(draft: Draft, *, yarn: bool) -> None:
     if draft["multi_latent_attention"]:  # which turns its own part of the head, all of it
         if draft.wants("mscale_all_dim") and draft["rotary_scaling_factor"] != 1:
             draft.tell("no equivalent", "it scales scores without YaRN too, in Megatron alone", "mscale_all_dim")
+        if draft["rotary_percent"] != 1 and not draft.unknown("rotary_percent"):
+            draft.tell(
+                "no equivalent", "latents that turn a part of their rotary dimensions are missing", "rotary_percent"
+            )
         return None
     put("model.rope.fraction", draft["rotary_percent"], "rotary_percent")
     if draft["rotary_interleaved"]:
