@@ -11,11 +11,15 @@ from torch.nn import functional as F
 from mega_trainer.kernels import blocks, grouped, products
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.grouped import Rows
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.masks import CAUSAL, Mask, dense
 
 
 class TorchKernels:
-    """`Kernels` in terms of torch's own operations."""
+    """`Kernels` in terms of torch's own operations; `leaves` computes what is no product and no attention."""
+
+    def __init__(self, leaves: Leaves | None = None) -> None:
+        self.leaves = leaves or Leaves()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
