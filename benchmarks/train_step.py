@@ -35,7 +35,7 @@ from mega_trainer.model.init import init_weights
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.flops import count_parameters
 from mega_trainer.ranks import Ranks
-from mega_trainer.step import train_step
+from mega_trainer.step import count_tokens, train_step
 from mega_trainer.train import around_backward
 
 LAYERS, WIDTH, FFN, HEADS, VOCABULARY, BATCH, LENGTH = 4, 256, 688, 4, 16_384, 8, 256
@@ -95,7 +95,7 @@ def ours(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
 
     def step() -> None:
         micro = list(micro_batches(batch, config, device))
-        train_step(executor, optimizer, micro, lr=1e-4, clip=1.0, data=groups.dp_cp)
+        train_step(executor, optimizer, micro, tokens=count_tokens(batch, 0, groups), lr=1e-4, clip=1.0)
 
     return step
 
