@@ -97,11 +97,10 @@ FURTHER = [name for name, (changes, _) in MODELS.items() if changes.get("mtp_num
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every model as Megatron saves it, in both formats, with its logits."""
     root, jobs = tmp_path_factory.mktemp("theirs"), []
-    for name, (changes, layout) in MODELS.items():
+    for name, (changes, layout) in sorted(MODELS.items(), key=lambda item: str(item[1][1])):  # a layout after the other
         places = {"folder": str(root / name / "iter_0000007"), "legacy": str(root / f"{name}-legacy")}
         jobs.append({"do": "save", "args": BASE | changes, **layout, **places})
-        jobs.append({"do": "load", "folder": places["folder"]})
-    run(jobs, root)
+    run([*jobs, *({"do": "load", "folder": job["folder"]} for job in jobs)], root)
     return root
 
 
@@ -125,7 +124,7 @@ def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             convert(root / "mega" / name, legacy, "megatron", options=options)
             same = {"folder": str(legacy / "release"), "like": str(root / name / "release"), "tp": tp, "pp": pp}
             jobs.append({"do": "load legacy", **same})
-    run(jobs, root)
+    run(sorted(jobs, key=lambda job: (job["do"], job["tp"], job.get("pp", 1))), root)
     return root
 
 

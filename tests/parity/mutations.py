@@ -35,7 +35,7 @@ from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim import clip
 from mega_trainer.optim.muon import Muon
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel import buckets, context, deferred, tensor
+from mega_trainer.parallel import buckets, context, linear, tensor
 from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
 from mega_trainer.parallel.grads import FlatBuffer, FlatStage
 from mega_trainer.parallel.shared import Kind
@@ -85,7 +85,7 @@ def _column_without_sum() -> AbstractContextManager[Any]:
         if not async_op:
             all_reduce(x, group, *args)
 
-    return swap(tensor, "all_reduce", only_blocking)
+    return swap(linear, "all_reduce", only_blocking)
 
 
 def _row_bias_on_every_rank() -> AbstractContextManager[Any]:
@@ -196,13 +196,13 @@ def _weight_gradients(times: int) -> Patch:
 
 def _inputs_of_the_microbatch_before() -> AbstractContextManager[Any]:
     """What was put off is computed from the micro-batch's own dY and the X that was used last."""
-    real, used = deferred.weight_gradient, {}
+    real, used = linear.Linear.weight_gradient, {}
 
-    def stale(x: Tensor, dy: Tensor) -> Tensor:
+    def stale(self: linear.Linear, x: Tensor, dy: Tensor) -> Tensor:
         previous, used[x.shape] = used.get(x.shape, x), x
-        return real(previous, dy)
+        return real(self, previous, dy)
 
-    return swap(deferred, "weight_gradient", stale)
+    return swap(linear.Linear, "weight_gradient", stale)
 
 
 def _gradients_of_another_layer() -> AbstractContextManager[Any]:

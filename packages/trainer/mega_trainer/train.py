@@ -31,6 +31,8 @@ from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
 from mega_trainer.faults import faults_told
 from mega_trainer.guard import Guard, StopSignal
+from mega_trainer.kernels.leaves import Leaves, compiles
+from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.limits import Limits
 from mega_trainer.mesh import Groups
 from mega_trainer.metrics import Metrics, Speed
@@ -65,9 +67,11 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     limits = Limits(config.train)
     device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
     schedule = build_schedule(config, groups)
+    kernels = TorchKernels(Leaves(compiled=compiles(config.compile, device)))
     builder = Builder(
-        config.model, groups, sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dtype=dtype, device=device
-    )
+        config.model, groups, kernels,
+        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dtype=dtype, device=device,
+    )  # fmt: skip
     stages = build_stages(config, builder, schedule)
     shared = share_stages(config, stages)
     optimizer = build_optimizer(config, shared, groups)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_trainer.kernels import blocks, grouped
+from mega_trainer.kernels import blocks, grouped, products
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.flash import Flash, TorchFlash
 from mega_trainer.kernels.grouped import Rows
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.masks import CAUSAL, Mask, dense
 
 
@@ -19,24 +20,37 @@ class TorchKernels:
     """`Kernels` in terms of torch's own operations.
 
     Args:
-        flash: attention's kernel, instead of torch's; it is used wherever it can be, for plain causal attention too, which
-            is left to torch's own choice otherwise.
+        leaves: computes what is no product and no attention.
+        flash: attention's kernel, used wherever it can be. By default it is torch's, and plain causal attention, without
+            blocks or documents, is left to torch's own choice.
     """
 
-    def __init__(self, flash: Flash | None = None) -> None:
-        self.flash, self.torch_chooses = flash or TorchFlash(), flash is None
+    def __init__(self, leaves: Leaves | None = None, flash: Flash | None = None) -> None:
+        self.leaves, self.flash, self.torch_chooses = leaves or Leaves(), flash or TorchFlash(), flash is None
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
         return F.linear(x, weight, bias)
+
+    def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """See `Kernels.linear_dx`."""
+        return dy.matmul(weight)
+
+    def linear_dw(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """See `Kernels.linear_dw`."""
+        return products.product(dy.flatten(0, -2).t(), x.flatten(0, -2), out, add=add)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
         """See `Kernels.grouped_linear`."""
         return grouped.product(x, weight.mT, rows)
 
-    def grouped_outer(self, y: Tensor, x: Tensor, rows: Rows) -> Tensor:
-        """See `Kernels.grouped_outer`."""
-        return grouped.outer(y, x, rows)
+    def grouped_dx(self, dy: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        """See `Kernels.grouped_dx`."""
+        return grouped.product(dy, weight, rows)
+
+    def grouped_dw(self, dy: Tensor, x: Tensor, rows: Rows, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """See `Kernels.grouped_dw`."""
+        return grouped.outer(dy, x, rows, out, add=add)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         """See `Kernels.rms_norm`."""

@@ -16,7 +16,8 @@ from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.parallel.context import Kind
-from mega_trainer.parallel.deferred import Deferred, Linear, deferring
+from mega_trainer.parallel.deferred import Deferred
+from mega_trainer.parallel.linear import Linear
 from mega_trainer.parallel.param import make_parameter
 from mega_trainer.parallel.tensor import (
     ColumnLinear,
@@ -98,7 +99,7 @@ class Builder:
     @property
     def linear(self) -> Linear:
         """For layers that split no weight: Y = X W^T + b by the kernels, its product for dW put off where others' are."""
-        return deferring(self.kernels, self.deferred)
+        return Linear(self.kernels, self.deferred)
 
     @property
     def residual_std(self) -> float:
