@@ -38,8 +38,9 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.comm import Group
 from mega_trainer.kernels import blocks
 from mega_trainer.kernels.base import Scores
+from mega_trainer.kernels.flash import TorchFlash
 from mega_trainer.kernels.leaves import Leaves
-from mega_trainer.kernels.masks import Packed
+from mega_trainer.kernels.masks import CAUSAL, Packed
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.model import loss
@@ -286,9 +287,8 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
 
     def attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         assert how["is_causal"]
-        return blocks.attention(*(t.transpose(1, 2) for t in (q, k, v)), blocks.CAUSAL, Scores(how["scale"])).transpose(
-            1, 2
-        )
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return blocks.attention(TorchFlash(), q, k, v, CAUSAL, Scores(how["scale"])).transpose(1, 2)
 
     def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def one_kernel(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from mega_trainer.kernels import blocks, fused, grouped, products
 from mega_trainer.kernels.base import Rotation, Scores
+from mega_trainer.kernels.flash import Flash, TorchFlash
 from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.kernels.leaves import Leaves
@@ -17,10 +18,16 @@ from mega_trainer.kernels.masks import CAUSAL, Mask, dense
 
 
 class TorchKernels:
-    """`Kernels` in terms of torch's own operations; `leaves` computes what is no product and no attention."""
+    """`Kernels` in terms of torch's own operations.
 
-    def __init__(self, leaves: Leaves | None = None) -> None:
-        self.leaves = leaves or Leaves()
+    Args:
+        leaves: computes what is no product and no attention.
+        flash: attention's kernel, used wherever it can be. By default it is torch's, and plain causal attention, without
+            blocks or documents, is left to torch's own choice.
+    """
+
+    def __init__(self, leaves: Leaves | None = None, flash: Flash | None = None) -> None:
+        self.leaves, self.flash, self.torch_chooses = leaves or Leaves(), flash or TorchFlash(), flash is None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
@@ -67,8 +74,8 @@ class TorchKernels:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Mask, how: Scores) -> Tensor:
         """See `Kernels.attention`."""
-        if not isinstance(mask, Tensor) and (mask != CAUSAL or how.bent):
-            return blocks.attention(q, k, v, mask, how)
+        if not isinstance(mask, Tensor) and (mask != CAUSAL or how.bent or not self.torch_chooses):
+            return blocks.attention(self.flash, q, k, v, mask, how)
         if how.bent:
             return plain_attention(q, k, v, mask, how)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -80,13 +87,13 @@ class TorchKernels:
 
     def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor]:
         """See `Kernels.attend_block`."""
-        return blocks.attend_block(q, k, v, mask, how)
+        return blocks.attend_block(self.flash, q, k, v, mask, how)
 
     def attend_block_backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, mask: Mask, how: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernels.attend_block_backward`."""
-        return blocks.attend_block_backward(dy, q, k, v, y, lse, mask, how)
+        return blocks.attend_block_backward(self.flash, dy, q, k, v, y, lse, mask, how)
 
     def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
         """See `Kernels.gated`."""
