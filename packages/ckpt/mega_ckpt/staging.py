@@ -47,7 +47,7 @@ def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """So many bytes [nbytes] and no more: torch rounds what it pins up to a power of two. Pinned until they are freed."""
     memory = torch.empty(nbytes, dtype=torch.uint8)
     if pinned and nbytes:
-        runtime, place = torch.cuda.cudart(), memory.data_ptr()
+        runtime, place = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
         if status := int(runtime.cudaHostRegister(place, nbytes, 0)):
             raise MemoryError(f"{nbytes} bytes of host memory cannot be pinned (CUDA error {status})")
         weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, place).atexit = False
