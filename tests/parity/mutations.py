@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from parity.bits import Moved, moved
-from parity.cases import CONTEXT, Case, case
+from parity.cases import CONTEXT, STEPS, Case, case
 from parity.expert_mutations import EXPERTS
 from parity.worker import Found, References, Trainer, compare, make_groups, places
 from torch import Tensor
@@ -665,17 +665,19 @@ def restored(folder: Path) -> list[Moved | None]:
 
 def mutated() -> list[tuple[Found | None, Found | None]]:
     """On each rank, what it finds of each mutation's case without and with the bug."""
-    rank, references = dist.get_rank(), References()
+    rank, references = dist.get_rank(), References((one.case, STEPS) for one in MUTATIONS)
     maker = make_groups(one.case for one in MUTATIONS)
+    healthy: dict[Case, Found] = {}
     out: list[tuple[Found | None, Found | None]] = []
     for one in MUTATIONS:
         if rank >= one.case.ranks:
             out.append((None, None))
             continue
-        reference, find = references.of(one.case), partial(_find, one.case, rank, maker)
-        healthy = find(reference)
+        find = partial(_find, one.case, rank, maker, references.of(one.case))
+        if one.case not in healthy:
+            healthy[one.case] = find()
         with one.patch():
-            out.append((healthy, find(reference)))
+            out.append((healthy[one.case], find()))
     return out
 
 

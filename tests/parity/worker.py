@@ -242,19 +242,28 @@ def make_groups(cases: Iterable[Case]) -> GroupMaker:
     return maker
 
 
-@dataclass
-class References:
-    """What one process computes, each case once."""
+def alone(work: Sequence[tuple[Case, int]]) -> list[Outcome]:
+    """What each case computes in one process, in so many steps. The ranks share the work: a collective call of all."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    everyone: list[list[Outcome]] = [[]] * ranks
+    dist.all_gather_object(everyone, [Trainer.make(one).run(steps) for one, steps in work[rank::ranks]])
+    return [everyone[number % ranks][number // ranks] for number in range(len(work))]
 
-    made: dict[str, Outcome] = field(default_factory=dict)
+
+class References:
+    """What one process computes, each case once. A collective call of all ranks."""
+
+    def __init__(self, cases: Iterable[tuple[Case, int]]) -> None:
+        work = {_key(one, steps): (one.single, steps) for one, steps in cases}
+        self._made = dict(zip(work, alone(list(work.values())), strict=True))
 
     def of(self, case: Case, steps: int = STEPS) -> Outcome:
         """The outcome of `case` in one process."""
-        single = case.single
-        key = f"{single.raw} {single.closed} {steps}"
-        if key not in self.made:
-            self.made[key] = Trainer.make(single).run(steps)
-        return self.made[key]
+        return self._made[_key(case, steps)]
+
+
+def _key(case: Case, steps: int) -> str:
+    return f"{case.single.raw} {case.closed} {steps}"
 
 
 @dataclass(frozen=True)
@@ -268,7 +277,7 @@ class Found:
 
 def sweep(cases: Sequence[Case]) -> list[Found | None]:
     """On each of the ranks: every case in turn, by the first ranks it needs."""
-    rank, maker, references = dist.get_rank(), make_groups(cases), References()
+    rank, maker, references = dist.get_rank(), make_groups(cases), References((one, one.steps) for one in cases)
     out: list[Found | None] = []
     with ProgressBar("parity", total=len(cases), unit="layouts", every=5 if rank == 0 else float("inf")) as bar:
         for case in cases:

@@ -49,9 +49,14 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., D] -> [.., D]."""
+        return self.of_sum(x)[1]
+
+    def of_sum(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + y, or x, and its norm, all [.., D]: one kernel each way where the back end has it."""
         if not self.layer:
-            return self.kernels.rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
-        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
+            return self.kernels.add_rms_norm(x, y, self.weight, self.eps, zero_centered=self.zero_centered)
+        x = x if y is None else x + y
+        return x, self.kernels.layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
 
 
 class HeadsNorm(nn.Module):

@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
         q, latent, k_rot = self._projected(x)
         parts = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
         q, q_rot = torch.split(torch.unflatten(q, -1, (-1, self.size)), parts, -1)
-        q_rot, k_rot = rotation.apply(q_rot), rotation.apply(k_rot.unsqueeze(-2))
+        q_rot, k_rot = (self.core.kernels.rotate(x, rotation) for x in (q_rot, k_rot.unsqueeze(-2)))
         if context.cache is None:
             y = self._attend(q, q_rot, latent, k_rot, context)
         else:
