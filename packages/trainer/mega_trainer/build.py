@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from mega_data.gpt_dataset import GPTDataset, build_datasets
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
@@ -88,7 +89,9 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
     return stages
 
 
-def build_optimizer(config: RunConfig, shared: Mapping[int, SharedStage], groups: Groups) -> Optimizer:
+def build_optimizer(
+    config: RunConfig, shared: Mapping[int, SharedStage], groups: Groups, leaves: Leaves | None = None
+) -> Optimizer:
     """The configured optimizer over all stages."""
     settings, muon = config.optimizer, config.optimizer.muon
     decay = settings.weight_decay
@@ -104,6 +107,7 @@ def build_optimizer(config: RunConfig, shared: Mapping[int, SharedStage], groups
         apart=apart if settings.name == "muon" else None,
         model_groups=(groups.pp,),
         offload=settings.offload,
+        leaves=leaves,
     )
 
 
