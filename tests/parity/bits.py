@@ -159,7 +159,7 @@ def checkpoint(trainer: Trainer, maker: GroupMaker, folder: Path) -> Path:
     """Save; a collective call of the case's ranks."""
     state = trainer.state
     return save(
-        folder, state.step, state.tensors(), model=trainer.config.model, state=state.numbers(),
+        folder, state.step, state.to_save(), model=trainer.config.model, state=state.numbers(),
         group=_group(maker, trainer.case),
     )  # fmt: skip
 

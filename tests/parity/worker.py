@@ -18,7 +18,7 @@ from torch import Tensor
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
 from mega_common.log import ProgressBar
 from mega_data.loader import StepBatch
-from mega_trainer import build
+from mega_trainer import build, step
 from mega_trainer.batch import micro_batches
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
@@ -94,8 +94,8 @@ class Trainer:
         micro = list(micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
         settings = self.config.optimizer
         result = train_step(
-            self.executor, self.optimizer, micro, lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
-            data=self.groups.dp_cp, loss_scale=self.state.loss_scale,
+            self.executor, self.optimizer, micro, tokens=step.count_tokens(batch, self.config.model.mtp_layers, self.groups), lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
+            loss_scale=self.state.loss_scale,
         )  # fmt: skip
         self.state.advance(result)
         return result

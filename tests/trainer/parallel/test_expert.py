@@ -12,7 +12,6 @@ from torch import Tensor
 from mega_common.model_config import MoeConfig
 from mega_trainer.comm import Group
 from mega_trainer.kernels.grouped import Rows
-from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.model.router import within_capacity
 from mega_trainer.model.routing import Tokens
 from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, own_share, sorted_slots
@@ -75,7 +74,7 @@ def test_each_row_gets_its_groups_bias() -> None:
     x, bias = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 3))
     dy = torch.randn(5, 4, dtype=torch.float64)
     of_row = [0, 0, 0, 2, 2]
-    y = grouped_bias(x, bias, Rows.of(counts, x.device), TorchKernels())
+    y = grouped_bias(x, bias, Rows.of(counts, x.device))
     torch.testing.assert_close(y, x + bias[of_row])
     y.backward(dy)
     torch.testing.assert_close(x.grad, dy)

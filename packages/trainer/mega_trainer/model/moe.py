@@ -19,7 +19,8 @@ from mega_trainer.model.mlp import Mlp
 from mega_trainer.model.recompute import computed
 from mega_trainer.model.router import Router
 from mega_trainer.model.routing import Tokens
-from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, grouped_linear, own_share
+from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, own_share
+from mega_trainer.parallel.linear import grouped_linear
 
 
 class Moe(nn.Module):
@@ -97,4 +98,4 @@ class Experts(nn.Module):
         return self._biased(self.linear(h, self.down, rows), bias, rows)
 
     def _biased(self, x: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
-        return x if bias is None else grouped_bias(x, bias, rows, self.kernels)
+        return x if bias is None else grouped_bias(x, bias, rows)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +23,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mega_trainer.comm import Group, all_gather, all_to_all
-from mega_trainer.kernels.base import Kernels
-from mega_trainer.kernels.grouped import Rows
-from mega_trainer.parallel.deferred import Deferred
+from mega_trainer.kernels.grouped import Rows, outer
 
 Experts = Callable[[Tensor, Rows], Tensor]  # the rows [M, D] of this rank's experts, sorted by expert -> [M, D]
 
@@ -178,52 +175,24 @@ class _Permute(Function):
         return dy[inverse], None, None
 
 
-class _GroupedLinear(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels, deferred: Deferred | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.kernels, ctx.deferred = rows, kernels, deferred
-        return kernels.grouped_linear(x, weight, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        gradient, dweight = partial(ctx.kernels.grouped_outer, dy, x, ctx.rows), None
-        if ctx.deferred is not None:
-            ctx.deferred.put(weight, gradient)
-        elif ctx.needs_input_grad[1]:
-            dweight = gradient()
-        return ctx.kernels.grouped_linear(dy, weight.mT, ctx.rows), dweight, None, None, None
-
-
-def grouped_linear(x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels, deferred: Deferred | None = None) -> Tensor:
-    """Each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]; a group without rows has a gradient of zero.
-
-    `deferred` takes the product for the weight's gradient, where a backward puts it off.
-    """
-    y: Tensor = _GroupedLinear.apply(x, weight, rows, kernels, deferred)  # type: ignore[no-untyped-call]
-    return y
-
-
 class _GroupedBias(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, rows: Rows, kernels: Kernels) -> Tensor:
-        ctx.rows, ctx.kernels = rows, kernels
+    def forward(ctx: Any, x: Tensor, bias: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
         counts = rows.ends.diff(prepend=rows.ends.new_zeros(1))
         return x + bias.repeat_interleave(counts, 0, output_size=x.shape[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         # a product with ones: a scattered sum would add in any order on a GPU. Eight columns suit the grouped kernel
-        sums = ctx.kernels.grouped_outer(dy, dy.new_ones(dy.shape[0], 8), ctx.rows)
-        return dy, sums[..., 0].contiguous(), None, None
+        sums = outer(dy, dy.new_ones(dy.shape[0], 8), ctx.rows)
+        return dy, sums[..., 0].contiguous(), None
 
 
-def grouped_bias(x: Tensor, bias: Tensor, rows: Rows, kernels: Kernels) -> Tensor:
+def grouped_bias(x: Tensor, bias: Tensor, rows: Rows) -> Tensor:
     """To each row its group's bias: [M, N] + [G, N] -> [M, N]."""
-    y: Tensor = _GroupedBias.apply(x, bias, rows, kernels)  # type: ignore[no-untyped-call]
+    y: Tensor = _GroupedBias.apply(x, bias, rows)  # type: ignore[no-untyped-call]
     return y
 
 
