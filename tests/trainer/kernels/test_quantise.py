@@ -11,12 +11,20 @@ from hypothesis import strategies as st
 from torch.nn.functional import ScalingType
 
 from mega_trainer.kernels.quantise import (
-    BLOCKS, E4M3, E5M2, MX, dequantise, power_above, product, quantise, swizzled,
-)  # fmt: skip
+    BLOCKS,
+    E4M3,
+    E5M2,
+    MX,
+    dequantise,
+    power_above,
+    product,
+    quantise,
+    swizzled,
+)
 
 BITS = {E4M3: 4, E5M2: 3}  # of a rounded number, the leading one included
 RANGE = 2**13  # from the largest number to the smallest that keeps its bits, at least
-PAIRS = [(kind, kind) for kind in BLOCKS if kind != ScalingType.BlockWise128x128]
+PAIRS: list[tuple[ScalingType, ScalingType]] = [(kind, kind) for kind in BLOCKS if kind != ScalingType.BlockWise128x128]
 PAIRS.append((ScalingType.BlockWise1x128, ScalingType.BlockWise128x128))
 
 
@@ -52,7 +60,8 @@ def test_a_block_has_the_smallest_power_of_two_for_a_scale_that_holds_its_larges
 @given(st.floats(2**-90, 2**90, width=32))
 def test_the_power_of_two_above(x: float) -> None:
     above = power_above(torch.tensor([x])).item()
-    assert math.frexp(above)[0] == 0.5 and above / 2 < x <= above
+    assert math.frexp(above)[0] == 0.5
+    assert above / 2 < x <= above
 
 
 def test_zeros_and_what_is_no_number() -> None:
