@@ -16,6 +16,7 @@ from mega_trainer.config import RunConfig
 from mega_trainer.fp8 import check_device
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.fp8 import Fp8Kernels
+from mega_trainer.kernels.leaves import Leaves, compiles
 from mega_trainer.kernels.quantise import E4M3, E5M2
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, Groups, build_groups
@@ -103,7 +104,8 @@ def fp8_layers(config: RunConfig, device: torch.device) -> dict[int, Kernels]:
         return {}
     if device.type == "cuda":
         check_device(torch.cuda.get_device_capability(device), config.fp8.recipe, experts=config.model.moe is not None)
-    kernels = Fp8Kernels(config.fp8.recipe, E5M2 if config.fp8.wide_gradients else E4M3)
+    leaves = Leaves(compiled=compiles(config.compile, device))
+    kernels = Fp8Kernels(config.fp8.recipe, E5M2 if config.fp8.wide_gradients else E4M3, leaves)
     return dict.fromkeys(config.fp8.layers(config.model.num_layers), kernels)
 
 

@@ -12,8 +12,6 @@ Legend: M tokens in any number of axes, D input width, N output width, G groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,6 +19,7 @@ from torch.nn.functional import ScalingType
 
 from mega_trainer.kernels import grouped, products
 from mega_trainer.kernels.grouped import Rows
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.quantise import E4M3, Quantised, dequantise, product, quantise
 from mega_trainer.kernels.torch import TorchKernels
 
@@ -32,17 +31,18 @@ KINDS = {  # of activations and gradients, and of weights
 }
 
 
-@dataclass(frozen=True)
 class Fp8Kernels(TorchKernels):
-    """`Kernels` whose linear layers multiply in fp8; every M, D and N is a multiple of the recipe's `Fp8Config.multiple`.
+    """`Kernels` whose linear layers multiply in fp8; every M, D and N is a multiple of the recipe's in `fp8.MULTIPLES`.
 
-    Attributes:
+    Args:
         recipe: the kinds of scales, of `KINDS`.
         gradients: the format of dY: e4m3, or e5m2 of a wider range; all else is e4m3.
+        leaves: quantises.
     """
 
-    recipe: str
-    gradients: torch.dtype = E4M3
+    def __init__(self, recipe: str, gradients: torch.dtype = E4M3, leaves: Leaves | None = None) -> None:
+        super().__init__(leaves)
+        self.recipe, self.gradients = recipe, gradients
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
@@ -70,17 +70,18 @@ class Fp8Kernels(TorchKernels):
         The product for dW is left in bf16: it sums over the rows of a group, which may be any number of them.
         """
         kind, fixed = KINDS["rowwise" if self.recipe == "tensorwise" else self.recipe]
-        return _grouped_product(quantise(x, kind), quantise(weight.flatten(0, 1), fixed), rows, x.dtype)
+        a, b = quantise(x, kind, leaves=self.leaves), quantise(weight.flatten(0, 1), fixed, leaves=self.leaves)
+        return _grouped_product(a, b, rows, x.dtype)
 
     def grouped_dx(self, dy: Tensor, weight: Tensor, rows: Rows) -> Tensor:
         """See `Kernels.grouped_dx`; dY in e4m3, the one format that torch's grouped product takes."""
         return self.grouped_linear(dy, weight.mT, rows)
 
     def _tokens(self, x: Tensor, dtype: torch.dtype = E4M3) -> Quantised:
-        return quantise(x, KINDS[self.recipe][0], dtype)
+        return quantise(x, KINDS[self.recipe][0], dtype, self.leaves)
 
     def _weight(self, weight: Tensor) -> Quantised:
-        return quantise(weight, KINDS[self.recipe][1])
+        return quantise(weight, KINDS[self.recipe][1], leaves=self.leaves)
 
 
 def _grouped_product(x: Quantised, weight: Quantised, rows: Rows, dtype: torch.dtype) -> Tensor:

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
+from mega_trainer.kernels.leaves import Leaves
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # rows and columns of a block; 0 for all
 BLOCKS = {
@@ -50,14 +52,14 @@ class Quantised(NamedTuple):
     kind: ScalingType
 
 
-def quantise(x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3) -> Quantised:
+def quantise(x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: Leaves | None = None) -> Quantised:
     """A matrix [M, K], which may be a transposed one, whose sizes are multiples of its blocks'."""
-    values, scale = quantised(x, *BLOCKS[kind], dtype)
+    values, scale = (leaves or Leaves())(quantised, x, *BLOCKS[kind], dtype)
     return Quantised(values, scale, kind)
 
 
 def quantised(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values and scales in blocks of `rows` x `columns`, of tensors alone: one kernel where it is compiled."""
+    """A leaf: values and scales in blocks of `rows` x `columns`. One kernel, but for a scale of the whole tensor, of two."""
     blocks = _blocks(x, rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True).float()
     scale = power_above(largest / torch.finfo(dtype).max)
