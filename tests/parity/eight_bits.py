@@ -33,10 +33,15 @@ def case(recipe: str, ranks: int, parallel: dict[str, Any], *, wide: bool = True
     unit = MULTIPLES[recipe]
     layers = max(2, parallel.get("pp", 1) * parallel.get("virtual_stages", 1))
     dp = ranks // (parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("cp", 1))
-    fields = {"micro": 1 if parallel.get("pp", 1) > 1 else 4 // dp, "batch": 4, "length": 8 * unit, "steps": 1, **more}
-    return Case(
-        recipe, model(unit, layers), ranks, parallel, precision="fp8", fp8={"recipe": recipe}, wide=wide, **fields
-    )
+    fields = {
+        "micro": 1 if parallel.get("pp", 1) > 1 else 4 // dp,
+        "batch": 4,
+        "length": 8 * unit,
+        "steps": 1,
+        "fp8": {"recipe": recipe},
+        **more,
+    }
+    return Case(recipe, model(unit, layers), ranks, parallel, precision="fp8", wide=wide, **fields)
 
 
 def all_layouts(recipe: str) -> Sequence[Case]:

@@ -49,6 +49,24 @@ def test_each_product_is_that_of_rounded_factors(recipe: str, gradients: torch.d
     close((out - 1).bfloat16(), dw)
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_scales_go_along_the_axis_that_is_summed_over(recipe: str) -> None:
+    """Each row of a product stands apart by a factor that would leave the range of its neighbours' scales."""
+    kernels = Fp8Kernels(recipe)
+    x, weight, dy = factors((64, 96), (128, 96), (64, 128))
+
+    def far(n: int) -> Tensor:
+        return torch.exp2(torch.arange(n) % 32 * 2.0 - 32).bfloat16()
+
+    tokens, outputs, inputs = far(64), far(128), far(96)
+    y = kernels.linear(x * tokens[:, None], weight * outputs[:, None])
+    assert torch.equal(y / tokens[:, None] / outputs, kernels.linear(x, weight))
+    dx = kernels.linear_dx(dy * tokens[:, None], weight * inputs)
+    assert torch.equal(dx / tokens[:, None] / inputs, kernels.linear_dx(dy, weight))
+    dw = kernels.linear_dw(dy * outputs, x * inputs)
+    assert torch.equal(dw / outputs[:, None] / inputs, kernels.linear_dw(dy, x))
+
+
 @pytest.mark.parametrize("recipe", KINDS)
 def test_rows_and_their_groups(recipe: str) -> None:
     rows = Rows.of([3, 0, 130, 1], torch.device("cpu"))
