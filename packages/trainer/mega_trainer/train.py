@@ -66,8 +66,9 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
     schedule = build_schedule(config, groups)
     builder = Builder(
-        config.model, groups, sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dtype=dtype, device=device
-    )
+        config.model, groups, sp=config.parallel.sp, cp_kind=config.parallel.cp_kind,
+        dispatch_bound=config.parallel.dispatch_bound, dtype=dtype, device=device,
+    )  # fmt: skip
     stages = build_stages(config, builder, schedule)
     shared = share_stages(config, stages)
     optimizer = build_optimizer(config, shared, groups)

@@ -82,6 +82,7 @@ class Builder:
         groups: who splits what; groups of one by default.
         sp: split the residual stream over the sequence among the tensor ranks.
         cp_kind: how attention reaches the tokens of other context ranks.
+        dispatch_bound: how much of an even load may go to each rank's experts; None: as much as there is.
         dtype, device: of parameters and activations.
         deferred: takes the products for weight gradients, where a pipeline puts them off.
     """
@@ -91,6 +92,7 @@ class Builder:
     kernels: Kernels = field(default_factory=TorchKernels)
     sp: bool = False
     cp_kind: Kind = "ring"
+    dispatch_bound: float | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     deferred: Deferred | None = None

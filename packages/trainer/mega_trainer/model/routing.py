@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mega_common.errors import TrainingError
 from mega_trainer.comm import Group, all_reduce
 
 if TYPE_CHECKING:
     from mega_trainer.batch import MicroBatch
 
-SUMS = 5  # numbers of a layer before those of its experts
+SUMS = 6  # numbers of a layer before those of its experts
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Routing:
         sequence_weight: of one sequence in the losses: (loss scale) / sequences of the step, over all ranks.
         batch_weight: of one micro-batch: (loss scale) / micro-batches of the step.
         loads: by layer, what its router did with this rank's tokens. Set, not added to: a forward may be repeated.
-            For a layer fp64 [5 + E]: tokens, dropped choices, entropies, the two losses as weighted, and then the
-            choices of each expert.
+            For a layer fp64 [6 + E]: tokens, dropped choices, entropies, the two losses as weighted, choices that the
+            dispatch lost, and then the choices of each expert.
     """
 
     matters: Tensor | None
@@ -39,6 +40,10 @@ class Routing:
     sequence_weight: float
     batch_weight: float
     loads: dict[int, Tensor] = field(default_factory=dict)
+
+    def lose(self, layer: int, choices: Tensor) -> None:
+        """Tell how many choices found no room on their way to the experts."""
+        self.loads[layer][SUMS - 1] = choices
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def summed_loads(routings: Sequence[Routing]) -> dict[int, Tensor]:
 
 
 def loads_of_all(loads: Mapping[int, Tensor], layers: Sequence[int], experts: int, world: Group) -> Tensor:
-    """The sums over all ranks, where some have other layers: fp64 [layers, 5 + E], each row as in `Routing.loads`.
+    """The sums over all ranks, where some have other layers: fp64 [layers, 6 + E], each row as in `Routing.loads`.
 
     In host memory, as tokens are counted.
     """
@@ -89,8 +94,17 @@ def routing_metrics(table: Tensor, top_k: int, loss_scale: float) -> dict[str, f
     `aux_loss` and `z_loss` as they are in what training makes small; `expert_load_max` and `expert_load_min`: most and
     fewest choices of an expert, in multiples of the mean of its layer; `drop_rate`: of the choices; `router_entropy`: of
     a token's distribution over the experts, in nats, the mean of tokens and layers.
+
+    Raises:
+        TrainingError: when the dispatch lost choices.
     """
-    tokens, dropped, entropy, aux, z = table[:, :SUMS].sum(0).tolist()
+    tokens, dropped, entropy, aux, z, lost = table[:, :SUMS].sum(0).tolist()
+    if lost:
+        raise TrainingError(
+            f"parallel.dispatch_bound: {lost:.0f} choices of experts found no room on their way, so the step is not what "
+            "it should be; nothing of it is saved",
+            hint="set a larger bound, or leave it out: all then travel. The same command goes on from the last checkpoint",
+        )
     counts = table[:, SUMS:]
     relative = counts / counts.mean(-1, keepdim=True).clamp(min=1)
     return {
