@@ -13,7 +13,7 @@ each aten operation reads and writes. Times are predictions, by a simple model o
 
 A leaf function, which a GPU runs compiled, is counted where it is called: one kernel that reads its arguments and writes its
 results, two where it also sums over rows. Where torch has one CUDA kernel and this machine's build several (softmax of bf16
-into fp32, products that add into fp32), it is counted as the one. Views and empty allocations are free; host time is not modelled.
+into fp32), it is counted as the one. Products add into fp32 as on a GPU. Views and empty allocations are free; host time is not modelled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.comm import Group
-from mega_trainer.kernels import blocks
+from mega_trainer.kernels import blocks, products
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.flash import TorchFlash
 from mega_trainer.kernels.leaves import Leaves
@@ -184,11 +184,12 @@ class Traffic(TorchDispatchMode):
         namespace, name = func._schema.name.split("::")
         if self.quiet or namespace in ("prim", "profiler") or name in FREE or _is_view(func):
             return out
-        ins, outs = _tensors([args, kwargs]), _tensors(out)
+        given = {key: value for key, value in (kwargs or {}).items() if key != "out"}  # which is written, not read
+        ins, outs = _tensors([args, given]), _tensors(out)
         if name.startswith("_scaled_dot_product_flash"):
             self._attention(name, args)
         elif name in PRODUCTS:
-            self._product(name, args, [*ins, *outs])
+            self._product(name, args, [*_distinct(ins), *_distinct(outs)])
         else:
             self.add(name, size=_bytes(func, name, args, ins, outs), kernels=_kernels(name, ins))
         return out
@@ -204,7 +205,7 @@ class Traffic(TorchDispatchMode):
     def _product(self, name: str, args: Sequence[Any], touched: Sequence[Tensor]) -> None:
         a, b = args[1:3] if name in ("addmm", "addmm_", "baddbmm") else args[:2]
         flops = 2.0 * a.numel() * b.shape[0 if name == "linear" else -1]
-        size = sum(map(_nbytes, _distinct(touched)))
+        size = sum(map(_nbytes, touched))  # what a product is added to is read and written
         thin = min(a.shape[-2], a.shape[-1], b.shape[-1]) < 16  # a batch of tiny products is bound by memory
         slow = MATMUL / FP32 if a.dtype in (torch.float32, torch.float64) else 1.0
         self.add(name, product=0.0 if thin else flops, size=size * (2 if thin else 1), slow=slow)
@@ -282,9 +283,6 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         traffic.add("softmax", size=_nbytes(x) + _nbytes(out))
         return out
 
-    def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-        traffic.add("add_product", product=2.0 * a.numel() * b.shape[1], size=sum(map(_nbytes, (out, out, a, b))))
-
     def attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         assert how["is_causal"]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -294,7 +292,7 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         for table in (loss.CHUNK_ELEMENTS, clip.WIDTHS, blocks.TILE_ELEMENTS):
             stack.enter_context(mock.patch.dict(table, cpu=table["cuda"]))
         for place, name, stand_in in (
-            (Leaves, "__call__", leaf), (torch, "softmax", softmax), (loss, "add_product", add_product),
+            (Leaves, "__call__", leaf), (torch, "softmax", softmax), (products, "_at_once", lambda out: True),
             (F, "scaled_dot_product_attention", attention),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, stand_in))
@@ -319,13 +317,17 @@ def dense(traffic: Traffic, length: int) -> int:
         positions, ids = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64)
         weights = torch.zeros(1, length)
         shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope).at(positions, torch.bfloat16))
-    take = buckets.Bucket.take
 
-    def counted(self: buckets.Bucket, parameter: Any) -> None:
-        with traffic.at(f"{traffic.region}: gradient buckets"):
-            take(self, parameter)
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def apart(*args: Any, **kwargs: Any) -> Any:
+            with traffic.at(f"{traffic.region}: gradient buckets"):
+                return real(*args, **kwargs)
 
-    with mock.patch.object(buckets.Bucket, "take", counted):
+        return apart
+
+    with ExitStack() as stack:  # all that puts gradients in their places, but for products, which add there themselves
+        for place, name in ((buckets.Bucket, "take"), (products, "scaled"), (products, "rows")):
+            stack.enter_context(mock.patch.object(place, name, counted(getattr(place, name))))
         stage.begin_step()
         for mark in ("", ", later micro-batches"):
             with stage.backward(last=False):

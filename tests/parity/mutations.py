@@ -29,6 +29,7 @@ from mega_trainer import batch as batches
 from mega_trainer import rng, step
 from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import Group, Passing, all_reduce
+from mega_trainer.kernels import products
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.model import builder, decoder, loss, mla
@@ -43,7 +44,6 @@ from mega_trainer.parallel import buckets, context, linear, tensor
 from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
 from mega_trainer.parallel.grads import FlatBuffer, FlatStage
 from mega_trainer.parallel.shared import Kind
-from mega_trainer.pipeline import run
 from mega_trainer.pipeline.run import Executor
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -210,25 +210,22 @@ def _inputs_of_the_microbatch_before() -> AbstractContextManager[Any]:
     """What was put off is computed from the micro-batch's own dY and the X that was used last."""
     real, used = linear.Linear.weight_gradient, {}
 
-    def stale(self: linear.Linear, x: Tensor, dy: Tensor) -> Tensor:
+    def stale(self: linear.Linear, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
         previous, used[x.shape] = used.get(x.shape, x), x
-        return real(self, previous, dy)
+        return real(self, previous, dy, main)
 
     return swap(linear.Linear, "weight_gradient", stale)
 
 
 def _gradients_of_another_layer() -> AbstractContextManager[Any]:
-    real = run.deliver
+    """Products that were put off are added where that of the last weight of this shape belongs."""
+    real, used = linear.Linear.put_off, {}
 
-    def shifted(products: list[Any], known: Any) -> None:
-        half = len(products) // 2  # two layers, weights of the same shapes
-        turned = [
-            replace(one, gradient=other.gradient)
-            for one, other in zip(products, products[half:] + products[:half], strict=True)
-        ]
-        real(turned, known)
+    def swapped(self: linear.Linear, weight: Tensor, x: Tensor, dy: Tensor, main: Any) -> None:
+        other, used[weight.shape] = used.get(weight.shape, main), main
+        real(self, weight, x, dy, other)
 
-    return swap(run, "deliver", shifted)
+    return swap(linear.Linear, "put_off", swapped)
 
 
 def _head_of_a_tied_embedding_lost() -> AbstractContextManager[Any]:
@@ -278,6 +275,27 @@ def _last_microbatch_only() -> AbstractContextManager[Any]:
         real(self)
 
     return swap(MicroBucket, "settle", settle)
+
+
+def _overwritten() -> AbstractContextManager[Any]:
+    real = Bucket.place
+    return swap(Bucket, "place", lambda self, parameter: (real(self, parameter)[0], False))
+
+
+def _weight_gradient_twice() -> AbstractContextManager[Any]:
+    """Added to its place, and given to autograd too."""
+    real = linear.Linear.weight_gradient
+
+    def twice(self: linear.Linear, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
+        real(self, x, dy, main)
+        return real(self, x, dy, None)
+
+    return swap(linear.Linear, "weight_gradient", twice)
+
+
+def _head_gradient_unscaled() -> AbstractContextManager[Any]:
+    real = products.scaled
+    return swap(products, "scaled", lambda values, scale, *args, **kw: real(values, scale * 0 + 1, *args, **kw))
 
 
 def _slice_off_by_one() -> AbstractContextManager[Any]:
@@ -594,6 +612,9 @@ MUTATIONS = [
     Mutation("gradient averaged over ranks that divided by all tokens", DP, _summed(_average)),
     Mutation("bucket reduced before the last micro-batch", DP, _reduced_early),
     Mutation("gradients of the last step stay", DP, _last_step_stays),
+    Mutation("a weight's gradient both in its place and by autograd", DP, _weight_gradient_twice),
+    Mutation("each micro-batch's gradient written over the one before", DP, _overwritten),
+    Mutation("head's gradient put in its place without the scale of the loss", DP, _head_gradient_unscaled),
     Mutation("ZeRO-2 keeps the last micro-batch alone", ZERO2, _last_microbatch_only),
     Mutation("ZeRO slice off by one", ZERO, _slice_off_by_one),
     Mutation("ZeRO weights not gathered after the update", ZERO, _unpublished),

@@ -1,25 +1,61 @@
-"""Products that are added to what is there."""
+"""Products and other sums into a tensor that may be wider."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from mega_trainer.kernels.products import add_product
+from mega_trainer.kernels import products
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_product_is_added_in_the_precision_of_the_sum(dtype: torch.dtype) -> None:
+def before(*shape: int, dtype: torch.dtype) -> Tensor:
+    """What is there, which only what is added may leave; else it must not be read."""
+    return torch.randn(shape, dtype=torch.promote_types(dtype, torch.float32))
+
+
+def check(found: Tensor, there: Tensor, values: Tensor, add: bool, dtype: torch.dtype) -> None:
+    expected = values.to(dtype).to(there.dtype) + (there if add else 0)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_go_into_what_is_given(dtype: torch.dtype, add: bool) -> None:
     a, b = torch.randn(5, 7).to(dtype), torch.randn(7, 3).to(dtype)
-    before = torch.randn(5, 3, dtype=torch.promote_types(dtype, torch.float32)) * 1000
-    out = before.clone()
-    add_product(out, a, b)
-    assert not out.equal(before)
-    torch.testing.assert_close(out - before, (a.double() @ b.double()).to(out.dtype), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(products.product(a, b), a @ b)
+    there = before(5, 3, dtype=dtype)
+    out = there.clone() if add else torch.full_like(there, float("nan"))
+    assert products.product(a, b, out, add=add) is out
+    check(out, there, a.double() @ b.double(), add, dtype)
+
+    values, scale = before(5, 3, dtype=dtype), torch.tensor(0.37, dtype=there.dtype)
+    out = there.clone() if add else torch.full_like(there, float("nan"))
+    assert products.scaled(values, scale, dtype, out, add=add) is out
+    check(out, there, values * scale, add, dtype)
+
+    rows, places = torch.randn(2, 4, 3).to(dtype), torch.tensor([[4, 0, 4, 1], [0, 1, 1, 4]])
+    out = there.clone() if add else torch.full_like(there, float("nan"))
+    assert products.rows(rows, places, out, add=add) is out
+    one_hot = torch.nn.functional.one_hot(places.flatten(), 5).double()
+    check(out, there, one_hot.t() @ rows.flatten(0, 1).double(), add, dtype)
 
 
-def test_a_gpus_call_is_one_that_torch_declares() -> None:
-    """Shapes and arguments; nothing is computed."""
+@pytest.mark.parametrize("add", [False, True])
+def test_what_a_gpu_does_is_the_same(add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ways that a GPU takes, those that a CPU has too; of the others shapes and arguments."""
+    monkeypatch.setattr(products, "_at_once", lambda out: True)
+    there, scale = before(5, 3, dtype=torch.float32), torch.tensor(0.37)
+    rows, places = torch.randn(8, 3).bfloat16(), torch.tensor([4, 0, 4, 1, 0, 1, 1, 4])
+    out = there.clone() if add else torch.full_like(there, float("nan"))
+    products.rows(rows, places, out, add=add)
+    exact = torch.nn.functional.one_hot(places, 5).float().t() @ rows.float()
+    torch.testing.assert_close(out, exact + (there if add else 0))
+    out = there.clone() if add else torch.full_like(there, float("nan"))
+    products.scaled(exact, scale, torch.bfloat16, out, add=add)
+    torch.testing.assert_close(out, exact * scale + (there if add else 0))
     with torch.device("meta"):
-        out, a, b = torch.empty(4, 6), torch.empty(4, 5, dtype=torch.bfloat16), torch.empty(5, 6, dtype=torch.bfloat16)
-    assert torch.addmm(out, a, b, out_dtype=out.dtype, out=out) is out
+        sums, a, b = torch.empty(4, 6), torch.empty(4, 5, dtype=torch.bfloat16), torch.empty(5, 6, dtype=torch.bfloat16)
+    assert products.product(a, b, sums, add=add) is sums

@@ -66,10 +66,7 @@ def outer(y: Tensor, x: Tensor, rows: Rows, out: Tensor | None = None, *, add: b
         if not _zero_without_rows(x.device):
             empty = rows.ends.diff(prepend=rows.ends.new_zeros(1)) == 0
             sums.masked_fill_(empty.view(-1, 1, 1), 0.0)
-        if out is None:
-            return sums
-        products.put(out, sums, add=add)
-        return out
+        return sums if out is None else products.put(out, sums, add=add)
     if out is None:
         out = x.new_empty(len(rows.ends), y.shape[-1], x.shape[-1])
     for matrix, own in zip(out, rows.slices, strict=True):

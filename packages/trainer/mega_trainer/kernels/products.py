@@ -1,7 +1,7 @@
-"""Products of matrices into a given tensor, which may be wider than the factors.
+"""Sums into a given tensor that may be wider than what is added: gradients of low-precision weights, kept in fp32.
 
-A GPU then sums and adds inside the product, without rounding it. On a CPU torch has no such product: there it is rounded
-to the factors' precision first.
+A GPU makes and adds them in the precision of the sum, in one kernel. On a CPU torch has none for that: there a part is
+rounded to the weight's precision first.
 """
 
 from __future__ import annotations
@@ -14,37 +14,45 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = Fals
     """a [M, K] b [K, N]: as a new tensor, or into `out` [M, N], and with `add` to what is there."""
     if out is None:
         return a.mm(b)
-    if add:
-        add_product(out, a, b)
-    elif out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    elif out.is_cuda:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        out.copy_(a.mm(b))
-    return out
-
-
-def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out [M, N] += a [M, K] b [K, N]."""
     if out.dtype == a.dtype:
-        out.addmm_(a, b)
-    elif out.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        out += a.mm(b)
-
-
-def put(out: Tensor, values: Tensor, *, add: bool) -> None:
-    """Values into `out`, or with `add` to what is there."""
+        return out.addmm_(a, b) if add else torch.mm(a, b, out=out)
+    if not _at_once(out):
+        return put(out, a.mm(b), add=add)
     if add:
-        out.add_(values)
-    else:
-        out.copy_(values)
+        return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] b [K, N] in at least fp32, summed and left there, whatever the factors' precision."""
     if a.dtype not in (torch.bfloat16, torch.float16):
         return a.mm(b)
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float().mm(b.float())
+    return torch.mm(a, b, out_dtype=torch.float32) if _at_once(a) else a.float().mm(b.float())
+
+
+def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor, *, add: bool) -> Tensor:
+    """Values, in at least fp32, times a scalar: the gradient of a weight of `dtype`, into `out` as for `product`."""
+    if out.dtype != dtype and not _at_once(out):
+        return put(out, (values * scale).to(dtype), add=add)
+    return out.addcmul_(values, scale) if add else torch.mul(values, scale, out=out)
+
+
+def rows(values: Tensor, places: Tensor, out: Tensor, *, add: bool) -> Tensor:
+    """Values [.., D] to the rows `places` [..] of `out` [R, D], the gradient of an embedding, as for `product`.
+
+    Those of one row are added in a fixed order.
+    """
+    if not _at_once(out):
+        return put(out, torch.ops.aten.embedding_dense_backward(values, places, len(out), -1, False), add=add)
+    if not add:
+        out.zero_()
+    return out.index_put_((places.flatten(),), values.flatten(0, -2).to(out.dtype), accumulate=True)
+
+
+def put(out: Tensor, values: Tensor, *, add: bool) -> Tensor:
+    """Values into `out`, or with `add` to what is there."""
+    return out.add_(values) if add else out.copy_(values)
+
+
+def _at_once(out: Tensor) -> bool:
+    return out.is_cuda

@@ -283,10 +283,12 @@ class Builder:
 
     def vocabulary(self, name: str, *, shared: Sequence[Group] = ()) -> nn.Parameter:
         """A [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""
+        # where a backward is cut in two, its gradient comes with the first half and is put in its place with the second
+        straight = not (self.config.tie_embeddings or self.config.mtp_layers or self.deferred)
         return vocab_parameter(
             name, self.config.vocab_size, self.config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
             dtype=self.dtype, device=self.device, std=self.config.init_std, grad_sync=shared, replicas=shared,
-            parts=self.groups.tp,
+            parts=self.groups.tp, straight=straight,
         )  # fmt: skip
 
     def embedding(self, weight: nn.Parameter) -> VocabEmbedding:

@@ -16,7 +16,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mega_trainer.comm import Group, all_reduce
-from mega_trainer.kernels.products import add_product
+from mega_trainer.kernels import products
+from mega_trainer.parallel.param import main_grad_of
 
 # Elements of one chunk's logits: on a CPU they should stay in its cache, on a GPU fill it with work.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
@@ -33,13 +34,13 @@ class _HeadLoss(Function):
         group: Group,
         vocab_size: int,
         softcap: float | None,
+        differentiable: bool,
     ) -> tuple[Tensor, Tensor]:
-        differentiable = hidden.requires_grad or head.requires_grad
         rows = head.shape[0]
         step = max(16, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 27) // rows)
         losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
         d_hidden = torch.empty_like(hidden) if differentiable else None
-        d_head = torch.zeros_like(head, dtype=losses.dtype) if differentiable else None
+        d_head = torch.empty_like(head, dtype=losses.dtype) if differentiable else None
         for start in range(0, hidden.shape[0], step):
             part = slice(start, start + step)
             losses[part], softmax, target, mine, share, slope = _chunk(
@@ -49,10 +50,10 @@ class _HeadLoss(Function):
                 weight = weights[part].to(losses.dtype)
                 d_logits = _gradient(softmax, weight, share, target, mine, slope, hidden.dtype)
                 torch.mm(d_logits, head, out=d_hidden[part])
-                add_product(d_head, d_logits.t(), hidden[part])
+                products.product(d_logits.t(), hidden[part], d_head, add=start > 0)
         if d_hidden is not None and d_head is not None:
             ctx.save_for_backward(d_hidden, d_head)
-        ctx.dtype = head.dtype
+        ctx.dtype, ctx.main = head.dtype, main_grad_of(head)
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
 
@@ -60,10 +61,14 @@ class _HeadLoss(Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # not in low precision: rounding the scale itself would change all gradients alike
-        d_hidden, d_head = (
-            torch.mul(d.to(scale.dtype), scale, out=torch.empty_like(d, dtype=ctx.dtype)) for d in ctx.saved_tensors
-        )
-        return d_hidden, d_head, None, None, None, None, None
+        d_hidden, d_head = ctx.saved_tensors
+        d_hidden = torch.mul(d_hidden.to(scale.dtype), scale, out=torch.empty_like(d_hidden))
+        if ctx.main is None:
+            whole = torch.mul(d_head, scale, out=torch.empty_like(d_head, dtype=ctx.dtype))
+            return d_hidden, whole, None, None, None, None, None, None
+        out, add = ctx.main()
+        products.scaled(d_head, scale, ctx.dtype, out, add=add)
+        return d_hidden, None, None, None, None, None, None, None
 
 
 def head_loss(
@@ -89,7 +94,10 @@ def head_loss(
     Returns:
         The weighted sum of the losses (a scalar to differentiate), and each token's loss [N] in at least fp32.
     """
-    result: tuple[Tensor, Tensor] = _HeadLoss.apply(hidden, head, labels, weights, group, vocab_size, softcap)  # type: ignore[no-untyped-call]
+    differentiable = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
+    result: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, head, labels, weights, group, vocab_size, softcap, differentiable
+    )
     return result
 
 

@@ -4,17 +4,23 @@ A `StepBucket` keeps the whole gradient for all of a step and sums it over the r
 gradient of a `MicroBucket` exists only while a backward fills it; it is summed after each micro-batch, and only the sums
 are kept, of this rank's slice alone in ZeRO-2 (arXiv:1910.02054). The kinds add in different orders: over micro-batches
 and then ranks, or over ranks and then micro-batches.
+
+A backward puts the gradients of large weights where they belong itself, by `parameter.main_grad`: a product is added there
+as it is made. Those that autograd brings are added here. The first of a parameter is written over what was there.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from mega_trainer.comm import Group, Work, all_reduce, reduce_scatter_into
+from mega_trainer.kernels.products import put
+from mega_trainer.parallel.param import info_of
 
 # Slices are multiples of this. An update in vectors then has no remainder, which would be rounded in another way, so an
 # element's new value does not depend on where its slice begins.
@@ -49,12 +55,15 @@ class Bucket(ABC):
     ) -> None:
         self.start, self.places, self.data, self.sharded = start, dict(places), data, sharded
         self._reduce_dtype = dtype if data.size == 1 else reduce_dtype
-        unit = data.size * SLICE_ELEMENTS
-        self.size = -(-max(place.stop for place in places.values()) // unit) * unit
+        unit, self._used = data.size * SLICE_ELEMENTS, max(place.stop for place in places.values())
+        self.size = -(-self._used // unit) * unit
         share = self.size // data.size
         self.stop = start + self.size
         self.grads = torch.zeros(share if sharded else self.size, dtype=dtype, device=device)
         self._owed: set[nn.Parameter] = set()
+        self._filled: set[nn.Parameter] = set()  # whose gradients so far are in the whole one
+        for parameter in (p for p in places if info_of(p).straight):
+            parameter.main_grad = partial(self.place, parameter)  # type: ignore[attr-defined]
 
     @abstractmethod
     def begin_step(self) -> None:
@@ -68,12 +77,19 @@ class Bucket(ABC):
         """Expect a gradient of every parameter."""
         self._owed = set(self.places)
 
+    def place(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+        """Where a part of a parameter's gradient belongs, and whether to add it: see `param.MainGrad`."""
+        add = parameter in self._filled
+        self._filled.add(parameter)
+        return self._view(parameter), add
+
     def take(self, parameter: nn.Parameter) -> None:
-        """Add a parameter's gradient of one micro-batch, and drop it there."""
-        assert parameter.grad is not None
-        self._add(parameter, parameter.grad)
+        """A parameter's gradient of one micro-batch is complete: add what autograd has brought of it, and drop it there."""
+        if parameter.grad is not None:
+            out, add = self.place(parameter)
+            put(out, parameter.grad, add=add)
+            parameter.grad = None
         self._owed.discard(parameter)
-        parameter.grad = None
 
     @property
     def complete(self) -> bool:
@@ -81,7 +97,8 @@ class Bucket(ABC):
         return not self._owed
 
     @abstractmethod
-    def _add(self, parameter: nn.Parameter, grad: Tensor) -> None: ...
+    def _view(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter's place in the whole gradient."""
 
     @abstractmethod
     def reduce(self) -> None:
@@ -90,6 +107,11 @@ class Bucket(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Wait until `grads` has all that was started."""
+
+    def _zero_missing(self, whole: Tensor) -> None:
+        for parameter, place in self.places.items():
+            if parameter not in self._filled:
+                whole[place].zero_()
 
     def _sum(self, whole: Tensor, out: Tensor) -> tuple[Work | None, Tensor, Tensor]:
         """Start the sum of `whole` over the ranks: the work, what it reads, and where the sum arrives.
@@ -105,7 +127,7 @@ class Bucket(ABC):
 
 
 class StepBucket(Bucket):
-    """Keeps the whole gradient over the micro-batches, in `param.main_grad`; the last backward starts the one sum."""
+    """Keeps the whole gradient over the micro-batches; the last backward starts the one sum."""
 
     def __init__(
         self,
@@ -120,31 +142,23 @@ class StepBucket(Bucket):
     ) -> None:
         super().__init__(start, places, data, sharded=sharded, dtype=dtype, device=device, reduce_dtype=reduce_dtype)
         self._whole = torch.zeros(self.size, dtype=dtype, device=device) if sharded else self.grads
-        for parameter, place in self.places.items():
-            parameter.main_grad = self._whole[place].view(parameter.shape)  # type: ignore[attr-defined]
-        self._fresh: set[nn.Parameter] = set()
+        self._views = {parameter: self._whole[place].view(parameter.shape) for parameter, place in self.places.items()}
         self._flight: tuple[Work | None, Tensor, Tensor] | None = None  # as `_sum` tells
 
     def begin_step(self) -> None:
         """The next gradient of each parameter replaces what is there."""
-        self._fresh = set(self.places)
+        self._filled.clear()
 
     def reduces(self, last: bool) -> bool:
         """Only the last."""
         return last
 
-    def _add(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-        if parameter in self._fresh:
-            main.copy_(grad)
-            self._fresh.discard(parameter)
-        else:
-            main.add_(grad)
+    def _view(self, parameter: nn.Parameter) -> Tensor:
+        return self._views[parameter]
 
     def reduce(self) -> None:
         """See `Bucket.reduce`."""
-        for parameter in self._fresh:
-            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        self._zero_missing(self._whole)
         self._flight = self._sum(self._whole, self.grads)
 
     def settle(self) -> None:
@@ -174,15 +188,18 @@ class MicroBucket(Bucket):
         """Every one."""
         return True
 
-    def _add(self, parameter: nn.Parameter, grad: Tensor) -> None:
+    def _view(self, parameter: nn.Parameter) -> Tensor:
         if self._whole is None:
-            self._whole = self.grads.new_zeros(self.size)
-        self._whole[self.places[parameter]].view(parameter.shape).copy_(grad)
+            self._whole = self.grads.new_empty(self.size)
+            self._whole[self._used :].zero_()
+        return self._whole[self.places[parameter]].view(parameter.shape)
 
     def reduce(self) -> None:
         """See `Bucket.reduce`."""
         self.settle()
         whole = self.grads.new_zeros(self.size) if self._whole is None else self._whole
+        self._zero_missing(whole)
+        self._filled.clear()
         arrival = torch.empty_like(self.grads) if self.sharded else whole
         self._whole, self._flight = None, self._sum(whole, arrival)
 

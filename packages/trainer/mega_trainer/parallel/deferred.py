@@ -28,12 +28,12 @@ class Product:
         weight: a parameter, or made from some.
         edge: where its gradient goes. The weight itself may be a copy that recomputation made, which does not keep the
             way to the parameter alive.
-        gradient: computes it.
+        gradient: computes it; none where it has put it in its place.
     """
 
     weight: Tensor
     edge: GradientEdge
-    gradient: Callable[[], Tensor]
+    gradient: Callable[[], Tensor | None]
 
     def root(self) -> Tensor:
         """A scalar whose backward computes the gradient and hands it to the weight."""
@@ -47,7 +47,7 @@ class Deferred:
     def __init__(self) -> None:
         self._products: list[Product] = []
 
-    def put(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+    def put(self, weight: Tensor, gradient: Callable[[], Tensor | None]) -> None:
         """Leave the gradient of `weight`, a parameter or made from some, for later; to be called in a backward."""
         self._products.append(Product(weight, get_gradient_edge(weight), gradient))
 
@@ -74,12 +74,12 @@ class _Computed(Function):
     """Zero; its backward is the product."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, gradient: Callable[[], Tensor | None]) -> Tensor:
         ctx.gradient = gradient
         return weight.new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
         gradient, ctx.gradient = ctx.gradient, None
         return gradient(), None

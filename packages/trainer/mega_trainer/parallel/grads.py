@@ -20,6 +20,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from mega_trainer.comm import Work, all_gather_into, all_reduce
 from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
@@ -148,9 +149,10 @@ class FlatStage:
         self._await_before(units)
         self._waiting: deque[Bucket] = deque()
         self._in_flight: deque[Bucket] = deque()
+        self._ends: list[Node] = []
         for bucket in self._buckets:
             for parameter in bucket.places:
-                parameter.register_post_accumulate_grad_hook(partial(self._take, bucket))  # type: ignore[no-untyped-call]
+                self._watch(bucket, parameter)
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
@@ -167,8 +169,17 @@ class FlatStage:
         while self._waiting:
             self._reduce(self._waiting.popleft())
 
-    def _take(self, bucket: Bucket, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
+    def _watch(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        """Be told when a backward is through with a parameter, after all its uses.
+
+        By a hook of the graph's node, which is called whether autograd brings a gradient or it is in its place already;
+        of a parameter's own hook torch promises that only where one has come.
+        """
+        end = get_gradient_edge(parameter).node
+        end.register_hook(partial(self._take, bucket, parameter))
+        self._ends.append(end)  # it lives, and its hook with it, only as long as someone holds it
+
+    def _take(self, bucket: Bucket, parameter: nn.Parameter, *_: object) -> None:
         bucket.take(parameter)
         while self._waiting and self._waiting[0].complete:
             self._reduce(self._waiting.popleft())

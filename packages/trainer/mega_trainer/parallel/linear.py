@@ -8,23 +8,25 @@ Column-parallel layers (arXiv:1909.08053) see all of X on every rank and sum dX 
 under sequence parallelism (arXiv:2205.05198) X is gathered first, and the sum is a reduce-scatter. The sum of a
 row-parallel layer's Y is a step of its own: `parallel.tensor.sum_over`.
 
+Where the weight is a parameter with a place for its gradient in a flat buffer, the product for dW is added there, and
+autograd gets none. A weight made from several parameters, or a sharded one (ZeRO-3), gets its gradient by autograd.
+
 Legend: B batch, S sequence, D input width, N output width, T ranks, M rows of experts, G experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from mega_trainer.comm import Group, all_gather, all_reduce, start_reduce_scatter
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.parallel.deferred import Deferred
+from mega_trainer.parallel.param import MainGrad, main_grad_of
 
 SEQUENCE = 1  # the axis of [B, S, D] that sequence parallelism splits
 ALONE = Group("alone")
@@ -68,20 +70,30 @@ class Linear:
         """All of X: [B, S, D]."""
         return all_gather(x, self.group, SEQUENCE) if self.sp else x
 
-    def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
-        """dW from X as the layer keeps it: with `sp` this rank's part."""
-        return self.products.linear_dw(dy, self.whole(x))
+    def weight_gradient(self, x: Tensor, dy: Tensor, main: MainGrad | None) -> Tensor | None:
+        """dW from all of X; none where that has been put in its place."""
+        if main is None:
+            return self.products.linear_dw(dy, x)
+        out, add = main()
+        self.products.linear_dw(dy, x, out, add=add)
+        return None
+
+    def put_off(self, weight: Tensor, x: Tensor, dy: Tensor, main: MainGrad | None) -> None:
+        """Leave dW for later, with X as the layer keeps it: with `sp` this rank's part."""
+        assert self.deferred is not None
+        self.deferred.put(weight, lambda: self.weight_gradient(self.whole(x), dy, main))
 
 
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.bias = layer, bias is not None
+        # the weight that a backward sees may be a copy, made in recomputation
+        ctx.layer, ctx.bias, ctx.main = layer, bias is not None, main_grad_of(weight)
         return layer.products.linear(layer.whole(x), weight, bias)
 
+    # not once_differentiable: that check costs as much host time as all else here
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer: Linear = ctx.layer
@@ -95,9 +107,9 @@ class _Linear(Function):
             elif layer.group.size > 1:
                 work = all_reduce(dx, layer.group, async_op=True)
         if now:
-            dweight = layer.products.linear_dw(dy, full)
+            dweight = layer.weight_gradient(full, dy, ctx.main)
         elif layer.deferred is not None:
-            layer.deferred.put(weight, partial(layer.weight_gradient, x, dy))
+            layer.put_off(weight, x, dy, ctx.main)
         dbias = dy.flatten(0, -2).sum(0) if ctx.bias else None
         if work is not None:
             work.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group
+
+# Where the next part of a parameter's gradient belongs, and whether to add it to what is there or write over it. To be
+# called once for each part, which must then be put there.
+MainGrad = Callable[[], tuple[Tensor, bool]]
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class ParamInfo:
         replicas: groups whose ranks hold the same values, so that norms count it on the first rank alone.
         parts: the ranks of a pipeline stage that hold the rest of such tensors, over which norms are summed.
         split: the ranks that hold the rest of each of its matrices, where those are not the tensor ranks.
+        straight: a backward may add its gradient to the buffer right where it is made. Not where there are several uses
+            of it in a micro-batch, whose gradients are summed before that, whoever keeps it.
     """
 
     pieces: tuple[Piece, ...]
@@ -36,6 +42,7 @@ class ParamInfo:
     replicas: tuple[Group, ...] = ()
     parts: Group | None = None
     split: Group | None = None
+    straight: bool = True
 
 
 def make_parameter(
@@ -51,12 +58,15 @@ def make_parameter(
     replicas: Sequence[Group] = (),
     parts: Group | None = None,
     split: Group | None = None,
+    straight: bool = True,
 ) -> nn.Parameter:
     """A parameter of the local `shape`, not initialised, with its description attached."""
     parameter = nn.Parameter(torch.zeros(tuple(shape), dtype=dtype, device=device))
     sync = tuple(group for group in grad_sync if group.size > 1)
     copies = tuple(group for group in replicas if group.size > 1)
-    parameter.mega = ParamInfo(tuple(pieces), data, std, fill, sync, copies, parts, split)  # type: ignore[attr-defined]
+    parameter.mega = ParamInfo(  # type: ignore[attr-defined]
+        tuple(pieces), data, std, fill, sync, copies, parts, split, straight
+    )
     return parameter
 
 
@@ -70,6 +80,12 @@ def info_of(parameter: Tensor) -> ParamInfo:
     """The description that `make_parameter` attached."""
     info: ParamInfo = parameter.mega  # type: ignore[attr-defined]
     return info
+
+
+def main_grad_of(weight: Tensor) -> MainGrad | None:
+    """What takes the gradient of a parameter whose gradients lie in a flat buffer; others return theirs to autograd."""
+    taker: MainGrad | None = getattr(weight, "main_grad", None)
+    return taker
 
 
 class Kept(nn.Module):

@@ -21,10 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group, all_gather, all_reduce, reduce_scatter
+from mega_trainer.kernels import products
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.linear import SEQUENCE, Linear
-from mega_trainer.parallel.param import make_parameter
+from mega_trainer.parallel.param import main_grad_of, make_parameter
 
 
 class _SumForward(Function):
@@ -185,12 +186,37 @@ class VocabEmbedding(nn.Module):
 def embed_tokens(tokens: Tensor, weight: Tensor, group: Group, *, sp: bool) -> Tensor:
     """The rows of a matrix split over `group`, each rank's [R, D], for token ids int64 [B, S]: [B, S or S/T, D]."""
     if group.size == 1:
-        return nn.functional.embedding(tokens, weight)
+        return _looked_up(tokens, weight)
     rows = weight.shape[0]
     local = tokens - group.rank * rows
     mine = (local >= 0) & (local < rows)
-    x = nn.functional.embedding(local.clamp(0, rows - 1), weight) * mine.unsqueeze(-1)
+    x = _looked_up(local.clamp(0, rows - 1), weight) * mine.unsqueeze(-1)
     return sum_over(x, group, sp=sp)
+
+
+def _looked_up(places: Tensor, weight: Tensor) -> Tensor:
+    if main_grad_of(weight) is None:
+        return nn.functional.embedding(places, weight)
+    x: Tensor = _Embedding.apply(places, weight)  # type: ignore[no-untyped-call]
+    return x
+
+
+class _Embedding(Function):
+    """Rows of a matrix whose gradient has a place."""
+
+    @staticmethod
+    def forward(ctx: Any, places: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.main = main_grad_of(weight)
+        return nn.functional.embedding(places, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:
+        (places,) = ctx.saved_tensors
+        out, add = ctx.main()
+        products.rows(dy, places, out, add=add)
+        return None, None
 
 
 def vocab_rows(vocab_size: int, group: Group) -> int:
