@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mega_trainer.kernels.base import Rotation
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.torch import TorchKernels
 
 KERNELS = TorchKernels()
@@ -105,3 +107,24 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     g = torch.Generator().manual_seed(1)
     inputs = [torch.randn(shape, generator=g, dtype=torch.float64, requires_grad=True) for shape in shapes]
     assert torch.autograd.gradcheck(ours, inputs, fast_mode=True)
+
+
+@pytest.mark.long
+def test_compiled_it_is_the_same_in_one_kernel_for_any_number_of_rows() -> None:
+    """To rounding, for compiled code keeps in fp32 what is else rounded between operations; in graphs without a break."""
+    torch._dynamo.utils.counters.clear()
+    compiled, g = TorchKernels(Leaves(compiled=True)), torch.Generator().manual_seed(2)
+    angle = torch.linspace(0, 3, 3 * 4).view(1, 3, 1, 4)
+    turn = Rotation(angle.cos(), angle.sin())
+    for rows in (5, 2, 3, 4, 6):
+        inputs = [torch.randn(shape, generator=g) for shape in [(rows, 16), (rows, 8), (8,), (rows, 3, 4, 8)]]
+
+        def layer(kernels: TorchKernels, x: Tensor, y: Tensor, weight: Tensor, qkv: Tensor) -> tuple[Tensor, ...]:
+            rotated = kernels.rotate_qkv(qkv, turn, 2, 1)
+            return *rotated, *kernels.add_rms_norm(kernels.gated(x, "swiglu"), y, weight, 1e-3)
+
+        plain, found = (both_ways(partial(layer, kernels), inputs) for kernels in (KERNELS, compiled))
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+    # six leaves: once for the first number of rows, once for any
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 12
+    assert not torch._dynamo.utils.counters["graph_break"]

@@ -6,7 +6,7 @@ a row. Legend: N tokens in any number of axes, D model width, F feed-forward wid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,14 +72,13 @@ def gated(gate_up: Tensor, activation: str, limit: float | None, leaves: Leaves)
 
 def wide(x: Tensor) -> Tensor:
     """In at least fp32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def rms_norm_leaf(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """The norm of x [N, D], and what each row was multiplied by, [N, 1] in at least fp32."""
     values = wide(x)
-    length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
-    scale = torch.rsqrt(length.square() / x.shape[-1] + eps)
+    scale = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (values * scale).mul_(_factor(weight, zero_centered)).to(x.dtype), scale
 
 
@@ -98,8 +97,8 @@ def rms_norm_backward_leaf(
     dvalues, values, factor = wide(dy), wide(x), _factor(weight, zero_centered)
     product = dvalues * values
     dweight = (product * scale).sum(tuple(range(x.dim() - 1)))
-    along = (product * factor).sum(-1, keepdim=True) * scale**3 / x.shape[-1]
-    out = (dvalues * factor).mul_(scale).addcmul_(values, along, value=-1)
+    along = torch.linalg.vecdot(product, factor).unsqueeze(-1) * scale.pow(3)
+    out = (dvalues * factor).mul_(scale).addcmul_(values, along, value=-1 / x.shape[-1])
     if dx is not None:
         out = out.add_(dx)
     return out.to(x.dtype), dweight.to(weight.dtype)
@@ -144,24 +143,37 @@ def add_rms_norm(
 
 
 def rotate_leaf(cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, *parts: Tensor) -> Tensor:
-    """Heads [B, S, H_i, d] in one tensor [B, S, sum H_i, d], the first `turning` of the parts rotated, or `back`.
+    """Heads [B, S, H_i, d] in one tensor [B, S, sum H_i, d], the first `turning` of them rotated, or `back`.
 
     Interleaved, rotation takes pairs of neighbours to halves, and the way back halves to pairs.
     """
-    size, sin = 2 * cos.shape[-1], -sin if back else sin
+    sin, size = -sin if back else sin, 2 * cos.shape[-1]
     if torch.compiler.is_compiling():  # makes this one kernel, and would not the writing into parts of a tensor
-        return torch.cat([_rotated(x, cos, sin, interleaved, back) for x in parts[:turning]] + [*parts[turning:]], -2)
-    heads = [x.shape[-2] for x in parts]
-    out = parts[0].new_empty(*parts[0].shape[:-2], sum(heads), parts[0].shape[-1])
-    for index, (x, y) in enumerate(zip(parts, torch.split(out, heads, -2), strict=True)):
-        kept = size if index < turning else 0
-        if kept:
-            x1, x2 = _sides(x[..., :size], interleaved and not back)
-            y1, y2 = _sides(y[..., :size], interleaved and back)
-            torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1)
-            torch.mul(x2, cos, out=y2).addcmul_(x1, sin)
-        y[..., kept:] = x[..., kept:]
-    return out
+        return torch.cat(list(_turned(cos, sin, interleaved, back, turning, parts)), -2)
+    x = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x1, x2 = _sides(x[..., :turning, :size], interleaved and not back)
+    y1, y2 = _sides(y[..., :turning, :size], interleaved and back)
+    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1)
+    torch.mul(x2, cos, out=y2).addcmul_(x1, sin)
+    if size < x.shape[-1]:
+        y[..., :turning, size:] = x[..., :turning, size:]
+    if turning < x.shape[-2]:
+        y[..., turning:, :] = x[..., turning:, :]
+    return y
+
+
+def _turned(
+    cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, parts: Sequence[Tensor]
+) -> Iterator[Tensor]:
+    """The parts of `rotate_leaf`, those rotated that turn; a part that turns only in part comes as two."""
+    for part in parts:
+        own = min(turning, part.shape[-2])
+        if own:
+            yield _rotated(part[..., :own, :], cos, sin, interleaved, back)
+        if own < part.shape[-2]:
+            yield part[..., own:, :]
+        turning -= own
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
@@ -193,9 +205,9 @@ class _Rotate(Function):
         leaves: Leaves,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.turning, ctx.leaves = interleaved, turning, leaves
-        alike = [sum(heads[:turning]), *heads[turning:]]
-        out = leaves(rotate_leaf, cos, sin, interleaved, False, 1, *torch.split(x, alike, -2))
+        ctx.interleaved, ctx.leaves = interleaved, leaves
+        ctx.turning = sum(heads[:turning])
+        out = leaves(rotate_leaf, cos, sin, interleaved, False, ctx.turning, x)
         return torch.split(out, list(heads), -2)
 
     @staticmethod
