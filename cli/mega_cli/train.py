@@ -143,6 +143,10 @@ def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None
 
     _end_with_launcher()
     from mega_common.errors import Interrupted
+    from mega_trainer.environment import library_settings
+
+    for name, value in library_settings(config).items():
+        os.environ.setdefault(name, value)
     from mega_common.log import setup_log
     from mega_trainer.ranks import (
         Ranks,

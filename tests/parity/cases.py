@@ -143,7 +143,7 @@ class Case:
         return {
             "model": dict(self.model),
             "data": {"train": ["none"], "seq_length": self.length},
-            "parallel": dict(self.parallel),
+            "parallel": {"bucket_elements": self.bucket, **self.parallel},
             "recompute": dict(self.recompute),
             "batch": {"micro": self.micro, "global": self.batch, "rampup": self.rampup},
             "optimizer": {

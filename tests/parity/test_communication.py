@@ -218,7 +218,7 @@ def expert_gradients(one: Case) -> Traffic:
 
 def fully_sharded(one: Case) -> Traffic:
     """Level 3 gathers each layer before its forward and before its backward and scatters its gradients after, in each
-    micro-batch; the rest of the model stays from forward to backward. Copies are summed once a step.
+    micro-batch; the rest of the model stays from forward to backward. Copies are summed once a step, unit by unit.
     """
     theory, m, tp = Theory(), microbatches(one), one.layout["tp"]
     ranks = one.layout.get("zero3_shard", one.layout["dp"])
@@ -230,10 +230,8 @@ def fully_sharded(one: Case) -> Traffic:
         elements = ranks * sum(share_of_rows(shape, ranks) for shape in unit)
         theory.expect(group, "all_gather", m * times * gathers, elements * BYTES[one.precision])
         theory.expect(group, "reduce_scatter", m * times, elements * sent(one))
+        theory.expect("replicate", "all_reduce", times if copies > 1 else 0, elements // ranks * sent(one))
     theory.expect(group, "all_gather", 1, ranks * NORM)
-    for axes in (2, 1) if copies > 1 else ():  # with decay, without
-        elements = sum(share_of_rows(shape, ranks) for shape in L * layer + rest if len(shape) == axes)
-        theory.expect("replicate", "all_reduce", 1, elements * sent(one))
     theory.update(numbers(one))
     return theory.traffic()
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -80,8 +79,7 @@ class Trainer:
         )
         with mock.patch.object(build, "dtype_of", return_value=dtype):
             stages = build.build_stages(config, builder, schedule)
-        with mock.patch.object(build, "Sharing", partial(build.Sharing, bucket_elements=case.bucket)):
-            shared = build.share_stages(config, stages)
+        shared = build.share_stages(config, stages)
         optimizer = build.build_optimizer(config, shared, groups)
         for stage in stages.values():
             init_weights(stage, config.train.seed)
@@ -96,8 +94,10 @@ class Trainer:
         batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
         settings = self.config.optimizer
+        tokens = step.count_tokens(batch, self.config.model.mtp_layers, self.groups)
         result = train_step(
-            self.executor, self.optimizer, micro, tokens=step.count_tokens(batch, self.config.model.mtp_layers, self.groups), lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
+            self.executor, self.optimizer, micro, tokens=tokens,
+            lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
             loss_scale=self.state.loss_scale,
         )  # fmt: skip
         self.state.advance(result)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from ranks import run_ranks
 
 from mega_trainer.comm import CommLog, all_reduce
 from mega_trainer.layout import Layout
-from mega_trainer.mesh import GroupMaker, Groups, build_groups
+from mega_trainer.mesh import GroupMaker, Groups, build_groups, warm_up
 
 AXES = ("tp", "pp", "cp", "dp")
 layouts = st.builds(Layout, *[st.integers(1, 4)] * 4)
@@ -134,3 +136,42 @@ def test_groups_of_processes() -> None:
         tp, pp = (11.0, 1100.0)[rank // 2], (101.0, 1010.0)[rank % 2]
         assert sums == [1111.0, tp, pp, float(10**rank), pp, tp]
         assert made == 3  # the same ranks are one group, whatever it is for
+
+
+def warmed() -> list[list[int]]:
+    """The ranks of each group that has talked, in order, and then what a neighbour in the pipeline is sent."""
+    groups = (
+        build_groups(Layout(pp=4), dist.get_rank(), kv_heads=4),
+        build_groups(Layout(tp=2, dp=2), dist.get_rank(), kv_heads=4),
+    )
+    real, talked = dist.all_reduce, []
+
+    def spy(tensor: torch.Tensor, *, group: Any) -> None:
+        talked.append(dist.get_process_group_ranks(group))
+        real(tensor, group=group)
+
+    with mock.patch.object(dist, "all_reduce", spy):
+        for one in groups:
+            warm_up(one, torch.device("cpu"))
+    return talked
+
+
+def test_every_communicator_is_made_once_before_the_model() -> None:
+    found = run_ranks(warmed, 4, timeout=60)
+    everyone = [0, 1, 2, 3]
+    for rank, talked in enumerate(found):
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        ends = [[0, 3]] if rank in (0, 3) else []
+        assert talked == [everyone, *ends, everyone, pair, [rank % 2, rank % 2 + 2]]
+
+
+@pytest.mark.parametrize(("config", "backend"), [("cpu:gloo,cuda:nccl", "nccl"), ("cpu:gloo,cuda:gloo", None)])
+def test_among_gpus_only_the_group_of_all_ranks_has_sockets_for_the_host(
+    config: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(dist, "new_group", lambda *args, **more: made.append(args))
+    GroupMaker().handle([0, 1])
+    assert made == [([0, 1], None, backend)]

@@ -13,14 +13,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
+from torch.distributed.distributed_c10d import Store
 
 from mega_ckpt.store import latest
 from mega_common.errors import ConfigError
+from mega_trainer import ranks as ranks_module
 from mega_trainer.config import RunConfig
-from mega_trainer.ranks import Ranks, ranks_of, warn_of_restarts
+from mega_trainer.ranks import Ranks, joined, ranks_of, warn_of_restarts
 from mega_trainer.train import run
 
 Settings = Callable[..., dict[str, Any]]
@@ -219,3 +224,18 @@ def test_restarts_into_a_shared_store_are_warned_of(
 ) -> None:
     warn_of_restarts(environment)
     assert ("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warned
+
+
+def test_communicators_are_made_by_their_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device known from the start torch has all messages between two ranks on one stream (`pipeline/run.py`)."""
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(ranks_module, "rendezvous", lambda url: iter([(mock.Mock(spec=Store), 0, 2)]))
+    monkeypatch.setattr(ranks_module, "PrefixStore", lambda prefix, store: store)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: said.append({"backend": backend, **more}))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with joined(Ranks(0, 2, 0), "auto", 600):
+        pass
+    assert said[0]["backend"] == "cpu:gloo,cuda:nccl"
+    assert "device_id" not in said[0]

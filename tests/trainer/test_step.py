@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity.cases import Run
-from parity.worker import Outcome, Trainer
+from parity.worker import Outcome, Trainer, synthetic
 from ranks import run_ranks
 
 from mega_ckpt.store import save
 from mega_common.errors import TrainingError
+from mega_trainer.batch import micro_batches
 from mega_trainer.mesh import GroupMaker
 from mega_trainer.precision import LossScale
+from mega_trainer.step import count_tokens, own_counts, train_step
 
 MODEL = {
     "model": {
@@ -120,3 +122,23 @@ def test_all_ranks_skip_together() -> None:
     first, second = run_ranks(overflows, 2, timeout=60)
     assert first == second
     assert {overflowed for overflowed, _ in first} == {True, False}
+
+
+def ridden() -> list[tuple[list[float], list[float]]]:
+    """What rode with a step, and the tokens of the next step as all ranks count them, in several layouts."""
+    out, maker = [], GroupMaker()
+    for parallel in ({"tp": 2, "pp": 2}, {"cp": 2, "tp": 2}, {"zero": 3}):
+        it = Trainer.make(Run.of({**MODEL, "parallel": parallel}, 4), dist.get_rank(), maker)
+        now, following = (synthetic(it.config, number, it.groups.dp.rank, it.groups.dp.size, True) for number in (0, 1))
+        result = train_step(
+            it.executor, it.optimizer, list(micro_batches(now, it.config, torch.device("cpu"), it.groups.cp)),
+            tokens=count_tokens(now, 0, it.groups), lr=0.0, clip=1.0,
+            riders=lambda it=it, following=following: [dist.get_rank() == 3, *own_counts(following, 0, it.groups)],
+        )  # fmt: skip
+        out.append((list(result.riders), count_tokens(following, 0, it.groups)))
+    return out
+
+
+def test_votes_and_the_next_steps_tokens_ride_with_a_step() -> None:
+    for found in run_ranks(ridden, 4, timeout=60):
+        assert [riders for riders, _ in found] == [[1.0, *tokens] for _, tokens in found]

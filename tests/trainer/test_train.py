@@ -31,6 +31,7 @@ from mega_cli.main import main
 from mega_common.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingError
 from mega_common.model_config import MoeConfig
 from mega_trainer import step as step_module
+from mega_trainer import train as train_module
 from mega_trainer.config import RunConfig, resolve
 from mega_trainer.ranks import Ranks
 from mega_trainer.state import TrainState
@@ -386,6 +387,23 @@ def test_not_finite_can_be_skipped(settings: Settings, monkeypatch: pytest.Monke
     poison(monkeypatch, 2, float("inf"))
     state = trained(settings(train={"steps": 4, "on_nan": "skip"}))
     assert (state.step, state.optimizer.steps) == (4, 3)
+
+
+def test_deterministic_asks_torch_while_the_run_lasts_and_is_written_down(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = train_module.train_step, []
+
+    def step(*args: Any, **more: Any) -> Any:
+        asked.append(torch.are_deterministic_algorithms_enabled())
+        return real(*args, **more)
+
+    monkeypatch.setattr(train_module, "train_step", step)
+    raw = settings(train={"steps": 2}, deterministic=True)
+    trained(raw)
+    assert asked == [True, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "deterministic: true" in (Path(raw["output"]) / "run.yaml").read_text()
 
 
 @pytest.mark.parametrize("limit", [{"exit_interval": 2}, {"exit_after_minutes": 1e-9}])

@@ -140,6 +140,7 @@ def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         apart=is_hidden_matrix if config.optimizer.name == "muon" else None,
         decoupled=config.optimizer.decoupled_lr is not None,
         reduce_dtype=reduce_dtype_of(config),
+        bucket_elements=config.parallel.bucket_elements,
     )
     return {
         index: FullyShardedStage(stage, decoupled=sharing.decoupled, reduce_dtype=sharing.reduce_dtype)

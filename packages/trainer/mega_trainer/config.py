@@ -61,6 +61,10 @@ class ParallelConfig(Config):
     grad_reduce_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="what gradients are summed over data ranks in; bf16 sends half as much, and sums lose bits"
     )
+    bucket_elements: PositiveInt | None = Field(
+        None,
+        description="gradients that are summed over data ranks at once, in elements; default: 40M, or 1M a rank from 40 ranks on",
+    )
 
 
 class TrainConfig(Config):
@@ -76,6 +80,11 @@ class TrainConfig(Config):
     exit_interval: PositiveInt | None = Field(None, description="the same after each step that is a multiple of this")
     on_nan: Literal["stop", "skip"] = Field("stop", description="on a loss or gradient that is not finite")
     max_skips: PositiveInt = Field(10, description="skipped steps in a row after which `skip` stops too")
+    gc_every: int = Field(
+        50,
+        ge=0,
+        description="steps between collections of Python's garbage, on all ranks at once; 0: when Python likes",
+    )
     spike_factor: float = Field(0.0, ge=0, description="a loss this many times the recent average is a spike; 0: never")
     on_spike: Literal["warn", "stop"] = "warn"
 
@@ -190,6 +199,9 @@ class RunConfig(Config):
     )
     fp16: Fp16Config = Fp16Config()
     fp8: Fp8Config = Fp8Config()
+    deterministic: bool = Field(
+        False, description="the same bits each time in the same layout, on a GPU too: deterministic kernels, slower"
+    )
     compile: bool | Literal["auto"] = Field(
         "auto", description="compile what is computed element by element or row by row; auto: on a GPU"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -22,6 +23,22 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """While the block runs, torch has the same bits each time where it can, and raises an error where it cannot."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, for which the host waits: a rank whose device waits for other ranks stands here (`watch`)."""
+    return tensor.cpu()
 
 
 def to_device(values: Tensor | Sequence[float], device: torch.device) -> Tensor:

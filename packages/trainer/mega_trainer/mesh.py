@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from mega_trainer.comm import CommLog, Group
@@ -34,8 +35,18 @@ class GroupMaker:
                 assert world is not None
                 self.made[key] = world
             else:
-                self.made[key] = dist.new_group(list(key), self.timeout, use_local_synchronization=True)
+                self.made[key] = dist.new_group(
+                    list(key), self.timeout, device_backend(), use_local_synchronization=True
+                )
         return self.made[key]
+
+
+def device_backend() -> str | None:
+    """The backend of a group that only its ranks' devices talk in: where those are GPUs, without sockets for the host.
+
+    The host talks in the group of all ranks alone. None: that of all ranks, which is a CPU's.
+    """
+    return "nccl" if "cuda:nccl" in dist.get_backend_config() else None
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,31 @@ class Groups:
     expert_data: Group = field(default_factory=lambda: Group("expert_data"))
     embedding: Group = field(default_factory=lambda: Group("embedding"))
     kv: Group = field(default_factory=lambda: Group("kv"))
+
+
+def warm_up(groups: Groups, device: torch.device) -> None:
+    """Have every group make its communicator, and pipeline ranks theirs with their neighbours.
+
+    A communicator is made by the first message, in memory that torch's pool does not count: here before the model fills
+    it. All ranks go through the axes in the same order, so that none waits for one that waits for it.
+    """
+    met: set[tuple[int, ...]] = set()
+    for axis in fields(groups):
+        group = getattr(groups, axis.name)
+        if isinstance(group, Group) and group.size > 1 and group.ranks not in met:
+            met.add(group.ranks)
+            dist.all_reduce(torch.zeros(1, device=device), group=group.handle)
+    ring = groups.pp
+    if ring.size > 1:
+        token, (after, before) = (
+            torch.zeros(1, device=device),
+            (ring.ranks[(ring.rank + step) % ring.size] for step in (1, -1)),
+        )
+        if ring.rank > 0:
+            dist.recv(token, before, group=ring.handle)
+        dist.send(token, after, group=ring.handle)
+        if ring.rank == 0:
+            dist.recv(token, before, group=ring.handle)
 
 
 def build_groups(

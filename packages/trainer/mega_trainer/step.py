@@ -12,7 +12,7 @@ from torch import Tensor
 from mega_data.loader import StepBatch
 from mega_trainer.batch import MicroBatch, further_weights
 from mega_trainer.comm import all_reduce
-from mega_trainer.device import to_device
+from mega_trainer.device import to_device, to_host
 from mega_trainer.mesh import Groups
 from mega_trainer.model.router import Router, balance
 from mega_trainer.model.routing import SUMS, expert_layers, routing_metrics, table_of_loads
@@ -82,7 +82,7 @@ def train_step(
     for stage in optimizer.stages:
         stage.finish()
     told, table = sum_over_ranks(executor, torch.cat([sums, to_device(riders(), sums.device)]))
-    numbers = torch.cat([optimizer.grad_norm().view(1), told, table.flatten()]).cpu()
+    numbers = to_host(torch.cat([optimizer.grad_norm().view(1), told, table.flatten()]))
     norm, loss, mtp_loss, *ridden = numbers[: 1 + len(told)].tolist()
     norm, loss, mtp_loss = norm / factor, loss / max(tokens[0], 1.0), mtp_loss / max(tokens[0], 1.0)
     finite = math.isfinite(loss) and math.isfinite(norm)
@@ -136,7 +136,7 @@ def evaluate(executor: Executor, steps: Iterable[Sequence[MicroBatch]]) -> float
     if groups.tp.rank > 0 or executor.last_stage not in executor.stages:
         total.zero_()
     all_reduce(total, groups.world)
-    loss_sum, count = total.cpu().tolist()
+    loss_sum, count = to_host(total).tolist()
     return float(loss_sum / max(count, 1.0))
 
 

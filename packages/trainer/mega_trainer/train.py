@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -30,13 +31,15 @@ from mega_trainer.build import (
 )
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
-from mega_trainer.device import pick_device
+from mega_trainer.device import deterministic, pick_device
+from mega_trainer.environment import told
 from mega_trainer.faults import faults_told
+from mega_trainer.garbage import Garbage
 from mega_trainer.guard import Guard, StopSignal
 from mega_trainer.kernels.leaves import Leaves, compiles
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.limits import Limits
-from mega_trainer.mesh import Groups
+from mega_trainer.mesh import Groups, warm_up
 from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
@@ -62,7 +65,11 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
             go wrong.
     """
     groups = connect(config, ranks)
-    with claimed(config, ranks, groups.world), faults_told(ranks.rank, lambda: "before the first step"):
+    with (
+        claimed(config, ranks, groups.world),
+        faults_told(ranks.rank, lambda: "before the first step"),
+        deterministic(config.deterministic),
+    ):
         return train(config, ranks, groups, store)
 
 
@@ -70,6 +77,9 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     """The run itself, in folders that are its own."""
     limits = Limits(config.train)
     device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
+    if device.type == "cuda":
+        logger.info("environment: %s", told(config, os.environ))
+        warm_up(groups, device)
     schedule = build_schedule(config, groups)
     leaves = Leaves(compiled=compiles(config.compile, device))
     kernels = TorchKernels(leaves)
@@ -96,6 +106,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
         watching(state, ranks, store),
         StopSignal() as stop,
         Saver(config) as saver,
+        Garbage(config.train.gc_every) as garbage,
         Metrics(config, speed, state.step, state.consumed_samples, writes=groups.world.rank == 0) as metrics,
     ):
 
@@ -119,6 +130,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
                 riders=partial(riders, coming),
             )  # fmt: skip
             state.advance(result)
+            garbage.after(state.step)
             valid = None
             if valid_data is not None and config.due(state.step, config.train.eval_every):
                 valid = validate(

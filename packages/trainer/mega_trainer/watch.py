@@ -27,7 +27,8 @@ from mega_common.log import logger
 
 CHECKS = 8  # looks within the configured time
 TELL_SECONDS = 1.0
-WAITING = "mega_trainer/comm.py"  # where a rank stands that waits for the others
+# Where a rank stands that waits for others: its host for theirs, or its host for its device, and that for theirs.
+WAITING = ("mega_trainer/comm.py", "mega_trainer/device.py")
 
 
 class Sign(BaseModel):
@@ -85,7 +86,7 @@ class Watch:
     def _run(self) -> None:
         asked = time.monotonic()
         while not self._done.wait(self._seconds / CHECKS):
-            place, now = _stack(sys._current_frames().get(self._main or 0)), time.monotonic()
+            place, now = _where(sys._current_frames(), self._main or 0), time.monotonic()
             if place != self._place:
                 self._place, self._since = place, now
             # A thread of its own: nothing that is asked of a store ends while the process that holds it is stopped.
@@ -164,7 +165,15 @@ def _standing(signs: Sequence[Sign], seconds: float, world_size: int) -> list[Si
     """Whom to blame when all ranks have stood still: those that wait for nobody, or all."""
     if len(signs) < world_size or any(sign.still < seconds for sign in signs):
         return []
-    return [sign for sign in signs if WAITING not in sign.where] or list(signs)
+    return [sign for sign in signs if not sign.where.startswith(WAITING)] or list(signs)
+
+
+def _where(frames: Mapping[int, FrameType], main: int) -> str:
+    """Where the main thread is; while it waits for autograd's, whose hooks talk to other ranks, where that waits for them."""
+    others = (_stack(frame) for thread, frame in frames.items() if thread != main)
+    waiting = next((place for place in others if place.startswith(WAITING)), None)
+    own = _stack(frames.get(main))
+    return own if waiting is None or own.startswith(WAITING) else waiting
 
 
 def _stack(frame: FrameType | None) -> str:

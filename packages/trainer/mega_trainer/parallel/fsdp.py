@@ -6,8 +6,8 @@ scattered after each micro-batch. The units are the layers, those that predict f
 model together.
 
 When the data ranks are cut into several `shard` groups (hybrid sharding), each of these holds a copy of the weights:
-gathers and scatters stay inside it, and once a step the sums are added up over the `replicate` groups, whose ranks then
-make the same update.
+gathers and scatters stay inside it, and in the step's last backward each unit's sums are added up over the `replicate`
+groups, whose ranks then make the same update.
 
 Experts are units by themselves, sharded over all the ranks that hold the same ones, whatever the size of `shard`.
 
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group, Work, all_gather_into, all_reduce, reduce_scatter_into
@@ -112,38 +113,104 @@ class RowBuffer(Buffer):
 
 
 def _shard(parameter: nn.Parameter) -> Shard:
-    weights, parameter.grad = local_of(parameter), torch.zeros_like(parameter)  # FSDP adds to it
+    weights = local_of(parameter)
+    assert parameter.grad is not None
     part = Part(info_of(parameter).pieces, tuple(weights.shape), 0, slice(0, weights.numel()))
     return Shard(weights.view(-1), local_of(parameter.grad).view(-1), [part])
+
+
+class UnitGradients:
+    """The gradients of one unit, one after another in `values`, where FSDP adds to them.
+
+    Those that several copies of the weights share are summed over the copies as soon as the step's last backward has
+    all of the unit's, while that of the units before it still runs.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], copies: Group, reduce_dtype: torch.dtype | None) -> None:
+        own = [local_of(parameter) for parameter in parameters]
+        self.values = own[0].new_zeros(sum(part.numel() for part in own))
+        self._copies, self._parameters, self._reduce_dtype = copies, list(parameters), reduce_dtype
+        self._owed: set[nn.Parameter] = set()
+        self._flight: tuple[Work | None, Tensor] | None = None
+        for parameter, part in zip(parameters, torch.split(self.values, [part.numel() for part in own]), strict=True):
+            assert isinstance(parameter, DTensor)
+            parameter.grad = DTensor.from_local(
+                part.view_as(local_of(parameter)), parameter.device_mesh, parameter.placements, run_check=False,
+                shape=parameter.shape, stride=parameter.stride(),
+            )  # fmt: skip
+            if copies.size > 1:
+                parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+
+    def expect(self) -> None:
+        """The backward that comes is the step's last."""
+        self._owed = set(self._parameters) if self._copies.size > 1 else set()
+
+    def _take(self, parameter: Tensor) -> None:
+        if parameter in self._owed:
+            self._owed.discard(parameter)
+            if not self._owed:
+                self._sum()
+
+    def _sum(self) -> None:
+        sent = self.values if self._reduce_dtype is None else self.values.to(self._reduce_dtype)
+        self._flight = all_reduce(sent, self._copies, async_op=True), sent
+
+    def settle(self) -> None:
+        """Wait for the sum; where a parameter got no gradient, it begins here."""
+        if self._owed:
+            self._sum()
+        if self._flight is not None:
+            work, sent = self._flight
+            if work is not None:
+                work.wait()
+            if sent is not self.values:
+                self.values.copy_(sent)
+        self._owed, self._flight = set(), None
+
+
+def _of_units(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """The parameters of each unit of FSDP, the inner ones first: those that no unit within has."""
+    taken: set[nn.Parameter] = set()
+    for unit in reversed([module for module in model.modules() if isinstance(module, FSDPModule)]):
+        own = [parameter for parameter in unit.parameters() if parameter not in taken]
+        taken.update(own)
+        if own:
+            yield own
 
 
 class FullyShardedStage:
     """A model after `shard_fully`, as `FlatStage` is one with flat buffers."""
 
     def __init__(self, model: Decoder, *, decoupled: bool = False, reduce_dtype: torch.dtype | None = None) -> None:
-        self._copies, self._reduce_dtype = model.groups.replicate, reduce_dtype
+        self._copies = model.groups.replicate
+        self._gradients = []
+        for parameters in _of_units(model):
+            shared = self._copies in info_of(parameters[0]).grad_sync
+            self._gradients.append(UnitGradients(parameters, self._copies if shared else Group("copies"), reduce_dtype))
         kinds = by_kind(model, model.dtype, decoupled=decoupled)
         self.buffers = [RowBuffer(parameters, kind) for kind, parameters in kinds.items()]
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
-        for buffer in self.buffers:
-            torch._foreach_zero_([shard.grads for shard in buffer.shards])
+        torch._foreach_zero_([gradients.values for gradients in self._gradients])
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
-        """FSDP's own hooks do what there is to do in a backward."""
+        """FSDP's own hooks sum over the ranks that share a copy, and in the step's last backward ours over the copies."""
+        if last:
+            for gradients in self._gradients:
+                gradients.expect()
         yield
 
     def finish(self) -> None:
-        """Sum over the further groups that share gradients."""
+        """Wait for the sums over the copies, and sum over the further groups that share gradients."""
+        for gradients in self._gradients:
+            gradients.settle()
         for buffer in self.buffers:
-            for group in buffer.kind.grad_sync:
+            for group in (group for group in buffer.kind.grad_sync if group is not self._copies):
                 grads = [shard.grads for shard in buffer.shards]
                 joined = torch.cat(grads)
-                if group is self._copies and self._reduce_dtype is not None:
-                    joined = joined.to(self._reduce_dtype)
                 all_reduce(joined, group)
                 torch._foreach_copy_(grads, torch.split(joined, [len(part) for part in grads]))
 

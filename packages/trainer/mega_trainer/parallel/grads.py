@@ -28,6 +28,7 @@ from mega_trainer.parallel.param import info_of
 from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
 
 BUCKET_ELEMENTS = 40_000_000  # large enough for full bandwidth, small enough that the first starts early
+RANK_ELEMENTS = 1_000_000  # a rank's slice is at least so large: among many ranks smaller messages cost their latency
 IN_FLIGHT = 2  # sums under way at once where what they send is to be short-lived
 
 
@@ -49,7 +50,7 @@ class Sharing:
         apart: which parameters have buffers of their own, for an optimizer that treats them otherwise.
         decoupled: the input embedding and the output layer have, for a learning rate of their own.
         reduce_dtype: the type that gradients are sent and summed over the data ranks in; default: their own.
-        bucket_elements: a bucket is closed when it has so many.
+        bucket_elements: a bucket is closed when it has so many; default: grows with the number of ranks.
     """
 
     slices: bool
@@ -57,7 +58,11 @@ class Sharing:
     apart: Callable[[nn.Parameter], bool] | None = None
     decoupled: bool = False
     reduce_dtype: torch.dtype | None = None
-    bucket_elements: int = BUCKET_ELEMENTS
+    bucket_elements: int | None = None
+
+    def enough(self, ranks: int) -> int:
+        """Elements of a bucket that so many data ranks share."""
+        return self.bucket_elements or max(BUCKET_ELEMENTS, RANK_ELEMENTS * ranks)
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class FlatBuffer(Buffer):
             self.spans.append(Span(parameter, start + length))
             places[parameter] = slice(length, length + parameter.numel())
             length += parameter.numel()
-            if length >= sharing.bucket_elements or parameter is parameters[-1]:
+            if length >= sharing.enough(self.kind.data.size) or parameter is parameters[-1]:
                 bucket = kind(
                     start, places, self.kind.data, sharded=self.sharded, dtype=dtype, device=parameter.device,
                     reduce_dtype=sharing.reduce_dtype or dtype,

@@ -241,6 +241,9 @@ class Executor:
         shape = (rows, len(range(length)[part]), model.config.hidden_size)
         tensor = torch.empty(shape, dtype=model.dtype, device=batch.tokens.device)
         self.group.count("receive", tensor)
+        # Unbatched, messages of two ranks have a communicator and a stream of their own, made by the first of them. So they
+        # must stay: `init_process_group` with a `device_id` would put those of all ranks on one stream, where one that
+        # waits for its sender holds up all behind it.
         work = dist.irecv(tensor, self.group.ranks[self.schedule.owner(from_stage)], group=self.group.handle)
         assert work is not None
         self._arriving[what, key] = (tensor, work)

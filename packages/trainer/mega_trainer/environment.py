@@ -1,0 +1,34 @@
+"""What libraries are told through the environment of a rank, before torch is imported. What is set already stays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mega_trainer.config import RunConfig
+
+
+def library_settings(config: RunConfig) -> dict[str, str]:
+    """Variables for the ranks of a run.
+
+    - `PYTORCH_CUDA_ALLOC_CONF`: memory that a GPU has given for one size serves others too.
+    - `TORCH_GLOO_LAZY_INIT`: host groups connect to the ranks they talk to, not to all: 1,024 sockets are many.
+    - `CUDA_DEVICE_MAX_CONNECTIONS`: kernels start in the order of their launches, so that a collective of tensor or context
+      ranks begins before the products it runs beside take the whole GPU. ZeRO-3's gathers want streams of their own.
+    - `CUBLAS_WORKSPACE_CONFIG`, `NCCL_ALGO`, `NVTE_ALLOW_NONDETERMINISTIC_ALGO`: the same sums in the same order each time.
+    """
+    parallel = config.parallel
+    chosen = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_GLOO_LAZY_INIT": "1"}
+    if parallel.zero < 3 and max(parallel.tp, parallel.cp) > 1:
+        chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if config.deterministic:
+        chosen |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    return chosen
+
+
+def told(config: RunConfig, environment: Mapping[str, str]) -> str:
+    """One line: what the environment says, where that is another's choice too."""
+    chosen = library_settings(config)
+    return ", ".join(
+        f"{name}={environment.get(name, '(not set)')}" + ("" if environment.get(name) == value else f" (not {value})")
+        for name, value in chosen.items()
+    )
