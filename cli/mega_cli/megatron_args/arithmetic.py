@@ -35,6 +35,7 @@ UNARY: dict[str, Callable[[int], int]] = {
 ASSIGNING = {"=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^="}
 LARGEST = 2**63
 DEPTH = 50
+LONGEST = 100_000  # entries of a pattern of layers
 
 
 class Scope(Protocol):
@@ -178,10 +179,16 @@ def _items(node: ast.expr) -> list[int]:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _items(left) + _items(right)
         case ast.BinOp(left=ast.Constant() as count, op=ast.Mult(), right=items):
-            return _whole(count) * _items(items)
+            return _repeated(_items(items), _whole(count))
         case ast.BinOp(left=items, op=ast.Mult(), right=count):
-            return _items(items) * _whole(count)
+            return _repeated(_items(items), _whole(count))
     raise ValueError("not a list of integers")
+
+
+def _repeated(items: list[int], count: int) -> list[int]:
+    if len(items) * count > LONGEST:
+        raise ValueError("longer than any model")
+    return items * count
 
 
 def _whole(node: ast.expr) -> int:

@@ -17,6 +17,9 @@ from mega_common.config import Problem, raise_problems
 SOURCE = "the launch script"
 PLACEHOLDER = re.compile(r"<[^<>]+>")
 TABLES = ("flags.csv", "forks.csv")
+# What a list is made of, an entry each: a slip of the pen must not take all memory.
+COUNTS = frozenset({"num_layers", "encoder_num_layers", "mtp_num_layers", "pipeline_model_parallel_size"})
+MOST = 100_000
 
 
 @dataclass(frozen=True)
@@ -197,9 +200,11 @@ class Arguments:
     def add(self, given: Given) -> None:
         """Take a flag up, or the problem with it."""
         try:
-            given.value()
+            value = given.value()
         except ValueError:
             return self.refuse(given, f"must be {'a whole number' if given.flag.type == 'int' else 'a number'}")
+        if given.flag.dest in COUNTS and value is not None and value > MOST:
+            return self.refuse(given, f"must be at most {MOST:,}")
         if self.strict and (given.unknown or given.odd):
             near = difflib.get_close_matches(_folded(given.values[-1]), given.flag.choices, n=1) if given.odd else []
             return self.refuse(given, given.unknown or given.odd, given.flag.choices[near[0]] if near else "")

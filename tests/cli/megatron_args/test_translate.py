@@ -464,6 +464,9 @@ def test_a_value_that_is_megatrons_default_is_no_missing_feature():
         ("--train-iters 2.5", r"--train-iters 2.5: must be a whole number"),
         ("--lr fast", r"--lr fast: must be a number"),
         ("--num-layers x --lr x", r"2 problems"),
+        ("--num-layers 1000000000 --num-experts 8 --moe-layer-freq 2", r"1000000000: must be at most 100,000"),
+        ("--num-layers 4 --pipeline-model-parallel-size 1000000000", r"1000000000: must be at most 100,000"),
+        ("--num-layers 4 --num-experts 8 --moe-layer-freq [1]*1000000000", r"must be a number, or a list of 4 zeros"),
         ("--lr 1 --bf16", r"the list of arguments is given no size of a model"),
     ],
 )
