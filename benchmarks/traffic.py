@@ -274,8 +274,9 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         ins, outs = _distinct(_tensors([args, kwargs])), _tensors(out)
         # torch.compile makes a sum over rows, of a weight's gradient, a kernel of its own
         summed = any(t.dim() < max(x.dim() for x in ins) for t in outs)
-        # nor is the scale of a whole tensor known before all of it is read
-        ahead = ins if function is quantised and args[1:3] == (0, 0) else []
+        # nor is the scale of a tensor, or of a column, known before all of it is read
+        far = function is quantised and args[2] == 0 and (args[1] == 0 or not args[0].is_contiguous())
+        ahead = ins if far else []
         size = sum(map(_nbytes, [*ins, *ahead, *outs]))
         traffic.add(function.__name__, size=size, kernels=1 + (summed or bool(ahead)))
         return out
