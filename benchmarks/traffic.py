@@ -7,6 +7,7 @@ buckets, the gradient norm and the update, attention of context ranks and of doc
 each aten operation reads and writes. Times are predictions, by a simple model of the machine that is the same for all:
 
     product of matrices     FLOPs / (75 % of 989 TFLOP/s), at least its bytes
+    the same in fp8         twice as fast
     fused attention         FLOPs of what is seen / (60 % of 989 TFLOP/s)
     all else                bytes / (80 % of 3.35 TB/s)
     every kernel            at least 5 us
@@ -22,7 +23,7 @@ import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -37,10 +38,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mega_common.model_config import ModelConfig
 from mega_trainer.comm import Group
 from mega_trainer.kernels import blocks, products
+from mega_trainer.kernels import fp8 as fp8_kernels
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.flash import TorchFlash
+from mega_trainer.kernels.fp8 import KINDS, Fp8Kernels
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.masks import CAUSAL, Packed
+from mega_trainer.kernels.quantise import Quantised, quantised
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.model import loss
@@ -271,7 +275,18 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         ins, outs = _distinct(_tensors([args, kwargs])), _tensors(out)
         # torch.compile makes a sum over rows, of a weight's gradient, a kernel of its own
         summed = any(t.dim() < max(x.dim() for x in ins) for t in outs)
-        traffic.add(function.__name__, size=sum(map(_nbytes, [*ins, *outs])), kernels=1 + summed)
+        # nor is the scale of a tensor, or of a column, known before all of it is read
+        far = function is quantised and args[2] == 0 and (args[1] == 0 or not args[0].is_contiguous())
+        ahead = ins if far else []
+        size = sum(map(_nbytes, [*ins, *ahead, *outs]))
+        traffic.add(function.__name__, size=size, kernels=1 + (summed or bool(ahead)))
+        return out
+
+    def eight_bits(a: Quantised, b: Quantised, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        m, n, k = a.values.shape[0], *b.values.shape
+        with traffic.silence():
+            out = a.values.new_empty(m, n, dtype=dtype)
+        traffic.add("scaled_mm", product=2.0 * m * n * k, size=sum(map(_nbytes, (*a[:2], *b[:2], out))), slow=0.5)
         return out
 
     def opaque(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -293,7 +308,7 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(table, cpu=table["cuda"]))
         for place, name, stand_in in (
             (Leaves, "__call__", leaf), (torch, "softmax", softmax), (products, "_at_once", lambda out: True),
-            (F, "scaled_dot_product_attention", attention),
+            (F, "scaled_dot_product_attention", attention), (fp8_kernels, "product", eight_bits),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, stand_in))
         yield
@@ -304,10 +319,7 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
 
 def dense(traffic: Traffic, length: int) -> int:
     """One layer, embedding, head and loss, and what becomes of their gradients; returns the number of parameters."""
-    config = ModelConfig.model_validate(
-        {"num_layers": 1, "hidden_size": D, "ffn_hidden_size": FFN, "num_attention_heads": HEADS, "num_kv_heads": KV,
-         "vocab_size": VOCAB, "max_position": length, "rope": {"theta": 500_000.0}}
-    )  # fmt: skip
+    config = _config(length)
     with traffic.silence():
         model = Decoder(
             Builder(config, Groups(), TorchKernels(Leaves(compiled=True)), dtype=torch.bfloat16, device=CPU)
@@ -343,6 +355,36 @@ def dense(traffic: Traffic, length: int) -> int:
     with traffic.at("update"):
         optimizer.update(1e-4, 0.5)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def fp8(traffic: Traffic, length: int, recipe: str) -> None:
+    """A layer whose products are in eight bits, forward and backward."""
+    config, leaves = _config(length), Leaves(compiled=True)
+    with traffic.silence():
+        build = Builder(config, Groups(), TorchKernels(leaves), dtype=torch.bfloat16, device=CPU)
+        model = Decoder(replace(build, by_layer={0: Fp8Kernels(recipe, leaves=leaves)}))
+        positions = torch.zeros(1, length, dtype=torch.int64)
+        shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope).at(positions, torch.bfloat16))
+        stage = flatten(model, Sharing(slices=True), model.units())
+    take = buckets.Bucket.take
+
+    def counted(self: buckets.Bucket, parameter: Any) -> None:
+        with traffic.at(f"{traffic.region}: gradient buckets"):
+            take(self, parameter)
+
+    with mock.patch.object(buckets.Bucket, "take", counted):
+        stage.begin_step()
+        for mark in ("", ", later micro-batches"):
+            with stage.backward(last=False):
+                x = _bf16(traffic, 1, length, D)
+                _both_ways(traffic, f"layer, fp8 {recipe}{mark}", lambda x=x: model(x, shared))
+
+
+def _config(length: int) -> ModelConfig:
+    return ModelConfig.model_validate(
+        {"num_layers": 1, "hidden_size": D, "ffn_hidden_size": FFN, "num_attention_heads": HEADS, "num_kv_heads": KV,
+         "vocab_size": VOCAB, "max_position": length, "rope": {"theta": 500_000.0}}
+    )  # fmt: skip
 
 
 def ring(traffic: Traffic, length: int, ranks: int) -> None:
@@ -412,6 +454,8 @@ def main() -> None:
     traffic = Traffic()
     with as_on_a_gpu(traffic), FakeTensorMode(allow_non_fake_inputs=True), traffic:
         parameters = dense(traffic, options.seq)
+        for recipe in KINDS:
+            fp8(traffic, options.seq, recipe)
         attention(traffic, options.seq)
         for ranks in (2, 4):
             ring(traffic, options.seq, ranks)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from parity import eight_bits
+from parity.bits import pairs, told
 from parity.cases import Case, covering
 from parity.eight_bits import all_layouts
 from parity.worker import Verdict, sweep, verdicts
@@ -31,10 +32,25 @@ def test_with_scales_of_blocks_to_the_last_digits() -> None:
 def test_with_scales_of_tensors_and_rows_but_for_numbers_that_leave_their_range() -> None:
     """A number that does in one layout moves others across the border between two of fp8's."""
     cases = [replace(one, steps=1) for recipe in ("tensorwise", "rowwise") for one in covering(all_layouts(recipe), 3)]
+    shared = {
+        **eight_bits.model(32),
+        "num_kv_heads": 2,
+    }  # on two ranks each, which quantise their parts of its gradient
+    cases.append(replace(eight_bits.case("mxfp8", 4, {"tp": 4}), model=shared))
     for one in results(cases):
         assert not one.missing
         assert one.errors["loss"] < 1e-3, one
         assert one.errors["norm"] < 1e-2, one
+
+
+def bits(cases: list[tuple[Case, Case]]) -> list[list[str] | None]:
+    return pairs(cases, norms=True)
+
+
+def test_schedules_and_recomputation_change_no_bit() -> None:
+    serial, full = eight_bits.case("rowwise", 1, {}, wide=False, micro=1), {"kind": "full"}
+    others = [replace(serial, ranks=2, parallel={"pp": 2, "schedule": "zb-h1"}), replace(serial, recompute=full)]
+    assert not told(others, run_ranks(bits, 2, [(serial, other) for other in others], timeout=3600))
 
 
 @pytest.mark.long

@@ -36,7 +36,7 @@ def close(mine: Tensor, reference: Tensor) -> None:
 @pytest.mark.parametrize("gradients", [E4M3, E5M2])
 @pytest.mark.parametrize("recipe", KINDS)
 def test_each_product_is_that_of_rounded_factors(recipe: str, gradients: torch.dtype) -> None:
-    """A factor's error is 2^-5 on average; that a product is this near says that its factors were rounded so."""
+    """Near enough that factors rounded in another way would show."""
     kernels, bits = Fp8Kernels(recipe, gradients), 3 if gradients == E5M2 else 4
     x, weight, dy, bias = factors((2, 128, 256), (384, 256), (2, 128, 384), (384,))
     x8, w8, dy8 = rounded(x, 4), rounded(weight, 4), rounded(dy, bits)

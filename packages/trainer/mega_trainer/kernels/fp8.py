@@ -70,7 +70,7 @@ class Fp8Kernels(TorchKernels):
         The product for dW is left in bf16: it sums over the rows of a group, which may be any number of them.
         """
         kind, fixed = KINDS["rowwise" if self.recipe == "tensorwise" else self.recipe]
-        a, b = quantise(x, kind, leaves=self.leaves), quantise(weight.flatten(0, 1), fixed, leaves=self.leaves)
+        a, b = quantise(x, kind, leaves=self.leaves), quantise(weight, fixed, leaves=self.leaves)
         return _grouped_product(a, b, rows, x.dtype)
 
     def grouped_dx(self, dy: Tensor, weight: Tensor, rows: Rows) -> Tensor:
@@ -85,14 +85,12 @@ class Fp8Kernels(TorchKernels):
 
 
 def _grouped_product(x: Quantised, weight: Quantised, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """Rows [M, D] by their group's matrix, of a stack [G N, D]: [M, N]. A CPU multiplies the numbers they stand for."""
-    groups = len(rows.ends)
+    """Rows [M, D] by their group's matrix, of [G, N, D]: [M, N]. A CPU multiplies the numbers they stand for."""
     if x.values.device.type == "cpu":
         wide = torch.promote_types(dtype, torch.float32)
-        matrices = dequantise(weight, wide).view(groups, -1, weight.values.shape[1])
-        return grouped.product(dequantise(x, wide), matrices.mT, rows).to(dtype)
+        return grouped.product(dequantise(x, wide), dequantise(weight, wide).mT, rows).to(dtype)
     y: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
-        x.values, weight.values.view(groups, -1, x.values.shape[1]).mT, x.scale.flatten(), x.kind,
-        weight.scale.view(groups, -1), weight.kind, offs=rows.ends, output_dtype=dtype, use_fast_accum=True,
+        x.values, weight.values.mT, x.scale.flatten(), x.kind, weight.scale.flatten(1), weight.kind,
+        offs=rows.ends, output_dtype=dtype, use_fast_accum=True,
     )  # fmt: skip
     return y

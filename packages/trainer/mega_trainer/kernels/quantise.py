@@ -39,11 +39,11 @@ _TINY = 2.0**-100  # a block of zeros has a scale too
 
 
 class Quantised(NamedTuple):
-    """A matrix as `values` times the scale of each block.
+    """A matrix, or a stack of them, as `values` times the scale of each block.
 
     Attributes:
-        values: fp8 [M, K], contiguous.
-        scale: fp32 [rows of blocks, columns of blocks].
+        values: fp8 [.., M, K], contiguous.
+        scale: fp32 [.., rows of blocks, columns of blocks].
         kind: what a block is.
     """
 
@@ -53,7 +53,7 @@ class Quantised(NamedTuple):
 
 
 def quantise(x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: Leaves | None = None) -> Quantised:
-    """A matrix [M, K], which may be a transposed one, whose sizes are multiples of its blocks'."""
+    """A matrix [.., M, K], which may be a transposed one, whose sizes are multiples of its blocks'."""
     values, scale = (leaves or Leaves())(quantised, x, *BLOCKS[kind], dtype)
     return Quantised(values, scale, kind)
 
@@ -61,16 +61,17 @@ def quantise(x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: Le
 def quantised(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A leaf: values and scales in blocks of `rows` x `columns`. One kernel, but for a scale of the whole tensor, of two."""
     blocks = _blocks(x, rows, columns)
-    largest = blocks.abs().amax((1, 3), keepdim=True).float()
+    largest = blocks.abs().amax((-3, -1), keepdim=True).float()
     scale = power_above(largest / torch.finfo(dtype).max)
     values = (blocks / scale).to(dtype, memory_format=torch.contiguous_format)
-    return values.view(x.shape), scale[:, 0, :, 0]
+    return values.view(x.shape), scale[..., 0, :, 0]
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
-    """[M, K] -> [M / rows, rows, K / columns, columns]."""
-    rows, columns = rows or x.shape[0], columns or x.shape[1]
-    return x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+    """[.., M, K] -> [.., M / rows, rows, K / columns, columns]."""
+    *stack, m, k = x.shape
+    rows, columns = rows or m, columns or k
+    return x.reshape(*stack, m // rows, rows, k // columns, columns)
 
 
 def power_above(x: Tensor) -> Tensor:
@@ -81,9 +82,9 @@ def power_above(x: Tensor) -> Tensor:
 
 
 def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
-    """The matrix [M, K] that the values stand for."""
+    """The matrix [.., M, K] that the values stand for."""
     blocks = _blocks(q.values, *BLOCKS[q.kind]).to(dtype)
-    return (blocks * q.scale.to(dtype)[:, None, :, None]).view(q.values.shape)
+    return (blocks * q.scale.to(dtype)[..., :, None, :, None]).view(q.values.shape)
 
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
