@@ -174,6 +174,26 @@ class _Attention(torch.nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+def _form_groups(args: Namespace) -> None:
+    """Megatron's groups for a layout, where the last job had another: each has threads, which stay until it is destroyed."""
+    from megatron.core import parallel_state
+
+    sizes = (args.tp, args.pp, args.vp if args.vp > 1 else None, args.ep)
+    if parallel_state.model_parallel_is_initialized():
+        of = (
+            parallel_state.get_tensor_model_parallel_world_size, parallel_state.get_pipeline_model_parallel_world_size,
+            parallel_state.get_virtual_pipeline_model_parallel_world_size,
+            parallel_state.get_expert_model_parallel_world_size,
+        )  # fmt: skip
+        if sizes == tuple(size() for size in of):
+            return
+        parallel_state.destroy_model_parallel()
+        for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+            dist.destroy_process_group(group)
+    tp, pp, vp, ep = sizes
+    parallel_state.initialize_model_parallel(tp, pp, vp, expert_model_parallel_size=ep)
+
+
 def _models(args: Namespace) -> list[Any]:
     """The chunks of this rank."""
     from megatron.core import parallel_state
@@ -190,10 +210,7 @@ def _models(args: Namespace) -> list[Any]:
 
     norm = FusedLayerNorm if args.layernorm_zero_centered_gamma else WrappedTorchNorm
     backends.LNImpl = transformer_block.LayerNormImpl = norm
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        args.tp, args.pp, args.vp if args.vp > 1 else None, expert_model_parallel_size=args.ep
-    )
+    _form_groups(args)
     spec = get_gpt_layer_local_spec(
         num_experts=args.num_experts,
         qk_layernorm=args.qk_layernorm,
@@ -419,9 +436,7 @@ def _load_legacy(job: dict[str, Any]) -> None:
 
 
 def _rank(rank: int, jobs: list[dict[str, Any]], store: str) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    _prepare()
     for job in jobs:
         with _OnCpu():
             {"save": _save, "train": _train, "load": _load, "load legacy": _load_legacy}[job["do"]](job)
@@ -432,4 +447,6 @@ def _rank(rank: int, jobs: list[dict[str, Any]], store: str) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         work = json.loads(Path(sys.argv[1]).read_text())
-        torch.multiprocessing.spawn(_rank, (work, f"{scratch}/store"), WORLD, daemon=False)
+        torch.set_num_threads(1)
+        _prepare()  # before the ranks are forked, which so share these imports of many seconds
+        torch.multiprocessing.start_processes(_rank, (work, f"{scratch}/store"), WORLD, start_method="fork")

@@ -110,4 +110,5 @@ def test_prompts_that_cannot_be_read(folder: Path, tmp_path: Path, content: str)
 
 
 def test_generate_with_a_share_that_cannot_be(folder: Path):
-    mega("generate", folder, "--prompt", "a", "--top-p", 0, fails=ConfigError)
+    error = mega("generate", folder, "--prompt", "a", "--top-p", 0, fails=ConfigError).exception
+    assert "top_p" in str(error) or "top-p" in str(error)

@@ -29,7 +29,7 @@ def uncached(model: Decoder, row: list[int]) -> torch.Tensor:
     return model.logits(model(model.embed(tokens, positions), model.context(positions)))[0, -1]
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -41,7 +41,7 @@ def test_cached_logits_are_the_uncached_ones(name: str):
     rows = [[3, 5, 8, 13, 21, 34, 2, 4, 6, 9, 1], [7], [60, 0, 0, 60, 1]]
     logits = batch.start(rows)
     for step in range(12):
-        same(logits, torch.stack([uncached(model, row) for row in rows]))
+        assert_same(logits, torch.stack([uncached(model, row) for row in rows]))
         if step == 6:
             rows = [rows[2], rows[1]]
             batch.keep([2, 1])
@@ -64,11 +64,11 @@ def test_latents_stand_for_keys_and_values(fields: dict[str, Any]):
     rows = [[3, 5, 8, 13, 21, 34, 2, 4, 6, 9, 1], [7], [60, 0, 0, 60, 1]]
     logits = batch.start(rows)
     for token in (17, 2, 60):
-        same(logits, torch.stack([uncached(model, row) for row in rows]))
+        assert_same(logits, torch.stack([uncached(model, row) for row in rows]))
         rows = [[*row, token] for row in rows]
         logits = batch.feed(torch.tensor([[token]] * 3))
     batch.keep([1])
-    same(batch.feed(torch.tensor([[5]]))[0], uncached(model, [*rows[1], 5]))
+    assert_same(batch.feed(torch.tensor([[5]]))[0], uncached(model, [*rows[1], 5]))
 
 
 def test_a_latent_and_the_rotated_part_of_the_key_are_all_that_is_kept():
@@ -88,7 +88,7 @@ def test_any_cut_of_a_sequence_gives_the_same(sizes: list[int], name: str):
         new = [(31 * len(row) + i * i) % 61 for i in range(size)]
         logits = batch.feed(torch.tensor([new])) if row else batch.start([new])
         row += new
-    same(logits[0], uncached(model, row))
+    assert_same(logits[0], uncached(model, row))
 
 
 def test_cache_grows_past_its_blocks():
@@ -130,6 +130,6 @@ def test_one_model_serves_many_batches(tmp_path: Path):
     model = model_of(variant("plain"))
     first, second = Batch(model), Batch(model)
     a, b = first.start([[1, 2, 3]]), second.start([[4, 5]])
-    same(a[0], uncached(model, [1, 2, 3]))
-    same(b[0], uncached(model, [4, 5]))
-    same(first.feed(torch.tensor([[9]]))[0], uncached(model, [1, 2, 3, 9]))
+    assert_same(a[0], uncached(model, [1, 2, 3]))
+    assert_same(b[0], uncached(model, [4, 5]))
+    assert_same(first.feed(torch.tensor([[9]]))[0], uncached(model, [1, 2, 3, 9]))

@@ -75,7 +75,7 @@ def test_grouped_products_are_those_of_a_loop(counts: list[int]) -> None:
     shapes = [(sum(counts), 32), (sum(counts), 48), (len(counts), 48, 32)]
     x, y, weight = (torch.randn(shape, generator=generator, device="cuda") for shape in shapes)
     rows, kernels = Rows.of(counts, x.device), TorchKernels()
-    for function, tensors in ((kernels.grouped_linear, (x, weight)), (kernels.grouped_outer, (y, x))):
+    for function, tensors in ((kernels.grouped_linear, (x, weight)), (kernels.grouped_dw, (y, x))):
         fused = function(*(tensor.bfloat16() for tensor in tensors), rows)
         alone = function(*(tensor.bfloat16().float() for tensor in tensors), rows)
         torch.testing.assert_close(fused.float(), alone, rtol=1e-2, atol=1e-2)

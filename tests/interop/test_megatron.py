@@ -97,11 +97,10 @@ FURTHER = [name for name, (changes, _) in MODELS.items() if changes.get("mtp_num
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every model as Megatron saves it, in both formats, with its logits."""
     root, jobs = tmp_path_factory.mktemp("theirs"), []
-    for name, (changes, layout) in MODELS.items():
+    for name, (changes, layout) in sorted(MODELS.items(), key=lambda item: str(item[1][1])):  # a layout after the other
         places = {"folder": str(root / name / "iter_0000007"), "legacy": str(root / f"{name}-legacy")}
         jobs.append({"do": "save", "args": BASE | changes, **layout, **places})
-        jobs.append({"do": "load", "folder": places["folder"]})
-    run(jobs, root)
+    run([*jobs, *({"do": "load", "folder": job["folder"]} for job in jobs)], root)
     return root
 
 
@@ -125,7 +124,7 @@ def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             convert(root / "mega" / name, legacy, "megatron", options=options)
             same = {"folder": str(legacy / "release"), "like": str(root / name / "release"), "tp": tp, "pp": pp}
             jobs.append({"do": "load legacy", **same})
-    run(jobs, root)
+    run(sorted(jobs, key=lambda job: (job["do"], job["tp"], job.get("pp", 1))), root)
     return root
 
 
@@ -178,7 +177,7 @@ def test_further_tokens(theirs: Path, ours: Path, name: str) -> None:
     for predictor in model.predictors:
         predictor.register_forward_hook(lambda module, inputs, output: found.append(output @ model.head_weight.T))
     batch = MicroBatch(tokens, labels, ones, positions, Outline.of(positions.numpy(), None), [0, 1], ahead=ahead)
-    (batch,) = weigh_ahead([batch], ones.sum().item(), model.groups.world)
+    (batch,) = weigh_ahead([batch], [ones.sum().item(), *(one.weights.sum().item() for one in ahead)])
     with torch.no_grad():
         _, (_, loss) = model.whole(batch, model.context(positions))
     written = torch.load(ours / name / "release.pt")["further"]

@@ -22,7 +22,7 @@ def problems(cases: list[Case], ranks: int) -> list[str]:
 
 
 def test_a_covering_of_all_layouts() -> None:
-    assert not problems(covering(all_layouts(), 30), 8)
+    assert not problems(covering(all_layouts(), 16), 8)
 
 
 def test_a_growing_batch_and_a_rate_of_embedding_and_output() -> None:

@@ -105,7 +105,8 @@ def test_experts_are_split_over_any_ranks_of_a_stage() -> None:
 
 
 def test_a_model_of_experts_alone_has_no_dense_width_to_split() -> None:
-    RunConfig.parse(run({"moe": MOE, "ffn_hidden_size": 7}, {"tp": 4}))
+    assert RunConfig.parse(run({"moe": MOE, "ffn_hidden_size": 7}, {"tp": 4})).parallel.tp == 4
+    assert "parallel.tp = 4" in told(run({"ffn_hidden_size": 7}, {"tp": 4}))
 
 
 def test_a_stage_at_the_end_may_have_no_layers() -> None:
@@ -114,7 +115,7 @@ def test_a_stage_at_the_end_may_have_no_layers() -> None:
 
 
 def test_fewer_key_value_heads_than_tensor_ranks_must_divide_them() -> None:
-    RunConfig.parse(run({"num_kv_heads": 2}, {"tp": 8}))
+    assert RunConfig.parse(run({"num_kv_heads": 2}, {"tp": 8})).parallel.tp == 8
     assert "parallel.tp = 4" in told(run({"num_attention_heads": 12, "head_dim": 4, "num_kv_heads": 6}, {"tp": 4}))
 
 

@@ -186,6 +186,9 @@ class RunConfig(Config):
     lr_schedule: LRSchedule = LRSchedule()
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
     fp16: Fp16Config = Fp16Config()
+    compile: bool | Literal["auto"] = Field(
+        "auto", description="compile what is computed element by element or row by row; auto: on a GPU"
+    )
     recompute: RecomputeConfig = RecomputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

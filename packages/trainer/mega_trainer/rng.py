@@ -16,10 +16,14 @@ from torch import Tensor
 TOKENS = 64  # whose masks are drawn at once: a generator each costs little beside them, and ranks draw little in vain
 
 
-def generator(device: torch.device | str, *key: int | str) -> torch.Generator:
-    """A generator whose stream is a function of `key`."""
+def generator(device: torch.device | str, *key: int | str, number: int = 0) -> torch.Generator:
+    """A generator whose stream is a function of `key`, and of a `number` that is not negative.
+
+    Streams of different numbers differ. Those of different keys may be the same by chance, for a CPU's generator takes no
+    more than 32 bits of a seed.
+    """
     digest = hashlib.blake2b("\x1f".join(map(str, key)).encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator(device).manual_seed((int.from_bytes(digest, "little") >> 1) + number)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mega_trainer.kernels import blocks
+from mega_trainer.kernels import blocks, flash
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.masks import ALL, CAUSAL, Band, Mask, Packed, dense, rectangle
 from mega_trainer.kernels.torch import TorchKernels, plain_attention
@@ -112,7 +112,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("kind", MASKS)
 def test_calls_of_a_gpus_kernels_are_those_that_torch_declares(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Arguments and shapes, both ways, where heads are of uneven widths too. Nothing is computed."""
-    monkeypatch.setattr(blocks, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(flash, "_on_gpu", lambda x: True)
     with torch.device("meta"):
         q, k, v = (torch.empty(B, S, n, d, dtype=torch.bfloat16) for n, d in ((H, 16), (K, 16), (K, 8)))
     mask = MASKS[kind]

@@ -25,7 +25,7 @@ def test_each_row_meets_its_groups_matrix(counts: list[int]) -> None:
     sums = torch.zeros(len(counts), 4, 6, dtype=torch.float64)
     for i, g in enumerate(group):
         sums[g] += torch.outer(y[i], x[i])
-    torch.testing.assert_close(kernels.grouped_outer(y, x, rows), sums)
+    torch.testing.assert_close(kernels.grouped_dw(y, x, rows), sums)
 
 
 def test_torchs_own_kernel_means_the_same() -> None:
@@ -34,4 +34,4 @@ def test_torchs_own_kernel_means_the_same() -> None:
     x, y, weight = torch.randn(8, 16), torch.randn(8, 24), torch.randn(3, 24, 16)
     kernels = TorchKernels()
     torch.testing.assert_close(F.grouped_mm(x, weight.mT, offs=rows.ends), kernels.grouped_linear(x, weight, rows))
-    torch.testing.assert_close(F.grouped_mm(y.t(), x, offs=rows.ends), kernels.grouped_outer(y, x, rows))
+    torch.testing.assert_close(F.grouped_mm(y.t(), x, offs=rows.ends), kernels.grouped_dw(y, x, rows))

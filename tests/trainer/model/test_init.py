@@ -8,7 +8,7 @@ import pytest
 import torch
 from trainer.fake import decoders
 
-from mega_ckpt.pieces import Box, boxes_of, copy_overlap
+from mega_ckpt.pieces import Box, Piece, boxes_of, copy_overlap
 from mega_common.model_config import ModelConfig
 from mega_trainer.layout import Layout
 from mega_trainer.model import init
@@ -45,9 +45,10 @@ def wholes(ranks: list[Decoder]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("block", [1, 40, 1 << 24])
-def test_every_layout_starts_from_the_same_model(layout: Layout, block: int, monkeypatch) -> None:
-    monkeypatch.setattr(init, "BLOCK_ELEMENTS", block)
+@pytest.mark.parametrize("tile", [(1, 1), (40, 5), (1 << 17, 512)])
+def test_every_layout_starts_from_the_same_model(layout: Layout, tile: tuple[int, int], monkeypatch) -> None:
+    monkeypatch.setattr(init, "TILE_ELEMENTS", tile[0])
+    monkeypatch.setattr(init, "TILE_COLUMNS", tile[1])
     one, many = wholes(started(Layout())), wholes(started(layout))
     assert one.keys() == many.keys()
     assert all(torch.equal(one[name], many[name]) for name in one)
@@ -81,3 +82,40 @@ def test_spread() -> None:
         assert drawn.std().item() == pytest.approx(std, rel=0.12)
     assert (model["model.layers.0.input_layernorm.weight"] == 1).all()
     assert (model["model.layers.0.self_attn.q_proj.bias"] == 0).all()
+
+
+def test_tiles_of_a_tensor_are_independent_normal_draws(monkeypatch) -> None:
+    """Of streams whose seeds follow one another."""
+    monkeypatch.setattr(init, "TILE_ELEMENTS", 1024)
+    shape = (4, 256, 1024)
+    values = torch.empty(shape)
+    init._draw(values, Piece.whole("experts", shape), 1, 0.02)
+    tiles = torch.stack([tile.flatten() for expert in values for row in expert.split(2) for tile in row.split(512, 1)])
+    assert len(tiles) == 4 * 256
+    assert values.mean().abs() < 5 * 0.02 / values.numel() ** 0.5
+    assert values.std().item() == pytest.approx(0.02, rel=5e-3)
+    assert (values.abs() > 3 * 0.02).float().mean().item() == pytest.approx(0.0027, rel=0.1)
+    means = tiles.mean(1)
+    assert means.std().item() == pytest.approx(0.02 / 1024**0.5, rel=0.1)
+    assert torch.corrcoef(tiles).fill_diagonal_(0).abs().max() < 6 / 1024**0.5
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=4), Layout(tp=2, pp=2)], ids=str)
+def test_a_rank_draws_little_more_than_it_keeps(layout: Layout, monkeypatch) -> None:
+    """Of what is split by rows and of what is split by columns."""
+    monkeypatch.setattr(init, "TILE_ELEMENTS", 4)
+    monkeypatch.setattr(init, "TILE_COLUMNS", 2)
+    drawn: list[int] = []
+    real = torch.Tensor.normal_
+
+    def normal(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drawn.append(self.numel())
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "normal_", normal)
+    model = MODEL.model_copy(update={"num_layers": 4, "num_kv_heads": 4, "vocab_size": 24})
+    for decoder in decoders(model, layout):
+        drawn.clear()
+        init_weights(decoder, 1)
+        kept = sum(p.numel() for p in decoder.parameters() if info_of(p).std is not None)
+        assert kept <= sum(drawn) < 1.2 * kept

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from mega_trainer.comm import Group
-from mega_trainer.optim.clip import clip_factor, grad_norm, sum_of_squares
+from mega_trainer.optim.clip import WIDTHS, clip_factor, grad_norm, sum_of_squares
 from mega_trainer.parallel.shared import Buffer, Kind, Shard
 
 
@@ -47,12 +47,36 @@ def test_each_element_counts_once_and_all_ranks_agree() -> None:
     assert first[0] == first[1]
 
 
-@given(st.integers(0, 1000), st.integers(1, 300), st.sampled_from([torch.float32, torch.float64]), st.data())
-def test_the_sum_is_right_to_the_last_digit_however_it_is_cut(seed: int, size: int, dtype, data) -> None:
+CUTS = st.lists(st.integers(0, 10_000), max_size=4).map(sorted)
+WIDTHS_TO_TRY = st.sampled_from([WIDTHS["cpu"], (1, 1), (1, 3), (2, 4)])
+
+
+@given(st.integers(0, 1000), st.integers(1, 300), CUTS, st.sampled_from([torch.float32, torch.float64]), WIDTHS_TO_TRY)
+def test_the_sum_is_right_to_the_last_digit_however_it_is_cut(seed: int, size: int, cuts, dtype, widths) -> None:
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(size, generator=random).to(dtype) * 10.0 ** torch.randint(-9, 9, (size,), generator=random)
-    before, cut = values.clone(), sorted(data.draw(st.lists(st.integers(0, size), max_size=4)))
-    parts = values[torch.randperm(size, generator=random)].tensor_split(cut)
-    exact = float(sum(Fraction(x) for x in values.double().square().tolist()))
-    assert sum_of_squares([values]).sum() == sum_of_squares(parts).sum() == exact
+    before = values.clone()
+    parts = values[torch.randperm(size, generator=random)].tensor_split([cut * size // 10_000 for cut in cuts])
+    exact = math.fsum(values.double().square().tolist())
+    with mock.patch.dict(WIDTHS, cpu=widths):
+        assert sum_of_squares([values]).sum() == sum_of_squares(parts).sum() == exact
     assert torch.equal(values, before)
+
+
+@given(CUTS, st.sampled_from([torch.float32, torch.float64]))
+def test_a_sum_over_more_than_a_block_is_right_to_the_last_digit(cuts: list[int], dtype: torch.dtype) -> None:
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with mock.patch.dict(WIDTHS, cpu=(1, 8)):
+        assert sum_of_squares(values.tensor_split(cuts)).sum() == math.fsum(values.double().square().tolist())
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 5000])
+def test_a_number_that_is_not_finite_makes_the_norm_so_and_one_too_small_to_square_in_fp32_counts(size: int) -> None:
+    def norm(value: float) -> float:
+        return grad_norm([buffer([0.0] * (size - 1) + [value], Group("dp"), sharded=False)], []).item()
+
+    assert norm(0.0) == 0.0
+    assert norm(1e-44) == torch.tensor(1e-44).double().item()
+    assert norm(3e38) == torch.tensor(3e38).double().item()
+    assert norm(-math.inf) == math.inf
+    assert math.isnan(norm(math.nan))

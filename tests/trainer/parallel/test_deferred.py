@@ -9,14 +9,16 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.parallel.buckets import StepBucket
-from mega_trainer.parallel.deferred import Deferred, Linear, deferring, deliver
+from mega_trainer.parallel.deferred import Deferred, deliver
 from mega_trainer.parallel.grads import Sharing, flatten
+from mega_trainer.parallel.linear import Linear
 from mega_trainer.parallel.param import make_parameter
 
 KERNELS, CPU = TorchKernels(), torch.device("cpu")
@@ -42,9 +44,9 @@ def test_a_linear_layer_has_the_bits_of_the_one_that_puts_nothing_off(dtype: tor
     (weight, offset), x = parameters((7, 5), (7,), dtype=dtype), torch.randn(2, 3, 5).to(dtype).requires_grad_()
     later, dy = Deferred(), torch.randn(3, 2, 7).to(dtype).transpose(0, 1)
     used = [weight, offset] if bias else [weight]
-    y = KERNELS.linear(x, weight, offset if bias else None)
+    y = F.linear(x, weight, offset if bias else None)
     whole = torch.autograd.grad([y], [x, *used], [dy])
-    z = deferring(KERNELS, later)(x, weight, offset if bias else None)
+    z = Linear(KERNELS, later)(x, weight, offset if bias else None)
     (dx,) = halves(z, dy, [x], used, later)
     assert torch.equal(z, y)
     for mine, reference in zip([dx, *(p.grad for p in used)], whole, strict=True):
@@ -52,24 +54,20 @@ def test_a_linear_layer_has_the_bits_of_the_one_that_puts_nothing_off(dtype: tor
         assert torch.equal(mine, reference)
 
 
-def test_without_a_place_to_put_products_nothing_is_put_off() -> None:
-    assert deferring(KERNELS, None) == KERNELS.linear
-
-
 def network(linear: Linear, a: Tensor, b: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor]:
     """The first weight is used twice, the second is made of it."""
-    return lambda x: linear(torch.tanh(linear(x * scale, a, None)), torch.cat([a, b]), None)
+    return lambda x: linear(torch.tanh(linear(x * scale, a)), torch.cat([a, b]))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_each_parameter_gets_its_gradient_once_whole(recompute: bool) -> None:
     (a, b, scale), later = parameters((5, 5), (2, 5), (5,), dtype=torch.float64), Deferred()
     x, dy = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, 7, dtype=torch.float64)
-    whole = torch.autograd.grad([network(KERNELS.linear, a, b, scale)(x)], [x, a, b, scale], [dy])
+    whole = torch.autograd.grad([network(Linear(KERNELS), a, b, scale)(x)], [x, a, b, scale], [dy])
     arrived: list[Tensor] = []
     for parameter in (a, b, scale):
         parameter.register_post_accumulate_grad_hook(arrived.append)
-    apart = network(deferring(KERNELS, later), a, b, scale)
+    apart = network(Linear(KERNELS, later), a, b, scale)
     y = checkpoint(apart, x, use_reentrant=False, preserve_rng_state=False) if recompute else apart(x)
     assert isinstance(y, Tensor)
     (dx,) = halves(y, dy, [x], [a, b, scale], later)
@@ -83,9 +81,9 @@ def test_each_parameter_gets_its_gradient_once_whole(recompute: bool) -> None:
 def test_the_last_layers_gradient_arrives_first_and_frees_what_it_was_made_from() -> None:
     first, second = parameters((5, 5), (5, 5))
     later, order = Deferred(), list[str]()
-    linear = deferring(KERNELS, later)
-    middle = torch.tanh(linear(torch.randn(3, 5), first, None))
-    kept, y = weakref.ref(middle), linear(middle, second, None)
+    linear = Linear(KERNELS, later)
+    middle = torch.tanh(linear(torch.randn(3, 5), first))
+    kept, y = weakref.ref(middle), linear(middle, second)
     del middle
     second.register_post_accumulate_grad_hook(lambda _: order.append("second"))
     first.register_post_accumulate_grad_hook(lambda _: order.append("first" if kept() is None else "kept"))
@@ -98,7 +96,7 @@ def test_the_last_layers_gradient_arrives_first_and_frees_what_it_was_made_from(
 
 def test_nothing_but_inputs_and_gradients_of_products_is_kept() -> None:
     (weight,), later = parameters((5, 5)), Deferred()
-    hidden = deferring(KERNELS, later)(torch.randn(3, 5), weight, None).exp()
+    hidden = Linear(KERNELS, later)(torch.randn(3, 5), weight).exp()
     gone, y = weakref.ref(hidden), hidden.sum()
     del hidden
     torch.autograd.grad([y], [weight], allow_unused=True)

@@ -34,8 +34,11 @@ def made(shape: tuple[str, int, int, int]) -> Schedule:
     return make_schedule(name, pp=pp, virtual_stages=virtual_stages, microbatches=microbatches)
 
 
-def run_blocking(ranks: Sequence[Sequence[Op]], owners: Sequence[int], pick: random.Random) -> None:
-    """Run the lists with the strictest messages: a send and its receive happen together, and block both ranks."""
+def run_blocking(ranks: Sequence[Sequence[Op]], owners: Sequence[int], pick: random.Random) -> list[str]:
+    """Run the lists with the strictest messages: a send and its receive happen together, and block both ranks.
+
+    Returns what each rank stands before when no rank can go on: nothing where all came to their ends.
+    """
     position = [0] * len(ranks)
     here: set[tuple[str, int, int]] = set()  # tensors that lie on the rank that needs them: input, output, gradient
     last = len(owners) - 1
@@ -87,14 +90,16 @@ def run_blocking(ranks: Sequence[Sequence[Op]], owners: Sequence[int], pick: ran
 
     while any(head(rank) for rank in range(len(ranks))):
         order = pick.sample(range(len(ranks)), len(ranks))
-        assert any(step(rank) for rank in order), f"stuck at {[str(head(rank)) for rank in order]}"
+        if not any(step(rank) for rank in order):
+            return [str(head(rank)) for rank in range(len(ranks))]
+    return []
 
 
 @settings(max_examples=150, deadline=None)
 @given(shapes, st.integers(0, 9))
 def test_every_schedule_runs_to_its_end_with_blocking_messages(shape, seed) -> None:
     schedule = made(shape)
-    run_blocking(schedule.ranks, schedule.owners, random.Random(seed))
+    assert run_blocking(schedule.ranks, schedule.owners, random.Random(seed)) == []
 
 
 @settings(max_examples=100, deadline=None)

@@ -34,23 +34,52 @@ class Scores:
         return self.softcap is not None or self.sinks is not None
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin of the angles: [B or 1, S, 1, r/2] for r rotated elements a head."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
 class Kernels(Protocol):
     """The operations a decoder block is made of."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[.., D] x [N, D] -> [.., N]."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Y = X W^T + b: [.., D] x [N, D] -> [.., N]. This and its gradients are differentiated by `parallel.linear`."""
+
+    def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """dX = dY W: [.., N] x [N, D] -> [.., D]."""
+
+    def linear_dw(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D].
+
+        Into `out` where that is given, which may be of a wider dtype; with `add` to what is there. Returns it.
+        """
 
     def grouped_linear(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
-        """Each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]. Not differentiated: see `parallel.expert`."""
+        """Each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]."""
 
-    def grouped_outer(self, y: Tensor, x: Tensor, rows: Rows) -> Tensor:
-        """Sum of each group's outer products: [M, N] x [M, D] -> [G, N, D], the gradient of a grouped linear's weight."""
+    def grouped_dx(self, dy: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        """[M, N] x [G, N, D] -> [M, D]."""
+
+    def grouped_dw(self, dy: Tensor, x: Tensor, rows: Rows, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """Sum of each group's outer products, zero where it has no rows: [M, N] x [M, D] -> [G, N, D].
+
+        `out` and `add` as for `linear_dw`.
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         """x / rms(x) * weight over the last axis (arXiv:1910.07467), statistics in at least fp32.
 
         With `zero_centered` the factor is 1 + weight, and the product too is in at least fp32, as in Gemma.
         """
+
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream x, or x + y, and its `rms_norm`; the gradient of both is made at once."""
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
@@ -80,8 +109,17 @@ class Kernels(Protocol):
         delta the sum of y dy over each head, the gradient of a score is p (dy v - delta) (arXiv:2205.14135).
         """
 
-    def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
+    def gated(
+        self, gate_up: Tensor, activation: str, limit: float | None = None, weights: Tensor | None = None
+    ) -> Tensor:
         """act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu or geglu (arXiv:2002.05202).
 
         With a `limit` it is swiglu as in GPT-OSS: gate sigmoid(1.702 gate) (up + 1), with gate <= limit, |up| <= limit.
+        `weights` [..] in at least fp32 are factors of the rows.
         """
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """The first r elements of each head of x [B, S, H, d] rotated."""
+
+    def rotate_qkv(self, qkv: Tensor, rotation: Rotation, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, rotated, and values of a fused [B, S, H + 2K, d], which is not kept for the backward."""

@@ -1,10 +1,9 @@
 """Attention of some queries to some keys, and its backward; attention of whole sequences, and context parallelism, are made
 of it.
 
-A block is one fused kernel each way (arXiv:2205.14135, arXiv:2307.08691) where there is one: torch's flash attention on a
-GPU, which takes documents and windows too; its twin for CPUs, in every precision, for a document without a window. Its
-backward is told y and the logarithm of the sum over all blocks, and so gives the part of the gradient that comes from its
-own. The rest goes product by product, some queries at a time with the keys that they see: no memory grows with S T.
+A block is one kernel of `flash` each way where that has one. Its backward is told y and the logarithm of the sum over all
+blocks, and so gives the part of the gradient that comes from its own. The rest goes product by product, some queries at a
+time with the keys that they see: no memory grows with S T.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K queries that share one, d size of queries
 and keys, e of values. Queries that share a key are rows of one product: [B, K, G S, d], so no key is repeated.
@@ -22,38 +21,39 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mega_trainer.kernels.base import Scores
-from mega_trainer.kernels.masks import ALL, CAUSAL, Band, Mask, Packed
+from mega_trainer.kernels.flash import Call, Flash
+from mega_trainer.kernels.masks import Band, Mask, Packed
 
 # Elements of the scores at hand: on a CPU they should stay in its cache, on a GPU fill it with work.
 TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
-WIDEST_HEAD = 256  # of the flash kernels on GPUs
-_aten = torch.ops.aten
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> Tensor:
+def attention(flash: Flash, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> Tensor:
     """`Kernels.attention` as one block."""
-    y: Tensor = _Attention.apply(q, k, v, how.sinks, mask, how)  # type: ignore[no-untyped-call]
+    y: Tensor = _Attention.apply(q, k, v, how.sinks, mask, how, flash)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Attention(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, how: Scores) -> Tensor:
-        y, lse = attend_block(q, k, v, mask, how)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, how: Scores, flash: Flash
+    ) -> Tensor:
+        y, lse = attend_block(flash, q, k, v, mask, how)
         if sinks is not None:
             y, lse = with_sinks(y, lse, sinks)
         y = y.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse, sinks)
-        ctx.mask, ctx.how = mask, how
+        ctx.mask, ctx.how, ctx.flash = mask, how, flash
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse, sinks = ctx.saved_tensors
-        grads = attend_block_backward(dy, q, k, v, y, lse, ctx.mask, ctx.how)
+        grads = attend_block_backward(ctx.flash, dy, q, k, v, y, lse, ctx.mask, ctx.how)
         dq, dk, dv = (grad.to(t.dtype) for grad, t in zip(grads, (q, k, v), strict=True))
-        return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, dy, y, lse), None, None
+        return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, dy, y, lse), None, None, None
 
 
 def with_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,12 +68,12 @@ def sinks_gradient(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tensor) -> Tensor:
     return -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor]:
+def attend_block(flash: Flash, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor]:
     """See `Kernels.attend_block`."""
-    if _fused(q, v, mask, how):
-        return _flash(q, k, v, mask, how.scale)
+    if flash.takes(q, v, mask, how):
+        return _fused(flash, q, k, v, mask, how)
     if isinstance(mask, Packed):
-        each = [attend_block(q1, k1, v1, mask.band, how) for q1, k1, v1 in _documents(mask, q, k, v)]
+        each = [attend_block(flash, q1, k1, v1, mask.band, how) for q1, k1, v1 in _documents(mask, q, k, v)]
         y, lse = (torch.cat(part, 1) for part in zip(*each, strict=True))
         return y.view(*q.shape[:2], *y.shape[2:]), lse.view(q.shape[:3])
     found = [_attend(q[:, rows], k[:, keys], v[:, keys], seen, how) for rows, keys, seen in _tiles(q, k, mask)]
@@ -81,14 +81,14 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tu
 
 
 def attend_block_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, mask: Mask, how: Scores
+    flash: Flash, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, mask: Mask, how: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Kernels.attend_block_backward`."""
-    if _fused(q, v, mask, how):
-        return _flash_backward(dy, q, k, v, y, lse, mask, how.scale)
+    if flash.takes(q, v, mask, how):
+        return _fused_backward(flash, dy, q, k, v, y, lse, mask, how)
     if isinstance(mask, Packed):
         each = [
-            attend_block_backward(dy1, q1, k1, v1, y1, lse1, mask.band, how)
+            attend_block_backward(flash, dy1, q1, k1, v1, y1, lse1, mask.band, how)
             for dy1, q1, k1, v1, y1, lse1 in _documents(mask, dy, q, k, v, y, lse)
         ]
         dq, dk, dv = (torch.cat(part, 1) for part in zip(*each, strict=True))
@@ -113,71 +113,33 @@ def _documents(mask: Packed, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 # ------------------------------------------------------------------------------------------------------- fused kernels
 
 
-def _fused(q: Tensor, v: Tensor, mask: Mask, how: Scores) -> bool:
-    """Whether torch has one kernel for such a block."""
-    if how.softcap is not None:
-        return False
-    if not _on_gpu(q):
-        return mask in (ALL, CAUSAL)
-    width = max(q.shape[-1], v.shape[-1])
-    return q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_HEAD
-
-
-def _on_gpu(x: Tensor) -> bool:
-    return x.is_cuda
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-    rows, value = q.shape[:2], v.shape[-1]
-    q, k, v = _widened(q, k, v)
-    if not _on_gpu(q):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        y, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask == CAUSAL, scale=scale)
-        return y.transpose(1, 2)[..., :value], lse.transpose(1, 2)
-    sizes, window = _for_gpu(mask, q, k)
-    if isinstance(mask, Packed):
+def _fused(flash: Flash, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor]:
+    (rows, queries), value = q.shape[:2], v.shape[-1]
+    call = Call.of(mask, how, queries, k.shape[1])
+    q, k, v = _heads(flash, q, k, v)
+    if call.cu_seqlens is not None:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    y, lse, *_ = _aten._flash_attention_forward(q, k, v, *sizes, 0.0, mask == CAUSAL, False, scale=scale, **window)
-    return y.view(*rows, *y.shape[-2:])[..., :value], lse.transpose(-2, -1).reshape(*rows, -1)
+    y, lse = flash.forward(q, k, v, call)
+    return y.view(rows, queries, *y.shape[-2:])[..., :value], lse.transpose(-2, -1).reshape(rows, queries, -1)
 
 
-def _flash_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, mask: Mask, scale: float
+def _fused_backward(
+    flash: Flash, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, mask: Mask, how: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
-    operands = q, k, v
-    dy, q, k, v, y = _widened(dy, q, k, v, y)
-    if not _on_gpu(q):
-        dy, q, k, v, y, lse = (t.transpose(1, 2) for t in (dy, q, k, v, y, lse))
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q, k, v, y, lse.contiguous(), 0.0, mask == CAUSAL, scale=scale
-        )
-        dq, dk, dv = (grad.transpose(1, 2)[..., : t.shape[-1]] for grad, t in zip(grads, operands, strict=True))
-        return dq, dk, dv
-    sizes, window = _for_gpu(mask, q, k)
-    if isinstance(mask, Packed):
+    operands, call = (q, k, v), Call.of(mask, how, q.shape[1], k.shape[1])
+    q, k, v, y, dy = _heads(flash, q, k, v, y, dy)
+    if call.cu_seqlens is not None:
         dy, q, k, v, y, lse = (t.flatten(0, 1) for t in (dy, q, k, v, y, lse))
-    lse = lse.transpose(-2, -1).contiguous()
-    generator = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, of which there is none
-    grads = _aten._flash_attention_backward(
-        dy, q, k, v, y, lse, *sizes, 0.0, mask == CAUSAL, generator, generator, scale=scale, **window
-    )
+    grads = flash.backward(dy, q, k, v, y, lse.transpose(-2, -1).contiguous(), call)
     dq, dk, dv = (grad.view(*t.shape[:-1], -1)[..., : t.shape[-1]] for grad, t in zip(grads, operands, strict=True))
     return dq, dk, dv
 
 
-def _for_gpu(mask: Mask, q: Tensor, k: Tensor) -> tuple[tuple[Tensor | int | None, ...], dict[str, int | None]]:
-    """Where documents begin, twice, and the most queries and keys of one; and the window."""
-    band = mask.band if isinstance(mask, Packed) else mask
-    window = {"window_size_left": band.left, "window_size_right": band.right}
-    if isinstance(mask, Packed):
-        return (mask.cu_seqlens, mask.cu_seqlens, max(mask.lengths), max(mask.lengths)), window
-    return (None, None, q.shape[1], k.shape[1]), window
-
-
-def _widened(*tensors: Tensor) -> list[Tensor]:
-    """Heads filled up with zeros, which add nothing to a score or a value, to the one width that the kernels take."""
-    width = max(t.shape[-1] for t in tensors)
-    return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
+def _heads(flash: Flash, q: Tensor, k: Tensor, *values: Tensor) -> list[Tensor]:
+    """Heads filled up with zeros, which add nothing to a score or a value, where the kernel takes one width only."""
+    d, e = q.shape[-1], values[0].shape[-1]
+    width = 0 if flash.uneven(d, e) else max(d, e)
+    return [F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q, k, *values)]
 
 
 # -------------------------------------------------------------------------------------------------- product by product

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mega_trainer.kernels import products
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -54,18 +56,25 @@ def product(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
     return y
 
 
-def outer(y: Tensor, x: Tensor, rows: Rows) -> Tensor:
-    """The sum of outer products of each group's rows, zero where it has none: [M, N] x [M, D] -> [G, N, D]."""
+def outer(y: Tensor, x: Tensor, rows: Rows, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+    """The sum of outer products of each group's rows, zero where it has none: [M, N] x [M, D] -> [G, N, D].
+
+    `out` and `add` as for `products.product`.
+    """
     if _at_once(x, y.shape[-1]):
         sums: Tensor = F.grouped_mm(y.t(), x, offs=rows.ends)
         if not _zero_without_rows(x.device):
             empty = rows.ends.diff(prepend=rows.ends.new_zeros(1)) == 0
             sums.masked_fill_(empty.view(-1, 1, 1), 0.0)
-        return sums
-    sums = x.new_empty(len(rows.ends), y.shape[-1], x.shape[-1])
-    for matrix, own in zip(sums, rows.slices, strict=True):
-        torch.mm(y[own].t(), x[own], out=matrix)
-    return sums
+        if out is None:
+            return sums
+        products.put(out, sums, add=add)
+        return out
+    if out is None:
+        out = x.new_empty(len(rows.ends), y.shape[-1], x.shape[-1])
+    for matrix, own in zip(out, rows.slices, strict=True):
+        products.product(y[own].t(), x[own], matrix, add=add)
+    return out
 
 
 def _at_once(x: Tensor, width: int) -> bool:

@@ -16,7 +16,8 @@ from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.parallel.context import Kind
-from mega_trainer.parallel.deferred import Deferred, Linear, deferring
+from mega_trainer.parallel.deferred import Deferred
+from mega_trainer.parallel.linear import Linear
 from mega_trainer.parallel.param import make_parameter
 from mega_trainer.parallel.tensor import (
     ColumnLinear,
@@ -48,9 +49,14 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., D] -> [.., D]."""
+        return self.of_sum(x)[1]
+
+    def of_sum(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + y, or x, and its norm, all [.., D]: one kernel each way where the back end has it."""
         if not self.layer:
-            return self.kernels.rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
-        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
+            return self.kernels.add_rms_norm(x, y, self.weight, self.eps, zero_centered=self.zero_centered)
+        x = x if y is None else x + y
+        return x, self.kernels.layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
 
 
 class HeadsNorm(nn.Module):
@@ -100,7 +106,7 @@ class Builder:
     @property
     def linear(self) -> Linear:
         """For layers that split no weight: Y = X W^T + b by the kernels, its product for dW put off where others' are."""
-        return deferring(self.kernels, self.deferred)
+        return Linear(self.kernels, self.deferred)
 
     @property
     def residual_std(self) -> float:

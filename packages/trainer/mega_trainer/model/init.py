@@ -1,23 +1,28 @@
-"""Initialisation by name: every layout of ranks starts from the same model, bit for bit."""
+"""Initialisation by name: every layout of ranks starts from the same model, bit for bit.
+
+A tensor is drawn in fp32 in tiles, each from a stream of its own, and a rank draws only the tiles that its pieces touch:
+a rank of N that share the model draws about 1/N of it. Tiles are drawn where the parameter lives. A GPU draws billions of
+elements in seconds, but other numbers than a CPU: the layouts that start alike are those on one kind of device.
+"""
 
 from __future__ import annotations
 
+from itertools import product
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mega_ckpt.pieces import Box, Piece, copy_overlap
+from mega_ckpt.pieces import Box, Piece, Shape, copy_overlap
 from mega_trainer.parallel.param import info_of, local_of
 from mega_trainer.rng import generator
 
-BLOCK_ELEMENTS = 1 << 24  # rows are drawn in blocks of about this many elements, each from a stream of its own
+TILE_COLUMNS = 512
+TILE_ELEMENTS = 1 << 17  # few enough that a GPU has a block of threads for each: more are drawn in an order of its own
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter from (seed, canonical name); padding becomes zero.
-
-    A tensor is drawn in fp32 in blocks of whole rows; a rank draws only the blocks its pieces touch and keeps its part,
-    so no rank ever holds a whole large tensor.
-    """
+    """Fill every parameter from (seed, canonical name); padding becomes zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             info = info_of(parameter)
@@ -31,11 +36,24 @@ def init_weights(model: nn.Module, seed: int) -> None:
 
 
 def _draw(view: Tensor, piece: Piece, seed: int, std: float) -> None:
-    row_shape = piece.global_shape[1:]
-    rows = max(1, BLOCK_ELEMENTS // max(1, torch.Size(row_shape).numel()))
-    begin = piece.global_offset[0]
-    for block in range(begin // rows, -(-(begin + piece.shape[0]) // rows)):
-        count = min(rows, piece.global_shape[0] - block * rows)
-        # drawn on the CPU: the generators of different devices give different numbers
-        draw = torch.empty(count, *row_shape).normal_(0.0, std, generator=generator("cpu", seed, piece.name, block))
-        copy_overlap(Box(piece.global_offset, view), Box((block * rows, *(0 for _ in row_shape)), draw))
+    tile = tile_of(piece.global_shape)
+    counts = [-(-n // size) for n, size in zip(piece.global_shape, tile, strict=True)]
+    touched = [
+        range(offset // size, -(-(offset + n) // size))
+        for offset, n, size in zip(piece.global_offset, piece.shape, tile, strict=True)
+    ]
+    for place in product(*touched):
+        offset = tuple(at * size for at, size in zip(place, tile, strict=True))
+        shape = [min(size, n - o) for size, n, o in zip(tile, piece.global_shape, offset, strict=True)]
+        number = int(np.ravel_multi_index(place, counts))
+        stream = generator(view.device, seed, piece.name, number=number)
+        draw = torch.empty(shape, device=view.device).normal_(0.0, std, generator=stream)
+        copy_overlap(Box(piece.global_offset, view), Box(offset, draw))
+
+
+def tile_of(shape: Shape) -> Shape:
+    """How a tensor of that global shape is cut: over its last two axes, so that a part of either is drawn alone."""
+    if len(shape) < 2:
+        return (TILE_ELEMENTS,) * len(shape)
+    columns = min(shape[-1], TILE_COLUMNS)
+    return (*(1 for _ in shape[:-2]), max(1, TILE_ELEMENTS // columns), columns)

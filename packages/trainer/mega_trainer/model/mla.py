@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
         q, latent, k_rot = self._projected(x)
         parts = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
         q, q_rot = torch.split(torch.unflatten(q, -1, (-1, self.size)), parts, -1)
-        q_rot, k_rot = rotation.apply(q_rot), rotation.apply(k_rot.unsqueeze(-2))
+        q_rot, k_rot = (self.core.kernels.rotate(x, rotation) for x in (q_rot, k_rot.unsqueeze(-2)))
         if context.cache is None:
             y = self._attend(q, q_rot, latent, k_rot, context)
         else:
@@ -78,12 +78,12 @@ class LatentAttention(nn.Module):
             return self.query(x), latent, k_rot
         joined = whole_sequence(torch.cat([self.query_latent(x), self.latent(x)], -1), self.tp, sp=self.sp)
         q, latent, k_rot = torch.split(joined, [self.mla.q_lora_rank, *widths], -1)
-        return self.linear(q, self.query_heads, None), latent, k_rot
+        return self.linear(q, self.query_heads), latent, k_rot
 
     def _attend(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, context: Context) -> Tensor:
         """[B, S, H, e], with keys and values of every head."""
         heads, widths = q.shape[-2], [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
-        key_value = self.linear(latent, self.key_value_heads, None)
+        key_value = self.linear(latent, self.key_value_heads)
         k, v = torch.split(torch.unflatten(key_value, -1, (heads, -1)), widths, -1)
         k = torch.cat([k, k_rot.expand(-1, -1, heads, -1)], -1)
         y: Tensor = self.core(torch.cat([q, q_rot], -1), k, v, context)

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from mega_trainer.kernels.grouped import Rows
-from mega_trainer.model.activation import activate_weighted
+from mega_trainer.model.activation import activate
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.mlp import Mlp
 from mega_trainer.model.recompute import computed
 from mega_trainer.model.router import Router
 from mega_trainer.model.routing import Tokens
-from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, grouped_linear, own_share, through
+from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, own_share, through
+from mega_trainer.parallel.linear import grouped_linear
 
 
 class Moe(nn.Module):
@@ -97,7 +98,7 @@ class Experts(nn.Module):
         h = self.linear(x, self.up, rows)
         h = h if self.up_bias is None else grouped_bias(h, self.up_bias, rows)
         # weighted before the last product, which is linear: so a row's output is not needed for its weight's gradient
-        h = computed(activate_weighted, h, weights, self.config, self.kernels, again=self.recompute and self.training)
+        h = computed(activate, h, self.config, self.kernels, weights, again=self.recompute and self.training)
         y = self.linear(h, self.down, rows)
         if self.down_bias is None:
             return y

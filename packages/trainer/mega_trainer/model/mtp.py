@@ -38,5 +38,5 @@ class Predictor(nn.Module):
     def forward(self, embedded: Tensor, hidden: Tensor, context: Context) -> Tensor:
         """Embeddings of the tokens k places on, and h of the layer before, [B, S or S/T, D] -> this layer's h."""
         joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
-        y: Tensor = self.norm(self.block(self.linear(joined, self.join, None), context))
+        y: Tensor = self.norm(self.block(self.linear(joined, self.join), context))
         return y

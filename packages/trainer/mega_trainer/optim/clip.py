@@ -7,7 +7,7 @@ and what its roundings lost (T. Ogita, S. Rump, S. Oishi, "Accurate sum and dot 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from torch.nn.functional import pad
 from mega_trainer.comm import Group, all_gather
 from mega_trainer.parallel.shared import Buffer
 
-LANES = {"cpu": 1 << 16, "cuda": 1 << 22}  # sums kept side by side: what fits the cache; what keeps a GPU busy
+ROWS = 64  # elements that a sum takes in at once: as many as a kernel adds up in registers
+# Sums side by side, fewest and most: on a CPU what pays for the calls and fits its cache, on a GPU what keeps it busy.
+WIDTHS = {"cpu": (1 << 10, 1 << 16), "cuda": (1, 1 << 22)}
 
 
 def grad_norm(buffers: Sequence[Buffer], model_groups: Sequence[Group]) -> Tensor:
@@ -49,15 +51,46 @@ def _gathered(sums: Tensor, group: Group | None) -> Tensor:
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """[1, 2] fp64: the sum of the squares of all elements, and what is to be added to it for the digits beyond."""
-    device = tensors[0].device
-    lanes = min(LANES[device.type], max(1, *(tensor.numel() for tensor in tensors)))
-    high, low = torch.zeros(2, lanes, dtype=torch.float64, device=device)
-    for part in (part for tensor in tensors for part in torch.split(tensor, lanes)):
-        place = slice(part.numel())
-        total, lost = _two_sum(high[place], part.double().square())
-        high[place] = total
-        low[place] += lost
-    return _folded(torch.stack([high, low], 1))
+    fewest, _ = WIDTHS[tensors[0].device.type]
+    sums = torch.cat([add_squares(block) for block in _blocks(tensors)], 1)
+    while sums.shape[1] > ROWS * fewest:
+        over = -sums.shape[1] % ROWS
+        sums = add_sums((pad(sums, (0, over)) if over else sums).view(2, ROWS, -1))
+    return _folded(sums.t())
+
+
+def _blocks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """All elements, as matrices of `ROWS` rows: views, and of what is left over copies filled up with zeros."""
+    fewest, most = WIDTHS[tensors[0].device.type]
+    rest = []
+    for part in (part for tensor in tensors for part in torch.split(tensor, ROWS * most)):
+        whole = len(part) // (ROWS * fewest) * (ROWS * fewest)
+        if whole:
+            yield part[:whole].view(ROWS, -1)
+        rest.append(part[whole:])
+    for part in torch.split(
+        torch.cat([*rest, rest[0].new_zeros(1)]), ROWS * most
+    ):  # there is one, of no elements at all
+        yield pad(part, (0, -len(part) % ROWS)).view(ROWS, -1)
+
+
+def add_squares(values: Tensor) -> Tensor:
+    """[R, N] -> fp64 [2, N]: the sums of the squares of each column, and what their roundings lost."""
+    high = values[0].double().square()
+    low = torch.zeros_like(high)
+    for row in values[1:]:
+        high, lost = _two_sum(high, row.double().square())
+        low = low + lost
+    return torch.stack([high, low])
+
+
+def add_sums(sums: Tensor) -> Tensor:
+    """[2, R, N] sums and what they lost -> [2, N], those of each column."""
+    high, low = sums[0, 0], sums[1, 0]
+    for more, lost in zip(sums[0, 1:], sums[1, 1:], strict=True):
+        high, rounding = _two_sum(high, more)
+        low = low + lost + rounding
+    return torch.stack([high, low])
 
 
 def _folded(sums: Tensor) -> Tensor:

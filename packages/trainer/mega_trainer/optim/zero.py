@@ -15,7 +15,7 @@ from mega_ckpt.pieces import Sharded
 from mega_trainer.comm import Group
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.clip import grad_norm
-from mega_trainer.optim.slots import Rule, Slot, boxes_of_slots
+from mega_trainer.optim.slots import Rule, Slot, boxes_of_slots, share_of_slots
 from mega_trainer.parallel.shared import SharedStage
 
 
@@ -94,14 +94,14 @@ class Optimizer:
     def steps(self, value: int) -> None:
         self._adamw.steps = value
 
-    def tensors(self) -> dict[str, Sharded]:
+    def tensors(self, *, to_save: bool = False) -> dict[str, Sharded]:
         """State by canonical name: `optimizer/<kind>/<name>` for each kind of the rules' state and, where the main
-        weights are more precise than the model's, `optimizer/main/<name>`. The boxes are views, to be saved or filled."""
+        weights are more precise than the model's, `optimizer/main/<name>`. The boxes are views, to be filled; or, of what
+        several ranks hold alike, this one's share `to_save`."""
         kinds = [*(kind for rule in self._rules for kind in rule.state().items())]
         kinds.append(("main", [(slot, slot.main) for slot in self.slots if slot.precise]))
-        return {
-            f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes_of_slots(pairs).items()
-        }
+        boxes = share_of_slots if to_save else boxes_of_slots
+        return {f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes(pairs).items()}
 
     def reload_main(self) -> None:
         """Take the main weights from the model's, after those were loaded without them."""

@@ -5,15 +5,12 @@ does. A layer that is handed a `Deferred` makes the first in its backward and le
 that must be kept for it. Gradients that are no product of that kind (of norms, biases, embeddings, the head) are made
 with dX. `deliver` then runs as one backward of its own: each parameter gets its gradient of a micro-batch once, whole,
 and the hooks that take it notice no difference.
-
-Legend: N tokens in any number of axes, D input width, M output width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +18,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-
-from mega_trainer.kernels.base import Kernels
-
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of X, W and b
 
 
 @dataclass(frozen=True)
@@ -90,34 +83,3 @@ class _Computed(Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         gradient, ctx.gradient = ctx.gradient, None
         return gradient(), None
-
-
-class _Linear(Function):
-    """Y = X W^T + b by `kernels`; dX and db at once, dW later."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: Kernels, deferred: Deferred
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.deferred = bias is not None, deferred
-        return kernels.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        ctx.deferred.put(weight, partial(weight_gradient, x, dy))
-        return dy.matmul(weight), None, dy.flatten(0, -2).sum(0) if ctx.bias else None, None, None
-
-
-def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    """[.. N, D] and [.. N, M] -> dW [M, D]."""
-    return dy.flatten(0, -2).t().mm(x.flatten(0, -2))
-
-
-def deferring(kernels: Kernels, deferred: Deferred | None) -> Linear:
-    """`kernels.linear`, or one with the same values and gradients that puts the weight's off."""
-    if deferred is None:
-        return kernels.linear
-    return lambda x, weight, bias: _Linear.apply(x, weight, bias, kernels, deferred)  # type: ignore[no-untyped-call]

@@ -26,9 +26,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mega_trainer.comm import Group, all_gather, all_to_all
-from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.grouped import Rows, outer
-from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.exchange import Exchange, fetched, start
 from mega_trainer.parallel.slots import Slots, collect, gather, pick
 
@@ -200,34 +198,6 @@ def _read(ticket: Tensor, choices: int) -> tuple[Tensor, Tensor]:
     chosen = bits.view(torch.int64 if ticket.dtype == torch.float64 else torch.int32).long()
     chosen[-1] = -1
     return weights, chosen
-
-
-class _GroupedLinear(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels, deferred: Deferred | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.kernels, ctx.deferred = rows, kernels, deferred
-        return kernels.grouped_linear(x, weight, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        gradient, dweight = partial(ctx.kernels.grouped_outer, dy, x, ctx.rows), None
-        if ctx.deferred is not None:
-            ctx.deferred.put(weight, gradient)
-        elif ctx.needs_input_grad[1]:
-            dweight = gradient()
-        return ctx.kernels.grouped_linear(dy, weight.mT, ctx.rows), dweight, None, None, None
-
-
-def grouped_linear(x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels, deferred: Deferred | None = None) -> Tensor:
-    """Each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]; a group without rows has a gradient of zero.
-
-    `deferred` takes the product for the weight's gradient, where a backward puts it off.
-    """
-    y: Tensor = _GroupedLinear.apply(x, weight, rows, kernels, deferred)  # type: ignore[no-untyped-call]
-    return y
 
 
 class _GroupedBias(Function):

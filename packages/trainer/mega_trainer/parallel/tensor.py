@@ -12,7 +12,6 @@ reduce-scatter over S and a column layer first gathers S; the traffic is the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +20,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mega_ckpt.pieces import Piece
-from mega_trainer.comm import Group, all_gather, all_reduce, reduce_scatter, start_reduce_scatter
+from mega_trainer.comm import Group, all_gather, all_reduce, reduce_scatter
 from mega_trainer.kernels.base import Kernels
-from mega_trainer.parallel.deferred import Deferred, deferring, weight_gradient
+from mega_trainer.parallel.deferred import Deferred
+from mega_trainer.parallel.linear import SEQUENCE, Linear
 from mega_trainer.parallel.param import make_parameter
-
-SEQUENCE = 1  # the axis of [B, S, D] that sequence parallelism splits
 
 
 class _SumForward(Function):
@@ -45,44 +43,6 @@ class _SumForward(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return (all_gather(dy, ctx.group, SEQUENCE) if ctx.sp else dy), None, None
-
-
-class _ColumnLinear(Function):
-    """Y = X W^T with X replicated (or split over the sequence). The sum of dX runs beside the product for dW.
-
-    Or that product, and the gathering of X for it, is put off.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, sp: bool, deferred: Deferred | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sp, ctx.deferred = group, sp, deferred
-        full = all_gather(x, group, SEQUENCE) if sp else x
-        return torch.nn.functional.linear(full, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        group: Group = ctx.group
-        now = ctx.deferred is None and ctx.needs_input_grad[1]
-        full = all_gather(x, group, SEQUENCE) if ctx.sp and now else x
-        dx = dy.matmul(weight)
-        if ctx.sp:
-            dx, work = start_reduce_scatter(dx, group, SEQUENCE)
-        else:
-            work = all_reduce(dx, group, async_op=True)
-        dweight = weight_gradient(full, dy) if now else None
-        if ctx.deferred is not None:
-            ctx.deferred.put(weight, partial(_column_gradient, x, dy, group, ctx.sp))
-        if work is not None:
-            work.wait()
-        return dx, dweight, None, None, None
-
-
-def _column_gradient(x: Tensor, dy: Tensor, group: Group, sp: bool) -> Tensor:
-    """dW from X as a column layer keeps it: [B, S, D], or with `sp` this rank's part of it."""
-    return weight_gradient(all_gather(x, group, SEQUENCE) if sp else x, dy)
 
 
 class _GatherSequence(Function):
@@ -143,7 +103,7 @@ class ColumnLinear(nn.Module):
     """Y = X W^T + b with the rows of W, and so the columns of Y, split over `group`.
 
     Args:
-        kernels: the back end that multiplies in a group of one.
+        kernels: the back end that multiplies.
         weights: local parameters [N_i/T, D], used as one matrix. Usually one; parts whose gradients are summed over
             different ranks (shared key/value heads) are parameters of their own.
         biases: local parameters [N_i/T], as many, or none.
@@ -163,17 +123,14 @@ class ColumnLinear(nn.Module):
         deferred: Deferred | None = None,
     ) -> None:
         super().__init__()
-        self.linear, self.group, self.sp, self.deferred = deferring(kernels, deferred), group, sp, deferred
+        self.linear = Linear(kernels, deferred, group, sp)
         self.weights, self.biases = nn.ParameterList(weights), nn.ParameterList(biases)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S or S/T, D] -> [B, S, N/T]."""
-        weight, bias = _joined(self.weights), _joined(self.biases)
+        weight = _joined(self.weights)
         assert weight is not None
-        if self.group.size == 1:
-            return self.linear(x, weight, bias)
-        y: Tensor = _ColumnLinear.apply(x, weight, self.group, self.sp, self.deferred)  # type: ignore[no-untyped-call]
-        return y if bias is None else y + bias
+        return self.linear(x, weight, _joined(self.biases))
 
 
 def _joined(parts: nn.ParameterList) -> Tensor | None:
@@ -199,14 +156,14 @@ class RowLinear(nn.Module):
         deferred: Deferred | None = None,
     ) -> None:
         super().__init__()
-        self.linear, self.group, self.sp = deferring(kernels, deferred), group, sp
+        self.linear, self.group, self.sp = Linear(kernels, deferred), group, sp
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, N/T] -> [B, S or S/T, D]."""
         if self.group.size == 1:
             return self.linear(x, self.weight, self.bias)
-        y = sum_over(self.linear(x, self.weight, None), self.group, sp=self.sp)
+        y = sum_over(self.linear(x, self.weight), self.group, sp=self.sp)
         return y if self.bias is None else y + self.bias
 
 

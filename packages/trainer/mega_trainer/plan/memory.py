@@ -110,8 +110,7 @@ def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float
     if moe and model.has_experts(layer):
         # each of a token's rows at its experts, and as they come back; logits and scores in fp32
         routed = element * moe.top_k * width * (run.expert_tp + 1) + 2 * 4 * moe.num_experts
-    gated = 4 if run.recompute == "none" else 3  # gate, up, their product; torch keeps the activated gate besides
-    split += element * (gated if model.gated else 2) * feed_forward_width(model, layer)
+    split += element * (3 if model.gated else 2) * feed_forward_width(model, layer)
     inputs += element * latents
     return _tokens(run) * (inputs / (run.tp if run.sp else 1) + element * latents + (split + routed) / run.tp)
 

@@ -1,0 +1,133 @@
+"""Linear layers: one autograd Function over the three products of a back end, whichever way a layer is split.
+
+    Y  = X W^T + b    `linear`
+    dX = dY W         `linear_dx`
+    dW = dY^T X       `linear_dw`
+
+Column-parallel layers (arXiv:1909.08053) see all of X on every rank and sum dX over them, beside the product for dW;
+under sequence parallelism (arXiv:2205.05198) X is gathered first, and the sum is a reduce-scatter. The sum of a
+row-parallel layer's Y is a step of its own: `parallel.tensor.sum_over`.
+
+Legend: B batch, S sequence, D input width, N output width, T ranks, M rows of experts, G experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mega_trainer.comm import Group, all_gather, all_reduce, start_reduce_scatter
+from mega_trainer.kernels.base import Kernels
+from mega_trainer.kernels.grouped import Rows
+from mega_trainer.parallel.deferred import Deferred
+
+SEQUENCE = 1  # the axis of [B, S, D] that sequence parallelism splits
+ALONE = Group("alone")
+
+
+class Products(Protocol):
+    """What `Kernels` offers for linear layers, or what takes its place for some of them."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `Kernels.linear`."""
+
+    def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """See `Kernels.linear_dx`."""
+
+    def linear_dw(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """See `Kernels.linear_dw`."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Y = X W^T + b, differentiable.
+
+    Attributes:
+        products: of the back end.
+        deferred: takes the product for dW, and the gathering of X for it, where a backward puts them off.
+        group: the ranks that each have some rows of W, and all of X.
+        sp: X is split over them by the sequence.
+    """
+
+    products: Products
+    deferred: Deferred | None = None
+    group: Group = ALONE
+    sp: bool = False
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[B, S or S/T, D], [N/T, D] and [N/T] -> [B, S, N/T]."""
+        y: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def whole(self, x: Tensor) -> Tensor:
+        """All of X: [B, S, D]."""
+        return all_gather(x, self.group, SEQUENCE) if self.sp else x
+
+    def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
+        """dW from X as the layer keeps it: with `sp` this rank's part."""
+        return self.products.linear_dw(dy, self.whole(x))
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.bias = layer, bias is not None
+        return layer.products.linear(layer.whole(x), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        layer: Linear = ctx.layer
+        now = layer.deferred is None and ctx.needs_input_grad[1]
+        full = layer.whole(x) if now else x
+        dx = work = dweight = None
+        if ctx.needs_input_grad[0]:
+            dx = layer.products.linear_dx(dy, weight)
+            if layer.sp:
+                dx, work = start_reduce_scatter(dx, layer.group, SEQUENCE)
+            elif layer.group.size > 1:
+                work = all_reduce(dx, layer.group, async_op=True)
+        if now:
+            dweight = layer.products.linear_dw(dy, full)
+        elif layer.deferred is not None:
+            layer.deferred.put(weight, partial(layer.weight_gradient, x, dy))
+        dbias = dy.flatten(0, -2).sum(0) if ctx.bias else None
+        if work is not None:
+            work.wait()
+        return dx, dweight, dbias, None
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """`Products` of rows with their groups' matrices: X [M, D], W [G, N, D], Y [M, N]."""
+
+    kernels: Kernels
+    rows: Rows
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `Kernels.grouped_linear`."""
+        assert bias is None
+        return self.kernels.grouped_linear(x, weight, self.rows)
+
+    def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """See `Kernels.grouped_dx`."""
+        return self.kernels.grouped_dx(dy, weight, self.rows)
+
+    def linear_dw(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """See `Kernels.grouped_dw`."""
+        return self.kernels.grouped_dw(dy, x, self.rows, out, add=add)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, rows: Rows, kernels: Kernels, deferred: Deferred | None = None) -> Tensor:
+    """Each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]; a group without rows has a gradient of zero.
+
+    `deferred` takes the product for the weight's gradient, where a backward puts it off.
+    """
+    return Linear(_Grouped(kernels, rows), deferred)(x, weight)
