@@ -71,7 +71,7 @@ def test_experts_and_ranks_that_get_no_token() -> None:
     ]  # fmt: skip
     experts = {"layers": [1], "num_experts": 64, "top_k": 1}
     cases = [
-        case(name, 8, parallel=shape, micro=1, length=4, variant={"moe": {**MODELS[name]["moe"], **experts}})
+        case(name, 8, parallel=shape, micro=1, length=4, steps=1, variant={"moe": {**MODELS[name]["moe"], **experts}})
         for name, shape in product(("moe", "deepseek"), shapes)
     ]
     assert not problems(cases, 8)

@@ -139,7 +139,7 @@ def evaluate(executor: Executor, steps: Iterable[Sequence[MicroBatch]]) -> float
     if groups.tp.rank > 0 or executor.last_stage not in executor.stages:
         total.zero_()
     all_reduce(total, groups.world)
-    loss_sum, count = total.tolist()
+    loss_sum, count = total.cpu().tolist()
     return float(loss_sum / max(count, 1.0))
 
 
