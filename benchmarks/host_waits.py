@@ -107,6 +107,7 @@ def fake_gpu(ranks: int) -> Iterator[None]:
         for table in (clip.WIDTHS, blocks.TILE_ELEMENTS, loss.CHUNK_ELEMENTS):
             stack.enter_context(mock.patch.dict(table, {GPU: table["cuda"]}))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pinned))
+        stack.enter_context(mock.patch.object(step, "routing_metrics", lambda *numbers: {}))  # every number here is one
         stack.enter_context(mock.patch.object(grouped, "_at_once", lambda x, width: True))  # as CUDA
         stack.enter_context(mock.patch.object(grouped, "_zero_without_rows", lambda device: False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
