@@ -57,7 +57,10 @@ LAYOUTS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "context ranks, all-to-all": (4, {"cp": 2, "cp_kind": "alltoall"}),
     "experts, all on each rank": (2, {}),
     "experts, spread, with a bound": (4, {"ep": 4, "dispatch_bound": 1.5}),
-    "experts, spread and split, with a bound": (4, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2, "dispatch_bound": 2.0}),
+    "experts, spread and split, with a bound": (
+        4,
+        {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2, "dispatch_bound": 2.0},
+    ),
 }
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 16, "shared_ffn_hidden_size": 16, "aux_loss": 0.01}
 
@@ -107,9 +110,9 @@ def fake_gpu(ranks: int) -> Iterator[None]:
         for table in (clip.WIDTHS, blocks.TILE_ELEMENTS, loss.CHUNK_ELEMENTS):
             stack.enter_context(mock.patch.dict(table, {GPU: table["cuda"]}))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pinned))
-        stack.enter_context(mock.patch.object(step, "routing_metrics", lambda *numbers: {}))  # every number here is one
-        stack.enter_context(mock.patch.object(grouped, "_at_once", lambda x, width: True))  # as CUDA
-        stack.enter_context(mock.patch.object(grouped, "_zero_without_rows", lambda device: False))
+        stack.enter_context(mock.patch.object(step, "routing_metrics", return_value={}))  # every number here is one
+        stack.enter_context(mock.patch.object(grouped, "_at_once", return_value=True))  # as CUDA
+        stack.enter_context(mock.patch.object(grouped, "_zero_without_rows", return_value=False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
     dist.destroy_process_group()
