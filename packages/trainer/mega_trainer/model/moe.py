@@ -35,7 +35,9 @@ class Moe(nn.Module):
         self.router = Router(build, layer)
         self.experts = Experts(build, f"{name}.experts", recompute=recompute)
         self.own = moe.num_experts * groups.expert_tp.size // groups.ep.size
-        self.dispatch = AllToAll(moe.num_experts, groups.ep, groups.expert_tp.size, build.dispatch_bound)
+        self.dispatch = build.dispatcher or AllToAll(
+            moe.num_experts, groups.ep, groups.expert_tp.size, build.dispatch_bound
+        )
         self.shared = self.shared_gate = None
         if moe.shared_ffn_hidden_size:
             self.shared = Mlp(build, f"{name}.shared_expert", moe.shared_ffn_hidden_size, recompute=recompute)
