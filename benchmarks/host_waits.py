@@ -5,6 +5,7 @@
 Rank 0 of some layouts takes a step on fake tensors of a device that is not there, over a process group that sends nothing.
 A dispatch mode notes every read of a number, every operation whose shape depends on numbers, every copy to the host, and
 every copy from host memory that is not pinned, which waits too. Not counted: what goes on inside of FSDP2 (ZeRO-3).
+Experts on several ranks without `parallel.dispatch_bound` are not here: their host waits once a layer and micro-batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from mega_data.loader import StepBatch
 from mega_trainer import build, step
 from mega_trainer.batch import micro_batches
 from mega_trainer.config import RunConfig
-from mega_trainer.kernels import blocks
+from mega_trainer.kernels import blocks, grouped
 from mega_trainer.model import loss
 from mega_trainer.model.builder import Builder
 from mega_trainer.optim import clip
@@ -52,7 +53,14 @@ LAYOUTS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "tensor ranks, sequence parallel": (4, {"tp": 2, "sp": True}),
     "context ranks, all-gather": (4, {"cp": 2, "cp_kind": "allgather"}),
     "context ranks, all-to-all": (4, {"cp": 2, "cp_kind": "alltoall"}),
+    "experts, all on each rank": (2, {}),
+    "experts, spread, with a bound": (4, {"ep": 4, "dispatch_bound": 1.5}),
+    "experts, spread and split, with a bound": (
+        4,
+        {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2, "dispatch_bound": 2.0},
+    ),
 }
+EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 16, "shared_ffn_hidden_size": 16, "aux_loss": 0.01}
 
 
 class HostWaits(TorchDispatchMode):
@@ -101,6 +109,9 @@ def fake_gpu(ranks: int) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(table, {GPU: table["cuda"]}))
         stack.enter_context(mock.patch.object(clip, "ROWS", 2))  # the same calls, and fewer operations in each
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pinned))
+        stack.enter_context(mock.patch.object(step, "routing_metrics", return_value={}))  # every number here is one
+        stack.enter_context(mock.patch.object(grouped, "_at_once", return_value=True))  # as CUDA
+        stack.enter_context(mock.patch.object(grouped, "_zero_without_rows", return_value=False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
     dist.destroy_process_group()
@@ -110,8 +121,9 @@ def count(name: str, *, documents: bool = True) -> dict[str, list[str]]:
     """What the host waits for in a training step after the first and in an evaluation, of one layout."""
     ranks, parallel = LAYOUTS[name]
     raw = {
-        "model": MODEL, "data": {"train": [{"path": "none"}], "seq_length": 32}, "parallel": parallel,
-        "batch": {"micro": 1, "global": 4}, "precision": "bf16", "optimizer": {"clip_grad": 1.0},
+        "model": {**MODEL, "moe": EXPERTS} if name.startswith("experts") else MODEL,
+        "data": {"train": [{"path": "none"}], "seq_length": 32}, "parallel": parallel,
+        "batch": {"micro": 1, "global": 8}, "precision": "bf16", "optimizer": {"clip_grad": 1.0},
     }  # fmt: skip
     config = RunConfig.parse(raw)
     with fake_gpu(ranks), HostWaits():
@@ -119,8 +131,8 @@ def count(name: str, *, documents: bool = True) -> dict[str, list[str]]:
         groups = build.connect(config, Ranks(0, ranks))
         schedule = build.build_schedule(config, groups)
         builder = Builder(
-            config.model, groups, sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dtype=build.dtype_of(config),
-            device=device,
+            config.model, groups, sp=config.parallel.sp, cp_kind=config.parallel.cp_kind,
+            dispatch_bound=config.parallel.dispatch_bound, dtype=build.dtype_of(config), device=device,
         )  # fmt: skip
         stages = build.build_stages(config, builder, schedule)
         shared = build.share_stages(config, stages)

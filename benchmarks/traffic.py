@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,13 +32,13 @@ import numpy as np
 import record
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.comm import Group
-from mega_trainer.kernels import blocks, products
+from mega_trainer.kernels import blocks, grouped, products
 from mega_trainer.kernels import fp8 as fp8_kernels
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.flash import TorchFlash
@@ -47,22 +48,26 @@ from mega_trainer.kernels.masks import CAUSAL, Packed
 from mega_trainer.kernels.quantise import Quantised, quantised
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
-from mega_trainer.model import loss
+from mega_trainer.model import loss, router
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context, Outline, Sequences
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.moe import Moe
 from mega_trainer.model.rope import Rotary
+from mega_trainer.model.router import choose
+from mega_trainer.model.routing import Routing
 from mega_trainer.optim import clip
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel import buckets, context
+from mega_trainer.parallel import buckets, context, exchange, expert
 from mega_trainer.parallel.grads import Sharing, flatten
 
 MATMUL, ATTENTION, FP32, MEMORY, LAUNCH = 0.75 * 989e12, 0.60 * 989e12, 67e12, 0.80 * 3.35e12, 5e-6
 D, FFN, HEADS, KV, HEAD, VOCAB = 4096, 14_336, 32, 8, 128, 128_256
 CPU = torch.device("cpu")
 
-PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "linear"})
+PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "_grouped_mm"})
+SUMS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})  # of rows: each is read once, and so is its number
 FREE = frozenset(
     [
         "empty",
@@ -228,6 +233,9 @@ def _bytes(func: Any, name: str, args: Sequence[Any], ins: list[Tensor], outs: l
         return sum(map(_nbytes, outs or ins))
     if name in PICKS:  # what is picked is read, not all there is
         return 2 * sum(map(_nbytes, outs)) + sum(_nbytes(t) for t in ins if not t.is_floating_point())
+    if name in SUMS:
+        rows, numbers = args[:2]
+        return min(numbers.numel(), len(rows)) * _nbytes(rows) / len(rows) + _nbytes(numbers) + _nbytes(outs[0])
     if name in PUTS:
         put = 3 * max((_nbytes(t) for t in ins if t is not args[0]), default=0)
         return put + (0 if name.endswith("_") else 2 * _nbytes(args[0]))
@@ -422,6 +430,95 @@ def attention(traffic: Traffic, length: int) -> None:
                 q, k, v, mask, Scores(HEAD**-0.5)))  # fmt: skip
 
 
+SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
+    "Mixtral 8x7B": (8, {
+        "hidden_size": 4096, "ffn_hidden_size": 14_336, "num_attention_heads": 32,
+        "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 14_336, "aux_loss": 0.02},
+    }),
+    "DeepSeek-V3": (64, {
+        "hidden_size": 7168, "ffn_hidden_size": 18_432, "num_attention_heads": 128,
+        "moe": {
+            "num_experts": 256, "top_k": 8, "ffn_hidden_size": 2048, "shared_ffn_hidden_size": 2048, "score": "sigmoid",
+            "scaling": 2.5, "groups": 8, "top_groups": 4, "group_score": "top2", "selection_bias": True,
+            "bias_rate": 0.001, "aux_loss": 0.0001,
+        },
+    }),
+}  # fmt: skip
+
+
+def experts(traffic: Traffic, length: int) -> dict[str, dict[str, float]]:
+    """Layers of experts on one rank of several, an even load, as many rows as there are and with a bound of 1.25.
+
+    Returns, by region, GB that the rank sends to other ranks, those that one row for each token and rank would be, and
+    waits of the host. Choices are of random scores.
+    """
+    found = {}
+    for name, (ranks, shape) in SHAPES.items():
+        config = ModelConfig.model_validate({"num_layers": 1, "vocab_size": 512, **shape})
+        moe = config.moe
+        assert moe is not None
+        with traffic.silence(), unset_fake_temporarily():
+            chosen = choose(torch.rand(length, moe.num_experts, generator=torch.Generator().manual_seed(0)), moe, None)
+            held = torch.zeros(length, ranks).scatter_(1, chosen * ranks // moe.num_experts, 1.0)
+            rows = round(held.sum().item() / ranks)  # to each rank
+        for bound in (None, 1.25):
+            region = f"experts, {name}, {ranks} ranks" + (f", bound {bound}" if bound else "")
+            wire = Wire(ranks, rows, length * moe.top_k)
+            with traffic.silence():
+                groups = Groups(ep=Group("ep", tuple(range(ranks))))
+                layer = Moe(Builder(config, groups, dtype=torch.bfloat16, device=CPU, dispatch_bound=bound), 0)
+                x = _bf16(traffic, 1, length, config.hidden_size)
+                context = Context(Sequences(length, CPU), routing=Routing(None, None, 1.0, 1.0))
+            with wire.instead(traffic):
+                _both_ways(traffic, region, lambda layer=layer, x=x, context=context: layer(x, context))
+            row = 4 * rows * (ranks - 1) * 2 * config.hidden_size
+            found[region] = {"wire_gb": wire.size / 1e9, "wire_gb_of_a_row_each": row / 1e9, "host_waits": wire.waits}
+    return found
+
+
+@dataclass
+class Wire:
+    """Ranks that are not there: each sends this one as much as it gets from it."""
+
+    ranks: int
+    rows: int
+    choices: int
+    size: float = 0.0
+    waits: int = 0
+
+    @contextmanager
+    def instead(self, traffic: Traffic) -> Iterator[None]:
+        """Takes the place of what sends; and of CUDA's kernels of several groups and of wide sums."""
+
+        def send(out: Tensor, tensor: Tensor, *splits: Any, async_op: bool = False) -> Any:
+            self.size += _nbytes(tensor) * (self.ranks - 1) / self.ranks  # the rest is this rank's own
+            return SimpleNamespace(wait=lambda: None)
+
+        def counts(table: Tensor, *splits: Any) -> Tensor:
+            self.size += _nbytes(table)
+            return torch.empty_like(table)
+
+        def fetched(table: Tensor) -> Callable[[], Any]:
+            self.waits += 1
+            even = [[self.rows, self.choices // self.ranks]] * self.ranks
+            return lambda: (even, even)
+
+        def wide_product(a: Tensor, b: Tensor) -> Tensor:
+            with traffic.silence():
+                out = torch.empty(len(a), b.shape[1])
+            traffic.add("wide product", product=2.0 * a.numel() * b.shape[1], size=sum(map(_nbytes, (out, a, b))))
+            return out
+
+        with ExitStack() as stack:
+            for place, name, stand_in in (
+                (exchange, "all_to_all_into", send), (expert, "all_to_all", counts), (expert, "fetched", fetched),
+                (router, "wide_product", wide_product), (grouped, "_at_once", lambda x, width: True),
+                (grouped, "_zero_without_rows", lambda device: True),
+            ):  # fmt: skip
+                stack.enter_context(mock.patch.object(place, name, stand_in))
+            yield
+
+
 def _as_one_kernel(mask: Packed, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """A GPU takes all documents at once; here they are as long as each other, and so rows of a batch."""
     yield tuple(t.view(len(mask.lengths), -1, *t.shape[2:]) for t in tensors)
@@ -459,6 +556,7 @@ def main() -> None:
         attention(traffic, options.seq)
         for ranks in (2, 4):
             ring(traffic, options.seq, ranks)
+        sent = experts(traffic, options.seq)
     rows = {name: count.row() for name, count in traffic.regions.items() if name != "other"}
     print(f"{'':52} {'kernels':>8} {'TFLOP':>8} {'attn':>8} {'GB':>8} {'ms':>8}")
     for name, row in rows.items():
@@ -466,6 +564,9 @@ def main() -> None:
         if options.operations:
             largest = sorted(traffic.regions[name].by_operation.items(), key=lambda item: -item[1])[:8]
             print("    " + ", ".join(f"{operation} {size / 1e9:.2f}" for operation, size in largest))
+    for name, numbers in sent.items():
+        rows[name] |= numbers
+        print(f"{name}: {numbers}")
     norm = rows["gradient norm"]["gb_moved"] * 1e9 / parameters
     print(f"gradient norm: {norm:.1f} bytes a parameter")
     record.write("traffic", {"tokens": options.seq, "norm_bytes_a_parameter": norm, "regions": rows}, ["torch"])

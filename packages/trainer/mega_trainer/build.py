@@ -26,7 +26,9 @@ from mega_trainer.model.recompute import Recompute
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.muon import Muon, is_hidden_matrix
 from mega_trainer.optim.zero import Optimizer
+from mega_trainer.parallel.deepep import DeepEp
 from mega_trainer.parallel.deferred import Deferred
+from mega_trainer.parallel.expert import Dispatcher
 from mega_trainer.parallel.fsdp import FullyShardedStage, shard_fully
 from mega_trainer.parallel.grads import Sharing, flatten
 from mega_trainer.parallel.shared import SharedStage
@@ -58,6 +60,14 @@ def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, lo
         ordered=config.debug.ordered_reductions,
         log=log,
     )
+
+
+def build_dispatcher(config: RunConfig, groups: Groups) -> Dispatcher | None:
+    """What brings tokens to experts on other ranks, where that is not the trainer's own."""
+    moe, parallel = config.model.moe, config.parallel
+    if moe is None or groups.ep.size == 1 or parallel.dispatch == "alltoall":
+        return None
+    return DeepEp(moe.num_experts, groups.ep, parallel.dispatch_bound)
 
 
 def build_schedule(config: RunConfig, groups: Groups) -> Schedule:

@@ -133,6 +133,11 @@ def expert_problems(config: RunConfig) -> Iterator[Problem]:
         widths = [n for n in range(1, 17) if moe.ffn_hidden_size % n == 0]
         rule = f"must divide the experts' ffn_hidden_size {moe.ffn_hidden_size}"
         yield Problem("parallel.expert_tp", rule, parallel.expert_tp, f"one of {widths}")
+    if parallel.dispatch == "deepep" and (parallel.expert_tp > 1 or config.precision not in ("bf16", "fp8")):
+        rule = (
+            f"takes bf16 and whole experts: precision = {config.precision}, parallel.expert_tp = {parallel.expert_tp}"
+        )
+        yield Problem("parallel.dispatch", rule, parallel.dispatch, "alltoall")
 
 
 def _expert_degrees(model: ModelConfig) -> list[int]:

@@ -74,6 +74,9 @@ def train_step(
 
     Args:
         tokens: of the step, as `count_tokens` gives them.
+
+    Raises:
+        TrainingError: when tokens found no room on their way to their experts; nothing is updated.
     """
     factor = 1.0 if loss_scale is None else loss_scale.value
     for stage in optimizer.stages:
@@ -86,13 +89,13 @@ def train_step(
     norm, loss, mtp_loss, *ridden = numbers[: 1 + len(told)].tolist()
     norm, loss, mtp_loss = norm / factor, loss / max(tokens[0], 1.0), mtp_loss / max(tokens[0], 1.0)
     finite = math.isfinite(loss) and math.isfinite(norm)
+    routing = routing_metrics(executor.config.moe, numbers[1 + len(told) :].view_as(table), factor)
     if finite:
         optimizer.update(lr, clip_factor(norm, clip) / factor, decoupled_lr)
         move_selection(executor, table)
     result = StepResult(
-        loss, norm, tokens[0], finite, mtp_loss if batches[0].ahead else None, riders=ridden,
-        routing=routing_metrics(executor.config.moe, numbers[1 + len(told) :].view_as(table), factor),
-    )  # fmt: skip
+        loss, norm, tokens[0], finite, mtp_loss if batches[0].ahead else None, routing=routing, riders=ridden
+    )
     if loss_scale is None:
         return result
     overflowed = loss_scale.mends(loss_finite=math.isfinite(loss), norm_finite=math.isfinite(norm))

@@ -20,6 +20,7 @@ from mega_data.loader import Loader
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.batch import micro_batches
 from mega_trainer.build import (
+    build_dispatcher,
     build_optimizer,
     build_schedule,
     build_stages,
@@ -85,8 +86,8 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     kernels = TorchKernels(leaves)
     builder = Builder(
         config.model, groups, kernels,
-        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatch_bound=config.parallel.dispatch_bound,
-        dtype=dtype, device=device,
+        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups),
+        dispatch_bound=config.parallel.dispatch_bound, dtype=dtype, device=device,
     )  # fmt: skip
     stages = build_stages(config, builder, schedule)
     shared = share_stages(config, stages)

@@ -29,6 +29,15 @@ def gated(activation: str, limit: float | None) -> Both:
     return lambda x: (KERNELS.gated(x, activation, limit),), plain, [(3, 5, 12)]
 
 
+def weighted(activation: str, limit: float | None) -> Both:
+    plain = gated(activation, limit)[1]
+    return (
+        lambda x, weights: (KERNELS.gated(x, activation, limit, weights),),
+        lambda x, weights: (plain(x)[0] * weights.unsqueeze(-1),),
+        [(7, 12), (7,)],
+    )
+
+
 def norm(*, added: bool, zero_centered: bool) -> Both:
     def plain(x: Tensor, weight: Tensor, *y: Tensor) -> tuple[Tensor, ...]:
         total = x + y[0] if added else x
@@ -68,6 +77,8 @@ CASES = {
     "swiglu": gated("swiglu", None),
     "geglu": gated("geglu", None),
     "limited": gated("swiglu", 0.5),
+    "swiglu of weighted rows": weighted("swiglu", None),
+    "limited, of weighted rows": weighted("swiglu", 0.5),
     "norm": norm(added=False, zero_centered=False),
     "residual and norm": norm(added=True, zero_centered=False),
     "residual and Gemma's norm": norm(added=True, zero_centered=True),

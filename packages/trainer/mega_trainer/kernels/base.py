@@ -109,10 +109,13 @@ class Kernels(Protocol):
         delta the sum of y dy over each head, the gradient of a score is p (dy v - delta) (arXiv:2205.14135).
         """
 
-    def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
+    def gated(
+        self, gate_up: Tensor, activation: str, limit: float | None = None, weights: Tensor | None = None
+    ) -> Tensor:
         """act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu or geglu (arXiv:2002.05202).
 
         With a `limit` it is swiglu as in GPT-OSS: gate sigmoid(1.702 gate) (up + 1), with gate <= limit, |up| <= limit.
+        `weights` [..] in at least fp32 are factors of the rows.
         """
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:

@@ -95,9 +95,11 @@ class TorchKernels:
         """See `Kernels.attend_block_backward`."""
         return blocks.attend_block_backward(self.flash, dy, q, k, v, y, lse, mask, how)
 
-    def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
+    def gated(
+        self, gate_up: Tensor, activation: str, limit: float | None = None, weights: Tensor | None = None
+    ) -> Tensor:
         """See `Kernels.gated`."""
-        return fused.gated(gate_up, activation, limit, self.leaves)
+        return fused.gated(gate_up, weights, activation, limit, self.leaves)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """See `Kernels.rotate`."""

@@ -9,19 +9,18 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.kernels.base import Kernels
 
 
-def activate(x: Tensor, config: ModelConfig, kernels: Kernels) -> Tensor:
-    """[.., 2F] (gate, then up) -> [.., F] for a gated activation, [.., F] -> [.., F] for the others."""
-    match config.activation:
-        case "swiglu" | "geglu":
-            return kernels.gated(x, config.activation, config.activation_limit)
-        case "relu2":  # arXiv:2109.08668
-            return F.relu(x).square()
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "gelu":
-            return F.gelu(x)
+def activate(x: Tensor, config: ModelConfig, kernels: Kernels, weights: Tensor | None = None) -> Tensor:
+    """[.., 2F] (gate, then up) -> [.., F] for a gated activation, [.., F] -> [.., F] for the others.
+
+    Each row times its weight, where there are `weights` [..].
+    """
+    if config.activation in ("swiglu", "geglu"):
+        return kernels.gated(x, config.activation, config.activation_limit, weights)
+    y = _plain(x, config.activation)
+    return y if weights is None else y * weights.to(y.dtype).unsqueeze(-1)
 
 
-def activate_weighted(x: Tensor, weights: Tensor, config: ModelConfig, kernels: Kernels) -> Tensor:
-    """`activate` of rows [M, ..], times the weight [M] of each."""
-    return activate(x, config, kernels) * weights.to(x.dtype).unsqueeze(-1)
+def _plain(x: Tensor, activation: str) -> Tensor:
+    if activation == "relu2":  # arXiv:2109.08668
+        return F.relu(x).square()
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -17,6 +17,7 @@ from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.parallel.context import Kind
 from mega_trainer.parallel.deferred import Deferred
+from mega_trainer.parallel.expert import Dispatcher
 from mega_trainer.parallel.linear import Linear
 from mega_trainer.parallel.param import make_parameter
 from mega_trainer.parallel.tensor import (
@@ -91,6 +92,7 @@ class Builder:
         products: that of the linear layers to be made.
         sp: split the residual stream over the sequence among the tensor ranks.
         cp_kind: how attention reaches the tokens of other context ranks.
+        dispatcher: brings tokens to their experts; None: `AllToAll`.
         dispatch_bound: how much of an even load may go to each rank's experts; None: as much as there is.
         dtype, device: of parameters and activations.
         deferred: takes the products for weight gradients, where a pipeline puts them off.
@@ -103,6 +105,7 @@ class Builder:
     products: Kernels | None = None
     sp: bool = False
     cp_kind: Kind = "ring"
+    dispatcher: Dispatcher | None = None
     dispatch_bound: float | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

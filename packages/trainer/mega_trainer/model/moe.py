@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_trainer.kernels.grouped import Rows
-from mega_trainer.model.activation import activate_weighted
+from mega_trainer.model.activation import activate
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.mlp import Mlp
@@ -35,7 +35,9 @@ class Moe(nn.Module):
         self.router = Router(build, layer)
         self.experts = Experts(build, f"{name}.experts", recompute=recompute)
         self.own = moe.num_experts * groups.expert_tp.size // groups.ep.size
-        self.dispatch = AllToAll(moe.num_experts, groups.ep, groups.expert_tp.size, build.dispatch_bound)
+        self.dispatch = build.dispatcher or AllToAll(
+            moe.num_experts, groups.ep, groups.expert_tp.size, build.dispatch_bound
+        )
         self.shared = self.shared_gate = None
         if moe.shared_ffn_hidden_size:
             self.shared = Mlp(build, f"{name}.shared_expert", moe.shared_ffn_hidden_size, recompute=recompute)
@@ -98,7 +100,7 @@ class Experts(nn.Module):
         h = self.linear(x, self.up, rows)
         h = h if self.up_bias is None else grouped_bias(h, self.up_bias, rows)
         # weighted before the last product, which is linear: so a row's output is not needed for its weight's gradient
-        h = computed(activate_weighted, h, weights, self.config, self.kernels, again=self.recompute and self.training)
+        h = computed(activate, h, self.config, self.kernels, weights, again=self.recompute and self.training)
         y = self.linear(h, self.down, rows)
         if self.down_bias is None:
             return y

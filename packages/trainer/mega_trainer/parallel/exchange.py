@@ -54,14 +54,14 @@ class Exchange:
 
 class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange, length: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.begin(rows, exchange.sent, exchange.received, length)
+        return exchange.begin(rows, exchange.sent, exchange.received, sum(exchange.received) + 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange.end(), None, None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.end(), None
 
 
 class _Wait(Function):
@@ -93,13 +93,9 @@ def fetched(table: Tensor) -> Callable[[], Any]:
     return read
 
 
-def start(rows: Tensor, exchange: Exchange, length: int | None = None) -> Callable[[], Tensor]:
-    """Send the first of rows [sum(sent) + 1 or more, ..]. The function waits for what comes, the first of `length` rows.
-
-    These are sum(received) + 1 where that is left out.
-    """
-    length = sum(exchange.received) + 1 if length is None else length
-    out: Tensor = _Start.apply(rows, exchange, length)  # type: ignore[no-untyped-call]
+def start(rows: Tensor, exchange: Exchange) -> Callable[[], Tensor]:
+    """Send the first of rows [sum(sent) + 1 or more, ..]. The function waits for what comes [sum(received) + 1, ..]."""
+    out: Tensor = _Start.apply(rows, exchange)  # type: ignore[no-untyped-call]
 
     def arrived() -> Tensor:
         there: Tensor = _Wait.apply(out, exchange, len(rows))  # type: ignore[no-untyped-call]

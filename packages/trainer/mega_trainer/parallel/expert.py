@@ -120,17 +120,18 @@ class AllToAll:
         size = ranks.numel() if capacity is None else capacity * self.group.size
         slots = Slots.of(ranks, self.group.size, size, capacity)
         splits = self._counted(chosen, slots) if capacity is None else partial(self._bounded, capacity, chosen.numel())
-        rows, ticket = gather(x, slots), _ticket(gather(weights, slots), _chosen(chosen, slots))
+        ticket = _ticket(gather(weights, slots), _chosen(chosen, slots))
         sent, received, count = splits()
+        slots = slots.first(sum(sent))
         choices = start(ticket, Exchange(self.group, sent, received))
-        tokens = start(rows, Exchange(self.group, sent, received))
+        tokens = start(gather(x, slots), Exchange(self.group, sent, received))
 
         def arrived() -> Arrived:
             came, theirs = _read(choices(), chosen.shape[1])
             return Arrived(tokens(), self._own(theirs), came, count)
 
         def back(y: Tensor) -> Tensor:
-            return collect(start(y, Exchange(self.group, received, sent), slots.rows + 1)(), slots)
+            return collect(start(y, Exchange(self.group, received, sent))(), slots)
 
         return Delivery(arrived, back, slots.lost)
 

@@ -14,7 +14,7 @@ Legend: N tokens, K choices of each, G groups (ranks, or experts), M rows, D wid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,10 @@ class Slots:
         lost = (flat >= 0).sum() - (row < rows).sum()
         return cls(row.view_as(groups), choice, ends.int(), lost)
 
+    def first(self, rows: int) -> Slots:
+        """With fewer rows, if those behind are for no choice."""
+        return replace(self, row=self.row.clamp(max=rows), choice=self.choice[: rows + 1])
+
     @property
     def rows(self) -> int:
         """M."""
@@ -82,7 +86,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
         ctx.slots = slots
-        return x[slots.token]
+        return x[slots.token] if len(x) else x.new_empty((slots.rows + 1, *x.shape[1:]))
 
     @staticmethod
     @once_differentiable
