@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
