@@ -28,6 +28,21 @@ MODEL = {
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": F // 2, "shared_ffn_hidden_size": F}
 
 
+def test_forwards_do_not_hold_on_to_each_other() -> None:
+    """Also where the first layer is none of those that are offloaded."""
+    config = ModelConfig.model_validate(MODEL)
+    decoder = Decoder(Builder(config), None, Recompute("full", layers=1), Offload(2, min_bytes=0))
+    positions = torch.arange(TOKENS).unsqueeze(0)
+    lasts = []
+    for _ in range(2):
+        decoder(decoder.embed(positions % 16, positions), decoder.context(positions)).sum().backward()
+        lasts.append(decoder.saved._last)
+    before = lasts[1]
+    while before is not None:
+        assert before is not lasts[0]
+        before = before._before
+
+
 def trained(
     recompute: Recompute | None, offload: Offload | None = None, moe: dict[str, int] | None = None
 ) -> tuple[list[torch.Tensor], int]:

@@ -52,6 +52,8 @@ class SavedActivations:
 
     def layer(self, index: int, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """What the stage's layer `index` makes of its inputs."""
+        if index == 0:
+            self._last = None  # another forward
         if not torch.is_grad_enabled():
             return run(*inputs)
         if self.recompute.whole(index):
@@ -65,7 +67,7 @@ class SavedActivations:
             yield
             return
         if self.offload is not None:
-            self._last = self.offload.layer(index, self._last if index else None)
+            self._last = self.offload.layer(index, self._last)
         self._open = _Layer(self._last)
         with saved_tensors_hooks(self._open.pack, self._open.unpack):
             try:
