@@ -48,8 +48,9 @@ def plan_command(
 def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
     from mega_trainer.pipeline.draw import draw as drawing
     from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate
+    from mega_trainer.plan.advice import run_shape
     from mega_trainer.plan.flops import count_parameters, model_flops
-    from mega_trainer.plan.memory import RunShape, memory
+    from mega_trainer.plan.memory import memory
 
     parallel, dp = config.parallel, config.data_parallel(ranks)
     micro = config.microbatches(dp)
@@ -59,12 +60,6 @@ def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
     timeline = simulate(schedule)
     if draw is not None:
         draw.write_text(drawing(schedule, timeline), encoding="utf-8")
-    shape = RunShape(
-        seq_length=config.data.seq_length, micro_batch=config.batch.micro, microbatches=micro, tp=parallel.tp,
-        sp=parallel.sp, pp=parallel.pp, virtual_stages=parallel.virtual_stages, schedule=parallel.schedule,
-        cp=parallel.cp, ep=parallel.ep, expert_tp=parallel.expert_tp, dp=dp, zero=parallel.zero, zero3_shard=parallel.zero3_shard,
-        precision=config.precision, recompute=config.recompute.kind,
-    )  # fmt: skip
     tokens = config.batch.global_ * config.data.seq_length
     growing = [{"global": size, "steps": steps} for size, steps in config.batch.plateaus()]
     return {
@@ -81,7 +76,7 @@ def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
         **({"rampup": growing} if growing else {}),
         "tokens_per_step": tokens,
         "flops_per_step": tokens * model_flops(config.model, config.data.seq_length),
-        "memory_bytes": memory(config.model, shape),
+        "memory_bytes": memory(config.model, run_shape(config, ranks)),
         "microbatches_in_flight": peak_activations(schedule),
         "bubble": timeline.mean_bubble,
         "bubble_by_formula": bubble_formula(schedule),

@@ -14,7 +14,7 @@ Settings = dict[str, Any]
 
 # What a trained model does not depend on, but for rounding; and what of that it does depend on.
 WITHOUT_EFFECT = (
-    "parallel", "recompute", "batch.micro", "optimizer.offload", "data.cache", "device", "timeout_seconds", "log",
+    "parallel", "recompute", "offload", "profile", "batch.micro", "optimizer.offload", "data.cache", "device", "timeout_seconds", "log",
     "debug", "train", "checkpoint",
 )  # fmt: skip
 DECISIVE = ("train.steps", "train.seed", "checkpoint.path", "checkpoint.load")

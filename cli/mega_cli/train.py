@@ -21,6 +21,8 @@ Examples:
 
   mega train run.yaml --check
 
+  mega train run.yaml --find-micro-batch
+
   mega train --schema > run.schema.json
 
   mega train --from-megatron-args pretrain.sh > run.yaml
@@ -49,6 +51,13 @@ def train_command(
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Check configuration and data, print what they come to, and stop.")
+    ] = False,
+    find_micro_batch: Annotated[
+        bool,
+        typer.Option(
+            "--find-micro-batch",
+            help="Find the largest batch.micro that fits this machine, by training a few steps with some; print it, and stop.",
+        ),
     ] = False,
     data: Annotated[bool, typer.Option(help="With --check: look at the data, too.")] = True,
     from_megatron_args: Annotated[
@@ -102,7 +111,28 @@ def train_command(
         print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
         print("".join(f"# {told(use)}\n" for use in uses), end="")
         return
+    if find_micro_batch:
+        print(_largest_micro_batch(config, run, set_ or [], nproc))
+        return
     _start(config, run, set_ or [], nproc)
+
+
+def _largest_micro_batch(config: RunConfig, run: Path, overrides: list[str], nproc: int | None) -> str:
+    """The command that trains with it."""
+    import sys
+
+    from mega_common.log import setup_log
+    from mega_trainer.micro_batch import find_micro_batch
+    from mega_trainer.ranks import default_ranks
+
+    parallel = config.parallel
+    count = nproc or default_ranks(parallel.tp * parallel.pp * parallel.cp, parallel.dp, config.device)
+    config.check_ranks(count)
+    setup_log(rank=0, world_size=1)
+    command = [sys.executable, "-m", "mega_cli.main", "train", f"--nproc={count}"]
+    size = find_micro_batch(config, run, overrides, command, count)
+    options = [f"--set {setting}" for setting in (*overrides, f"batch.micro={size}")]
+    return f"mega train {run} {' '.join(options)}" + (f" --nproc {nproc}" if nproc else "")
 
 
 def _only_run(words: list[str]) -> Path:

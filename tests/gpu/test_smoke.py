@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("model", MODELS)
 def test_trains_saves_and_resumes_on_a_gpu(tmp_path: Path, model: str, precision: str, recompute: str) -> None:
     with IndexedWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
@@ -54,6 +54,7 @@ def test_trains_saves_and_resumes_on_a_gpu(tmp_path: Path, model: str, precision
         "lr_schedule": {"decay_steps": 40},
         "precision": precision,
         "recompute": {"kind": recompute},
+        "offload": {"activations": int(recompute == "selective"), "min_bytes": 0},
         "log": {"tensorboard": False},
         "device": "cuda",
         "output": str(tmp_path / "run"),

@@ -103,7 +103,7 @@ class Case:
     Attributes:
         model: the fields of a `ModelConfig`.
         ranks: ranks that take part.
-        parallel, recompute, debug: the sections of a run.yaml.
+        parallel, recompute, offload, debug: the sections of a run.yaml.
         micro, batch: samples of one forward pass on one rank, and of a step.
         rampup: of the batch, whose increments `micro` divides.
         bucket: elements of a gradient bucket.
@@ -135,6 +135,7 @@ class Case:
     clip: float = 0.1  # small enough that every step is clipped
     steps: int = STEPS
     debug: Mapping[str, Any] = field(default_factory=dict)
+    offload: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -145,6 +146,7 @@ class Case:
             "data": {"train": ["none"], "seq_length": self.length},
             "parallel": {"bucket_elements": self.bucket, **self.parallel},
             "recompute": dict(self.recompute),
+            "offload": dict(self.offload),
             "batch": {"micro": self.micro, "global": self.batch, "rampup": self.rampup},
             "optimizer": {
                 "name": self.optimizer, "clip_grad": self.clip, "eps": 1e-4, "decoupled_lr": self.decoupled_lr,
@@ -159,7 +161,7 @@ class Case:
     def single(self) -> Case:
         """The same model and batches in one process, in one micro-batch: the mathematics of a step is the same."""
         micro = self.micro if self.rampup else self.batch
-        return replace(self, ranks=1, parallel={}, recompute={}, micro=micro, bucket=LARGE, debug={})
+        return replace(self, ranks=1, parallel={}, recompute={}, offload={}, micro=micro, bucket=LARGE, debug={})
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -246,7 +248,7 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
     batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)), parallel["pp"], rng)
     return case(
         name, ranks, layers=layers, variant=rng.choice(VARIANTS[name]) if name in VARIANTS else {}, parallel=chosen,
-        recompute=rng.choice(RECOMPUTES),
+        recompute=rng.choice(RECOMPUTES), offload=rng.choice(OFFLOADS),
         micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]),
         optimizer=rng.choice(OPTIMIZERS) if parallel["zero"] < 3 else "adamw", steps=steps,
     )  # fmt: skip
@@ -254,6 +256,7 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
 
 OPTIMIZERS = ["adamw", "adamw", "muon"]
 RECOMPUTES: list[dict[str, Any]] = [{}, {"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}]
+OFFLOADS: list[dict[str, Any]] = [{}, {}, {"activations": 1, "min_bytes": 0}]
 
 
 def uneven(stages: int, rng: random.Random) -> tuple[int, list[int]]:

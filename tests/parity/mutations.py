@@ -37,6 +37,8 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Outline, Sequences
 from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.offload import OffloadedLayer
+from mega_trainer.model.recompute import _Again
 from mega_trainer.optim import clip
 from mega_trainer.optim.muon import Muon
 from mega_trainer.optim.zero import Optimizer
@@ -61,6 +63,8 @@ ZERO = case("dense", 2, parallel={"zero": 1}, micro=4)
 ZERO2 = case("dense", 2, parallel={"zero": 2}, micro=2)
 RING, GATHER, EXCHANGE = (case("long", 2, parallel={"cp": 2, "cp_kind": kind}) for kind in CONTEXT)
 DROPPING = case("tied", 2, parallel={"cp": 2, "cp_kind": "alltoall"})
+AGAIN = case("gqa", 1, recompute={"kind": "selective"})
+AWAY = case("gqa", 1, offload={"activations": 1, "min_bytes": 0})
 LATENT = case("mla", 2, parallel={"tp": 2, "sp": True})
 AHEAD_DP = case("mla", 2, parallel={"zero": 0}, micro=2)
 AHEAD_CP = case("mla", 2, parallel={"cp": 2})
@@ -376,14 +380,29 @@ def _positions_of_first_part() -> AbstractContextManager[Any]:
     return swap(decoder, "sequence_part", part)
 
 
+def _computed_again_from_zeros() -> AbstractContextManager[Any]:
+    real = _Again.value
+    return swap(_Again, "value", lambda self: torch.zeros_like(real(self)))
+
+
+def _views_begin_at_the_first_element() -> AbstractContextManager[Any]:
+    """Of what is brought back from host memory: so up is what gate is, and values what queries are."""
+    real = OffloadedLayer.unpack
+    return swap(
+        OffloadedLayer,
+        "unpack",
+        lambda self, packed: real(self, replace(packed, offset=0) if hasattr(packed, "offset") else packed),
+    )
+
+
 @contextmanager
 def _layers_counted_from_zero() -> Any:
     """Every stage names its layers from 0: the layers of the first stage are started, or restored, everywhere."""
     real, block, first = Decoder.__init__, decoder.Block, [0]
 
-    def init(self: Decoder, build: Builder, stage: Any, recompute: Any = None) -> None:
+    def init(self: Decoder, build: Builder, stage: Any, *more: Any) -> None:
         first[0] = stage.first
-        real(self, build, stage, recompute)
+        real(self, build, stage, *more)
 
     def renamed(build: Builder, index: int, **options: Any) -> Any:
         return block(build, index - first[0], **options)
@@ -608,6 +627,8 @@ MUTATIONS = [
     Mutation("zero bubble: weight gradient from another's input", ZB, _inputs_of_the_microbatch_before),
     Mutation("zero bubble: weight gradients of two layers swapped", ZB, _gradients_of_another_layer),
     Mutation("zero bubble: the head's part of a tied embedding's gradient lost", ZBV, _head_of_a_tied_embedding_lost),
+    Mutation("what is computed again is zero", AGAIN, _computed_again_from_zeros),
+    Mutation("offloaded views begin at the first element", AWAY, _views_begin_at_the_first_element),
     Mutation("gradient doubled in a data group of one", TP, _summed(_double_alone)),
     Mutation("gradient averaged over ranks that divided by all tokens", DP, _summed(_average)),
     Mutation("bucket reduced before the last micro-batch", DP, _reduced_early),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import cycle, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from parity.bits import moved, pairs, resumed, told
@@ -16,6 +17,7 @@ from ranks import run_ranks
 ORDERED = {"ordered_reductions": True, "reduce_every_microbatch": True}
 
 HALVED = {"grad_reduce_dtype": "bf16"}
+AWAY = {"activations": 1, "min_bytes": 0}
 FLAT = [zero for zero in ZERO_LEVELS if zero < 3]
 
 
@@ -155,11 +157,20 @@ def recomputed() -> list[tuple[Case, Case]]:
         case("deepseek", 2, parallel={"cp": 2, "ep": 2, "zero": 3}, micro=4),
         case("moe", 2, parallel={"cp": 2}, micro=4, variant=VARIANTS["moe"][-1]),
     ]
-    ways = [{"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}]
-    return [(one, replace(one, recompute=way)) for one in plain for way in ways]
+    blocks = {"kind": "selective", "modules": ["norm", "attention", "mlp", "moe"]}
+    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"kind": "selective"}, AWAY), (blocks, {}), ({"kind": "full"}, {}),
+        ({"kind": "selective"}, {}), ({}, AWAY), ({"kind": "full", "layers": 1}, AWAY),
+    ]  # fmt: skip
+    turns = (ways[:3], ways[3:])
+    return [
+        (one, replace(one, recompute=again, offload=away))
+        for i, one in enumerate(plain)
+        for again, away in turns[i % 2]
+    ]
 
 
-def test_recomputation_changes_nothing() -> None:
+def test_recomputation_and_offload_change_nothing() -> None:
     cases = recomputed()
     assert not told([b for _, b in cases], run_ranks(bits, 2, cases, 2))
 

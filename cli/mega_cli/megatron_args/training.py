@@ -13,6 +13,9 @@ CONTEXT = {"p2p": "ring", "a2a": "alltoall", "all_gather": "allgather"}
 SCALES = ("loss_scale", "initial_loss_scale", "loss_scale_window", "min_loss_scale")
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
+# Megatron's names of what a layer recomputes by itself, and ours.
+RECOMPUTED = {"layernorm": "norm", "moe_act": "activation", "mlp": "mlp", "moe": "moe"}
+
 
 def parallel_section(draft: Draft) -> None:
     """Write the keys of `parallel:`."""
@@ -205,7 +208,23 @@ def recompute_section(draft: Draft) -> None:
     if full and (method == "block" or draft.unknown("recompute_method")) and draft.wants("recompute_num_layers"):
         count = draft["recompute_num_layers"] if method else None
         draft.put("recompute.layers", count, "recompute_num_layers", "recompute_method")
+    if selective and draft.wants("recompute_modules"):
+        _recomputed_modules(draft)
     return None
+
+
+def _recomputed_modules(draft: Draft) -> None:
+    asked = draft["recompute_modules"] or []
+    modules = [RECOMPUTED[name] for name in asked if name in RECOMPUTED]
+    if modules or draft.unknown("recompute_modules"):
+        draft.put("recompute.modules", modules or None, "recompute_modules")
+    if kept := [name for name in asked if name not in RECOMPUTED]:
+        why = ", for fused attention keeps no scores" if kept == ["core_attn"] else ""
+        draft.tell(
+            "changes meaning",
+            f"mega does not recompute {', '.join(kept)}{why}; the numbers are the same",
+            "recompute_modules",
+        )
 
 
 def checkpoint_section(draft: Draft) -> None:

@@ -22,6 +22,7 @@ from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder, Stage
+from mega_trainer.model.offload import Offload
 from mega_trainer.model.recompute import Recompute
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.muon import Muon, is_hidden_matrix
@@ -86,7 +87,9 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
         config.model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout,
         head_cost=head_cost(config.model, config.data.seq_length),
     )  # fmt: skip
-    recompute = Recompute(config.recompute.kind, config.recompute.layers)
+    again, away = config.recompute, config.offload
+    recompute = Recompute(again.kind, again.layers, tuple(again.modules))
+    offload = Offload(away.activations, away.min_bytes) if away.activations else None
     build = replace(build, by_layer=fp8_layers(config, build.device))
     device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
     if sharded:
@@ -97,7 +100,7 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
     for index in schedule.stages(build.groups.pp.rank):
         part = Stage(layers[index].start, layers[index].stop, index == 0, index == last, ends_meet)
         own = replace(build, deferred=Deferred()) if schedule.splits_backward else build
-        stages[index] = Decoder(own, part, recompute)
+        stages[index] = Decoder(own, part, recompute, offload)
     if sharded:
         for stage in stages.values():
             shard_fully(stage, dtype=dtype_of(config), device=device, reduce_dtype=reduce_dtype_of(config))

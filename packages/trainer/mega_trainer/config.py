@@ -142,15 +142,40 @@ class Fp16Config(Config):
 
 
 class RecomputeConfig(Config):
-    """What the backward computes again: nothing, the cheap and large parts, or whole layers (the first `layers`)."""
+    """What the backward computes again: nothing, some `modules` of each layer, or whole layers (the first `layers`)."""
 
     kind: Literal["none", "selective", "full"] = "none"
     layers: PositiveInt | None = None
+    modules: list[Literal["norm", "activation", "attention", "mlp", "moe"]] = Field(
+        ["norm", "activation"],
+        min_length=1,
+        description="of selective: norms and what stands between the projections of a feed-forward block or an expert cost "
+        "little; the core of attention pays where it is not fused; mlp and moe are whole blocks",
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Modules are those of `selective`."""
+        if self.kind != "selective" and self.modules != RecomputeConfig().modules:
+            yield Problem(
+                "modules", f"says what selective recomputes, and kind = {self.kind}", self.modules, "kind: selective"
+            )
+
+
+class OffloadConfig(Config):
+    """Activations in host memory from forward to backward, copied beside the work."""
+
+    activations: int = Field(
+        0,
+        ge=0,
+        description="of so many layers of each stage, the first ones; not the inputs of layers that are recomputed whole",
+    )
+    min_bytes: int = Field(1 << 20, ge=0, description="smaller tensors stay on the device")
 
 
 class CheckpointConfig(Config):
     """When to save, what to keep, where to go on from."""
 
+    save: bool = Field(True, description="false: none is written, not even at the end, as for a measurement")
     every: int = Field(0, ge=0, description="steps between saves; 0: only at the end")
     keep: PositiveInt | None = Field(None, description="newest checkpoints to keep; default: all")
     keep_every: PositiveInt | None = Field(None, description="keep each checkpoint whose step is a multiple of this")
@@ -173,6 +198,20 @@ class LogConfig(Config):
     every: PositiveInt = 1
     tensorboard: bool = True
     wandb: str | None = Field(None, description="project name for Weights & Biases")
+
+
+class ProfileConfig(Config):
+    """Steps whose time and memory are looked at, into `output`/profile."""
+
+    steps: tuple[PositiveInt, PositiveInt] = Field(description="the first and the last one")
+    trace: bool = Field(True, description="a trace of torch's profiler, for chrome://tracing or Perfetto")
+    memory: bool = Field(True, description="a snapshot of a GPU's memory, for pytorch.org/memory_viz")
+    ranks: list[NonNegativeInt] = Field([0], description="that are looked at")
+
+    def problems(self) -> Iterator[Problem]:
+        """The first is not behind the last."""
+        if self.steps[0] > self.steps[1]:
+            yield Problem("steps", "are the first and the last one, in this order", list(self.steps))
 
 
 class DebugConfig(Config):
@@ -209,8 +248,10 @@ class RunConfig(Config):
         "auto", description="compile what is computed element by element or row by row; auto: on a GPU"
     )
     recompute: RecomputeConfig = RecomputeConfig()
+    offload: OffloadConfig = OffloadConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    profile: ProfileConfig | None = None
     debug: DebugConfig = DebugConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_seconds: float = Field(600, gt=0, description="how long a rank may keep the others waiting")
@@ -293,6 +334,8 @@ class RunConfig(Config):
         for problem in self.lr_schedule.run_problems(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch):
             yield replace(problem, path=f"lr_schedule.{problem.path}")
         yield from self._decoupled_problems()
+        if self.profile is not None and self.profile.steps[0] > self.train.steps:
+            yield Problem("profile.steps", f"are past train.steps = {self.train.steps}", list(self.profile.steps))
         if isinstance(place(self.output), Remote):
             rule = "must be a folder here: metrics and logs are written line by line"
             yield Problem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")

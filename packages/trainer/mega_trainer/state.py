@@ -159,7 +159,9 @@ class Saver:
         self._retain()
 
     def save(self, state: TrainState) -> None:
-        """Save `state`; training may go on as soon as this returns."""
+        """Save `state`, unless none is to be saved; training may go on as soon as this returns."""
+        if not self._config.checkpoint.save:
+            return
         write = save if self._background is None else self._background.start
         assets = Path(self._config.output) / "assets"
         write(

@@ -82,16 +82,19 @@ def train_step(
     for stage in optimizer.stages:
         stage.begin_step()
     sums = executor.run(weigh_ahead(batches, tokens), factor / max(tokens[0], 1.0), factor)
-    for stage in optimizer.stages:
-        stage.finish()
-    told, table = sum_over_ranks(executor, torch.cat([sums, to_device(riders(), sums.device)]))
-    numbers = to_host(torch.cat([optimizer.grad_norm().view(1), told, table.flatten()]))
+    with executor.phase("reduce"):
+        for stage in optimizer.stages:
+            stage.finish()
+    with executor.phase("norm"):
+        told, table = sum_over_ranks(executor, torch.cat([sums, to_device(riders(), sums.device)]))
+        numbers = to_host(torch.cat([optimizer.grad_norm().view(1), told, table.flatten()]))
     norm, loss, mtp_loss, *ridden = numbers[: 1 + len(told)].tolist()
     norm, loss, mtp_loss = norm / factor, loss / max(tokens[0], 1.0), mtp_loss / max(tokens[0], 1.0)
     finite = math.isfinite(loss) and math.isfinite(norm)
     routing = routing_metrics(executor.config.moe, numbers[1 + len(told) :].view_as(table), factor)
     if finite:
-        optimizer.update(lr, clip_factor(norm, clip) / factor, decoupled_lr)
+        with executor.phase("update"):
+            optimizer.update(lr, clip_factor(norm, clip) / factor, decoupled_lr)
         move_selection(executor, table)
     result = StepResult(
         loss, norm, tokens[0], finite, mtp_loss if batches[0].ahead else None, routing=routing, riders=ridden

@@ -46,7 +46,9 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
 from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.pipeline.run import Executor
+from mega_trainer.plan.advice import Needs
 from mega_trainer.plan.flops import count_parameters
+from mega_trainer.profile import Profiler
 from mega_trainer.ranks import Ranks
 from mega_trainer.run_folder import claimed, make_run_folder
 from mega_trainer.state import Saver, TrainState, starting_point, weights_of
@@ -66,9 +68,10 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
             go wrong.
     """
     groups = connect(config, ranks)
+    needs = partial(Needs.of, config, ranks.world_size, groups.pp.rank)
     with (
         claimed(config, ranks, groups.world),
-        faults_told(ranks.rank, lambda: "before the first step"),
+        faults_told(ranks.rank, lambda: "before the first step", needs),
         deterministic(config.deterministic),
     ):
         return train(config, ranks, groups, store)
@@ -97,13 +100,18 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
     if not begin(state, groups.world, tokenizer):
         return state
-    executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
+    profiler = Profiler(config, device, ranks.rank)
+    executor = Executor(
+        schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared), profiler.phase
+    )
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype, ranks.world_size)
     further = config.model.mtp_layers
     loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
-        faults_told(ranks.rank, lambda: f"step {state.step + 1}"),
+        faults_told(
+            ranks.rank, lambda: f"step {state.step + 1}", partial(Needs.of, config, ranks.world_size, groups.pp.rank)
+        ),
         watching(state, ranks, store),
         StopSignal() as stop,
         Saver(config) as saver,
@@ -119,7 +127,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
 
         left, stopping, tokens = config.train.steps - state.step, 0.0, [0.0]
         batches = loader(train_data, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
-        for batch, following in with_next(islice(batches, left)):
+        for batch, following in profiler.steps(with_next(islice(batches, left)), state.step + 1):
             tokens = tokens if any(tokens) else count_tokens(batch, further, groups)
             coming = own_counts(following, further, groups)
             lr = curve(state.consumed_samples)
@@ -172,6 +180,9 @@ def conclude(state: TrainState, reason: str | None) -> None:
         Interrupted: when it was asked to end, by `reason`, before its last step.
     """
     steps, where = state.config.train.steps, state.config.checkpoints
+    if not state.config.checkpoint.save:
+        logger.info("ended after step %d of %d; nothing is saved, as checkpoint.save = false asks", state.step, steps)
+        return
     if reason is not None and state.step < steps:
         raise Interrupted(
             f"{reason}: saved step {state.step} of {steps} in {where}", hint="the same command goes on from there"

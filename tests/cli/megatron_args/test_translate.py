@@ -363,6 +363,10 @@ def test_what_is_given_completely_can_be_run(arguments: str):
         ("--wandb-project p --async-save", {"log.wandb": "p", "checkpoint.async": True}),
         ("--checkpoint-activations", {"recompute.kind": "full"}),
         ("--recompute-granularity selective", {"recompute.kind": "selective"}),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn layernorm moe_act",
+            {"recompute.kind": "selective", "recompute.modules": ["norm", "activation"]},
+        ),
         ("--fp8-format hybrid", {"precision": "fp8", "fp8": {"recipe": "tensorwise", "format": "hybrid"}}),
         (
             "--fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",

@@ -6,7 +6,7 @@ import torch
 from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group
 from mega_trainer.optim.adamw import AdamW
-from mega_trainer.optim.slots import Slot
+from mega_trainer.optim.slots import Slot, Transfers
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel.buckets import SLICE_ELEMENTS
 from mega_trainer.parallel.grads import Sharing, flatten
@@ -36,7 +36,7 @@ def test_an_element_does_not_depend_on_where_slices_are_cut() -> None:
         for step in range(5):
             for slot, grads in zip(held, random(elements, seed=step).split(length), strict=True):
                 slot.shard.grads.copy_(grads)
-            rule.step(1e-2)
+            rule.step(Transfers(), 1e-2)
         results.append(torch.cat([slot.main for slot in held]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -49,7 +49,7 @@ def test_it_is_the_paper_s(decay: bool) -> None:
     rule, first, second = AdamW(held, **SETTINGS), torch.zeros(SLICE_ELEMENTS), torch.zeros(SLICE_ELEMENTS)
     for step in range(1, 4):
         slot.shard.grads.copy_(random(SLICE_ELEMENTS, seed=step))
-        rule.step(1e-2)
+        rule.step(Transfers(), 1e-2)
         grads = random(SLICE_ELEMENTS, seed=step).double()
         first, second = 0.9 * first + 0.1 * grads, 0.95 * second + 0.05 * grads**2
         update = (first / (1 - 0.9**step)) / ((second / (1 - 0.95**step)).sqrt() + 1e-8)

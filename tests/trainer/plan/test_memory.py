@@ -36,7 +36,7 @@ S, B, D, H = 2048, 1, 12_288, 96
     ],
 )
 def test_activations_of_a_layer_are_those_of_the_paper(tp: int, sp: bool, recompute: RecomputeKind, expected) -> None:
-    run = RunShape(S, micro_batch=B, tp=tp, sp=sp, recompute=recompute, fused_attention=False)
+    run = RunShape(S, micro_batch=B, tp=tp, sp=sp, recompute=recompute, modules=("attention",), fused_attention=False)
     assert activation_bytes(GPT3, run) == pytest.approx(expected)
 
 
@@ -138,3 +138,29 @@ def test_a_backward_cut_in_two_holds_inputs_and_gradients_of_products_until_its_
 def test_full_recompute_keeps_the_inputs_of_layers() -> None:
     first, _ = memory(GPT3, RunShape(S, pp=2, microbatches=4, recompute="full"))
     assert first["activations"] == 2 * 48 * 2 * S * D + activation_bytes(GPT3, RunShape(S))
+
+
+def test_selective_recomputation_frees_norms_and_activations() -> None:
+    """Nearly half of a layer of Llama-3-8B, without a product computed twice."""
+    tokens, none = 8192, RunShape(8192)
+    whole, selective = (activation_bytes(LLAMA, replace(none, recompute=kind)) for kind in ("none", "selective"))
+    assert whole - selective == 2 * tokens * (2 * 4096 + 14_336)
+    mlp = activation_bytes(LLAMA, replace(none, recompute="selective", modules=("mlp",)))
+    assert whole - mlp == 2 * tokens * 3 * 14_336
+
+
+def test_offloaded_layers_hold_two_at_a_time() -> None:
+    layer = activation_bytes(LLAMA, RunShape(8192))
+    whole, some, all_ = (memory(LLAMA, RunShape(8192, offload=n))[0]["activations"] for n in (0, 20, 32))
+    assert whole - some == round(18 * layer)
+    assert whole - all_ == round(30 * layer)
+    (away,) = memory(LLAMA, RunShape(8192, offload_optimizer=True))
+    assert away["optimizer"] == 0
+
+
+def test_full_recomputation_of_some_layers() -> None:
+    layer = activation_bytes(LLAMA, RunShape(8192))
+    bounded, full = (
+        memory(LLAMA, RunShape(8192, recompute="full", recompute_layers=n))[0]["activations"] for n in (12, None)
+    )
+    assert bounded - full == round(20 * (layer - 2 * 8192 * 4096))

@@ -9,7 +9,7 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.kernels.base import Kernels
 
 
-def activate(x: Tensor, config: ModelConfig, kernels: Kernels, weights: Tensor | None = None) -> Tensor:
+def activate(x: Tensor, weights: Tensor | None = None, *, config: ModelConfig, kernels: Kernels) -> Tensor:
     """[.., 2F] (gate, then up) -> [.., F] for a gated activation, [.., F] -> [.., F] for the others.
 
     Each row times its weight, where there are `weights` [..].

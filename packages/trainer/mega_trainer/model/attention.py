@@ -18,7 +18,7 @@ from mega_trainer.parallel.tensor import ColumnLinear
 class Attention(nn.Module):
     """Fused query-key-value projection, rotation, attention, output projection."""
 
-    def __init__(self, build: Builder, layer: int, *, recompute: bool = False) -> None:
+    def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
         config, tp = build.config, build.groups.tp
         name = f"model.layers.{layer}.self_attn"
@@ -26,7 +26,7 @@ class Attention(nn.Module):
         self.heads = config.num_attention_heads // tp.size
         self.kv_heads = max(1, config.kv_heads // tp.size)
         sinks = build.sinks(f"{name}.sinks") if config.attention_sinks else None
-        self.core = AttentionCore(build, layer, scale=config.attention_scale, sinks=sinks, recompute=recompute)
+        self.core = AttentionCore(build, layer, scale=config.attention_scale, sinks=sinks)
         self.qkv = self._projection(build, name)
         self.out = build.row(f"{name}.o_proj", config.num_attention_heads * self.size, bias=config.attention_out_bias)
         self.q_norm = build.qk_norm(f"{name}.q_norm", config.num_attention_heads) if config.qk_norm else None

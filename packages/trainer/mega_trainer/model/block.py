@@ -20,10 +20,10 @@ class Block(nn.Module):
     (arXiv:2204.06745), with `shared_norm` through the same norm. What they add is multiplied by `residual_multiplier`.
     """
 
-    def __init__(self, build: Builder, layer: int, *, selective: bool = False) -> None:
+    def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
         name, position = f"model.layers.{layer}", build.config.norm_position
-        self.layer, self.dropout = layer, build.config.residual_dropout
+        self.layer, self.dropout, self.saved = layer, build.config.residual_dropout, build.saved
         self.parallel, self.shared_norm = build.config.parallel_residual, build.config.shared_norm
         self.multiplier = build.config.residual_multiplier
         build = build.of_layer(layer)
@@ -34,38 +34,42 @@ class Block(nn.Module):
         before, after = position != "post", position != "pre"
         self.before_attention = norm("input", before)
         attention = LatentAttention if build.config.mla else Attention
-        self.attention = attention(build, layer, recompute=selective)
+        self.attention = attention(build, layer)
         self.after_attention = norm("post_attention", after)
         self.before_mlp = norm("pre_feedforward" if after else "post_attention", before and not self.shared_norm)
         self.mlp = (
-            Moe(build, layer, recompute=selective)
+            Moe(build, layer)
             if build.config.has_experts(layer)
-            else Mlp(build, f"{name}.mlp", build.config.ffn_hidden_size, recompute=selective)
+            else Mlp(build, f"{name}.mlp", build.config.ffn_hidden_size)
         )
         self.after_mlp = norm("post_feedforward", after)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """The residual stream [B, S or S/T, D], one layer further."""
-        x, normed = _normed(self.before_attention, x)
+        x, normed = self._normed(self.before_attention, x)
         attended = self._weighed(self.after_attention(self.attention(normed, context)), context, "attention")
         if self.parallel and not self.shared_norm:
-            x, normed = _normed(self.before_mlp, x)
+            x, normed = self._normed(self.before_mlp, x)
         if self.parallel or self.shared_norm:
             x = x + attended
         else:
-            x, normed = _normed(self.before_mlp, x, attended)
-        mlp = self.mlp(normed, context) if isinstance(self.mlp, Moe) else self.mlp(normed)
+            x, normed = self._normed(self.before_mlp, x, attended)
+        if isinstance(self.mlp, Moe):
+            mlp = self.saved.whole("moe", self.mlp, normed, context)
+        else:
+            mlp = self.saved.whole("mlp", self.mlp, normed)
         return x + self._weighed(self.after_mlp(mlp), context, "mlp")
+
+    def _normed(self, norm: nn.Module, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The stream x, or x + y, and its norm, if there is one at this place."""
+        if isinstance(norm, Norm):
+            x, normed = norm.of_sum(x, y)
+            self.saved.forget("norm", normed, norm, x)
+            return x, normed
+        x = x if y is None else x + y
+        return x, x
 
     def _weighed(self, y: Tensor, context: Context, site: str) -> Tensor:
         """What a site adds to the stream."""
         y = y if context.dropout is None else context.dropout.residual(y, self.dropout, self.layer, site)
         return y if self.multiplier == 1 else y * self.multiplier
-
-
-def _normed(norm: nn.Module, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The stream x, or x + y, and its norm, if there is one at this place."""
-    if isinstance(norm, Norm):
-        return norm.of_sum(x, y)
-    x = x if y is None else x + y
-    return x, x

@@ -15,6 +15,7 @@ from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
+from mega_trainer.model.recompute import SavedActivations
 from mega_trainer.parallel.context import Kind
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.expert import Dispatcher
@@ -96,6 +97,7 @@ class Builder:
         dispatch_bound: how much of an even load may go to each rank's experts; None: as much as there is.
         dtype, device: of parameters and activations.
         deferred: takes the products for weight gradients, where a pipeline puts them off.
+        saved: decides what layers keep for the backward.
     """
 
     config: ModelConfig
@@ -110,6 +112,7 @@ class Builder:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     deferred: Deferred | None = None
+    saved: SavedActivations = field(default_factory=SavedActivations)
 
     @property
     def linear(self) -> Linear:

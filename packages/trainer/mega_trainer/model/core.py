@@ -14,7 +14,6 @@ from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.torch import plain_attention
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context, Sequences
-from mega_trainer.model.recompute import computed
 from mega_trainer.parallel.context import context_parallel
 
 
@@ -26,7 +25,6 @@ class AttentionCore(nn.Module):
         layer: number of the layer.
         scale: factor on the scores; 1 / sqrt(d) by default.
         sinks: this rank's [H], if the model has them.
-        recompute: the backward computes it again, where whole sequences are at hand: block by block no scores are kept.
     """
 
     def __init__(
@@ -36,11 +34,10 @@ class AttentionCore(nn.Module):
         *,
         scale: float | None = None,
         sinks: nn.Parameter | None = None,
-        recompute: bool = False,
     ) -> None:
         super().__init__()
         config, tp = build.config, build.groups.tp
-        self.layer, self.recompute, self.kernels = layer, recompute, build.kernels
+        self.layer, self.saved, self.kernels = layer, build.saved, build.kernels
         self.window, self.dropout, self.softcap = (
             config.window(layer),
             config.attention_dropout,
@@ -62,8 +59,8 @@ class AttentionCore(nn.Module):
         return self.spread.attention(q, k, v, how, see, whole)
 
     def _whole(self, context: Context, q: Tensor, k: Tensor, v: Tensor, how: Scores, first: int) -> Tensor:
-        """Attention of whole sequences by this rank's heads from its `first` on."""
-        return computed(self._attend, context, q, k, v, how, first, again=self.recompute and self.training)
+        """Attention of whole sequences by this rank's heads from its `first` on: block by block no scores are kept."""
+        return self.saved.whole("attention", self._attend, context, q, k, v, how, first)
 
     def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor, how: Scores, first: int) -> Tensor:
         mask = context.sight.mask(self.window)

@@ -6,7 +6,7 @@ Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel rank
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Cache, Context, Outline, Sequences, Sight
 from mega_trainer.model.loss import head_loss
 from mega_trainer.model.mtp import Predictor
-from mega_trainer.model.recompute import Recompute, computed
+from mega_trainer.model.offload import Offload
+from mega_trainer.model.recompute import Recompute, SavedActivations
 from mega_trainer.model.rope import Rotary
 from mega_trainer.model.routing import Routing
 from mega_trainer.parallel.grads import Unit
@@ -50,16 +51,23 @@ class Stage:
 class Decoder(nn.Module):
     """Embedding, layers, final norm and head, as far as `stage` has them."""
 
-    def __init__(self, build: Builder, stage: Stage | None = None, recompute: Recompute | None = None) -> None:
+    def __init__(
+        self,
+        build: Builder,
+        stage: Stage | None = None,
+        recompute: Recompute | None = None,
+        offload: Offload | None = None,
+    ) -> None:
         super().__init__()
         config = build.config
         self.config, self.groups, self.sp, self.dtype = config, build.groups, build.sp, build.dtype
         self.stage = stage or Stage.whole(config)
-        self.recompute = recompute or Recompute()
+        self.saved = SavedActivations(recompute, offload)
+        build = replace(build, saved=self.saved)
         self.rotary = Rotary.of(config, config.rope)
         self.local_rotary = None if config.local_rope is None else Rotary.of(config, config.local_rope)
         self.deferred = build.deferred
-        further, selective = config.mtp_layers if self.stage.heads else 0, self.recompute.kind == "selective"
+        further = config.mtp_layers if self.stage.heads else 0
         apart = (config.tie_embeddings or config.mtp_layers > 0) and not (self.stage.embeds and self.stage.heads)
         copied = apart and not self.stage.ends_meet
         copies = (build.groups.embedding,) if copied else ()
@@ -69,18 +77,14 @@ class Decoder(nn.Module):
         if self.stage.embeds and config.position == "learned":
             shape = (config.max_position, config.hidden_size)
             self.positions = build.replicated("model.embed_positions.weight", shape, std=config.init_std)
-        self.layers = nn.ModuleList(
-            Block(build, index, selective=selective) for index in range(self.stage.first, self.stage.last)
-        )
+        self.layers = nn.ModuleList(Block(build, index) for index in range(self.stage.first, self.stage.last))
         if self.stage.heads:
             self.norm = build.norm("model.norm")
             if not config.tie_embeddings:
                 self.head = build.vocabulary("lm_head.weight")
             elif copied and not hasattr(self, "embedding"):
                 self.head = build.vocabulary("model.embed_tokens.weight", shared=copies)
-        self.predictors = nn.ModuleList(
-            Predictor(build, config.num_layers + index, selective=selective) for index in range(further)
-        )
+        self.predictors = nn.ModuleList(Predictor(build, config.num_layers + index) for index in range(further))
 
     def units(self) -> list[Unit]:
         """The parts in the order of a forward, each with the parameters that it is the first to need."""
@@ -149,14 +153,8 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """The residual stream through this stage's layers."""
         for index, layer in enumerate(self.layers):
-            x = self._run(layer, index, x, context)
+            x = self.saved.layer(index, layer, x, context)
         return x
-
-    def _run(self, layer: nn.Module, index: int, *inputs: Tensor | Context) -> Tensor:
-        """One of the stage's layers, which the backward computes again if it is to."""
-        bound = self.recompute.layers
-        again = self.recompute.kind == "full" and self.training and (bound is None or index < bound)
-        return computed(layer, *inputs, again=again)
 
     def loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted sum of the cross entropies, and each token's [B, S], from the residual stream.
@@ -186,7 +184,7 @@ class Decoder(nn.Module):
         for index, (predictor, ahead) in enumerate(zip(self.predictors, batch.ahead, strict=True)):
             embedded = self._scaled(embed_tokens(ahead.tokens, table, self.groups.tp, sp=self.sp))
             embedded = self._drop(embedded, context.dropout, self.config.num_layers + index)
-            hidden = self._run(predictor, len(self.layers) + index, embedded, hidden, context)
+            hidden = self.saved.layer(len(self.layers) + index, predictor, embedded, hidden, context)
             loss, _ = self._head_loss(hidden, ahead.labels, ahead.weights, head)
             further = further + loss
         return total + self.config.mtp_loss * further, torch.stack([total.detach(), further.detach()])

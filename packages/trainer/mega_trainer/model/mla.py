@@ -36,14 +36,14 @@ from mega_trainer.parallel.tensor import whole_sequence
 class LatentAttention(nn.Module):
     """Queries, latent, attention, output projection."""
 
-    def __init__(self, build: Builder, layer: int, *, recompute: bool = False) -> None:
+    def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
         config, mla, tp = build.config, build.config.mla, build.groups.tp
         assert mla is not None
         name, heads = f"model.layers.{layer}.self_attn", config.num_attention_heads
         self.layer, self.mla, self.size = layer, mla, config.head_size
         self.linear, self.tp, self.sp = build.linear, tp, build.sp
-        self.core = AttentionCore(build, layer, scale=score_scale(config), recompute=recompute)
+        self.core = AttentionCore(build, layer, scale=score_scale(config))
         if mla.q_lora_rank is None:
             self.query = build.column([(f"{name}.q_proj", heads * self.size)], bias=False)
         else:

@@ -5,11 +5,12 @@ Legend: B batch, S sequence, D model width, F feed-forward width, T tensor-paral
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from mega_trainer.model.activation import activate
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.recompute import computed
 
 
 class Mlp(nn.Module):
@@ -19,19 +20,18 @@ class Mlp(nn.Module):
         build: of the model.
         name: of its tensors.
         width: F.
-        recompute: the backward computes the activation again.
     """
 
-    def __init__(self, build: Builder, name: str, width: int, *, recompute: bool = False) -> None:
+    def __init__(self, build: Builder, name: str, width: int) -> None:
         super().__init__()
         config = build.config
         parts = ["gate_proj", "up_proj"] if config.gated else ["up_proj"]
-        self.config, self.recompute, self.kernels = config, recompute, build.kernels
+        self.activate, self.saved = partial(activate, config=config, kernels=build.kernels), build.saved
         self.up = build.column([(f"{name}.{part}", width) for part in parts], bias=config.mlp_bias)
         self.down = build.row(f"{name}.down_proj", width, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S or S/T, D] -> the same shape."""
-        h = computed(activate, self.up(x), self.config, self.kernels, again=self.recompute and self.training)
+        h = self.saved.again("activation", self.activate, self.up(x))
         y: Tensor = self.down(h)
         return y

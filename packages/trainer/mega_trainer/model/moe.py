@@ -16,7 +16,6 @@ from mega_trainer.model.activation import activate
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.mlp import Mlp
-from mega_trainer.model.recompute import computed
 from mega_trainer.model.router import Router
 from mega_trainer.model.routing import Tokens
 from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, own_share, through
@@ -26,21 +25,21 @@ from mega_trainer.parallel.linear import grouped_linear
 class Moe(nn.Module):
     """The weighted sum of each token's experts, and the expert that all tokens pass, if there is one."""
 
-    def __init__(self, build: Builder, layer: int, *, recompute: bool = False) -> None:
+    def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
         moe, name, groups = build.config.moe, f"model.layers.{layer}.mlp", build.groups
         assert moe is not None
         self.tp, self.sp = groups.tp, build.sp
         self.sharers = groups.cp.size * (groups.tp.size if build.sp else 1)  # ranks that share a sequence's positions
         self.router = Router(build, layer)
-        self.experts = Experts(build, f"{name}.experts", recompute=recompute)
+        self.experts = Experts(build, f"{name}.experts")
         self.own = moe.num_experts * groups.expert_tp.size // groups.ep.size
         self.dispatch = build.dispatcher or AllToAll(
             moe.num_experts, groups.ep, groups.expert_tp.size, build.dispatch_bound
         )
         self.shared = self.shared_gate = None
         if moe.shared_ffn_hidden_size:
-            self.shared = Mlp(build, f"{name}.shared_expert", moe.shared_ffn_hidden_size, recompute=recompute)
+            self.shared = Mlp(build, f"{name}.shared_expert", moe.shared_ffn_hidden_size)
         if moe.shared_gate:
             shape = (1, build.config.hidden_size)
             self.shared_gate = build.replicated(f"{name}.shared_expert_gate.weight", shape, std=build.config.init_std)
@@ -85,10 +84,10 @@ class Experts(nn.Module):
     Their gradients are summed over the ranks that hold the same, wherever those stand.
     """
 
-    def __init__(self, build: Builder, name: str, *, recompute: bool) -> None:
+    def __init__(self, build: Builder, name: str) -> None:
         super().__init__()
         config = build.config
-        self.config, self.kernels, self.recompute = config, build.kernels, recompute
+        self.activate, self.saved = partial(activate, config=config, kernels=build.kernels), build.saved
         self.linear = partial(grouped_linear, kernels=build.linear_kernels, deferred=build.deferred)
         self.first_part = build.groups.expert_tp.rank == 0
         parts = ["gate_proj", "up_proj"] if config.gated else ["up_proj"]
@@ -100,7 +99,7 @@ class Experts(nn.Module):
         h = self.linear(x, self.up, rows)
         h = h if self.up_bias is None else grouped_bias(h, self.up_bias, rows)
         # weighted before the last product, which is linear: so a row's output is not needed for its weight's gradient
-        h = computed(activate, h, self.config, self.kernels, weights, again=self.recompute and self.training)
+        h = self.saved.again("activation", self.activate, h, weights)
         y = self.linear(h, self.down, rows)
         if self.down_bias is None:
             return y

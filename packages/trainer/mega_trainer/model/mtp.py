@@ -26,13 +26,13 @@ class Predictor(nn.Module):
     W [D, 2 D] is whole on every tensor rank: under sequence parallelism each multiplies its part of the sequence.
     """
 
-    def __init__(self, build: Builder, layer: int, *, selective: bool = False) -> None:
+    def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
         name, width = f"model.layers.{layer}", build.config.hidden_size
         self.layer, self.linear = layer, build.linear
         self.embedding_norm, self.hidden_norm = build.norm(f"{name}.enorm"), build.norm(f"{name}.hnorm")
         self.join = build.replicated(f"{name}.eh_proj.weight", (width, 2 * width), std=build.config.init_std)
-        self.block = Block(build, layer, selective=selective)
+        self.block = Block(build, layer)
         self.norm = build.norm(f"{name}.shared_head.norm")
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: Context) -> Tensor:

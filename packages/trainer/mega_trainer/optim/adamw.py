@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from mega_trainer.optim.slots import Slot
+from mega_trainer.optim.slots import Slot, Transfers
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -38,13 +38,17 @@ class AdamW:
                 **{moment: torch.zeros_like(slot.main) for moment in MOMENTS},
             }
 
-    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
+    def step(self, transfers: Transfers, lr: float, decoupled_lr: float | None = None) -> None:
         """See `Rule.step`."""
         for group in self._adamw.param_groups:
             group["lr"] = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
-        for slot in self.slots:
-            slot.main.grad = slot.grads
-        self._adamw.step()
+        for slots in [[slot] for slot in self.slots] if transfers.one_by_one else [self.slots]:
+            with transfers.around(slots):
+                for slot in slots:
+                    slot.main.grad = slot.grads
+                self._adamw.step()  # of what has a gradient
+                for slot in slots:
+                    slot.main.grad = None
 
     def state(self) -> dict[str, list[tuple[Slot, Tensor]]]:
         """The two moments."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group, all_gather_into, all_reduce, reduce_scatter_into
-from mega_trainer.optim.slots import Slot
+from mega_trainer.optim.slots import Slot, Transfers
 from mega_trainer.parallel.buckets import Bucket
 from mega_trainer.parallel.param import ParamInfo, info_of
 
@@ -97,15 +97,18 @@ class Muon:
         self.lr_factor, self.weight_decay, self.rounds = lr_factor, weight_decay, rounds
         self.momenta = [torch.zeros_like(slot.main) for slot in slots]
 
-    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
+    def step(self, transfers: Transfers, lr: float, decoupled_lr: float | None = None) -> None:
         """See `Rule.step`."""
-        lr *= self.lr_factor
         for slot, momentum in zip(self.slots, self.momenta, strict=True):
-            grads = slot.grads
-            momentum.mul_(self.momentum).add_(grads)
-            direction = grads.add(momentum, alpha=self.momentum) if self.nesterov else momentum
-            update = self._orthogonalized(slot, direction.to(slot.shard.weights.device)).to(slot.main.device)
-            slot.main.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr)
+            with transfers.around([slot]):
+                self._apply(slot, momentum, lr * self.lr_factor)
+
+    def _apply(self, slot: Slot, momentum: Tensor, lr: float) -> None:
+        grads = slot.grads
+        momentum.mul_(self.momentum).add_(grads)
+        direction = grads.add(momentum, alpha=self.momentum) if self.nesterov else momentum
+        update = self._orthogonalized(slot, direction.to(slot.shard.weights.device)).to(slot.main.device)
+        slot.main.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr)
 
     def state(self) -> dict[str, list[tuple[Slot, Tensor]]]:
         """The momentum."""

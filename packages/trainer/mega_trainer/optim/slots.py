@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,10 +82,52 @@ def _copied(tensor: Tensor, *, to_host: bool) -> Tensor:
     return copy
 
 
+class Transfers:
+    """Takes gradients to where the main weights are, and new weights back.
+
+    With main weights in host memory, `offloaded` from a device, slots are updated one by one, on a GPU with the copies on a
+    stream beside: an update waits for its own gradient, and its weights leave while the next ones are computed.
+    """
+
+    def __init__(self, offloaded: torch.device | None = None) -> None:
+        self.one_by_one = offloaded is not None
+        on_gpu = offloaded is not None and offloaded.type == "cuda"
+        self._stream = torch.cuda.Stream(offloaded) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._arrivals: dict[Slot, torch.cuda.Event] = {}
+
+    def start(self, slots: Iterable[Slot]) -> None:
+        """All gradients, in the order of the slots."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for slot in slots:
+                slot.take_gradient()
+                if self._stream is not None:
+                    self._arrivals[slot] = self._stream.record_event()
+
+    @contextmanager
+    def around(self, slots: Sequence[Slot]) -> Iterator[None]:
+        """Around the update of some slots."""
+        for slot in slots:
+            if slot in self._arrivals:
+                self._arrivals.pop(slot).synchronize()
+        yield
+        with torch.cuda.stream(self._stream):
+            for slot in slots:
+                slot.to_model()
+
+    def finish(self) -> None:
+        """What the device is asked from now on sees the new weights."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
 class Rule(Protocol):
     """How some slots are updated."""
 
-    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
+    slots: list[Slot]
+
+    def step(self, transfers: Transfers, lr: float, decoupled_lr: float | None = None) -> None:
         """Update the main weights of the slots from their gradients, those of decoupled kinds at a rate of their own."""
 
     def state(self) -> dict[str, list[tuple[Slot, Tensor]]]:

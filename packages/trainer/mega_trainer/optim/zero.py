@@ -16,7 +16,7 @@ from mega_trainer.comm import Group
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.clip import grad_norm
-from mega_trainer.optim.slots import Rule, Slot, boxes_of_slots, share_of_slots
+from mega_trainer.optim.slots import Rule, Slot, Transfers, boxes_of_slots, share_of_slots
 from mega_trainer.parallel.shared import SharedStage
 
 
@@ -51,7 +51,7 @@ class Optimizer:
             for shard in buffer.shards
             if shard.weights.numel()
         ]
-        self._copies_from = self.slots[0].shard.weights.device if offload else torch.device("cpu")
+        self._transfers = Transfers(self.slots[0].shard.weights.device if offload else None)
         self._adamw = adamw([slot for slot in self.slots if apart is None or not slot.kind.apart])
         self._rules: list[Rule] = [self._adamw]
         if apart is not None:
@@ -69,14 +69,10 @@ class Optimizer:
         self.settle()
         if scale != 1.0:
             torch._foreach_mul_([slot.shard.grads for slot in self.slots], scale)
-        for slot in self.slots:
-            slot.take_gradient()
-        if self._copies_from.type == "cuda":
-            torch.cuda.current_stream(self._copies_from).synchronize()
+        self._transfers.start(slot for rule in self._rules for slot in rule.slots)
         for rule in self._rules:
-            rule.step(lr, decoupled_lr)
-        for slot in self.slots:
-            slot.to_model()
+            rule.step(self._transfers, lr, decoupled_lr)
+        self._transfers.finish()
         for stage in self.stages:
             stage.publish()
 

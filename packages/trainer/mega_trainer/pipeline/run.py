@@ -45,6 +45,7 @@ class Executor:
         dropout_seed: seed of the dropout masks; None when the model has no dropout.
         around_backward: what each backward runs in, given the stage's number and whether it is the stage's last of the
             step; it takes the gradients. Where a backward is cut in two, that is the half of the weights.
+        phase: what parts of a step run in, given their names.
         loads: what the routers of each layer did with this rank's tokens in the last run, as in `Routing.loads`.
     """
 
@@ -53,6 +54,7 @@ class Executor:
     group: Group
     dropout_seed: int | None = None
     around_backward: Callable[[int, bool], AbstractContextManager[None]] = lambda stage, last: nullcontext()
+    phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     loads: dict[int, Tensor] = field(default_factory=dict)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _routings: Sequence[Routing] = ()
@@ -90,13 +92,15 @@ class Executor:
                 continue
             match op.kind:
                 case "F":
-                    total += self._forward(key, batches[op.microbatch], scale)
+                    with self.phase("forward"):
+                        total += self._forward(key, batches[op.microbatch], scale)
                 case "I":
-                    self._backward_of_input(key)
+                    with self.phase("backward"):
+                        self._backward_of_input(key)
                 case "B" | "W":
                     left[op.stage] -= 1
                     backward = self._backward if op.kind == "B" else self._backward_of_weights
-                    with self.around_backward(op.stage, left[op.stage] == 0):
+                    with self.phase("backward"), self.around_backward(op.stage, left[op.stage] == 0):
                         backward(key)
                 case "RECV_F":
                     self._receive("F", key, op.stage - 1, batches[op.microbatch])

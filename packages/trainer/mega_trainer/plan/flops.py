@@ -167,11 +167,11 @@ def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> 
 
 
 def hardware_flops(model: ModelConfig, seq_length: int, *, recompute: RecomputeKind, causal: bool = True) -> float:
-    """Like `model_flops`, with what the backward computes again: the scores (`selective`) or all layers (`full`)."""
+    """Like `model_flops`, with the products that the backward computes again: none of `selective`, all layers' of `full`."""
     forward = forward_flops(model, seq_length, causal=causal)
     again = {
         "none": 0.0,
-        "selective": forward["attention scores"],
+        "selective": 0.0,
         "full": sum(forward.values()) - forward["head"],
     }[recompute]
     return 3 * sum(forward.values()) + again

@@ -30,6 +30,10 @@ class RunShape:
         zero: what data-parallel ranks share: 1 optimizer states, 2 also gradients, 3 also weights.
         zero3_shard: data and context ranks that share one copy at level 3; None for all.
         fused_attention: the attention kernel keeps no scores.
+        modules: of each layer that `selective` recomputes.
+        recompute_layers: of each stage, the first ones, that `full` recomputes; None for all.
+        offload: layers of each stage, the first ones, whose activations wait in host memory.
+        offload_optimizer: what the optimizer works on lies in host memory.
     """
 
     seq_length: int
@@ -49,6 +53,14 @@ class RunShape:
     precision: str = "bf16"
     recompute: RecomputeKind = "none"
     fused_attention: bool = True
+    modules: tuple[str, ...] = ("norm", "activation")
+    recompute_layers: int | None = None
+    offload: int = 0
+    offload_optimizer: bool = False
+
+    def recomputes(self, module: str) -> bool:
+        """Whether a module of each layer is computed again by itself."""
+        return self.recompute == "selective" and module in self.modules
 
 
 def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
@@ -69,8 +81,9 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
     behind = range(model.num_layers, model.num_layers + model.mtp_layers)
     layer = [activation_bytes(model, run, index) for index in range(behind.stop)]
     put_off = [put_off_bytes(model, run, index) for index in range(behind.stop)]
-    kept = [_residual_bytes(model, run)] * behind.stop if run.recompute == "full" else layer
-    activations = [sum(kept[index] for index in part) for part in stages]
+    activations = [
+        sum(_kept_bytes(model, run, place, layer[index]) for place, index in enumerate(part)) for part in stages
+    ]
     waiting = [sum(put_off[index] for index in part) for part in stages]
     activations[-1] += _head_bytes(model, run) * (1 + len(behind))
     # of a layer behind the head its norms' inputs, their outputs side by side, and the layer
@@ -82,12 +95,20 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
         mine = schedule.stages(rank)
         layers = [index for stage in mine for index in stages[stage]]
         held = peak_held(schedule, rank, activations, waiting)
-        # one layer at a time is computed again, and then holds everything
-        held += max(layer[index] for index in layers) if run.recompute == "full" else 0.0
+        # one layer at a time is computed again, and then holds everything; of offloaded ones the next is on its way, too
+        held += max(layer[index] for index in layers) * (2 if run.offload else run.recompute == "full")
         last = len(stages) - 1 in mine
         states = _states(model, run, [*layers, *(behind if last else ())], first=0 in mine, last=last)
         ranks.append({**states, "activations": round(held)})
     return ranks
+
+
+def _kept_bytes(model: ModelConfig, run: RunShape, place: int, layer: float) -> float:
+    """Of a layer at that place of its stage, whose forward makes `layer` bytes, what stays on the device."""
+    bound = run.recompute_layers
+    if run.recompute == "full" and (bound is None or place < bound):
+        return _residual_bytes(model, run)
+    return 0.0 if place < run.offload else layer
 
 
 def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float:
@@ -96,22 +117,30 @@ def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float
     For a GPT with dropout and without fused attention these are the paper's S B D (34 + 5 H S / D) bytes.
     """
     width, element, keys = model.hidden_size, _ELEMENT[run.precision], run.seq_length
-    norms = 3 if model.shared_norm else 4
+    outputs = 0 if run.recomputes("norm") else 1 if model.shared_norm else 2
+    norms = 2 + outputs
     inputs = norms * width * element + (
         2 * width if model.residual_dropout else 0
     )  # of norms and blocks; dropout masks
     heads, latents = _attention_widths(model)
     split = element * heads
-    if run.fused_attention:
-        split += 4 * model.num_attention_heads  # a logarithm per row
-    elif run.recompute != "selective":
-        per_score = element + (1 + element if model.attention_dropout else 0)
-        split += model.num_attention_heads * keys * per_score
+    per_score = element + (1 + element if model.attention_dropout else 0)
+    if not run.recomputes("attention"):
+        # fused, a logarithm of each row
+        split += model.num_attention_heads * (4 if run.fused_attention else keys * per_score)
+    if model.qk_norm:
+        split += element * (heads // 2)  # before and after their norms; values lie among what came with them
     routed, moe = 0.0, model.moe
-    if moe and model.has_experts(layer):
+    experts = moe is not None and model.has_experts(layer)
+    if moe and experts:
         # each of a token's rows at its experts, and as they come back; logits and scores in fp32
         routed = element * moe.top_k * width * (run.expert_tp + 1) + 2 * 4 * moe.num_experts
-    split += element * (3 if model.gated else 2) * feed_forward_width(model, layer)
+    if run.recomputes("moe" if experts else "mlp"):
+        routed = 0.0
+    else:
+        # gate, up and what is made of them
+        parts = (2 if model.gated else 1) + (not run.recomputes("activation"))
+        split += element * parts * feed_forward_width(model, layer)
     inputs += element * latents
     return _tokens(run) * (inputs / (run.tp if run.sp else 1) + element * latents + (split + routed) / run.tp)
 
@@ -173,7 +202,7 @@ def _states(model: ModelConfig, run: RunShape, layers: Sequence[int], *, first: 
         ends += count.final_norm + (count.head + model.vocab_size * model.hidden_size * copied) / run.tp
     element = _ELEMENT[run.precision]
     wide = max(4, element)
-    sharded = run.zero == 3  # these weights are the ones that the optimizer works on
+    sharded = run.zero == 3 and run.dp * run.cp > 1  # these weights are the ones that the optimizer works on
     copy = 4 if element == 2 and not sharded else 0
     sizes = {"weights": (wide if sharded else element, 3), "gradients": (wide, 2), "optimizer": (2 * wide + copy, 1)}
     sharers = run.zero3_shard or run.dp * run.cp
@@ -187,4 +216,6 @@ def _states(model: ModelConfig, run: RunShape, layers: Sequence[int], *, first: 
         # embedding and head stay from forward to backward, beside a layer and the next one; gradients are widened to be summed
         table["weights"] += element * (ends + 2 * layer)
         table["gradients"] += element * (ends + layer) + wide * max(ends, layer)
+    if run.offload_optimizer:
+        table["optimizer"] = 0.0
     return {kind: round(size) for kind, size in table.items()}

@@ -1,0 +1,110 @@
+"""The largest micro-batch that fits this machine, found by training a few steps with some.
+
+Each trial is a `mega train` of its own, so that a rank which the kernel ends for its memory is a finding and no end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mega_common.errors import ConfigError, TrainingError
+from mega_common.log import logger
+from mega_trainer.config import RunConfig
+
+STEPS = 3  # the first makes the optimizer's state, and the second has it beside the activations
+OUT_OF_MEMORY = ("out of memory", "signal 9")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a micro-batch that fits: bytes of memory at the most, and tokens a second of the last step."""
+
+    memory: int
+    rate: float
+
+
+def candidates(config: RunConfig, world_size: int) -> list[int]:
+    """Micro-batches that divide what a data rank has to do in a step, the smallest first."""
+    share = config.batch.global_ // config.data_parallel(world_size)
+    return [n for n in range(1, share + 1) if share % n == 0]
+
+
+def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest of some sizes that fits, where all smaller ones do: by doubling until one does not, then by halves."""
+    best, end = -1, len(sizes)
+    place = 0
+    while best + 1 < end:
+        if fits(sizes[place]):
+            best = place
+        else:
+            end = place
+        if end == len(sizes):
+            place = next((i for i, n in enumerate(sizes) if n >= 2 * sizes[best]), end - 1)
+        else:
+            place = (best + end) // 2
+    return sizes[best] if best >= 0 else None
+
+
+def find_micro_batch(
+    config: RunConfig, run: Path, overrides: Sequence[str], command: Sequence[str], world_size: int
+) -> int:
+    """The largest `batch.micro` that trains `STEPS` steps without running out of memory.
+
+    Args:
+        config: the run, as `run` and `overrides` have it.
+        command: starts `mega train` with the number of ranks; the run and its settings follow.
+        world_size: those ranks.
+
+    Raises:
+        ConfigError: when not even a micro-batch of one sample fits.
+        TrainingError: when a trial fails for another reason.
+    """
+    found: dict[int, Trial] = {}
+    sizes = candidates(config, world_size)
+    logger.info("batch.micro: trying some of %s, %d steps each", sizes, STEPS)
+
+    def fits(size: int) -> bool:
+        trial = _tried([*command, str(run), *_options(config, overrides, size, world_size)])
+        if trial is not None:
+            found[size] = trial
+        told = "out of memory" if trial is None else f"fits: {trial.memory / 2**30:.2f} GiB, {trial.rate:.0f} tokens/s"
+        logger.info("batch.micro = %d: %s", size, told)
+        return trial is not None
+
+    best = largest(sizes, fits)
+    if best is None:
+        raise ConfigError(
+            f"{run}: not even batch.micro = {sizes[0]} fits this machine",
+            hint=f"mega train {run} --set batch.micro={sizes[0]} says what takes the memory, and what would free it",
+        )
+    return best
+
+
+def _options(config: RunConfig, overrides: Sequence[str], size: int, world_size: int) -> list[str]:
+    """A short run with that micro-batch: as many in flight as in the real one, no weights read and none saved."""
+    parallel, dp = config.parallel, config.data_parallel(world_size)
+    count = min(config.batch.global_ // (size * dp), 2 * parallel.pp * parallel.virtual_stages)
+    settings = [
+        f"batch={{micro: {size}, global: {size * dp * count}}}", f"train={{steps: {STEPS}, seed: {config.train.seed}}}",
+        "lr_schedule={name: constant}", "log={tensorboard: false}", "init_from=null",
+        "checkpoint={save: false}",
+    ]  # fmt: skip
+    return [f"--set={setting}" for setting in [*overrides, *settings]]
+
+
+def _tried(command: Sequence[str]) -> Trial | None:
+    """What came of a trial; None when it ran out of memory."""
+    with tempfile.TemporaryDirectory(prefix="mega-trial-") as folder:
+        done = subprocess.run([*command, f"--set=output={folder}"], capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            last = json.loads((Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+            return Trial(int(last["memory_bytes"]), last["tokens_per_second"])
+    if done.returncode == -9 or any(words in done.stderr for words in OUT_OF_MEMORY):
+        return None
+    words = "\n".join(f"  | {line}" for line in done.stderr.strip().splitlines()[-12:])
+    raise TrainingError(f"a trial ended with exit status {done.returncode}:\n{words}")
