@@ -129,6 +129,19 @@ class RecomputeConfig(Config):
     layers: PositiveInt | None = None
 
 
+class KernelsConfig(Config):
+    """Which library computes what. `auto` takes the best that is there; a run says at its start what that is, and why."""
+
+    linear: Literal["auto", "torch", "te"] = Field(
+        "auto", description="products of linear layers; te: Transformer Engine"
+    )
+    attention: Literal["auto", "sdpa", "varlen", "flash", "flex", "te"] = Field(
+        "auto",
+        description="sdpa: torch's choice of a kernel, and its flash attention for blocks, documents and windows; varlen: that "
+        "one always; flash: flash-attn 3 or 2; flex: FlexAttention; te: Transformer Engine, which is cuDNN",
+    )
+
+
 class CheckpointConfig(Config):
     """When to save, what to keep, where to go on from."""
 
@@ -185,6 +198,7 @@ class RunConfig(Config):
     )
     recompute: RecomputeConfig = RecomputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    kernels: KernelsConfig = KernelsConfig()
     log: LogConfig = LogConfig()
     debug: DebugConfig = DebugConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -21,10 +21,12 @@ from mega_trainer.build import (
     build_optimizer,
     build_schedule,
     build_stages,
+    choose_kernels,
     connect,
     dtype_of,
     load_data,
     loss_scale_of,
+    make_kernels,
     share_stages,
 )
 from mega_trainer.comm import Group, all_reduce
@@ -32,7 +34,6 @@ from mega_trainer.config import RunConfig
 from mega_trainer.faults import faults_told
 from mega_trainer.guard import Guard, StopSignal
 from mega_trainer.kernels.leaves import Leaves, compiles
-from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.limits import Limits
 from mega_trainer.mesh import Groups
 from mega_trainer.metrics import Metrics, Speed
@@ -67,7 +68,9 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     limits = Limits(config.train)
     device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
     schedule = build_schedule(config, groups)
-    kernels = TorchKernels(Leaves(compiled=compiles(config.compile, device)))
+    choice = choose_kernels(config, device)
+    logger.info("%s", choice)
+    kernels = make_kernels(choice, Leaves(compiled=compiles(config.compile, device)))
     builder = Builder(
         config.model, groups, kernels,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dtype=dtype, device=device,

@@ -34,6 +34,16 @@ class Scores:
         return self.softcap is not None or self.sinks is not None
 
 
+class WholeAttention(Protocol):
+    """Attention of whole sequences, differentiable, in the cases that it is made for."""
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> bool:
+        """Whether this is one."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> Tensor:
+        """See `Kernels.attention`."""
+
+
 class Kernels(Protocol):
     """The operations a decoder block is made of."""
 
