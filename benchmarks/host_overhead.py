@@ -28,7 +28,7 @@ from mega_trainer.mesh import Groups, build_groups
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context, Sequences
-from mega_trainer.model.rope import rotation
+from mega_trainer.model.rope import Rotary
 
 WIDTH, FFN, HEADS, LENGTH, STEPS = 16, 32, 4, 8, 100
 CONFIG = ModelConfig(
@@ -89,7 +89,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     context = Context(
         Sequences(LENGTH, torch.device("cpu")),
-        rotation(CONFIG, CONFIG.rope, torch.arange(LENGTH)[None], torch.float32),
+        Rotary.of(CONFIG, CONFIG.rope, torch.float32).at(torch.arange(LENGTH)[None]),
     )
     two = build_groups(Layout(tp=2), 0, kv_heads=HEADS)
     contestants = {

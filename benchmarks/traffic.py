@@ -11,8 +11,9 @@ each aten operation reads and writes. Times are predictions, by a simple model o
     all else                bytes / (80 % of 3.35 TB/s)
     every kernel            at least 5 us
 
-Where torch has one CUDA kernel and this machine's build several (RMSNorm, softmax of bf16 into fp32, products that add into
-fp32), it is counted as the one. Views and empty allocations are free; host time is not modelled.
+A leaf function, which a GPU runs compiled, is counted where it is called: one kernel that reads its arguments and writes its
+results, two where it also sums over rows. Where torch has one CUDA kernel and this machine's build several (softmax of bf16
+into fp32, products that add into fp32), it is counted as the one. Views and empty allocations are free; host time is not modelled.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from mega_trainer.comm import Group
 from mega_trainer.kernels import blocks
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.flash import TorchFlash
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.masks import CAUSAL, Packed
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
@@ -45,7 +47,7 @@ from mega_trainer.model import loss
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context, Outline, Sequences
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.rope import rotation
+from mega_trainer.model.rope import Rotary
 from mega_trainer.optim import clip
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.zero import Optimizer
@@ -262,25 +264,18 @@ def _nbytes(t: Tensor) -> int:
 def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
     """Sizes of chunks as on a GPU, and its kernels for what a CPU makes of several."""
 
-    class RmsNorm(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(x, weight)
-            traffic.add("rms_norm", size=2 * _nbytes(x))
-            return opaque(x)
-
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-            x, weight = ctx.saved_tensors
-            traffic.add("rms_norm_backward", size=2 * _nbytes(x) + _nbytes(dy), kernels=2)
-            return opaque(x), opaque(weight)
+    def leaf(self: Leaves, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with traffic.silence():
+            out = function(*args, **kwargs)
+        ins, outs = _distinct(_tensors([args, kwargs])), _tensors(out)
+        # torch.compile makes a sum over rows, of a weight's gradient, a kernel of its own
+        summed = any(t.dim() < max(x.dim() for x in ins) for t in outs)
+        traffic.add(function.__name__, size=sum(map(_nbytes, [*ins, *outs])), kernels=1 + summed)
+        return out
 
     def opaque(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         with traffic.silence():
             return torch.empty_like(t, dtype=dtype)
-
-    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-        return RmsNorm.apply(x, weight)
 
     def softmax(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         out = opaque(x, dtype)
@@ -295,22 +290,12 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return blocks.attention(TorchFlash(), q, k, v, CAUSAL, Scores(how["scale"])).transpose(1, 2)
 
-    def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def one_kernel(x: Tensor) -> Tensor:
-            with traffic.silence():
-                out = function(x)
-            traffic.add(function.__name__, size=_nbytes(x) + _nbytes(out))
-            return out
-
-        return one_kernel
-
     with ExitStack() as stack:
         for table in (loss.CHUNK_ELEMENTS, clip.WIDTHS, blocks.TILE_ELEMENTS):
             stack.enter_context(mock.patch.dict(table, cpu=table["cuda"]))
         for place, name, stand_in in (
-            (F, "rms_norm", rms_norm), (torch, "softmax", softmax), (loss, "add_product", add_product),
-            (F, "scaled_dot_product_attention", attention), (clip, "add_squares", compiled(clip.add_squares)),
-            (clip, "add_sums", compiled(clip.add_sums)),
+            (Leaves, "__call__", leaf), (torch, "softmax", softmax), (loss, "add_product", add_product),
+            (F, "scaled_dot_product_attention", attention),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, stand_in))
         yield
@@ -326,12 +311,14 @@ def dense(traffic: Traffic, length: int) -> int:
          "vocab_size": VOCAB, "max_position": length, "rope": {"theta": 500_000.0}}
     )  # fmt: skip
     with traffic.silence():
-        model = Decoder(Builder(config, Groups(), dtype=torch.bfloat16, device=CPU))
+        model = Decoder(
+            Builder(config, Groups(), TorchKernels(Leaves(compiled=True)), dtype=torch.bfloat16, device=CPU)
+        )
         stage = flatten(model, Sharing(slices=True), model.units())
         optimizer = Optimizer([stage], adamw=lambda slots: AdamW(slots, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1))
         positions, ids = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64)
         weights = torch.zeros(1, length)
-        shared = Context(Sequences(length, CPU), rotation(config, config.rope, positions, torch.bfloat16))
+        shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope, torch.bfloat16).at(positions))
     take = buckets.Bucket.take
 
     def counted(self: buckets.Bucket, parameter: Any) -> None:

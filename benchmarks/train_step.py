@@ -3,9 +3,10 @@
     python benchmarks/train_step.py [--rounds 7] [--threads 2]
 
 One process, interleaved: each round times a few steps of each contestant in turn, so that a machine that slows down
-slows them all; the ratios are medians over rounds. transformers is its Llama in eager mode with scaled-dot-product
-attention and torch's fused AdamW; in bf16 its weights, gradients and moments are bf16 (the fastest it has), while mega
-keeps fp32 gradients, moments and main weights. The floor is the time of the step's matrix products alone, each at the
+slows them all; the ratios are medians over rounds. transformers is its Llama with scaled-dot-product attention and torch's
+fused AdamW; in bf16 its weights, gradients and moments are bf16 (the fastest it has), while mega keeps fp32 gradients, moments
+and main weights. Both also run compiled: transformers' whole model, and mega with `compile: true`. With --processor-time the
+clock is that of all threads of this process, for a machine with other work to do. The floor is the time of the step's matrix products alone, each at the
 shape and precision it has in the step.
 """
 
@@ -13,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from time import perf_counter, process_time
+from typing import Any, Literal
 
 import numpy as np
 import record
@@ -25,14 +26,24 @@ import transformers
 
 from mega_data.loader import StepBatch
 from mega_trainer.batch import micro_batches
-from mega_trainer.build import build_optimizer, build_schedule, build_stages, connect, dtype_of, share_stages
+from mega_trainer.build import (
+    build_optimizer,
+    build_schedule,
+    build_stages,
+    choose_kernels,
+    connect,
+    dtype_of,
+    make_kernels,
+    share_stages,
+)
 from mega_trainer.config import RunConfig
+from mega_trainer.kernels.leaves import Leaves, compiles
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.flops import count_parameters
 from mega_trainer.ranks import Ranks
-from mega_trainer.step import train_step
+from mega_trainer.step import count_tokens, train_step
 from mega_trainer.train import around_backward
 
 LAYERS, WIDTH, FFN, HEADS, VOCABULARY, BATCH, LENGTH = 4, 256, 688, 4, 16_384, 8, 256
@@ -47,7 +58,13 @@ MODEL = {
 
 
 def settings(
-    precision: str, model: dict[str, Any] = MODEL, rows: int = BATCH, length: int = LENGTH, recompute: str = "none"
+    precision: str,
+    model: dict[str, Any] = MODEL,
+    rows: int = BATCH,
+    length: int = LENGTH,
+    recompute: str = "none",
+    *,
+    compiled: bool | Literal["auto"] = "auto",
 ) -> RunConfig:
     return RunConfig.parse(
         {
@@ -56,6 +73,7 @@ def settings(
             "batch": {"micro": rows, "global": rows},
             "recompute": {"kind": recompute},
             "precision": precision,
+            "compile": compiled,
         }
     )
 
@@ -68,7 +86,10 @@ def tokens(config: RunConfig) -> np.ndarray:
 def ours(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
     groups = connect(config, Ranks())
     schedule = build_schedule(config, groups)
-    stages = build_stages(config, Builder(config.model, groups, dtype=dtype_of(config), device=device), schedule)
+    kernels = make_kernels(choose_kernels(config, device), Leaves(compiled=compiles(config.compile, device)))
+    stages = build_stages(
+        config, Builder(config.model, groups, kernels, dtype=dtype_of(config), device=device), schedule
+    )
     init_weights(stages[0], 0)
     shared = share_stages(config, stages)
     optimizer = build_optimizer(config, shared, groups)
@@ -82,12 +103,12 @@ def ours(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
 
     def step() -> None:
         micro = list(micro_batches(batch, config, device))
-        train_step(executor, optimizer, micro, lr=1e-4, clip=1.0, data=groups.dp_cp)
+        train_step(executor, optimizer, micro, tokens=count_tokens(batch, 0, groups), lr=1e-4, clip=1.0)
 
     return step
 
 
-def theirs(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
+def theirs(config: RunConfig, device: torch.device = CPU, *, compiled: bool = False) -> Callable[[], object]:
     model = config.model
     llama = transformers.LlamaConfig(
         vocab_size=model.vocab_size, hidden_size=model.hidden_size, intermediate_size=model.ffn_hidden_size,
@@ -97,6 +118,8 @@ def theirs(config: RunConfig, device: torch.device = CPU) -> Callable[[], object
     )  # fmt: skip
     with device:
         llama_model = transformers.LlamaForCausalLM(llama).to(dtype_of(config))
+    if compiled:
+        llama_model.compile()
     if config.recompute.kind == "full":
         llama_model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(llama_model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -133,37 +156,42 @@ def floor(precision: str) -> Callable[[], object]:
     return step
 
 
-def seconds(step: Callable[[], object], device: torch.device = CPU) -> float:
+def seconds(step: Callable[[], object], device: torch.device = CPU, clock: Callable[[], float] = perf_counter) -> float:
     """Of one step, the mean of a few."""
-    begin = time.perf_counter()
+    begin = clock()
     for _ in range(STEPS):
         step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - begin) / STEPS
+    return (clock() - begin) / STEPS
 
 
-def compare(precision: str, rounds: int) -> dict[str, Any]:
+def compare(precision: str, rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
     config = settings(precision)
-    contestants = {"mega": ours(config), "transformers": theirs(config), "floor": floor(precision)}
+    contestants = {
+        "mega": ours(config), "mega, compile": ours(settings(precision, compiled=True)),
+        "transformers": theirs(config), "transformers, compiled": theirs(config, compiled=True),
+        "floor": floor(precision),
+    }  # fmt: skip
     for step in contestants.values():
         step()
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, step in contestants.items():
-            times[name].append(seconds(step))
-    against = {
-        name: [other / mine for mine, other in zip(times["mega"], times[name], strict=True)]
-        for name in ("transformers", "floor")
-    }
+            times[name].append(seconds(step, clock=clock))
+
+    def ratio(other: str, mine: str) -> dict[str, float]:
+        return spread([a / b for a, b in zip(times[other], times[mine], strict=True)])
+
     rate = {name: round(BATCH * LENGTH / statistics.median(values)) for name, values in times.items()}
     return {
         "tokens_per_second": rate,
-        "speed_over_transformers": spread(against["transformers"]),
-        "share_of_floor": spread(against["floor"]),
-        "transformers_share_of_floor": spread(
-            [f / t for f, t in zip(times["floor"], times["transformers"], strict=True)]
-        ),
+        "speed_over_transformers": ratio("transformers", "mega"),
+        "speed_over_compiled_transformers": ratio("transformers, compiled", "mega"),
+        "compiled_speed_over_compiled_transformers": ratio("transformers, compiled", "mega, compile"),
+        "compiled_speed_over_uncompiled": ratio("mega", "mega, compile"),
+        "share_of_floor": ratio("floor", "mega"),
+        "transformers_share_of_floor": ratio("floor", "transformers"),
     }
 
 
@@ -175,14 +203,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", choices=["fp32", "bf16"], nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--processor-time", action="store_true", help="time the processors' work, not the wall's clock")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = settings("fp32").model
     results: dict[str, Any] = {
         "parameters": count_parameters(model).total, "batch": [BATCH, LENGTH], "threads": options.threads,
+        "clock": "processor" if options.processor_time else "wall",
     }  # fmt: skip
-    for precision in ("fp32", "bf16"):
-        results[precision] = compare(precision, options.rounds)
+    clock = process_time if options.processor_time else perf_counter
+    for precision in options.precision:
+        results[precision] = compare(precision, options.rounds, clock)
         print(precision, results[precision])
     print("written to", record.write("train_step", results, ["torch", "transformers"]))
 

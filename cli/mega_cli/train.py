@@ -110,7 +110,7 @@ def _kernels(config: RunConfig) -> str:
     """Which back ends a run on this machine would use, and why; or why it would not run here, as on a login node."""
     from mega_common.errors import ConfigError
     from mega_trainer.build import choose_kernels
-    from mega_trainer.train import pick_device
+    from mega_trainer.device import pick_device
 
     try:
         return str(choose_kernels(config, pick_device(config.device, 0)))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_ckpt.pieces import Box, Piece, Shape, Sharded, boxes_of, boxes_of_range, copy_overlap, cut, merge
+from mega_ckpt.pieces import Box, Piece, Shape, Sharded, boxes_of, boxes_of_range, copy_overlap, cut, merge, share_of
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
@@ -126,3 +126,15 @@ def test_cut_gives_contiguous_parts_in_order(shape: Shape, limit: int) -> None:
 
 def test_cut_falls_where_other_powers_of_two_cut() -> None:
     assert [offset for offset, _ in cut((64, 3), 64 * 3 // 3)] == [(0, 0), (16, 0), (32, 0), (48, 0)]
+
+
+@given(st.lists(shapes, min_size=1, max_size=4), st.integers(1, 5), st.integers(8, 400))
+def test_ranks_that_hold_the_same_bring_each_element_once(held: list[Shape], size: int, max_bytes: int) -> None:
+    tensors = {str(i): Sharded(shape, [Box((0,) * len(shape), numbered(shape))]) for i, shape in enumerate(held)}
+    shares = [share_of(tensors, rank, size, max_bytes) for rank in range(size)]
+    for name, sharded in merge(shares).items():
+        assert torch.equal(gathered(sharded), tensors[name].boxes[0].tensor)
+    assert merge(shares).keys() == tensors.keys()
+    bytes_of = [sum(box.tensor.nbytes for held in share.values() for box in held.boxes) for share in shares]
+    if size > 1:
+        assert max(bytes_of) - min(bytes_of) <= max_bytes

@@ -60,8 +60,10 @@ GREEDY = [
 GREEDY += {family.name: name for family, name in reversed(cases()) if family.name not in dict(GREEDY)}.items()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("family", "name"), GREEDY)
+@pytest.mark.parametrize(
+    ("family", "name", "dtype"),
+    [*((*one, torch.float64) for one in GREEDY), *((*one, torch.float32) for one in GREEDY[:4])],
+)
 def test_greedy_is_that_of_transformers(tmp_path: Path, family: str, name: str, dtype: torch.dtype):
     pytest.importorskip("transformers", reason="the reference implementation")
     reference = save_tiny(tmp_path, family_named(family), variant(name), dtype=dtype)

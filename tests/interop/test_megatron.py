@@ -177,7 +177,7 @@ def test_further_tokens(theirs: Path, ours: Path, name: str) -> None:
     for predictor in model.predictors:
         predictor.register_forward_hook(lambda module, inputs, output: found.append(output @ model.head_weight.T))
     batch = MicroBatch(tokens, labels, ones, positions, Outline.of(positions.numpy(), None), [0, 1], ahead=ahead)
-    (batch,) = weigh_ahead([batch], ones.sum().item(), model.groups.world)
+    (batch,) = weigh_ahead([batch], [ones.sum().item(), *(one.weights.sum().item() for one in ahead)])
     with torch.no_grad():
         _, (_, loss) = model.whole(batch, model.context(positions))
     written = torch.load(ours / name / "release.pt")["further"]

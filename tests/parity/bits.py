@@ -17,6 +17,7 @@ from parity.worker import (
     Outcome,
     References,
     Trainer,
+    alone,
     clone,
     compare,
     make_groups,
@@ -49,19 +50,24 @@ def pairs(cases: Sequence[tuple[Case, Case]], *, norms: bool, steps: int = STEPS
     After one step only what was computed before the update is compared.
     """
     rank, maker = dist.get_rank(), make_groups(case for pair in cases for case in pair)
-    made: dict[Case, Outcome] = {}
+    singles = {_key(plain): (plain, steps) for plain, _ in cases if plain.ranks == 1}
+    made = dict(zip(singles, alone(list(singles.values())), strict=True))
     out: list[list[str] | None] = []
     for plain, other in cases:
         if rank >= other.ranks:
             out.append(None)
             continue
-        if plain not in made:
-            made[plain] = Trainer.make(plain, 0 if plain.ranks == 1 else rank, maker).run(steps)
+        if _key(plain) not in made:
+            made[_key(plain)] = Trainer.make(plain, rank, maker).run(steps)
         mine = Trainer.make(other, rank, maker).run(steps)
         if steps == 1:
             mine.tensors = {}
-        out.append(differing(mine, made[plain], norms=norms))
+        out.append(differing(mine, made[_key(plain)], norms=norms))
     return out
+
+
+def _key(one: Case) -> str:
+    return f"{one.raw} {one.closed} {one.ranks} {one.bucket}"
 
 
 def differing(mine: Outcome, reference: Outcome, *, norms: bool) -> list[str]:
@@ -117,7 +123,7 @@ def moved(
 
     `restoring` is what the second trainer is made and restored in, for each pair.
     """
-    rank, references = dist.get_rank(), References()
+    rank, references = dist.get_rank(), References((after, BEFORE + AFTER) for _, after in cases)
     maker = _with_single(make_groups(case for pair in cases for case in pair))
     out: list[Moved | None] = []
     for number, (before, after) in enumerate(cases):
@@ -153,7 +159,7 @@ def checkpoint(trainer: Trainer, maker: GroupMaker, folder: Path) -> Path:
     """Save; a collective call of the case's ranks."""
     state = trainer.state
     return save(
-        folder, state.step, state.tensors(), model=trainer.config.model, state=state.numbers(),
+        folder, state.step, state.to_save(), model=trainer.config.model, state=state.numbers(),
         group=_group(maker, trainer.case),
     )  # fmt: skip
 

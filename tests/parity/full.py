@@ -14,7 +14,7 @@ from ranks import run_ranks
 from mega_common.files import atomic_file
 
 TOLERANCE = 1e-10
-BATCH = 200
+BATCH = 100
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 SMALLEST = 1e-11  # errors below it are rounding, which differs from machine to machine
 
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def batches(cases: Sequence[Case]) -> list[list[Case]]:
-    """A few hundred of as many ranks, so that none waits long for those that have more to do, and together those that need
+    """A hundred of as many ranks, so that none waits long for those that have more to do, and together those that need
     the same process groups: for each one that it is in, a rank has threads that wake a hundred times a second."""
     degrees = ("tp", "pp", "cp", "ep", "expert_tp")
     parts = []

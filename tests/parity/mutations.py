@@ -18,15 +18,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from parity.bits import Moved, moved
-from parity.cases import CONTEXT, Case, case
+from parity.cases import CONTEXT, STEPS, Case, case
+from parity.eight_bit_mutations import EIGHT_BITS
 from parity.expert_mutations import EXPERTS
 from parity.worker import Found, References, Trainer, compare, make_groups, places
 from torch import Tensor
 
+from mega_data.loader import StepBatch
 from mega_trainer import batch as batches
 from mega_trainer import rng, step
+from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import Group, Passing, all_reduce
 from mega_trainer.kernels.torch import TorchKernels
+from mega_trainer.mesh import Groups
 from mega_trainer.model import builder, decoder, loss, mla
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Outline, Sequences
@@ -140,10 +144,8 @@ def _norm_of_this_rank(axis: str) -> Patch:
 def _mean_of_means() -> Any:
     real = Decoder._head_loss
 
-    def count_batches(batches: Sequence[Any], data: Any) -> float:
-        count = torch.tensor(float(len(batches)), dtype=torch.float64)
-        all_reduce(count, data)
-        return count.item()
+    def count_batches(batch: StepBatch, further: int, groups: Groups) -> list[float]:
+        return [len(batch.tokens) // DP.micro * groups.dp.size]
 
     def mean(self: Decoder, hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
         return real(self, hidden, labels, weights / weights.sum(), head)
@@ -153,7 +155,17 @@ def _mean_of_means() -> Any:
 
 
 def _own_tokens() -> AbstractContextManager[Any]:
-    return swap(step, "count_tokens", lambda batches, data: sum(b.weights.sum().item() for b in batches))
+    """Those of a data rank, and of a context rank about its share."""
+    return swap(step, "count_tokens", lambda batch, *more: [batch.loss_mask.sum() / more[-1].cp.size])
+
+
+def _tokens_of_every_rank() -> AbstractContextManager[Any]:
+    real = step.own_counts
+    return swap(step, "own_counts", lambda batch, further, groups: real(batch, further, Groups()))
+
+
+def _loss_of_every_rank() -> AbstractContextManager[Any]:
+    return swap(Executor, "groups", property(lambda self: replace(self.model.groups, tp=Group("tp"))))
 
 
 def _gradients_swapped() -> AbstractContextManager[Any]:
@@ -512,7 +524,13 @@ def _latent_norms_without_sync() -> AbstractContextManager[Any]:
 
 def _ahead_by_own_counts() -> AbstractContextManager[Any]:
     real = step.weigh_ahead
-    return swap(step, "weigh_ahead", lambda batches, tokens, data: real(batches, tokens / data.size, Group("alone")))
+
+    def weigh(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
+        own = [sum(b.ahead[k].weights.sum().item() for b in batches) for k in range(len(batches[0].ahead))]
+        ranks = tokens[1] / max(own[0], 1.0)
+        return real(batches, [tokens[0] / ranks, *own])
+
+    return swap(step, "weigh_ahead", weigh)
 
 
 def _ahead_of_own_tokens() -> AbstractContextManager[Any]:
@@ -530,8 +548,9 @@ def _ahead_by_each_batch() -> AbstractContextManager[Any]:
     """The mean of each micro-batch's mean."""
     real = step.weigh_ahead
 
-    def weigh(batches: Sequence[Any], tokens: float, data: Any) -> list[Any]:
-        return [real([batch], tokens / len(batches) / data.size, Group("alone"))[0] for batch in batches]
+    def weigh(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> list[MicroBatch]:
+        owns = [[a.weights.sum().item() for a in batch.ahead] for batch in batches]
+        return [real([b], [tokens[0] / len(batches), *own])[0] for b, own in zip(batches, owns, strict=True)]
 
     return swap(step, "weigh_ahead", weigh)
 
@@ -551,6 +570,10 @@ MUTATIONS = [
     Mutation("mean of micro-batch means", DP, _mean_of_means),
     Mutation("mean of micro-batch means, one rank", replace(DP, ranks=1), _mean_of_means),
     Mutation("each rank divides by its own tokens", DP, _own_tokens),
+    Mutation("every tensor rank counts the same tokens", TP, _tokens_of_every_rank),
+    Mutation("every stage counts the same tokens", PP, _tokens_of_every_rank),
+    Mutation("every context rank counts the same tokens", RING, _tokens_of_every_rank),
+    Mutation("the loss that tensor ranks have alike is summed over them", TP, _loss_of_every_rank),
     Mutation("norm counts a replicated tensor on every rank", TP, _norm_counts_copies),
     Mutation("norm leaves sinks out but on the first rank", SINKS, _sinks_left_out),
     Mutation("logits are capped, their gradient is not", SINKS, _cap_without_slope),
@@ -608,7 +631,7 @@ MUTATIONS = [
     Mutation("further tokens: embedding gradients not summed over the stages", AHEAD_PP, _tied_without_sync),
     Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
 ]
-MUTATIONS += [Mutation(*one) for one in EXPERTS]
+MUTATIONS += [Mutation(*one) for one in [*EXPERTS, *EIGHT_BITS]]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)
 MUON = case("gqa", 2, parallel={"tp": 2}, optimizer="muon")
@@ -643,17 +666,19 @@ def restored(folder: Path) -> list[Moved | None]:
 
 def mutated() -> list[tuple[Found | None, Found | None]]:
     """On each rank, what it finds of each mutation's case without and with the bug."""
-    rank, references = dist.get_rank(), References()
+    rank, references = dist.get_rank(), References((one.case, STEPS) for one in MUTATIONS)
     maker = make_groups(one.case for one in MUTATIONS)
+    healthy: dict[Case, Found] = {}
     out: list[tuple[Found | None, Found | None]] = []
     for one in MUTATIONS:
         if rank >= one.case.ranks:
             out.append((None, None))
             continue
-        reference, find = references.of(one.case), partial(_find, one.case, rank, maker)
-        healthy = find(reference)
+        find = partial(_find, one.case, rank, maker, references.of(one.case))
+        if one.case not in healthy:
+            healthy[one.case] = find()
         with one.patch():
-            out.append((healthy, find(reference)))
+            out.append((healthy[one.case], find()))
     return out
 
 

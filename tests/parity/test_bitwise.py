@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from parity.bits import moved, pairs, resumed, told
-from parity.cases import CONTEXT, LARGE, VARIANTS, ZERO_LEVELS, Case, case
+from parity.cases import CONTEXT, LARGE, STEPS, VARIANTS, ZERO_LEVELS, Case, case
 from parity.worker import verdict
 from ranks import run_ranks
 
@@ -61,11 +61,11 @@ def growing() -> list[Case]:
     ]  # fmt: skip
 
 
-def bits(cases: list[tuple[Case, Case]]) -> list[list[str] | None]:
-    return pairs(cases, norms=True)
+def bits(cases: list[tuple[Case, Case]], steps: int = STEPS) -> list[list[str] | None]:
+    return pairs(cases, norms=True, steps=steps)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp64", marks=pytest.mark.long)])
 def test_any_schedule_computes_what_serial_microbatches_compute(precision: str) -> None:
     cases = [serial(other) for other in [*pipelines(precision), *(growing() if precision == "bf16" else [])]]
     assert not told([b for _, b in cases], run_ranks(bits, 4, cases, timeout=240))
@@ -161,7 +161,7 @@ def recomputed() -> list[tuple[Case, Case]]:
 
 def test_recomputation_changes_nothing() -> None:
     cases = recomputed()
-    assert not told([b for _, b in cases], run_ranks(bits, 2, cases))
+    assert not told([b for _, b in cases], run_ranks(bits, 2, cases, 2))
 
 
 def test_buckets_change_nothing() -> None:

@@ -62,6 +62,14 @@ def microbatches(one: Case) -> int:
     return one.batch // one.micro // one.layout["dp"]
 
 
+def numbers(one: Case) -> Theory:
+    """Two sums of losses, once a step over all ranks, and before, in host memory, the tokens of what is predicted."""
+    theory, further = Theory(), one.model.get("mtp_layers", 0)
+    theory.expect("world", "all_reduce", 1, 2 * SCALAR)
+    theory.expect("world", "all_reduce", 1, (1 + further) * SCALAR)
+    return theory
+
+
 def tensor_parallel(one: Case) -> Traffic:
     """Two sums a layer forward and two backward, one for the embedding and one for the head's input.
 
@@ -82,6 +90,7 @@ def tensor_parallel(one: Case) -> Traffic:
     theory.expect("tp", "all_reduce", m, statistic)
     theory.expect("tp", "all_reduce", m, 2 * statistic)
     theory.expect("tp", "all_gather", 1, one.layout["tp"] * NORM)
+    theory.update(numbers(one))
     return theory.traffic()
 
 
@@ -105,6 +114,7 @@ def latents(one: Case) -> Traffic:
     theory.expect("tp", "all_reduce", m * uses, statistic)
     theory.expect("tp", "all_reduce", m * uses, 2 * statistic)
     theory.expect("tp", "all_gather", 1, one.layout["tp"] * NORM)
+    theory.update(numbers(one))
     return theory.traffic()
 
 
@@ -117,7 +127,6 @@ def pipeline(one: Case, rank: int) -> Traffic:
     arrivals = m * sum(ends.count(rank // layout["tp"]) for ends in crossed)
     share = layout["tp"] if layout["sp"] else 1
     theory.expect("pp", "receive", arrivals, one.micro * S // share * D * BYTES[one.precision])
-    theory.expect("pp", "all_reduce", 1, SCALAR)  # the loss
     theory.expect("pp", "all_gather", 1, pp * NORM)
     return theory.traffic()
 
@@ -136,7 +145,7 @@ def data_parallel(one: Case) -> Traffic:
         if zero:
             theory.expect("dp_cp", "all_gather", 1, size * BYTES[one.precision])
     theory.expect("dp_cp", "all_gather", 1 if zero else 0, ranks * NORM)
-    theory.expect("dp_cp", "all_reduce", 2, SCALAR)  # tokens and loss
+    theory.update(numbers(one))
     return theory.traffic()
 
 
@@ -222,7 +231,7 @@ def fully_sharded(one: Case) -> Traffic:
     for axes in (2, 1) if copies > 1 else ():  # with decay, without
         elements = sum(share_of_rows(shape, ranks) for shape in L * layer + rest if len(shape) == axes)
         theory.expect("replicate", "all_reduce", 1, elements * sent(one))
-    theory.expect("dp_cp", "all_reduce", 2, SCALAR)  # tokens and loss
+    theory.update(numbers(one))
     return theory.traffic()
 
 

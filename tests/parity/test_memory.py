@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity.cases import CONTEXT, Case
+from parity.cases import CONTEXT, Case, case
 from parity.worker import Trainer, make_groups, synthetic
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mega_ckpt.pieces import Sharded
 from mega_common.model_config import ModelConfig
 from mega_trainer.batch import micro_batches
 from mega_trainer.plan.memory import RunShape, memory
@@ -148,3 +150,38 @@ def test_a_ring_makes_nothing_larger_than_its_tokens_share(found: dict[str, Byte
     assert found[f"ring {ranks}{more}"].largest <= widest
     if ranks == 8:
         assert found["allgather 8"].largest > widest
+
+
+def staged(cases: list[Case]) -> list[tuple[int, int] | None]:
+    """Of each case: bytes of what this rank brings to a checkpoint, and of all that it could."""
+    rank, maker, out = dist.get_rank(), make_groups(cases), []
+    for one in cases:
+        if rank < one.ranks:
+            state = Trainer.make(one, rank, maker).state
+            out.append(tuple(map(_bytes_of, (state.to_save(), state.tensors()))))
+        else:
+            out.append(None)
+    return out
+
+
+def _bytes_of(tensors: Mapping[str, Sharded]) -> int:
+    return sum(box.tensor.nbytes for held in tensors.values() for box in held.boxes)
+
+
+def test_ranks_stage_a_checkpoint_once_between_them() -> None:
+    """Not what another one brings; and each about as much."""
+    layouts = [
+        ("gqa", {"zero": 1}), ("gqa", {"zero": 0}), ("gqa", {"tp": 4}), ("tied", {"pp": 2, "zero": 1}), ("tied", {"tp": 2, "sp": True}),
+        ("dense", {"zero": 3}), ("dense", {"zero": 3, "zero3_shard": 2}), ("moe", {"ep": 2, "zero": 1}), ("moe", {"tp": 2, "ep": 4, "zero": 2}),
+        ("long", {"cp": 2, "zero": 1}),
+    ]  # fmt: skip
+    cases = [
+        case(model, n, layers=2, parallel=p if n > 1 else {}, micro=1, batch=4, precision="bf16")
+        for model, p in layouts
+        for n in (1, 4)
+    ]
+    found = list(zip(*run_ranks(staged, 4, cases), strict=True))
+    for (alone, *_), several, one in zip(found[::2], found[1::2], cases[1::2], strict=True):
+        assert sum(brought for brought, _ in several) == alone[0], one
+        assert all(brought <= could for brought, could in several)
+        assert max(brought for brought, _ in several) < 0.45 * alone[0], one

@@ -18,7 +18,7 @@ from torch import Tensor
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
 from mega_common.log import ProgressBar
 from mega_data.loader import StepBatch
-from mega_trainer import build
+from mega_trainer import build, step
 from mega_trainer.batch import micro_batches
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
@@ -74,9 +74,10 @@ class Trainer:
         config = RunConfig.parse(case.raw, source=str(case))
         groups = build.connect(config, Ranks(rank, case.ranks), maker, log)
         schedule = build.build_schedule(config, groups)
-        p, dtype = config.parallel, build.dtype_of(config)
+        p, dtype = config.parallel, torch.float64 if case.wide else build.dtype_of(config)
         builder = Builder(config.model, groups, sp=p.sp, cp_kind=p.cp_kind, dtype=dtype)
-        stages = build.build_stages(config, builder, schedule)
+        with mock.patch.object(build, "dtype_of", return_value=dtype):
+            stages = build.build_stages(config, builder, schedule)
         with mock.patch.object(build, "Sharing", partial(build.Sharing, bucket_elements=case.bucket)):
             shared = build.share_stages(config, stages)
         optimizer = build.build_optimizer(config, shared, groups)
@@ -94,8 +95,8 @@ class Trainer:
         micro = list(micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
         settings = self.config.optimizer
         result = train_step(
-            self.executor, self.optimizer, micro, lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
-            data=self.groups.dp_cp, loss_scale=self.state.loss_scale,
+            self.executor, self.optimizer, micro, tokens=step.count_tokens(batch, self.config.model.mtp_layers, self.groups), lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
+            loss_scale=self.state.loss_scale,
         )  # fmt: skip
         self.state.advance(result)
         return result
@@ -242,19 +243,28 @@ def make_groups(cases: Iterable[Case]) -> GroupMaker:
     return maker
 
 
-@dataclass
-class References:
-    """What one process computes, each case once."""
+def alone(work: Sequence[tuple[Case, int]]) -> list[Outcome]:
+    """What each case computes in one process, in so many steps. The ranks share the work: a collective call of all."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    everyone: list[list[Outcome]] = [[]] * ranks
+    dist.all_gather_object(everyone, [Trainer.make(one).run(steps) for one, steps in work[rank::ranks]])
+    return [everyone[number % ranks][number // ranks] for number in range(len(work))]
 
-    made: dict[str, Outcome] = field(default_factory=dict)
+
+class References:
+    """What one process computes, each case once. A collective call of all ranks."""
+
+    def __init__(self, cases: Iterable[tuple[Case, int]]) -> None:
+        work = {_key(one, steps): (one.single, steps) for one, steps in cases}
+        self._made = dict(zip(work, alone(list(work.values())), strict=True))
 
     def of(self, case: Case, steps: int = STEPS) -> Outcome:
         """The outcome of `case` in one process."""
-        single = case.single
-        key = f"{single.raw} {single.closed} {steps}"
-        if key not in self.made:
-            self.made[key] = Trainer.make(single).run(steps)
-        return self.made[key]
+        return self._made[_key(case, steps)]
+
+
+def _key(case: Case, steps: int) -> str:
+    return f"{case.single.raw} {case.closed} {steps}"
 
 
 @dataclass(frozen=True)
@@ -268,7 +278,7 @@ class Found:
 
 def sweep(cases: Sequence[Case]) -> list[Found | None]:
     """On each of the ranks: every case in turn, by the first ranks it needs."""
-    rank, maker, references = dist.get_rank(), make_groups(cases), References()
+    rank, maker, references = dist.get_rank(), make_groups(cases), References((one, one.steps) for one in cases)
     out: list[Found | None] = []
     with ProgressBar("parity", total=len(cases), unit="layouts", every=5 if rank == 0 else float("inf")) as bar:
         for case in cases:

@@ -360,28 +360,30 @@ def test_a_folder_without_weights_is_no_start_but_its_config_is_a_shape(settings
     assert trained(resolve({**raw, "model": {"from": str(folder / "config.json")}})).step == 1
 
 
+def poison(monkeypatch: pytest.MonkeyPatch, step: int, loss: float) -> None:
+    """The loss of one step of a run, in order, is that."""
+    real, calls = step_module.sum_over_ranks, []
+
+    def poisoned(*args: Any) -> Any:
+        calls.append(1)
+        told, table = real(*args)
+        if len(calls) == step:
+            told[0] = loss
+        return told, table
+
+    monkeypatch.setattr(step_module, "sum_over_ranks", poisoned)
+
+
 def test_not_finite_stops_without_touching_the_weights(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = settings(train={"steps": 4}, checkpoint={"every": 1, "async": False})
-    real, calls = step_module.mean_loss, []
-
-    def poisoned(*args: Any) -> float:
-        calls.append(1)
-        return float("nan") if len(calls) == 3 else real(*args)
-
-    monkeypatch.setattr(step_module, "mean_loss", poisoned)
+    poison(monkeypatch, 3, float("nan"))
     with pytest.raises(TrainingError, match=r"step 3: loss nan .* not updated"):
         trained(raw)
     assert latest(Path(raw["output"]) / "checkpoints").name == "step-00000002"  # type: ignore[union-attr]
 
 
 def test_not_finite_can_be_skipped(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = step_module.mean_loss, []
-
-    def poisoned(*args: Any) -> float:
-        calls.append(1)
-        return float("inf") if len(calls) == 2 else real(*args)
-
-    monkeypatch.setattr(step_module, "mean_loss", poisoned)
+    poison(monkeypatch, 2, float("inf"))
     state = trained(settings(train={"steps": 4, "on_nan": "skip"}))
     assert (state.step, state.optimizer.steps) == (4, 3)
 

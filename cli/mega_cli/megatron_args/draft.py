@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ OPTIONAL = frozenset({
     "model.mla.q_lora_rank", "model.moe.layers", "model.moe.capacity_factor",
     "parallel.pipeline_layout", "parallel.zero3_shard", "lr_schedule.warmup_samples", "lr_schedule.decay_steps",
     "lr_schedule.cooldown_steps", "optimizer.decoupled_lr", "optimizer.muon.weight_decay", "recompute.layers",
-    "checkpoint.keep_every", "train.exit_after_minutes", "train.exit_interval",
+    "fp8.format", "checkpoint.keep_every", "train.exit_after_minutes", "train.exit_interval",
 })  # fmt: skip
 
 # Words of flags in no table which say that these keys are not Megatron's defaults.
@@ -175,13 +176,14 @@ class Draft:
                 self._flags[dest] = _handled(given, handling)
 
 
-def load_handling() -> list[tuple[str, Kind, str]]:
+@cache
+def load_handling() -> tuple[tuple[str, Kind, str], ...]:
     """What becomes of flags without a key, from `handling.yaml`: (pattern of the flag's name, kind, why)."""
     text = (files("mega_cli.megatron_args") / "handling.yaml").read_text(encoding="utf-8")
     table: Mapping[Kind, Mapping[str, str]] = yaml.safe_load(text)
-    return [
+    return tuple(
         (pattern, kind, why) for kind, rows in table.items() for why, flags in rows.items() for pattern in flags.split()
-    ]
+    )
 
 
 def _other(given: Given) -> Note:
@@ -190,7 +192,7 @@ def _other(given: Given) -> Note:
     return Note("open", text, str(given), given.line)
 
 
-def _handled(given: Given, handling: list[tuple[str, Kind, str]]) -> Note:
+def _handled(given: Given, handling: Iterable[tuple[str, Kind, str]]) -> Note:
     found = ((kind, why) for pattern, kind, why in handling if fnmatchcase(given.flag.name, pattern))
     kind, why = next(found, ("open", given.unknown or "what it changes here is not known"))
     note = Note(kind, why, str(given), given.line)

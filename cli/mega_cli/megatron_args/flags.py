@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -86,16 +87,17 @@ def _folded(word: str) -> str:
     return word.lower().replace("_", "-")
 
 
-def load_flags() -> list[Flag]:
+@cache
+def load_flags() -> tuple[Flag, ...]:
     """Both tables."""
-    return [
+    return tuple(
         Flag(
             row["flag"], tuple(row["aliases"].split()), row["dest"], row["takes"], row["type"], row["default"],
             _choices(row["choices"]), row.get("means", ""), table == TABLES[1],
         )
         for table in TABLES
         for row in csv.DictReader((files("mega_cli.megatron_args") / table).read_text(encoding="utf-8").splitlines())
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def _choices(text: str) -> dict[str, str]:

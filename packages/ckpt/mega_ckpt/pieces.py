@@ -9,6 +9,7 @@ Checkpoints, resharding, conversion, ZeRO slices, initialisation and the gradien
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+
+# A checksum covers a slab, so a reader that checks reads whole slabs: small ones suit it, large ones the manifest.
+MAX_SLAB_BYTES = 32 << 20
 
 
 def crop(tensor: Tensor, offset: Iterable[int], shape: Iterable[int]) -> Tensor:
@@ -152,6 +156,32 @@ def cut(shape: Shape, max_elements: int) -> Iterator[tuple[Shape, Shape]]:
         inner = (*shape[:axis], min(rows, shape[axis] - start), *shape[axis + 1 :])
         for offset, extent in cut(inner, max_elements):
             yield (*offset[:axis], offset[axis] + start, *offset[axis + 1 :]), extent
+
+
+def slabs(box: Box, max_bytes: int) -> Iterator[Box]:
+    """A box as boxes of at most so many bytes, as `cut` cuts it."""
+    for start, shape in cut(tuple(box.tensor.shape), max_bytes // box.tensor.element_size()):
+        yield Box(tuple(o + s for o, s in zip(box.offset, start, strict=True)), crop(box.tensor, start, shape))
+
+
+def share_of(
+    tensors: Mapping[str, Sharded], rank: int, size: int, max_bytes: int = MAX_SLAB_BYTES
+) -> dict[str, Sharded]:
+    """Of boxes that `size` ranks hold alike, the part that one of them brings to a checkpoint.
+
+    Together they bring each element once, and each about as many bytes.
+    """
+    if size == 1:
+        return dict(tensors)
+    out: dict[str, Sharded] = {}
+    loads = [(0, taker) for taker in range(size)]  # a heap
+    for name, held in tensors.items():
+        for slab in (slab for box in held.boxes for slab in slabs(box, max_bytes)):
+            load, taker = loads[0]
+            heapq.heapreplace(loads, (load + slab.tensor.nbytes, taker))
+            if taker == rank:
+                out.setdefault(name, Sharded(held.shape, [])).boxes.append(slab)
+    return out
 
 
 def merge(parts: Iterable[Mapping[str, Sharded]]) -> dict[str, Sharded]:

@@ -8,7 +8,7 @@ carry an error of one rank to all. The files are ours: shards and a manifest, no
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -37,15 +37,13 @@ from torch.futures import Future
 
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, Chunk, FileEntry, tiles
-from mega_ckpt.pieces import Box, Shape, Sharded, crop, cut
+from mega_ckpt.pieces import MAX_SLAB_BYTES, Box, Shape, Sharded, slabs
 from mega_ckpt.remote import Place
 from mega_ckpt.shards import Slab, write_shards
 from mega_common.errors import CheckpointError, MegaError
 
 T = TypeVar("T")
 
-# A checksum covers a slab, so a reader that checks reads whole slabs: small ones suit it, large ones the manifest.
-MAX_SLAB_BYTES = 32 << 20
 MAX_FILE_BYTES = 4 << 30
 
 
@@ -55,7 +53,7 @@ class Held:
     def __init__(self, key: str, sharded: Sharded, slab_bytes: int | None = None) -> None:
         boxes = [Box(box.offset, box.tensor.detach()) for box in sharded.boxes if box.tensor.numel()]
         if slab_bytes is not None:
-            boxes = [slab for box in boxes for slab in _slabs(box, slab_bytes)]
+            boxes = [slab for box in boxes for slab in slabs(box, slab_bytes)]
             # An empty tensor has no box with elements, but has a place in the checkpoint.
             boxes = boxes or sharded.boxes[:1]
         self.key, self.shape, self.boxes = key, torch.Size(sharded.shape), boxes
@@ -87,11 +85,6 @@ class Held:
 
 def _chunk_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=box.tensor.shape)
-
-
-def _slabs(box: Box, max_bytes: int) -> Iterator[Box]:
-    for start, shape in cut(tuple(box.tensor.shape), max_bytes // box.tensor.element_size()):
-        yield Box(tuple(o + s for o, s in zip(box.offset, start, strict=True)), crop(box.tensor, start, shape))
 
 
 class Saving(DefaultSavePlanner):

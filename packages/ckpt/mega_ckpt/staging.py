@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -24,7 +25,7 @@ class Staging:
         need = sum(_room(tensor) for tensor in boxes)
         if self._buffer.numel() < need:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one before asking for the new
-            self._buffer = torch.empty(need, dtype=torch.uint8, pin_memory=on_device)
+            self._buffer = host_memory(need, pinned=on_device)
         out, start = {}, 0
         for key, sharded in tensors.items():
             out[key] = Sharded(sharded.shape, [])
@@ -40,3 +41,14 @@ class Staging:
 
 def _room(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """So many bytes [nbytes] and no more: torch rounds what it pins up to a power of two. Pinned until they are freed."""
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    if pinned and nbytes:
+        runtime, place = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+        if status := int(runtime.cudaHostRegister(place, nbytes, 0)):
+            raise MemoryError(f"{nbytes} bytes of host memory cannot be pinned (CUDA error {status})")
+        weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, place).atexit = False
+    return memory

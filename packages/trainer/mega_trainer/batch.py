@@ -13,6 +13,7 @@ from mega_common.errors import DataError
 from mega_data.loader import StepBatch
 from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
+from mega_trainer.device import to_device
 from mega_trainer.model.context import Outline
 from mega_trainer.parallel.context import place_of_tokens
 
@@ -89,12 +90,12 @@ def micro_batches(
     further = [_ahead(batch, places) for places in range(1, config.model.mtp_layers + 1)]
     own = None
     if context is not None and context.size > 1:
-        own = place_of_tokens(config.data.seq_length, context).to(device)
+        own = to_device(place_of_tokens(config.data.seq_length, context), device)
     for start in range(0, len(batch.sample_ids), size):
         part = slice(start, start + size)
 
         def tensor(array: np.ndarray, part: slice = part) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array[part])).to(device, non_blocking=True)
+            return to_device(torch.from_numpy(np.ascontiguousarray(array[part])), device)
 
         whole = MicroBatch(
             tokens=tensor(batch.tokens),
@@ -113,11 +114,16 @@ def micro_batches(
 
 def _ahead(batch: StepBatch, places: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The fields of `Ahead` for all samples. What is past a sample's end is token 0, and does not count."""
+    return _shifted(batch.tokens, places), _shifted(batch.labels, places), further_weights(batch, places)
 
-    def shifted(array: np.ndarray) -> np.ndarray:
-        return np.pad(array[:, places:], ((0, 0), (0, places)))
 
-    counts = shifted(batch.loss_mask)
+def further_weights(batch: StepBatch, places: int) -> np.ndarray:
+    """fp32 [n, S], the weight of each label those places on."""
+    counts = _shifted(batch.loss_mask, places)
     if batch.document_ids is not None:
-        counts &= shifted(batch.document_ids) == batch.document_ids
-    return shifted(batch.tokens), shifted(batch.labels), counts.astype(np.float32)
+        counts &= _shifted(batch.document_ids, places) == batch.document_ids
+    return counts.astype(np.float32)
+
+
+def _shifted(array: np.ndarray, places: int) -> np.ndarray:
+    return np.pad(array[:, places:], ((0, 0), (0, places)))

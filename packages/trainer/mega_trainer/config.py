@@ -17,6 +17,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_data.config import DataConfig
 from mega_trainer.batch_size import BatchConfig
+from mega_trainer.fp8 import Fp8Config, fp8_problems
 from mega_trainer.layout import model_problems, world_problems
 from mega_trainer.optim.lr import LRCurve, LRSchedule
 
@@ -191,8 +192,11 @@ class RunConfig(Config):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LRSchedule = LRSchedule()
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = Field(
+        "bf16", description="fp8: bf16, but for the products of linear layers"
+    )
     fp16: Fp16Config = Fp16Config()
+    fp8: Fp8Config = Fp8Config()
     compile: bool | Literal["auto"] = Field(
         "auto", description="compile what is computed element by element or row by row; auto: on a GPU"
     )
@@ -270,6 +274,13 @@ class RunConfig(Config):
         if model.position == "learned" and data.seq_length > model.max_position:
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
         yield from model_problems(self)
+        yield from fp8_problems(self)
+        if self.kernels.linear == "te" and self.precision == "fp8":
+            if self.fp8.recipe == "rowwise":
+                rule = "is no recipe of Transformer Engine, which kernels.linear = te asks for"
+                yield Problem("fp8.recipe", rule, "rowwise", "tensorwise, or kernels.linear: torch")
+            if model.moe is not None:
+                yield Problem("kernels.linear", "has no fp8 for experts, which are multiplied by groups", "te", "torch")
         if parallel.zero == 3 and parallel.pp > 1:
             rule = "3 gathers weights for every micro-batch, which a pipeline has many of"
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")

@@ -5,23 +5,28 @@ There is no generator state to save: every random draw is a function of (seed, w
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mega_ckpt.pieces import Sharded, boxes_of, merge
 from mega_ckpt.remote import RemoteError
 from mega_ckpt.store import AsyncSaver, Checkpoint, Place, latest, load, place, retain, save, sweep
 from mega_common.errors import CheckpointError
 from mega_common.log import logger
+from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel.param import info_of, kept_of, local_of
+from mega_trainer.parallel.shared import copies, share_of_copies
 from mega_trainer.precision import LossScale
 from mega_trainer.resume import check_resume
 from mega_trainer.step import StepResult
@@ -60,6 +65,12 @@ class TrainState:
         self.optimizer.settle()
         weights = weights_of(self.stages, prefix="weights/", computed=True)
         return weights | self.optimizer.tensors()
+
+    def to_save(self) -> dict[str, Sharded]:
+        """Of these, what this rank brings to a checkpoint: a share of what several ranks hold alike."""
+        self.optimizer.settle()
+        weights = weights_of(self.stages, prefix="weights/", computed=True, to_save=True)
+        return weights | self.optimizer.tensors(to_save=True)
 
     def numbers(self) -> dict[str, Any]:
         """What a checkpoint says beside the tensors."""
@@ -103,17 +114,27 @@ class TrainState:
         return lines
 
 
-def weights_of(stages: Mapping[int, Decoder], *, prefix: str = "", computed: bool = False) -> dict[str, Sharded]:
+def weights_of(
+    stages: Mapping[int, Decoder], *, prefix: str = "", computed: bool = False, to_save: bool = False
+) -> dict[str, Sharded]:
     """The weights of these stages by canonical name, as boxes that are views of the parameters.
 
     With `computed` they are what the model computes with, which under ZeRO-3 is a rounded copy of what it keeps. Those
-    that no gradient moves are always as they are kept.
+    that no gradient moves are always as they are kept. With `to_save` they are this rank's share of what several hold.
     """
     parts = []
     for stage in stages.values():
-        held = [(local_of(parameter), info_of(parameter).pieces) for parameter in stage.parameters()]
-        parts.append(boxes_of((t.to(stage.dtype) if computed else t, pieces) for t, pieces in held))
-        parts.append(boxes_of(kept_of(stage)))
+        alike: dict[tuple[Group, ...], list[nn.Parameter]] = defaultdict(list)
+        for parameter in stage.parameters():
+            groups = copies(info_of(parameter), sharded=isinstance(parameter, DTensor)) if to_save else ()
+            alike[groups].append(parameter)
+        for groups, parameters in alike.items():
+            held = ((local_of(parameter), info_of(parameter).pieces) for parameter in parameters)
+            boxes = boxes_of((t.to(stage.dtype) if computed else t, pieces) for t, pieces in held)
+            parts.append(share_of_copies(boxes, groups))
+        parts.append(
+            share_of_copies(boxes_of(kept_of(stage)), (stage.groups.tp, stage.groups.dp_cp) if to_save else ())
+        )
     return {prefix + name: held for name, held in merge(parts).items()}
 
 
@@ -144,7 +165,7 @@ class Saver:
         write(
             self.root,
             state.step,
-            state.tensors(),
+            state.to_save(),
             model=self._config.model,
             state=state.numbers(),
             assets=assets if assets.exists() else None,

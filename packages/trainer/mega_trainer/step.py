@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
-from mega_trainer.batch import MicroBatch
-from mega_trainer.comm import Group, all_reduce
+from mega_data.loader import StepBatch
+from mega_trainer.batch import MicroBatch, further_weights
+from mega_trainer.comm import all_reduce
+from mega_trainer.device import to_device
+from mega_trainer.mesh import Groups
 from mega_trainer.model.router import Router, balance
-from mega_trainer.model.routing import SUMS, loads_of_all, routing_metrics
+from mega_trainer.model.routing import SUMS, expert_layers, routing_metrics, table_of_loads
 from mega_trainer.optim.clip import clip_factor
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.pipeline.run import Executor
@@ -31,6 +35,7 @@ class StepResult:
         loss_scale: that of this step, in fp16.
         overflowed: the gradient was too large for fp16 under this loss scale; a smaller one may mend it.
         routing: of models with experts, as `routing_metrics` tells it.
+        riders: as given to the step by each rank, summed over all ranks.
     """
 
     loss: float
@@ -41,6 +46,7 @@ class StepResult:
     loss_scale: float | None = None
     overflowed: bool = False
     routing: Mapping[str, float] = field(default_factory=dict)
+    riders: Sequence[float] = ()
 
 
 def train_step(
@@ -48,11 +54,12 @@ def train_step(
     optimizer: Optimizer,
     batches: Sequence[MicroBatch],
     *,
+    tokens: Sequence[float],
     lr: float,
     clip: float,
-    data: Group,
     decoupled_lr: float | None = None,
     loss_scale: LossScale | None = None,
+    riders: Callable[[], Sequence[float]] = tuple,
 ) -> StepResult:
     """One step over this rank's micro-batches; every rank calls it.
 
@@ -61,81 +68,104 @@ def train_step(
     gradient is not finite. With a `loss_scale` the gradient is made larger by it, and the norm and the update are of
     the gradient as it would be without: unscale, check, clip, step. Losses of routers join the gradient, not the loss.
     `decoupled_lr` is the rate of the input embedding and the output layer, where the optimizer holds them apart.
+
+    The host waits for the device once, for all numbers of the step together, before the update. `riders` are numbers of
+    this rank's, asked for just before, that are summed over all ranks beside the loss.
+
+    Args:
+        tokens: of the step, as `count_tokens` gives them.
     """
     factor = 1.0 if loss_scale is None else loss_scale.value
-    tokens = count_tokens(batches, data)
-    batches = weigh_ahead(batches, tokens, data)
     for stage in optimizer.stages:
         stage.begin_step()
-    sums = executor.run(batches, factor / max(tokens, 1.0), factor)
+    sums = executor.run(weigh_ahead(batches, tokens), factor / max(tokens[0], 1.0), factor)
     for stage in optimizer.stages:
         stage.finish()
-    loss = mean_loss(sums[0], tokens, data, executor.group)
-    mtp_loss = mean_loss(sums[1], tokens, data, executor.group) if batches[0].ahead else None
-    norm = optimizer.grad_norm().item() / factor
+    told, table = sum_over_ranks(executor, torch.cat([sums, to_device(riders(), sums.device)]))
+    numbers = torch.cat([optimizer.grad_norm().view(1), told, table.flatten()]).cpu()
+    norm, loss, mtp_loss, *ridden = numbers[: 1 + len(told)].tolist()
+    norm, loss, mtp_loss = norm / factor, loss / max(tokens[0], 1.0), mtp_loss / max(tokens[0], 1.0)
     finite = math.isfinite(loss) and math.isfinite(norm)
     if finite:
         optimizer.update(lr, clip_factor(norm, clip) / factor, decoupled_lr)
-    routing = finish_routing(executor, factor, move=finite)
+        move_selection(executor, table)
+    result = StepResult(
+        loss, norm, tokens[0], finite, mtp_loss if batches[0].ahead else None, riders=ridden,
+        routing=routing_metrics(executor.config.moe, numbers[1 + len(told) :].view_as(table), factor),
+    )  # fmt: skip
     if loss_scale is None:
-        return StepResult(loss, norm, tokens, finite, mtp_loss, routing=routing)
+        return result
     overflowed = loss_scale.mends(loss_finite=math.isfinite(loss), norm_finite=math.isfinite(norm))
     loss_scale.advance(overflowed=overflowed)
-    return StepResult(loss, norm, tokens, finite, mtp_loss, factor, overflowed, routing)
+    return replace(result, loss_scale=factor, overflowed=overflowed)
 
 
-def finish_routing(executor: Executor, loss_scale: float, *, move: bool) -> dict[str, float]:
-    """What the routers did in the step; their selection biases move by it if the weights did."""
-    model = next(iter(executor.stages.values()))
-    config, moe = model.config, model.config.moe
-    if moe is None:
-        return {}
-    layers = [layer for layer in range(config.num_layers + config.mtp_layers) if config.has_experts(layer)]
-    table = loads_of_all(executor.loads, layers, moe.num_experts, model.groups.world)
-    if move:
+def sum_over_ranks(executor: Executor, told: Tensor) -> tuple[Tensor, Tensor]:
+    """What each rank has to tell of the step, summed over all ranks by one all-reduce.
+
+    Args:
+        told: fp64 [2 + n]: sums of losses, which tensor ranks have alike, and numbers that no two ranks have alike.
+
+    Returns:
+        `told`, and the routers' loads as in `table_of_loads`.
+    """
+    groups, table = executor.groups, table_of_loads(executor.loads, executor.config, told.device)
+    if groups.tp.rank > 0:
+        told[:2] = 0.0
+    joined = torch.cat([told, table.flatten()])
+    all_reduce(joined, groups.world)
+    return joined[: len(told)], joined[len(told) :].view_as(table)
+
+
+def move_selection(executor: Executor, table: Tensor) -> None:
+    """Move the routers' selection biases by the step's loads of all ranks, [layers, 5 + E]."""
+    if executor.config.moe is not None:
         modules = (module for stage in executor.stages.values() for module in stage.modules())
+        layers = expert_layers(executor.config)
         balance([module for module in modules if isinstance(module, Router)], table[:, SUMS:], layers)
-    return routing_metrics(table, moe.top_k, loss_scale)
 
 
 @torch.no_grad()
-def evaluate_step(executor: Executor, batches: Sequence[MicroBatch], data: Group) -> tuple[float, float]:
-    """Forward only: (sum of the token losses over all ranks, tokens that counted)."""
-    tokens = count_tokens(batches, data)
-    return mean_loss(executor.run(batches, 1.0)[0], 1.0, data, executor.group), tokens
+def evaluate(executor: Executor, steps: Iterable[Sequence[MicroBatch]]) -> float:
+    """Mean loss per token of all steps' micro-batches, forward only. The host waits once, at the end."""
+    totals = []
+    for batches in steps:
+        tokens = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in batches]).sum()
+        totals.append(torch.stack([executor.run(batches, 1.0)[0], tokens]))
+    total, groups = torch.stack(totals).sum(0), executor.groups
+    if groups.tp.rank > 0 or executor.last_stage not in executor.stages:
+        total.zero_()
+    all_reduce(total, groups.world)
+    loss_sum, count = total.cpu().tolist()
+    return float(loss_sum / max(count, 1.0))
 
 
-def count_tokens(batches: Sequence[MicroBatch], data: Group) -> float:
-    """Tokens of the step whose loss counts, over all data ranks.
+def count_tokens(batch: StepBatch, further: int, groups: Groups) -> list[float]:
+    """Tokens of a step whose loss counts, over all data ranks, and so those of each layer that predicts `further` tokens.
 
-    Summed in host memory: on a device the sum would queue up behind the weights that are still being gathered.
+    Summed in host memory, before the first step; those of the next one ride with the numbers of the step before it.
     """
-    tokens = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in batches]).sum().cpu()
-    all_reduce(tokens, data)
-    return tokens.item()
+    counts = torch.tensor(own_counts(batch, further, groups), dtype=torch.float64)
+    all_reduce(counts, groups.world)
+    return counts.tolist()
 
 
-def weigh_ahead(batches: Sequence[MicroBatch], tokens: float, data: Group) -> Sequence[MicroBatch]:
+def own_counts(batch: StepBatch | None, further: int, groups: Groups) -> list[float]:
+    """This rank's part in `count_tokens`, as its masks in host memory tell: that of the first who has these samples."""
+    if batch is None or any(group.rank for group in (groups.tp, groups.cp, groups.pp)):
+        return [0.0] * (1 + further)
+    return [float(batch.loss_mask.sum()), *(float(further_weights(batch, k + 1).sum()) for k in range(further))]
+
+
+def weigh_ahead(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
     """The batches with weights of further tokens that make their losses a mean of means.
 
-    Of D layers that predict further tokens, one's tokens weigh `tokens` / (D its tokens of all micro-batches and data
-    ranks): the sum of all, divided by `tokens` as the next tokens' is, is then the mean over the layers of their means.
+    Of D layers that predict further tokens, one's tokens weigh `tokens[0]` / (D its tokens of all micro-batches and data
+    ranks): the sum of all, divided by `tokens[0]` as the next tokens' is, is then the mean over the layers of their means.
     """
-    layers = len(batches[0].ahead)
-    if not layers:
-        return batches
-    counts = torch.stack([torch.stack([a.weights.sum(dtype=torch.float64) for a in b.ahead]) for b in batches])
-    counts = counts.sum(0).cpu()
-    all_reduce(counts, data)
-    factors = [tokens / (layers * max(count, 1.0)) for count in counts.tolist()]
+    step, *ahead = tokens
+    factors = [step / (len(ahead) * max(count, 1.0)) for count in ahead]
     return [
         replace(b, ahead=[replace(a, weights=a.weights * f) for a, f in zip(b.ahead, factors, strict=True)])
         for b in batches
     ]
-
-
-def mean_loss(loss_sum: torch.Tensor, tokens: float, data: Group, pipeline: Group) -> float:
-    """The loss per token from each rank's sum; only the last stage has any."""
-    all_reduce(loss_sum, data)
-    all_reduce(loss_sum, pipeline)
-    return loss_sum.item() / max(tokens, 1.0)

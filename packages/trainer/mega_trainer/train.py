@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -31,6 +32,7 @@ from mega_trainer.build import (
 )
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
+from mega_trainer.device import pick_device
 from mega_trainer.faults import faults_told
 from mega_trainer.guard import Guard, StopSignal
 from mega_trainer.kernels.leaves import Leaves, compiles
@@ -45,9 +47,11 @@ from mega_trainer.plan.flops import count_parameters
 from mega_trainer.ranks import Ranks
 from mega_trainer.run_folder import claimed, make_run_folder
 from mega_trainer.state import Saver, TrainState, starting_point, weights_of
-from mega_trainer.step import evaluate_step, train_step
+from mega_trainer.step import count_tokens, evaluate, own_counts, train_step
 from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
 from mega_trainer.watch import Watch
+
+T = TypeVar("T")
 
 
 def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainState:
@@ -68,16 +72,16 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     limits = Limits(config.train)
     device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
     schedule = build_schedule(config, groups)
-    choice = choose_kernels(config, device)
+    choice, leaves = choose_kernels(config, device), Leaves(compiled=compiles(config.compile, device))
     logger.info("%s", choice)
-    kernels = make_kernels(choice, Leaves(compiled=compiles(config.compile, device)))
+    kernels = make_kernels(choice, leaves)
     builder = Builder(
         config.model, groups, kernels,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dtype=dtype, device=device,
     )  # fmt: skip
     stages = build_stages(config, builder, schedule)
     shared = share_stages(config, stages)
-    optimizer = build_optimizer(config, shared, groups)
+    optimizer = build_optimizer(config, shared, groups, leaves)
     state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
@@ -86,6 +90,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype, ranks.world_size)
+    further = config.model.mtp_layers
     loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
         faults_told(ranks.rank, lambda: f"step {state.step + 1}"),
@@ -94,15 +99,25 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
         Saver(config) as saver,
         Metrics(config, speed, state.step, state.consumed_samples, writes=groups.world.rank == 0) as metrics,
     ):
-        left, stopping = config.train.steps - state.step, False
+
+        def asked(step: int) -> str | None:  # why this rank is to end after that step
+            return stop.name or limits.reached(step)
+
+        def riders(coming: Sequence[float]) -> list[float]:  # what all ranks are told beside the loss
+            return [asked(state.step + 1) is not None, saver.failed, *coming]
+
+        left, stopping, tokens = config.train.steps - state.step, 0.0, [0.0]
         batches = loader(train_data, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
-        for batch in islice(batches, left):
+        for batch, following in with_next(islice(batches, left)):
+            tokens = tokens if any(tokens) else count_tokens(batch, further, groups)
+            coming = own_counts(following, further, groups)
             lr = curve(state.consumed_samples)
             own_lr = None if decoupled is None else decoupled(state.consumed_samples)
             micro = list(micro_batches(batch, config, device, groups.cp))
             result = train_step(
-                executor, optimizer, micro,
-                lr=lr, decoupled_lr=own_lr, clip=config.optimizer.clip_grad, data=groups.dp_cp, loss_scale=state.loss_scale,
+                executor, optimizer, micro, tokens=tokens,
+                lr=lr, decoupled_lr=own_lr, clip=config.optimizer.clip_grad, loss_scale=state.loss_scale,
+                riders=partial(riders, coming),
             )  # fmt: skip
             state.advance(result)
             valid = None
@@ -114,8 +129,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
                 state.step, state.consumed_samples, lr, result,
                 decoupled_lr=own_lr, valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
             )  # fmt: skip
-            reason = stop.name or limits.reached(state.step)
-            stopping, failed = agreed((reason is not None, saver.failed), groups.world)
+            stopping, failed, *tokens = result.riders
             if failed:
                 saver.wait()
             if stopping:
@@ -124,9 +138,19 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
                 saver.save(state)
             if stopping:
                 break
-    agreed((), groups.world)  # leave together: a launcher ends the others soon after the first one
-    conclude(state, (reason or "a signal or limit of another rank") if stopping else None)
+    all_reduce(torch.zeros(1), groups.world)  # leave together: a launcher ends the others soon after the first one
+    conclude(state, (asked(state.step) or "a signal or limit of another rank") if stopping else None)
     return state
+
+
+def with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
+    """Each item with the one after it, None after the last."""
+    rest = iter(items)
+    item = next(rest, None)
+    while item is not None:
+        following = next(rest, None)
+        yield item, following
+        item = following
 
 
 def conclude(state: TrainState, reason: str | None) -> None:
@@ -193,13 +217,11 @@ def validate(executor: Executor, loader: Loader, config: RunConfig, device: torc
     """Mean loss per token over the first `eval_steps` global batches of the validation set, the same ones each time."""
     for stage in executor.stages.values():
         stage.eval()
-    loss = tokens = 0.0
-    for batch in islice(loader, config.train.eval_steps):
-        part = evaluate_step(executor, list(micro_batches(batch, config, device, groups.cp)), groups.dp_cp)
-        loss, tokens = loss + part[0], tokens + part[1]
+    batches = islice(loader, config.train.eval_steps)
+    loss = evaluate(executor, (list(micro_batches(batch, config, device, groups.cp)) for batch in batches))
     for stage in executor.stages.values():
         stage.train()
-    return loss / max(tokens, 1.0)
+    return loss
 
 
 def around_backward(shared: Mapping[int, SharedStage], stage: int, last: bool) -> AbstractContextManager[None]:
@@ -212,24 +234,3 @@ def watching(state: TrainState, ranks: Ranks, store: Store | None) -> AbstractCo
     if store is None:
         return nullcontext()
     return Watch(store, ranks.rank, ranks.world_size, lambda: state.step + 1, state.config.timeout_seconds)
-
-
-def agreed(flags: Sequence[bool], world: Group) -> Sequence[bool]:
-    """For each flag whether any rank has set it; the same answer on all ranks. Voted in host memory, as tokens are counted."""
-    votes = torch.tensor(flags, dtype=torch.float32)
-    all_reduce(votes, world, "max")
-    return [bool(vote) for vote in votes.tolist()]
-
-
-def pick_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank: `auto` takes a GPU when there is one.
-
-    Raises:
-        ConfigError: when CUDA was asked for and there is none.
-    """
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ConfigError("device = 'cuda': torch sees no CUDA device here", hint="set device=auto or device=cpu")
-    if name == "cpu" or not available:
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank)

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from mega_cli.megatron_args import Translation, draft, to_yaml, translate
+from mega_cli.megatron_args import Translation, flags, to_yaml, translate
 from mega_cli.megatron_args.draft import load_handling
 from mega_cli.megatron_args.flags import Flag, load_flags
 from mega_cli.megatron_args.render import HEADINGS
@@ -363,6 +363,12 @@ def test_what_is_given_completely_can_be_run(arguments: str):
         ("--wandb-project p --async-save", {"log.wandb": "p", "checkpoint.async": True}),
         ("--checkpoint-activations", {"recompute.kind": "full"}),
         ("--recompute-granularity selective", {"recompute.kind": "selective"}),
+        ("--fp8-format hybrid", {"precision": "fp8", "fp8": {"recipe": "tensorwise", "format": "hybrid"}}),
+        (
+            "--fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
+            {"fp8": {"recipe": "blockwise", "format": "e4m3", "bf16_first": 1, "bf16_last": 2}},
+        ),
+        ("--fp8-recipe mxfp8 --num-layers-at-start-in-bf16 2", {"precision": "bf16"}),
         ("--layernorm-epsilon 1e-6", {"model.norm_eps": 1e-6}),
         ("--seed 1 --seed 2", {"train.seed": 2}),
     ],
@@ -396,6 +402,14 @@ def test_latent_attention_and_further_tokens():
     assert "--multi-latent-attention" in notes(plain, "changes meaning")
 
 
+def test_fp8_scaled_by_earlier_steps_is_scaled_by_the_numbers_at_hand():
+    for flags in ("--fp8-hybrid", "--fp8-format e4m3 --fp8-recipe delayed"):
+        assert flags.split()[-2 if "recipe" in flags else 0] in notes(translate(COMPLETE + flags), "changes meaning")
+    translation = translate(COMPLETE + "--fp8-format e4m3 --fp8-recipe custom")
+    assert translation.run["fp8"]["recipe"] is None
+    assert "fp8.recipe" in notes(translation, "open")
+
+
 def test_a_warmup_share_is_that_of_the_decay():
     run = translate(COMPLETE + "--lr-warmup-fraction 0.5 --lr-decay-iters 4").run
     assert (run["lr_schedule"]["warmup_steps"], run["lr_schedule"]["decay_steps"]) == (2, 4)
@@ -411,15 +425,14 @@ def dummy(flag: Flag) -> list[str]:
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
-def test_every_flag_ends_in_one_note_with_a_reason(flag: Flag, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(draft, "load_handling", lambda: HANDLING)
+def test_every_flag_ends_in_one_note_with_a_reason(flag: Flag):
     translation = translate(" ".join([COMPLETE, flag.name, *dummy(flag)]))
     found = [note for note in translation.notes if note.flag and note.flag.split()[0] == flag.name]
     assert [note.kind in HEADINGS or note.kind == "translated" for note in found] == [True]
     assert "not known" not in found[0].text
     assert found[0].text
     assert found[0].line
-    assert yaml.safe_load(to_yaml(translation)).keys() == translation.run.keys()
+    assert yaml.load(to_yaml(translation), yaml.CSafeLoader).keys() == translation.run.keys()
 
 
 def test_the_table_is_whole():
@@ -509,7 +522,7 @@ def test_no_torch_is_imported():
 
 
 def test_the_tables_are_in_the_package():
-    assert {"flags.csv", "forks.csv", "handling.yaml"} <= {path.name for path in Path(draft.__file__).parent.iterdir()}
+    assert {"flags.csv", "forks.csv", "handling.yaml"} <= {path.name for path in Path(flags.__file__).parent.iterdir()}
 
 
 PATHS = st.text(

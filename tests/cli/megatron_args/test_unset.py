@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mega_cli.megatron_args import Translation, draft, to_yaml, translate
+from mega_cli.megatron_args import Translation, to_yaml, translate
 from mega_cli.megatron_args.draft import load_handling
 from mega_cli.megatron_args.flags import Flag, load_flags
 from mega_common.errors import ConfigError
@@ -74,9 +74,8 @@ def has_key(flag: Flag) -> bool:
 
 
 @pytest.mark.parametrize("flag", filter(has_key, FLAGS), ids=lambda flag: flag.name)
-def test_no_setting_follows_from_a_value_that_the_script_does_not_set(flag: Flag, monkeypatch: pytest.MonkeyPatch):
+def test_no_setting_follows_from_a_value_that_the_script_does_not_set(flag: Flag):
     """Either the result is refused until it is filled in, or any value gives the same."""
-    monkeypatch.setattr(draft, "load_handling", lambda: HANDLING)
     for base in (COMPLETE, RICH, LATENT):
         unset = settings(translate(f"{base} {flag.name} $X"))
         if unset is not None:

@@ -65,7 +65,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     modules["transformer_engine.pytorch"].cpp_extensions = extensions  # type: ignore[attr-defined]
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(te, "_quantizers", lambda recipe: (Quantizer(), Quantizer(), Quantizer()))
+    monkeypatch.setattr(te, "_quantizers", lambda *_: (Quantizer(), Quantizer(), Quantizer()))
     return TeLinearKernels(recipe=request.param)
 
 

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from mega_common.model_config import ModelConfig
 from mega_data.loader import StepBatch
 from mega_trainer.batch import MicroBatch, micro_batches
-from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
@@ -128,7 +127,8 @@ def test_their_loss_is_the_mean_of_each_ones_mean() -> None:
     config = run_config()
     one, other = batch_of(config), batch_of(config, samples(documents=False))
     tokens = 13.0
-    weighed = weigh_ahead([one, other], tokens, Group("alone"))
+    counts = [sum(batch.ahead[layer].weights.sum().item() for batch in (one, other)) for layer in range(2)]
+    weighed = weigh_ahead([one, other], [tokens, *counts])
     for layer in range(2):
         before = torch.stack([batch.ahead[layer].weights for batch in (one, other)])
         after = torch.stack([batch.ahead[layer].weights for batch in weighed])

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from mega_common.model_config import ModelConfig, RopeConfig
-from mega_trainer.model.rope import Rotation, frequencies, rotation
+from mega_trainer.kernels.base import Rotation
+from mega_trainer.kernels.torch import TorchKernels
+from mega_trainer.model.rope import Rotary, frequencies
 
+KERNELS = TorchKernels()
 SHORT, LONG = [1.0 + n / 10 for n in range(16)], [2.0 + n for n in range(16)]
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # ours, transformers'
     "none": ({}, {"rope_type": "default"}),
@@ -92,16 +95,16 @@ def test_frequencies_are_those_of_transformers(kind: str, length: int) -> None:
     )  # fmt: skip
     positions = torch.arange(length)[None]
     cos, sin = oracle(torch.zeros(1, length, 64), positions)
-    found = rotation(config(**mine), config(**mine).rope, positions, torch.float32)
+    found = Rotary.of(config(**mine), config(**mine).rope, torch.float32).at(positions)
     torch.testing.assert_close(found.cos[:, :, 0], cos[..., :16], rtol=1e-5, atol=5e-5)
     torch.testing.assert_close(found.sin[:, :, 0], sin[..., :16], rtol=1e-5, atol=5e-5)
 
 
 def test_a_rotation_depends_on_the_distance_alone() -> None:
-    turn = rotation(config(), config().rope, torch.tensor([[0, 3, 10, 13]]), torch.float64)
+    turn = Rotary.of(config(), config().rope, torch.float64).at(torch.tensor([[0, 3, 10, 13]]))
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, 32, generator=g, dtype=torch.float64).expand(1, 4, 1, 32) for _ in range(2))
-    q, k = turn.apply(q), turn.apply(k)
+    q, k = KERNELS.rotate(q, turn), KERNELS.rotate(k, turn)
     scores = torch.einsum("bqhd,bkhd->bqk", q, k)[0]
     torch.testing.assert_close(scores[1, 0], scores[3, 2], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(scores[2, 0], scores[3, 1], rtol=1e-5, atol=1e-5)
@@ -112,17 +115,17 @@ def test_a_row_turns_as_it_would_alone(kind: str) -> None:
     """Whatever stands beside it in a batch, and however long that is."""
     made, length = config(**KINDS[kind][0]), 300
     short, long = torch.arange(length).clamp(max=99), torch.arange(length)
-    both = rotation(made, made.rope, torch.stack([short, long]), torch.float32)
+    both = Rotary.of(made, made.rope, torch.float32).at(torch.stack([short, long]))
     for row, positions in enumerate([short, long]):
-        alone = rotation(made, made.rope, positions[None], torch.float32)
+        alone = Rotary.of(made, made.rope, torch.float32).at(positions[None])
         assert torch.equal(both.cos[row], alone.cos[0])
     assert not torch.equal(both.cos[0, :50], both.cos[1, :50])
 
 
 def test_only_a_fraction_of_a_head_is_rotated() -> None:
     x = torch.ones(1, 5, 2, 32)
-    turn = rotation(config(fraction=0.25), config(fraction=0.25).rope, torch.arange(5)[None], torch.float32)
-    y = turn.apply(x)
+    turn = Rotary.of(config(fraction=0.25), config(fraction=0.25).rope, torch.float32).at(torch.arange(5)[None])
+    y = KERNELS.rotate(x, turn)
     assert turn.cos.shape[-1] == 4
     assert torch.equal(y[..., 8:], x[..., 8:])
     assert not torch.equal(y[:, 1:, :, :8], x[:, 1:, :, :8])
@@ -132,7 +135,7 @@ def test_only_a_fraction_of_a_head_is_rotated() -> None:
 def test_by_hand() -> None:
     x = torch.tensor([1.0, 0.0, 0.0, 2.0]).view(1, 1, 1, 4)
     angle = torch.tensor([0.5, 0.25]).view(1, 1, 1, 2)
-    y = Rotation(angle.cos(), angle.sin()).apply(x).flatten()
+    y = KERNELS.rotate(x, Rotation(angle.cos(), angle.sin())).flatten()
     cos, sin = angle.flatten().cos(), angle.flatten().sin()
     torch.testing.assert_close(y, torch.stack([cos[0], -2 * sin[1], sin[0], 2 * cos[1]]))
 
@@ -142,11 +145,13 @@ def test_neighbours_turn_as_the_halves_they_would_be() -> None:
     plain, paired = config(fraction=0.5), config(fraction=0.5, interleaved=True)
     q, k = torch.randn(2, 1, 7, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     order = [*torch.arange(16).view(2, 8).t().flatten().tolist(), *range(16, 32)]
-    halves, pairs = (rotation(c, c.rope, torch.arange(7)[None], torch.float64) for c in (plain, paired))
-    expected = torch.einsum("bqhd,bkhd->bhqk", halves.apply(q), halves.apply(k))
-    found = torch.einsum("bqhd,bkhd->bhqk", pairs.apply(q[..., order]), pairs.apply(k[..., order]))
+    halves, pairs = (Rotary.of(c, c.rope, torch.float64).at(torch.arange(7)[None]) for c in (plain, paired))
+    expected = torch.einsum("bqhd,bkhd->bhqk", KERNELS.rotate(q, halves), KERNELS.rotate(k, halves))
+    found = torch.einsum("bqhd,bkhd->bhqk", KERNELS.rotate(q[..., order], pairs), KERNELS.rotate(k[..., order], pairs))
     torch.testing.assert_close(found, expected)
-    assert not torch.allclose(torch.einsum("bqhd,bkhd->bhqk", pairs.apply(q), pairs.apply(k)), expected)
+    assert not torch.allclose(
+        torch.einsum("bqhd,bkhd->bhqk", KERNELS.rotate(q, pairs), KERNELS.rotate(k, pairs)), expected
+    )
 
 
 def test_dynamic_grows_only_past_the_length_the_model_was_made_for() -> None:
@@ -162,7 +167,7 @@ def test_a_part_of_a_sequence_is_rotated_as_in_the_whole() -> None:
         num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=8, rope=rope, max_position=8
     )
     positions = torch.arange(16)[None]
-    whole = rotation(config, rope, positions, torch.float32)
-    part = rotation(config, rope, positions[:, :4], torch.float32, lengths=[16])
+    whole = Rotary.of(config, rope, torch.float32).at(positions)
+    part = Rotary.of(config, rope, torch.float32).at(positions[:, :4], [16])
     assert torch.equal(part.cos, whole.cos[:, :4])
-    assert not torch.equal(rotation(config, rope, positions[:, :4], torch.float32).cos, part.cos)
+    assert not torch.equal(Rotary.of(config, rope, torch.float32).at(positions[:, :4]).cos, part.cos)

@@ -101,7 +101,7 @@ def test_losses_are_those_of_the_formulas(score: str, scope: str) -> None:
     it = router(aux_loss=0.3, aux_loss_scope=scope, z_loss=0.2, score=score)
     x, told = torch.randn(21, 5, dtype=torch.float64), routing()
     _, weights = it(x, tokens(MATTER), told)
-    found = routing_metrics(told.loads[0].unsqueeze(0), 2, 1.0)
+    found = routing_metrics(it.moe, told.loads[0].unsqueeze(0), 1.0)
     aux, z = losses(it, x, scope)
     assert found["aux_loss"] == pytest.approx(0.3 * aux)
     assert found["z_loss"] == pytest.approx(0.2 * z)
@@ -176,7 +176,8 @@ def test_what_does_not_go_with_sinkhorn_is_told_at_once() -> None:
 
 def test_metrics() -> None:
     even = torch.tensor([[4.0, 1.0, 4 * math.log(2), 0.5, 0.25, 4.0, 4.0], [4.0, 0.0, 0.0, 0.0, 0.0, 6.0, 2.0]])
-    assert routing_metrics(even, 2, 0.5) == pytest.approx({
+    moe = MoeConfig.parse({"num_experts": 2, "top_k": 2, "ffn_hidden_size": 4})
+    assert routing_metrics(moe, even, 0.5) == pytest.approx({
         "aux_loss": 1.0, "z_loss": 0.5, "expert_load_max": 1.5, "expert_load_min": 0.5, "drop_rate": 1 / 16,
         "router_entropy": math.log(2) / 2,
     })  # fmt: skip

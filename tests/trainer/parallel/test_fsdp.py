@@ -25,7 +25,7 @@ from mega_trainer.config import RunConfig
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, build_groups
 from mega_trainer.parallel.fsdp import cut_rows
-from mega_trainer.step import evaluate_step
+from mega_trainer.step import evaluate
 
 MODEL = {
     "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 2,
@@ -88,7 +88,7 @@ def saved_by_levels(folder: Path) -> dict[str, Any]:
                     synthetic(it.config, 9, it.groups.dp.rank, it.groups.dp.size, True), it.config, torch.device("cpu")
                 )
             )
-            losses.append(evaluate_step(it.executor, batch, it.groups.dp_cp)[0])
+            losses.append(evaluate(it.executor, [batch]))
             save(folder / name / str(level), 2, it.state.tensors(), model=it.config.model, state=it.state.numbers())
             losses.append(it.step().loss)
             out[f"{name} {level}"] = losses

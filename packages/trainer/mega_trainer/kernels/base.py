@@ -44,6 +44,15 @@ class WholeAttention(Protocol):
         """See `Kernels.attention`."""
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin of the angles: [B or 1, S, 1, r/2] for r rotated elements a head."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
 class Kernels(Protocol):
     """The operations a decoder block is made of."""
 
@@ -76,6 +85,11 @@ class Kernels(Protocol):
 
         With `zero_centered` the factor is 1 + weight, and the product too is in at least fp32, as in Gemma.
         """
+
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream x, or x + y, and its `rms_norm`; the gradient of both is made at once."""
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
@@ -110,3 +124,9 @@ class Kernels(Protocol):
 
         With a `limit` it is swiglu as in GPT-OSS: gate sigmoid(1.702 gate) (up + 1), with gate <= limit, |up| <= limit.
         """
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """The first r elements of each head of x [B, S, H, d] rotated."""
+
+    def rotate_qkv(self, qkv: Tensor, rotation: Rotation, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, rotated, and values of a fused [B, S, H + 2K, d], which is not kept for the backward."""

@@ -25,6 +25,7 @@ class TeLinearKernels(TorchKernels):
     Args:
         recipe: tensorwise, blockwise or mxfp8, by which both factors of each product are quantised as it comes ("current
             scaling"); None leaves them as they are.
+        wide_gradients: those of outputs are in e5m2, all else in e4m3.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class TeLinearKernels(TorchKernels):
         whole: WholeAttention | None = None,
         *,
         recipe: str | None = None,
+        wide_gradients: bool = False,
     ) -> None:
         from transformer_engine.pytorch import cpp_extensions
 
@@ -42,7 +44,7 @@ class TeLinearKernels(TorchKernels):
         self.x: Any
         self.weight: Any
         self.dy: Any
-        self.x, self.weight, self.dy = (None, None, None) if recipe is None else _quantizers(recipe)
+        self.x, self.weight, self.dy = _quantizers(recipe, wide_gradients) if recipe else (None, None, None)
         self.precise = recipe == "blockwise"  # its scales are applied as the product is summed
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,13 +72,18 @@ class TeLinearKernels(TorchKernels):
         return dw
 
 
-def _quantizers(recipe: str) -> tuple[Any, Any, Any]:
+def _quantizers(recipe: str, wide_gradients: bool) -> tuple[Any, Any, Any]:
     """Of activations, weights and the gradients of outputs."""
-    from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+    from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
     from transformer_engine.pytorch.quantization import RecipeState
 
-    kinds = {"tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling, "mxfp8": MXFP8BlockScaling}
-    asked = kinds[recipe]()
+    given = Format.HYBRID if wide_gradients else Format.E4M3
+    if recipe == "tensorwise":
+        asked = Float8CurrentScaling(fp8_format=given)
+    elif recipe == "blockwise":
+        asked = Float8BlockScaling(fp8_format=given)
+    else:
+        asked = MXFP8BlockScaling(fp8_format=given)
     forward = RecipeState.create(asked, mode="forward", num_quantizers=3)  # the third is of the output
     backward = RecipeState.create(asked, mode="backward", num_quantizers=2)
     return (*forward.make_quantizers()[:2], backward.make_quantizers()[0])

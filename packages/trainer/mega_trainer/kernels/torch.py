@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_trainer.kernels import blocks, grouped, products
-from mega_trainer.kernels.base import Scores, WholeAttention
+from mega_trainer.kernels import blocks, fused, grouped, products
+from mega_trainer.kernels.base import Rotation, Scores, WholeAttention
 from mega_trainer.kernels.flash import Flash, TorchFlash
+from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.masks import CAUSAL, Mask, dense
@@ -57,17 +58,21 @@ class TorchKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         """See `Kernels.rms_norm`."""
-        if zero_centered:
-            return F.rms_norm(_wide(x), (x.shape[-1],), 1 + _wide(weight), eps).to(x.dtype)
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return self.add_rms_norm(x, None, weight, eps, zero_centered=zero_centered)[1]
+
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_rms_norm`."""
+        return fused.add_rms_norm(x, y, weight, eps, zero_centered, self.leaves)
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
     ) -> Tensor:
         """See `Kernels.layer_norm`."""
         if zero_centered:
-            offset = None if bias is None else _wide(bias)
-            return F.layer_norm(_wide(x), (x.shape[-1],), 1 + _wide(weight), offset, eps).to(x.dtype)
+            offset = None if bias is None else wide(bias)
+            return F.layer_norm(wide(x), (x.shape[-1],), 1 + wide(weight), offset, eps).to(x.dtype)
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Mask, how: Scores) -> Tensor:
@@ -90,11 +95,16 @@ class TorchKernels:
 
     def gated(self, gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
         """See `Kernels.gated`."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-        return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
+        return fused.gated(gate_up, activation, limit, self.leaves)
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """See `Kernels.rotate`."""
+        return fused.rotate(x, rotation, [x.shape[-2]], 1, self.leaves)[0]
+
+    def rotate_qkv(self, qkv: Tensor, rotation: Rotation, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernels.rotate_qkv`."""
+        q, k, v = fused.rotate(qkv, rotation, [heads, kv_heads, kv_heads], 2, self.leaves)
+        return q, k, v
 
 
 class Sdpa:
@@ -116,10 +126,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return y.transpose(1, 2)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def plain_attention(

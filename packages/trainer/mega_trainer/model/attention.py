@@ -6,6 +6,7 @@ With K < T every key/value head lives on T/K ranks, whose gradients for it are s
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from mega_trainer.model.builder import Builder
@@ -47,14 +48,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[B, S or S/T, D] -> the same shape."""
-        widths = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
-        q, k, v = (t.unflatten(-1, (-1, self.size)) for t in self.qkv(x).split(widths, dim=-1))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rotation = context.rotation_within(self.core.window)
-        if rotation is not None and self.rotates:
-            q, k = rotation.apply(q), rotation.apply(k)
+        q, k, v = self._rotated(self.qkv(x).unflatten(-1, (-1, self.size)), context)
         if context.cache is not None:
             k, v = context.cache.update(self.layer, k, v)
         out: Tensor = self.out(self.core(q, k, v, context).flatten(-2))
         return out
+
+    def _rotated(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of [B, S, H + 2K, d], as attention takes them."""
+        rotation, kernels = context.rotation_within(self.core.window) if self.rotates else None, self.core.kernels
+        if rotation is not None and self.q_norm is None:
+            return kernels.rotate_qkv(qkv, rotation, self.heads, self.kv_heads)
+        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], -2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return (q, k, v) if rotation is None else (kernels.rotate(q, rotation), kernels.rotate(k, rotation), v)

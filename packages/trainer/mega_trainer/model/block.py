@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from mega_trainer.model.attention import Attention
-from mega_trainer.model.builder import Builder
+from mega_trainer.model.builder import Builder, Norm
 from mega_trainer.model.context import Context
 from mega_trainer.model.mla import LatentAttention
 from mega_trainer.model.mlp import Mlp
@@ -26,6 +26,7 @@ class Block(nn.Module):
         self.layer, self.dropout = layer, build.config.residual_dropout
         self.parallel, self.shared_norm = build.config.parallel_residual, build.config.shared_norm
         self.multiplier = build.config.residual_multiplier
+        build = build.of_layer(layer)
 
         def norm(which: str, there: bool) -> nn.Module:
             return build.norm(f"{name}.{which}_layernorm") if there else nn.Identity()
@@ -45,14 +46,26 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """The residual stream [B, S or S/T, D], one layer further."""
-        normed: Tensor = self.before_attention(x)
-        y = self._added(x, self.after_attention(self.attention(normed, context)), context, "attention")
-        if not self.shared_norm:
-            normed = self.before_mlp(x if self.parallel else y)
+        x, normed = _normed(self.before_attention, x)
+        attended = self._weighed(self.after_attention(self.attention(normed, context)), context, "attention")
+        if self.parallel and not self.shared_norm:
+            x, normed = _normed(self.before_mlp, x)
+        if self.parallel or self.shared_norm:
+            x = x + attended
+        else:
+            x, normed = _normed(self.before_mlp, x, attended)
         mlp = self.mlp(normed, context) if isinstance(self.mlp, Moe) else self.mlp(normed)
-        return self._added(y, self.after_mlp(mlp), context, "mlp")
+        return x + self._weighed(self.after_mlp(mlp), context, "mlp")
 
-    def _added(self, x: Tensor, y: Tensor, context: Context, site: str) -> Tensor:
-        """The stream x with what a site makes of it."""
+    def _weighed(self, y: Tensor, context: Context, site: str) -> Tensor:
+        """What a site adds to the stream."""
         y = y if context.dropout is None else context.dropout.residual(y, self.dropout, self.layer, site)
-        return x + (y if self.multiplier == 1 else y * self.multiplier)
+        return y if self.multiplier == 1 else y * self.multiplier
+
+
+def _normed(norm: nn.Module, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The stream x, or x + y, and its norm, if there is one at this place."""
+    if isinstance(norm, Norm):
+        return norm.of_sum(x, y)
+    x = x if y is None else x + y
+    return x, x

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +49,14 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., D] -> [.., D]."""
+        return self.of_sum(x)[1]
+
+    def of_sum(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + y, or x, and its norm, all [.., D]: one kernel each way where the back end has it."""
         if not self.layer:
-            return self.kernels.rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
-        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
+            return self.kernels.add_rms_norm(x, y, self.weight, self.eps, zero_centered=self.zero_centered)
+        x = x if y is None else x + y
+        return x, self.kernels.layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
 
 
 class HeadsNorm(nn.Module):
@@ -81,6 +86,9 @@ class Builder:
     Attributes:
         config: the architecture.
         groups: who splits what; groups of one by default.
+        kernels: the back end.
+        by_layer: that of the products of linear layers, for the layers where it is another.
+        products: that of the linear layers to be made.
         sp: split the residual stream over the sequence among the tensor ranks.
         cp_kind: how attention reaches the tokens of other context ranks.
         dtype, device: of parameters and activations.
@@ -90,6 +98,8 @@ class Builder:
     config: ModelConfig
     groups: Groups = field(default_factory=Groups)
     kernels: Kernels = field(default_factory=TorchKernels)
+    by_layer: Mapping[int, Kernels] = field(default_factory=dict)
+    products: Kernels | None = None
     sp: bool = False
     cp_kind: Kind = "ring"
     dtype: torch.dtype = torch.float32
@@ -99,7 +109,16 @@ class Builder:
     @property
     def linear(self) -> Linear:
         """For layers that split no weight: Y = X W^T + b by the kernels, its product for dW put off where others' are."""
-        return Linear(self.kernels, self.deferred)
+        return Linear(self.linear_kernels, self.deferred)
+
+    @property
+    def linear_kernels(self) -> Kernels:
+        """The back end of linear layers."""
+        return self.products or self.kernels
+
+    def of_layer(self, layer: int) -> Builder:
+        """For what is in that layer."""
+        return replace(self, products=self.by_layer.get(layer))
 
     @property
     def residual_std(self) -> float:
@@ -115,7 +134,7 @@ class Builder:
         offset, bpieces = split_rows([(f"{n}.bias", rows) for n, rows in blocks], None, self.groups.tp)
         biases = [self._parameter(offset, bpieces)] if bias else []
         weights = [self._parameter(weight, wpieces, std=self.config.init_std)]
-        return ColumnLinear(self.kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred)
+        return ColumnLinear(self.linear_kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred)
 
     def split(self, name: str, rows: int, width: int) -> nn.Parameter:
         """A weight [rows/T, width] split by rows, for an input that every tensor rank has whole already."""
@@ -147,7 +166,7 @@ class Builder:
         piece = Piece(f"{name}.weight", (out, width), (0, tp.rank * own), (0, 0), (out, own))
         weight = self._parameter((out, own), [piece], std=self.residual_std)
         offset = self.replicated(f"{name}.bias", (out,)) if bias else None
-        return RowLinear(self.kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
+        return RowLinear(self.linear_kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
 
     def expert_rows(self, names: Sequence[str], *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Fused projections [F, D] of this rank's experts, split by rows: [E/P, n F/Q, D], and their biases [E/P, n F/Q]."""

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mega_trainer.kernels.base import Rotation
 from mega_trainer.kernels.masks import Band, Mask, Packed, Part, rectangle
-from mega_trainer.model.rope import Rotation
 from mega_trainer.model.routing import Routing
 from mega_trainer.rng import Dropout
 

@@ -20,7 +20,7 @@ from mega_trainer.model.context import Cache, Context, Outline, Sequences, Sight
 from mega_trainer.model.loss import head_loss
 from mega_trainer.model.mtp import Predictor
 from mega_trainer.model.recompute import Recompute, computed
-from mega_trainer.model.rope import rotation
+from mega_trainer.model.rope import Rotary
 from mega_trainer.model.routing import Routing
 from mega_trainer.parallel.grads import Unit
 from mega_trainer.parallel.tensor import embed_tokens, sequence_part, whole_sequence
@@ -56,6 +56,8 @@ class Decoder(nn.Module):
         self.config, self.groups, self.sp, self.dtype = config, build.groups, build.sp, build.dtype
         self.stage = stage or Stage.whole(config)
         self.recompute = recompute or Recompute()
+        self.rotary = Rotary.of(config, config.rope, build.dtype)
+        self.local_rotary = None if config.local_rope is None else Rotary.of(config, config.local_rope, build.dtype)
         self.deferred = build.deferred
         further, selective = config.mtp_layers if self.stage.heads else 0, self.recompute.kind == "selective"
         apart = (config.tie_embeddings or config.mtp_layers > 0) and not (self.stage.embeds and self.stage.heads)
@@ -116,9 +118,8 @@ class Decoder(nn.Module):
         turn = local = None
         lengths = None if outline is None else outline.lengths
         if self.config.position == "rope":
-            turn = rotation(self.config, self.config.rope, positions, self.dtype, lengths)
-            local_rope = self.config.local_rope
-            local = turn if local_rope is None else rotation(self.config, local_rope, positions, self.dtype, lengths)
+            turn = self.rotary.at(positions, lengths)
+            local = turn if self.local_rotary is None else self.local_rotary.at(positions, lengths)
         begins = None if outline is None else outline.begins
         sight = sight or Sequences(positions.shape[-1] * self.groups.cp.size, positions.device, begins)
         return Context(sight, turn, local, cache, dropout, routing)

@@ -83,7 +83,7 @@ class Experts(nn.Module):
         super().__init__()
         config = build.config
         self.config, self.kernels, self.recompute = config, build.kernels, recompute
-        self.linear = partial(grouped_linear, kernels=build.kernels, deferred=build.deferred)
+        self.linear = partial(grouped_linear, kernels=build.linear_kernels, deferred=build.deferred)
         self.first_part = build.groups.expert_tp.rank == 0
         parts = ["gate_proj", "up_proj"] if config.gated else ["up_proj"]
         self.up, self.up_bias = build.expert_rows([f"{name}.{part}" for part in parts], bias=config.mlp_bias)

@@ -9,53 +9,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mega_common.model_config import ModelConfig, RopeConfig
+from mega_trainer.kernels.base import Rotation
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """cos and sin of the angles: [B or 1, S, 1, r/2] for r rotated elements a head."""
+class Rotary:
+    """The rotations of one model, or of its layers with a window.
 
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool = False
+    Frequencies are brought to a device once, and stay there: a copy from host memory waits for all that the device has yet
+    to do.
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Rotate the first r elements of x [B, S, H, d]."""
-        half = self.cos.shape[-1]
-        head, rest = x[..., : 2 * half], x[..., 2 * half :]
-        x1, x2 = (head[..., 0::2], head[..., 1::2]) if self.interleaved else head.chunk(2, dim=-1)
-        turned = [x1 * self.cos - x2 * self.sin, x2 * self.cos + x1 * self.sin]
-        return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1)
-
-
-def rotation(
-    config: ModelConfig,
-    rope: RopeConfig,
-    positions: Tensor,
-    dtype: torch.dtype,
-    lengths: Sequence[int] | None = None,
-) -> Rotation:
-    """The rotation at integer `positions` [B or 1, S]. Angles are computed in fp32, as transformers does.
-
-    What depends on the length at hand depends on that of each row by itself, not on its neighbours'; `lengths` are those
-    of whole rows, where `positions` are only some of theirs.
+    Attributes:
+        size: width of a head, or of that part of it which may turn.
+        max_position: the longest sequence the model was made for.
+        dtype: of cos and sin; angles are computed in fp32, as transformers does.
     """
-    if rope.scaling not in ("dynamic", "longrope"):
-        lengths = [0]
-    elif lengths is None:
-        lengths = (positions.amax(-1) + 1).tolist()
-    size = config.mla.qk_rope_head_dim if config.mla else config.head_size
-    made = [frequencies(rope, size, config.max_position, length) for length in lengths]
-    frequency, scale = torch.stack([row for row, _ in made]).unsqueeze(1), made[0][1]
-    angles = positions.float().unsqueeze(-1) * frequency.to(positions.device)
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return Rotation(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype), rope.interleaved)
+
+    rope: RopeConfig
+    size: int
+    max_position: int
+    dtype: torch.dtype
+    _made: dict[tuple[int, torch.device], tuple[Tensor, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: ModelConfig, rope: RopeConfig, dtype: torch.dtype) -> Rotary:
+        """That of a model, or of those of its layers that `rope` is for."""
+        return cls(rope, config.mla.qk_rope_head_dim if config.mla else config.head_size, config.max_position, dtype)
+
+    def at(self, positions: Tensor, lengths: Sequence[int] | None = None) -> Rotation:
+        """The rotation at integer `positions` [B or 1, S].
+
+        What depends on the length at hand depends on that of each row by itself, not on its neighbours'; `lengths` are
+        those of whole rows, where `positions` are only some of theirs.
+        """
+        if self.rope.scaling not in ("dynamic", "longrope"):
+            lengths = [0]
+        elif lengths is None:
+            lengths = (positions.amax(-1) + 1).tolist()
+        made = [self._frequencies(length, positions.device) for length in lengths]
+        frequency, scale = torch.stack([row for row, _ in made]).unsqueeze(1), made[0][1]
+        angles = positions.float().unsqueeze(-1) * frequency
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        return Rotation(cos.unsqueeze(2).to(self.dtype), sin.unsqueeze(2).to(self.dtype), self.rope.interleaved)
+
+    def _frequencies(self, length: int, device: torch.device) -> tuple[Tensor, float]:
+        if (length, device) not in self._made:
+            row, scale = frequencies(self.rope, self.size, self.max_position, length)
+            self._made[length, device] = row.to(device), scale
+        return self._made[length, device]
 
 
 def frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int) -> tuple[Tensor, float]:

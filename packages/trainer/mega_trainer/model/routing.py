@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mega_trainer.comm import Group, all_reduce
+from mega_common.model_config import ModelConfig, MoeConfig
+from mega_trainer.comm import Group
 
 if TYPE_CHECKING:
     from mega_trainer.batch import MicroBatch
@@ -72,24 +73,28 @@ def summed_loads(routings: Sequence[Routing]) -> dict[int, Tensor]:
     return {layer: torch.stack([one.loads[layer] for one in routings]).sum(0) for layer in layers}
 
 
-def loads_of_all(loads: Mapping[int, Tensor], layers: Sequence[int], experts: int, world: Group) -> Tensor:
-    """The sums over all ranks, where some have other layers: fp64 [layers, 5 + E], each row as in `Routing.loads`.
-
-    In host memory, as tokens are counted.
-    """
-    none = torch.zeros(SUMS + experts, dtype=torch.float64)
-    table = torch.stack([loads[layer].cpu() if layer in loads else none for layer in layers])
-    all_reduce(table, world)
-    return table
+def table_of_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:
+    """This rank's loads, where others have other layers: fp64 [layers, 5 + E], each row as in `Routing.loads`."""
+    if config.moe is None:
+        return torch.zeros(0, SUMS, dtype=torch.float64, device=device)
+    none = torch.zeros(SUMS + config.moe.num_experts, dtype=torch.float64, device=device)
+    return torch.stack([loads.get(layer, none) for layer in expert_layers(config)])
 
 
-def routing_metrics(table: Tensor, top_k: int, loss_scale: float) -> dict[str, float]:
-    """A step in numbers, from `loads_of_all`.
+def expert_layers(config: ModelConfig) -> list[int]:
+    """The layers with experts, those that predict further tokens too."""
+    return [layer for layer in range(config.num_layers + config.mtp_layers) if config.has_experts(layer)]
+
+
+def routing_metrics(moe: MoeConfig | None, table: Tensor, loss_scale: float) -> dict[str, float]:
+    """A step in numbers, from the sum of all ranks' `table_of_loads`, in host memory; none without experts.
 
     `aux_loss` and `z_loss` as they are in what training makes small; `expert_load_max` and `expert_load_min`: most and
     fewest choices of an expert, in multiples of the mean of its layer; `drop_rate`: of the choices; `router_entropy`: of
     a token's distribution over the experts, in nats, the mean of tokens and layers.
     """
+    if moe is None:
+        return {}
     tokens, dropped, entropy, aux, z = table[:, :SUMS].sum(0).tolist()
     counts = table[:, SUMS:]
     relative = counts / counts.mean(-1, keepdim=True).clamp(min=1)
@@ -98,6 +103,6 @@ def routing_metrics(table: Tensor, top_k: int, loss_scale: float) -> dict[str, f
         "z_loss": z / loss_scale,
         "expert_load_max": relative.max().item(),
         "expert_load_min": relative.min().item(),
-        "drop_rate": dropped / max(tokens * top_k, 1.0),
+        "drop_rate": dropped / max(tokens * moe.top_k, 1.0),
         "router_entropy": entropy / max(tokens, 1.0),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.pieces import Sharded, boxes_of_range, merge
+from mega_ckpt.staging import host_memory
+from mega_trainer.comm import Group
 from mega_trainer.parallel.buckets import SLICE_ELEMENTS
-from mega_trainer.parallel.shared import Buffer, Kind, Shard
+from mega_trainer.parallel.shared import Buffer, Kind, Shard, copies, share_of_copies
 
 
 @dataclass(eq=False)
@@ -70,8 +73,10 @@ class Slot:
 def _copied(tensor: Tensor, *, to_host: bool) -> Tensor:
     """A copy up to the next multiple of `SLICE_ELEMENTS`; in host memory pinned, if it is copied from and to a device."""
     length = -(-len(tensor) // SLICE_ELEMENTS) * SLICE_ELEMENTS
-    device = torch.device("cpu") if to_host else tensor.device
-    copy = torch.zeros(length, dtype=tensor.dtype, device=device, pin_memory=to_host and tensor.is_cuda)
+    if to_host:
+        copy = host_memory(length * tensor.element_size(), pinned=tensor.is_cuda).view(tensor.dtype).zero_()
+    else:
+        copy = torch.zeros(length, dtype=tensor.dtype, device=tensor.device)
     copy[: len(tensor)].copy_(tensor)
     return copy
 
@@ -93,3 +98,11 @@ def boxes_of_slots(pairs: Iterable[tuple[Slot, Tensor]]) -> dict[str, Sharded]:
         for slot, values in pairs
         for part in slot.shard.parts
     )
+
+
+def share_of_slots(pairs: Iterable[tuple[Slot, Tensor]]) -> dict[str, Sharded]:
+    """The same, of what several ranks hold alike no more than this one is to save."""
+    alike: dict[tuple[Group, ...], list[tuple[Slot, Tensor]]] = defaultdict(list)
+    for slot, values in pairs:
+        alike[copies(slot.kind, sharded=slot.sharded)].append((slot, values))
+    return merge(share_of_copies(boxes_of_slots(held), groups) for groups, held in alike.items())

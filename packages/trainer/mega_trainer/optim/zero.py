@@ -13,9 +13,10 @@ from torch import Tensor
 
 from mega_ckpt.pieces import Sharded
 from mega_trainer.comm import Group
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.clip import grad_norm
-from mega_trainer.optim.slots import Rule, Slot, boxes_of_slots
+from mega_trainer.optim.slots import Rule, Slot, boxes_of_slots, share_of_slots
 from mega_trainer.parallel.shared import SharedStage
 
 
@@ -28,6 +29,7 @@ class Optimizer:
         apart: makes the rule for those of buffers that are kept apart, where there are any.
         model_groups: the groups over which different ranks hold different layers, for the norm.
         offload: main weights and the rules' state live in host memory (arXiv:2101.06840).
+        leaves: calls what the norm is added up by.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Optimizer:
         apart: Callable[[list[Slot]], Rule] | None = None,
         model_groups: Sequence[Group] = (),
         offload: bool = False,
+        leaves: Leaves | None = None,
     ) -> None:
+        self._leaves = leaves or Leaves()
         self.stages, self.model_groups = list(stages), list(model_groups)
         self.buffers = [buffer for stage in stages for buffer in stage.buffers]
         self.slots = [
@@ -55,7 +59,7 @@ class Optimizer:
 
     def grad_norm(self) -> Tensor:
         """L2 norm of the gradient over the whole model; fp64 scalar."""
-        return grad_norm(self.buffers, self.model_groups)
+        return grad_norm(self.buffers, self.model_groups, self._leaves)
 
     def update(self, lr: float, scale: float, decoupled_lr: float | None = None) -> None:
         """One step with the gradients times `scale`; the new weights are then on their way to every rank.
@@ -94,14 +98,14 @@ class Optimizer:
     def steps(self, value: int) -> None:
         self._adamw.steps = value
 
-    def tensors(self) -> dict[str, Sharded]:
+    def tensors(self, *, to_save: bool = False) -> dict[str, Sharded]:
         """State by canonical name: `optimizer/<kind>/<name>` for each kind of the rules' state and, where the main
-        weights are more precise than the model's, `optimizer/main/<name>`. The boxes are views, to be saved or filled."""
+        weights are more precise than the model's, `optimizer/main/<name>`. The boxes are views, to be filled; or, of what
+        several ranks hold alike, this one's share `to_save`."""
         kinds = [*(kind for rule in self._rules for kind in rule.state().items())]
         kinds.append(("main", [(slot, slot.main) for slot in self.slots if slot.precise]))
-        return {
-            f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes_of_slots(pairs).items()
-        }
+        boxes = share_of_slots if to_save else boxes_of_slots
+        return {f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes(pairs).items()}
 
     def reload_main(self) -> None:
         """Take the main weights from the model's, after those were loaded without them."""

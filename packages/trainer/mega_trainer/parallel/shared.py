@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from mega_ckpt.pieces import Piece
+from mega_ckpt.pieces import Piece, Sharded, share_of
 from mega_trainer.comm import Group
 from mega_trainer.parallel.buckets import Bucket
-from mega_trainer.parallel.param import info_of
+from mega_trainer.parallel.param import ParamInfo, info_of
 
 EMBEDDING_AND_OUTPUT = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 
@@ -43,6 +43,20 @@ class Kind:
     def counts_here(self) -> bool:
         """Whether this rank is the one, of those that hold copies, whose part counts in a norm over the model."""
         return all(group.rank == 0 for group in self.replicas)
+
+
+def copies(described: Kind | ParamInfo, *, sharded: bool) -> tuple[Group, ...]:
+    """The groups over whose ranks, in all combinations, the same values lie as here, with slices over data ranks or not."""
+    groups = (*described.replicas, *described.grad_sync, *(() if sharded else (described.data,)))
+    return tuple(dict.fromkeys(groups))
+
+
+def share_of_copies(tensors: Mapping[str, Sharded], groups: Sequence[Group]) -> dict[str, Sharded]:
+    """What this rank, of all that hold the same tensors, brings to a checkpoint."""
+    rank, size = 0, 1
+    for group in groups:
+        rank, size = rank * group.size + group.rank, size * group.size
+    return share_of(tensors, rank, size)
 
 
 def by_kind(

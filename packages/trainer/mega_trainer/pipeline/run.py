@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mega_common.model_config import ModelConfig
 from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import Group, Work
+from mega_trainer.mesh import Groups
 from mega_trainer.model.context import Context
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.routing import Routing, routings, summed_loads
@@ -79,7 +81,7 @@ class Executor:
             but on the last stage.
         """
         total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
-        model = next(iter(self.stages.values()))
+        model = self.model
         self._routings = routings(batches, model.groups.dp, loss_scale) if model.config.moe and model.training else ()
         left = dict.fromkeys(self.stages, len(batches))
         for op in self._schedule_of(len(batches)).ranks[self.group.rank]:
@@ -110,6 +112,21 @@ class Executor:
         for left_over in (self._leaving, self._contexts, self._inputs, self._borrowed):
             left_over.clear()
         return total
+
+    @property
+    def model(self) -> Decoder:
+        """One of this rank's stages, for what they have in common."""
+        return next(iter(self.stages.values()))
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the model."""
+        return self.model.config
+
+    @property
+    def groups(self) -> Groups:
+        """This rank's."""
+        return self.model.groups
 
     @property
     def last_stage(self) -> int:
@@ -244,7 +261,7 @@ class Executor:
     def _context(self, microbatch: int, batch: MicroBatch) -> Context:
         """Positions, masks and dropout of a micro-batch, made once for all stages of this rank."""
         if microbatch not in self._contexts:
-            model = next(iter(self.stages.values()))
+            model = self.model
             dropout = None
             if self.dropout_seed is not None and model.training:
                 groups = model.groups

@@ -56,7 +56,8 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
 
     Kinds: `weights`, `gradients`, `optimizer` (two moments of Adam and, under a 16-bit precision, fp32 weights),
     `activations`. ZeRO-3 keeps fp32 weights alone, and what it gathers of the others, and the gradients that it has not
-    yet scattered, are counted where they are most. Not counted: what libraries and the allocator need for themselves, buffers of messages, and the
+    yet scattered, are counted where they are most. fp8 keeps what bf16 keeps. Not counted: what libraries and the allocator
+    need for themselves, buffers of messages, the eight-bit factors of the product at hand, and the
     uneven parts of vocabulary and experts.
 
     Raises:
@@ -110,8 +111,7 @@ def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float
     if moe and model.has_experts(layer):
         # each of a token's rows at its experts, and as they come back; logits and scores in fp32
         routed = element * moe.top_k * width * (run.expert_tp + 1) + 2 * 4 * moe.num_experts
-    gated = 4 if run.recompute == "none" else 3  # gate, up, their product; torch keeps the activated gate besides
-    split += element * (gated if model.gated else 2) * feed_forward_width(model, layer)
+    split += element * (3 if model.gated else 2) * feed_forward_width(model, layer)
     inputs += element * latents
     return _tokens(run) * (inputs / (run.tp if run.sp else 1) + element * latents + (split + routed) / run.tp)
 
