@@ -96,11 +96,11 @@ def products(config: RunConfig, device: torch.device) -> Step:
     return step
 
 
-def measure(all_of_them: dict[str, Contestant], minutes: float, device: torch.device) -> dict[str, Any]:
-    """Times and memory of each, and mega's speed over the others'."""
+def measure(all_of_them: dict[str, Contestant], end: float, device: torch.device) -> dict[str, Any]:
+    """Times and memory of each, and mega's speed over the others'; no round begins that would last beyond `end`."""
     times: dict[str, list[float]] = {name: [] for name in all_of_them}
     memory, begin, rounds = dict.fromkeys(all_of_them, 0), time.monotonic(), 0
-    while rounds == 0 or (time.monotonic() - begin) * (rounds + 1) / rounds < minutes * 60:
+    while rounds == 0 or begin + (time.monotonic() - begin) * (rounds + 1) / rounds < end:
         rounds += 1
         for name, (make, config) in all_of_them.items():
             step = make(config, device)
@@ -155,6 +155,8 @@ def attention(config: RunConfig, device: torch.device) -> dict[str, Any]:
     masks: dict[str, Mask] = {"whole": CAUSAL, "documents": documents, "window": Band(left=length // 8 - 1, right=0)}
     found = {}
     for name in get_args(KernelsConfig.model_fields["attention"].annotation):
+        if name == "auto":
+            continue
         asked = config.model_copy(update={"kernels": KernelsConfig(attention=name)})
         try:
             choice = choose_kernels(asked, device)
@@ -198,15 +200,16 @@ def timed(step: Step, device: torch.device) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=7, help="of the steps; another round while there is time")
+    parser.add_argument("--minutes", type=float, default=7, help="of all; another round of steps while there is time")
     parser.add_argument("--tiny", action="store_true", help="try the script on a CPU; nothing is written")
     options = parser.parse_args(arguments)
+    end = time.monotonic() + (0 if options.tiny else options.minutes * 60)
     if not options.tiny and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device here; --tiny tries the script")
     device = torch.device("cpu" if options.tiny else "cuda")
     chosen = contestants(tiny=options.tiny)
     results: dict[str, Any] = {"attention ms": attention(chosen["mega 1B" if options.tiny else "mega 8B"][1], device)}
-    results |= measure(chosen, 0 if options.tiny else options.minutes, device)
+    results |= measure(chosen, end, device)
     for name, result in results.items():
         print(name, result)
     if not options.tiny:

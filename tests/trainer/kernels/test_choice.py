@@ -43,7 +43,7 @@ def facts(**other: Any) -> Facts:
         (AMPERE | {"installed": FLASH3}, "sdpa"),
         (AMPERE | {"softcap": True, "installed": FLASH2}, "flash 2"),
         (AMPERE | {"softcap": True, "installed": {"flash-attn": "2.6.3"}}, "flex"),
-        (AMPERE | {"softcap": True, "installed": FLASH2, "half": False}, "flex"),
+        (AMPERE | {"softcap": True, "installed": FLASH2, "half": False}, "sdpa"),
         (HOPPER | {"softcap": True, "installed": FLASH3}, "flash 3"),
     ],
 )
@@ -71,8 +71,12 @@ def test_what_is_asked_for_is_taken(asked: tuple[str, str], there: dict[str, Any
     ("asked", "there", "said"),
     [
         (("te", "auto"), {}, "kernels.linear = te: it needs a GPU"),
-        (("te", "auto"), HOPPER | {"installed": {"transformer-engine": "2.9.0"}}, "2.10 or later is needed, and 2.9.0"),
-        (("auto", "flash"), HOPPER, "kernels.attention = flash: flash-attn 2.8.3 or later is needed, and none"),
+        (
+            ("te", "auto"),
+            HOPPER | {"installed": {"transformer-engine": "2.9.0"}},
+            "2.9.0 is installed of transformer-engine; pip install",
+        ),
+        (("auto", "flash"), HOPPER, "kernels.attention = flash: none is installed of flash-attn; pip install"),
         (("auto", "flash"), HOPPER | {"half": False, "installed": FLASH3}, "precision = bf16"),
         (("auto", "te"), HOPPER | {"installed": TE, "head": (100, 100)}, "a multiple of 8 up to 256"),
         (("auto", "flex"), {}, "kernels.attention = flex: it needs a GPU"),

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from mega_common.errors import ConfigError
+from mega_trainer.kernels.flash import WIDEST_HEAD
 
 # Distributions by the name they are installed under, and the oldest version of each that is supported.
 OLDEST = {"flash-attn": "2.8.3", "flash-attn-3": "3.0", "transformer-engine": "2.10"}
-WIDEST_HEAD = 256
 CUDNN_UNEVEN = 91100  # the oldest that takes values of another size than keys in both directions
 
 
@@ -51,11 +51,11 @@ class Facts:
         return None
 
     def lacks(self, name: str) -> str | None:
-        """The problem of a distribution that is not there, or too old, and how it gets there."""
+        """The problem of a distribution that is not there, or too old, and the way out."""
         have, oldest = self.installed.get(name), OLDEST[name]
         if have is not None and _numbers(have) >= _numbers(oldest):
             return None
-        return f"{name} {oldest} or later is needed, and {have or 'none'} is installed"
+        return f"{have or 'none'} is installed of {name}; pip install '{name}>={oldest}'"
 
     @property
     def flash3(self) -> bool:
@@ -116,6 +116,8 @@ def _best_attention(facts: Facts) -> tuple[str, str]:
         return "sdpa", "on a CPU"
     if facts.flash3:
         return "flash 3", "auto: on Hopper, and installed"
+    if not facts.half:
+        return "sdpa", "auto: flash attention is for bf16 and fp16"
     if facts.softcap:
         lacking = facts.odd_heads or facts.lacks("flash-attn")
         return ("flex", f"auto: soft caps, and {lacking}") if lacking else ("flash 2", "auto: soft caps")
