@@ -45,6 +45,12 @@ class ParallelConfig(Config):
         1, description="split the experts among so many ranks, of all data, context and tensor ranks"
     )
     expert_tp: PositiveInt = Field(1, description="split each expert among so many ranks, besides ep")
+    dispatch_bound: float | None = Field(
+        None,
+        ge=1,
+        description="room for tokens on their way to each rank's experts, as a multiple of an even load: the host then waits "
+        "in no layer, and a step that needs more ends the run; default: as much as there is",
+    )
     dp: PositiveInt | None = Field(None, description="follows from the number of ranks when left out")
     zero: Literal[0, 1, 2, 3] = Field(
         1, description="what data ranks share: 1 optimizer state, 2 also gradients, 3 also weights"

@@ -403,8 +403,10 @@ def test_latent_attention_and_further_tokens():
 
 
 def test_fp8_scaled_by_earlier_steps_is_scaled_by_the_numbers_at_hand():
-    for flags in ("--fp8-hybrid", "--fp8-format e4m3 --fp8-recipe delayed"):
-        assert flags.split()[-2 if "recipe" in flags else 0] in notes(translate(COMPLETE + flags), "changes meaning")
+    for given_flags in ("--fp8-hybrid", "--fp8-format e4m3 --fp8-recipe delayed"):
+        assert given_flags.split()[-2 if "recipe" in given_flags else 0] in notes(
+            translate(COMPLETE + given_flags), "changes meaning"
+        )
     translation = translate(COMPLETE + "--fp8-format e4m3 --fp8-recipe custom")
     assert translation.run["fp8"]["recipe"] is None
     assert "fp8.recipe" in notes(translation, "open")

@@ -86,7 +86,7 @@ class Fp8Kernels(TorchKernels):
 
 def _grouped_product(x: Quantised, weight: Quantised, rows: Rows, dtype: torch.dtype) -> Tensor:
     """Rows [M, D] by their group's matrix, of a stack [G N, D]: [M, N]. A CPU multiplies the numbers they stand for."""
-    groups = len(rows.counts)
+    groups = len(rows.ends)
     if x.values.device.type == "cpu":
         wide = torch.promote_types(dtype, torch.float32)
         matrices = dequantise(weight, wide).view(groups, -1, weight.values.shape[1])

@@ -91,6 +91,7 @@ class Builder:
         products: that of the linear layers to be made.
         sp: split the residual stream over the sequence among the tensor ranks.
         cp_kind: how attention reaches the tokens of other context ranks.
+        dispatch_bound: how much of an even load may go to each rank's experts; None: as much as there is.
         dtype, device: of parameters and activations.
         deferred: takes the products for weight gradients, where a pipeline puts them off.
     """
@@ -102,6 +103,7 @@ class Builder:
     products: Kernels | None = None
     sp: bool = False
     cp_kind: Kind = "ring"
+    dispatch_bound: float | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     deferred: Deferred | None = None
