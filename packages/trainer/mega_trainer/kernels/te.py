@@ -49,7 +49,7 @@ class TeLinearKernels(TorchKernels):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
-        a, b = _by_rows(self.weight, weight), _by_rows(self.x, x.flatten(0, -2))
+        a, b = _factor(self.weight, weight, rowwise=True), _factor(self.x, x.flatten(0, -2), rowwise=True)
         y, *_ = self.library.general_gemm(
             a, b, out_dtype=x.dtype, layout="TN", bias=bias, use_split_accumulator=self.precise
         )
@@ -57,13 +57,13 @@ class TeLinearKernels(TorchKernels):
 
     def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
         """See `Kernels.linear_dx`."""
-        a, b = _by_columns(self.weight, weight), _by_rows(self.dy, dy.flatten(0, -2))
+        a, b = _factor(self.weight, weight, rowwise=False), _factor(self.dy, dy.flatten(0, -2), rowwise=True)
         dx, *_ = self.library.general_gemm(a, b, out_dtype=dy.dtype, layout="NN", grad=True, use_split_accumulator=True)
         return dx.view(*dy.shape[:-1], -1)  # type: ignore[no-any-return]
 
     def linear_dw(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
         """See `Kernels.linear_dw`."""
-        a, b = _by_columns(self.x, x.flatten(0, -2)), _by_columns(self.dy, dy.flatten(0, -2))
+        a, b = _factor(self.x, x.flatten(0, -2), rowwise=False), _factor(self.dy, dy.flatten(0, -2), rowwise=False)
         dw: Tensor
         dw, *_ = self.library.general_gemm(
             a, b, out_dtype=x.dtype if out is None else out.dtype, layout="NT", out=out, accumulate=add, grad=True,
@@ -89,17 +89,10 @@ def _quantizers(recipe: str, wide_gradients: bool) -> tuple[Any, Any, Any]:
     return (*forward.make_quantizers()[:2], backward.make_quantizers()[0])
 
 
-def _by_rows(quantizer: Any, x: Tensor) -> Any:
-    """For a product that sums over the last axis."""
-    return x.contiguous() if quantizer is None else _quantised(quantizer, x, rowwise=True)
-
-
-def _by_columns(quantizer: Any, x: Tensor) -> Any:
-    """For a product that sums over the first axis."""
-    return x.contiguous() if quantizer is None else _quantised(quantizer, x, rowwise=False)
-
-
-def _quantised(quantizer: Any, x: Tensor, *, rowwise: bool) -> Any:
+def _factor(quantizer: Any, x: Tensor, *, rowwise: bool) -> Any:
+    """A matrix for a product that sums over its last axis, which is by rows, or its first."""
+    if quantizer is None:
+        return x.contiguous()
     quantizer.set_usage(rowwise=rowwise, columnwise=not rowwise)
     return quantizer(x.contiguous())
 
