@@ -26,10 +26,18 @@ import transformers
 
 from mega_data.loader import StepBatch
 from mega_trainer.batch import micro_batches
-from mega_trainer.build import build_optimizer, build_schedule, build_stages, connect, dtype_of, share_stages
+from mega_trainer.build import (
+    build_optimizer,
+    build_schedule,
+    build_stages,
+    choose_kernels,
+    connect,
+    dtype_of,
+    make_kernels,
+    share_stages,
+)
 from mega_trainer.config import RunConfig
 from mega_trainer.kernels.leaves import Leaves, compiles
-from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
 from mega_trainer.pipeline.run import Executor
@@ -78,7 +86,7 @@ def tokens(config: RunConfig) -> np.ndarray:
 def ours(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
     groups = connect(config, Ranks())
     schedule = build_schedule(config, groups)
-    kernels = TorchKernels(Leaves(compiled=compiles(config.compile, device)))
+    kernels = make_kernels(choose_kernels(config, device), Leaves(compiled=compiles(config.compile, device)))
     stages = build_stages(
         config, Builder(config.model, groups, kernels, dtype=dtype_of(config), device=device), schedule
     )

@@ -2,6 +2,8 @@
 # BASE is any image with Python 3.11 or later and its venv module. The default suits CPUs, and GPUs too: torch's wheels
 # bring CUDA along, so that the machine has to offer no more than its driver. For an image that has a torch of its own:
 #   --build-arg BASE=<cuda image> --build-arg CONSTRAINTS=/dev/null
+# The environment sees that image's packages: Transformer Engine (2.10 or later), flash-attn (2.8.3) and flash-attn-3, which
+# are built for one torch and best come with it, are used where they are there.
 ARG BASE=python:3.11.14-slim-bookworm
 FROM ${BASE}
 ARG CONSTRAINTS=constraints.txt

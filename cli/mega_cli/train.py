@@ -110,6 +110,7 @@ def train_command(
         uses = check_data(config) if data else []
         print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
         print("".join(f"# {told(use)}\n" for use in uses), end="")
+        print(f"# {_kernels(config)}")
         return
     if find_micro_batch:
         print(_largest_micro_batch(config, run, set_ or [], nproc))
@@ -133,6 +134,16 @@ def _largest_micro_batch(config: RunConfig, run: Path, overrides: list[str], npr
     size = find_micro_batch(config, run, overrides, command, count)
     options = [f"--set {setting}" for setting in (*overrides, f"batch.micro={size}")]
     return f"mega train {run} {' '.join(options)}" + (f" --nproc {nproc}" if nproc else "")
+def _kernels(config: RunConfig) -> str:
+    """Which back ends a run on this machine would use, and why; or why it would not run here, as on a login node."""
+    from mega_common.errors import ConfigError
+    from mega_trainer.build import choose_kernels
+    from mega_trainer.device import pick_device
+
+    try:
+        return str(choose_kernels(config, pick_device(config.device, 0)))
+    except ConfigError as error:
+        return f"not on this machine: {error}"
 
 
 def _only_run(words: list[str]) -> Path:

@@ -67,6 +67,12 @@ def test_rules_between_sections_are_told_together(settings: Settings) -> None:
         assert part in text
 
 
+def test_transformer_engine_has_not_every_recipe(settings: Settings) -> None:
+    asked = settings(kernels={"linear": "te"}, precision="fp8", fp8={"recipe": "rowwise"})
+    with pytest.raises(ConfigError, match=r"fp8.recipe = 'rowwise': is no recipe of Transformer Engine"):
+        RunConfig.parse(asked)
+
+
 def test_unknown_preset_names_the_nearest(settings: Settings) -> None:
     with pytest.raises(ConfigError, match="did you mean 'llama3-8b'"):
         resolve(settings(model={"preset": "llama-3-8b"}))

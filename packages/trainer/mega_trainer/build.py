@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -15,9 +15,14 @@ from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
 from mega_trainer.fp8 import check_device
 from mega_trainer.kernels.base import Kernels
+from mega_trainer.kernels.choice import Choice, Facts, choose, installed
+from mega_trainer.kernels.flash import Flash, Flash2, Flash3, TorchFlash
+from mega_trainer.kernels.flex import FlexFlash
 from mega_trainer.kernels.fp8 import Fp8Kernels
 from mega_trainer.kernels.leaves import Leaves, compiles
 from mega_trainer.kernels.quantise import E4M3, E5M2
+from mega_trainer.kernels.te import TeAttention, TeLinearKernels
+from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
@@ -71,6 +76,34 @@ def build_dispatcher(config: RunConfig, groups: Groups) -> Dispatcher | None:
     return DeepEp(moe.num_experts, groups.ep, parallel.dispatch_bound)
 
 
+def choose_kernels(config: RunConfig, device: torch.device) -> Choice:
+    """The back ends of a run on this kind of device.
+
+    Raises:
+        ConfigError: when one is asked for that cannot be used here.
+    """
+    model, gpu = config.model, device.type == "cuda"
+    facts = Facts(
+        installed=installed(),
+        capability=torch.cuda.get_device_capability(device) if gpu else None,
+        cudnn=torch.backends.cudnn.version() if gpu else None,  # type: ignore[no-untyped-call]
+        half=dtype_of(config) in (torch.bfloat16, torch.float16),
+        head=(model.head_size, model.value_size),
+        softcap=model.attention_softcap is not None,
+    )
+    return choose(config.kernels.linear, config.kernels.attention, facts)
+
+
+def make_kernels(choice: Choice, leaves: Leaves) -> Kernels:
+    """The chosen back ends as one; libraries are imported here."""
+    makers: dict[str, Callable[[], Flash]] = {
+        "varlen": TorchFlash, "flash 2": Flash2, "flash 3": Flash3, "flex": FlexFlash
+    }  # fmt: skip
+    flash = makers[choice.attention]() if choice.attention in makers else None
+    whole = TeAttention() if choice.attention == "te" else None
+    return (TeLinearKernels if choice.linear == "te" else TorchKernels)(leaves, flash, whole)
+
+
 def build_schedule(config: RunConfig, groups: Groups) -> Schedule:
     """The pipeline's operations for one step of this configuration."""
     parallel = config.parallel
@@ -117,8 +150,16 @@ def fp8_layers(config: RunConfig, device: torch.device) -> dict[int, Kernels]:
         return {}
     if device.type == "cuda":
         check_device(torch.cuda.get_device_capability(device), config.fp8.recipe, experts=config.model.moe is not None)
-    leaves = Leaves(compiled=compiles(config.compile, device))
-    kernels = Fp8Kernels(config.fp8.recipe, E5M2 if config.fp8.wide_gradients else E4M3, leaves)
+    leaves, recipe, wide = (
+        Leaves(compiled=compiles(config.compile, device)),
+        config.fp8.recipe,
+        config.fp8.wide_gradients,
+    )
+    kernels: Kernels = (
+        TeLinearKernels(leaves, recipe=recipe, wide_gradients=wide)
+        if config.kernels.linear == "te"
+        else Fp8Kernels(recipe, E5M2 if wide else E4M3, leaves)
+    )
     return dict.fromkeys(config.fp8.layers(config.model.num_layers), kernels)
 
 

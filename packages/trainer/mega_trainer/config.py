@@ -172,6 +172,19 @@ class OffloadConfig(Config):
     min_bytes: int = Field(1 << 20, ge=0, description="smaller tensors stay on the device")
 
 
+class KernelsConfig(Config):
+    """Which library computes what. `auto` takes the best that is there; a run says at its start what that is, and why."""
+
+    linear: Literal["auto", "torch", "te"] = Field(
+        "auto", description="products of linear layers; te: Transformer Engine"
+    )
+    attention: Literal["auto", "sdpa", "varlen", "flash", "flex", "te"] = Field(
+        "auto",
+        description="sdpa: torch's choice of a kernel, and its flash attention for blocks, documents and windows; varlen: that "
+        "one always; flash: flash-attn 3 or 2; flex: FlexAttention; te: Transformer Engine, which is cuDNN",
+    )
+
+
 class CheckpointConfig(Config):
     """When to save, what to keep, where to go on from."""
 
@@ -250,6 +263,7 @@ class RunConfig(Config):
     recompute: RecomputeConfig = RecomputeConfig()
     offload: OffloadConfig = OffloadConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    kernels: KernelsConfig = KernelsConfig()
     log: LogConfig = LogConfig()
     profile: ProfileConfig | None = None
     debug: DebugConfig = DebugConfig()
@@ -323,6 +337,12 @@ class RunConfig(Config):
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
         yield from model_problems(self)
         yield from fp8_problems(self)
+        if self.kernels.linear == "te" and self.precision == "fp8":
+            if self.fp8.recipe == "rowwise":
+                rule = "is no recipe of Transformer Engine, which kernels.linear = te asks for"
+                yield Problem("fp8.recipe", rule, "rowwise", "tensorwise, or kernels.linear: torch")
+            if model.moe is not None:
+                yield Problem("kernels.linear", "has no fp8 for experts, which are multiplied by groups", "te", "torch")
         if parallel.zero == 3 and parallel.pp > 1:
             rule = "3 gathers weights for every micro-batch, which a pipeline has many of"
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")

@@ -24,10 +24,12 @@ from mega_trainer.build import (
     build_optimizer,
     build_schedule,
     build_stages,
+    choose_kernels,
     connect,
     dtype_of,
     load_data,
     loss_scale_of,
+    make_kernels,
     share_stages,
 )
 from mega_trainer.comm import Group, all_reduce
@@ -38,7 +40,6 @@ from mega_trainer.faults import faults_told
 from mega_trainer.garbage import Garbage
 from mega_trainer.guard import Guard, StopSignal
 from mega_trainer.kernels.leaves import Leaves, compiles
-from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.limits import Limits
 from mega_trainer.mesh import Groups, warm_up
 from mega_trainer.metrics import Metrics, Speed
@@ -85,8 +86,9 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
         logger.info("environment: %s", told(config, os.environ))
         warm_up(groups, device)
     schedule = build_schedule(config, groups)
-    leaves = Leaves(compiled=compiles(config.compile, device))
-    kernels = TorchKernels(leaves)
+    choice, leaves = choose_kernels(config, device), Leaves(compiled=compiles(config.compile, device))
+    logger.info("%s", choice)
+    kernels = make_kernels(choice, leaves)
     builder = Builder(
         config.model, groups, kernels,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups),

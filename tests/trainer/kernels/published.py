@@ -18,6 +18,9 @@ from torch._C import parse_schema
 ARCHIVES = Path(sys.prefix) / "published"  # where `make setup` puts them
 
 
+Definition = ast.FunctionDef | ast.ClassDef
+
+
 class NotPublishedError(Exception):
     """A name that a library's source lacks."""
 
@@ -44,19 +47,50 @@ class Library:
             return {name: file.read().decode() for name, file in read if file is not None}
 
     def signature(self, name: str) -> Signature:
-        """Of the function or class with this dotted name, `self` left out.
+        """Of the function, class or method with this dotted name, `self` left out; `()` after a part is what its call returns.
 
         Raises:
             NotPublishedError: when there is none.
         """
-        module, _, attribute = name.rpartition(".")
-        path = next((path for path in self._paths(module) if path in self.files), None)
+        parts = name.split(".")
+        cut = max((n for n in range(1, len(parts)) if self._module(".".join(parts[:n]))), default=0)
+        path, scope, instance = self._module(".".join(parts[:cut])), None, False
+        for part in parts[cut:]:
+            path, scope = self._definition(path, scope, part.removesuffix("()")) or (path, None)
+            if scope is None:
+                raise NotPublishedError(f"{self.archive.name} has no {name}: {path} lacks {part}")
+            instance = part.endswith("()")
+            if instance and isinstance(scope, ast.FunctionDef):
+                assert isinstance(scope.returns, ast.Name), f"what {part} returns is not said"
+                path, scope = self._definition(path, None, scope.returns.id) or (path, None)
+        if instance:
+            path, scope = self._definition(path, scope, "forward") or (path, None)
+        if scope is None:
+            raise NotPublishedError(f"{self.archive.name} has no {name}")
+        return of_class(scope) if isinstance(scope, ast.ClassDef) else of_function(scope)
+
+    def _module(self, name: str) -> str | None:
+        """The path of the module with this dotted name."""
+        path = name.replace(".", "/")
+        return next((p for p in (f"{path}.py", f"{path}/__init__.py", f"hopper/{path}.py") if p in self.files), None)
+
+    def _definition(self, path: str | None, scope: ast.AST | None, name: str) -> tuple[str, Definition] | None:
+        """Where a class, or a module itself or by taking it from another one, defines the name."""
         if path is None:
-            raise NotPublishedError(f"{self.archive.name} has no module {module}")
-        found = self._defined(path, attribute)
-        if found is None:
-            raise NotPublishedError(f"{self.archive.name}: {path} has no {attribute}")
-        return found
+            return None
+        for node in ast.walk(scope or ast.parse(self.files[path])):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name and node is not scope:
+                return path, node
+            if isinstance(node, ast.ImportFrom):
+                base = path.split("/")[: -node.level] if node.level else []
+                module = self._module(".".join([*base, *([node.module] if node.module else [])]))
+                taken = [
+                    alias.name for alias in node.names if (alias.asname or alias.name) == name or alias.name == "*"
+                ]
+                for original in taken if module != path else []:
+                    if found := self._definition(module, None, name if original == "*" else original):
+                        return found
+        return None
 
     def operator(self, name: str) -> Signature:
         """Of an operator of `torch.ops`, whose arguments a test of the library promises to keep."""
@@ -75,36 +109,9 @@ class Library:
                 return node.value
         raise NotPublishedError(f"{self.archive.name} promises no operator {name}")
 
-    def _paths(self, module: str) -> tuple[str, ...]:
-        path = module.replace(".", "/")
-        return f"{path}.py", f"{path}/__init__.py", f"hopper/{path}.py"
 
-    def _defined(self, path: str, name: str) -> Signature | None:
-        """Where a module defines the name, or takes it from another one of the library."""
-        for node in ast.walk(ast.parse(self.files[path])):
-            if isinstance(node, ast.FunctionDef) and node.name == name:
-                return of_function(node)
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                return of_class(node)
-            if isinstance(node, ast.ImportFrom):
-                taken = [
-                    alias.name for alias in node.names if (alias.asname or alias.name) == name or alias.name == "*"
-                ]
-                for original in taken:
-                    found = self._elsewhere(path, node, name if original == "*" else original)
-                    if found is not None:
-                        return found
-        return None
-
-    def _elsewhere(self, path: str, node: ast.ImportFrom, name: str) -> Signature | None:
-        base = path.split("/")[: -node.level] if node.level else []
-        module = ".".join([*base, *([node.module] if node.module else [])])
-        there = next((other for other in self._paths(module) if other in self.files and other != path), None)
-        return None if there is None else self._defined(there, name)
-
-
-def of_function(node: ast.FunctionDef, *, method: bool = False) -> Signature:
-    """What a function is called with; a default's value does not matter."""
+def of_function(node: ast.FunctionDef) -> Signature:
+    """What a function, or a method without `self`, is called with; a default's value does not matter."""
     given, out = node.args, []
     positional = [*given.posonlyargs, *given.args]
     required = len(positional) - len(given.defaults)
@@ -117,6 +124,7 @@ def of_function(node: ast.FunctionDef, *, method: bool = False) -> Signature:
         out.append(Parameter(arg.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None))
     if given.kwarg:
         out.append(Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD))
+    method = bool(out) and out[0].name in ("self", "cls")
     return Signature(out[method:])
 
 
@@ -124,7 +132,7 @@ def of_class(node: ast.ClassDef) -> Signature:
     """That of `__init__`, or the fields of a dataclass."""
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            return of_function(item, method=True)
+            return of_function(item)
     fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
     kind = Parameter.POSITIONAL_OR_KEYWORD
     return Signature(
@@ -191,7 +199,7 @@ class Calls(ast.NodeVisitor):
     def visit_Assign(self, node: ast.Assign) -> None:
         value = self._name(node.value)
         if value is not None:
-            self.names[ast.unparse(node.targets[0])] = value
+            self.names |= dict.fromkeys(map(ast.unparse, node.targets), value)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -205,12 +213,15 @@ class Calls(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _name(self, node: ast.expr) -> str | None:
-        text = ast.unparse(node)
-        parts = text.split(".")
-        for cut in range(len(parts), 0, -1):
-            bound = self.names.get(".".join(parts[:cut]))
-            if bound is not None:
-                return ".".join([bound, *parts[cut:]])
+        """The dotted name of what an expression is, if that is of a library; what a call returns is its name with `()`, but
+        what an instance returns when it is called is no longer the library's.
+        """
+        if (bound := self.names.get(ast.unparse(node))) is not None:
+            return bound
+        if isinstance(node, ast.Attribute) and (base := self._name(node.value)) is not None:
+            return f"{base}.{node.attr}"
+        if isinstance(node, ast.Call) and (called := self._name(node.func)) is not None and called[-1] != ")":
+            return f"{called}()"
         return None
 
 

@@ -34,6 +34,16 @@ class Scores:
         return self.softcap is not None or self.sinks is not None
 
 
+class WholeAttention(Protocol):
+    """Attention of whole sequences, differentiable, in the cases that it is made for."""
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> bool:
+        """Whether this is one."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> Tensor:
+        """See `Kernels.attention`."""
+
+
 @dataclass(frozen=True)
 class Rotation:
     """cos and sin of the angles: [B or 1, S, 1, r/2] for r rotated elements a head."""

@@ -128,9 +128,9 @@ def _band(call: Call) -> dict[str, Any]:
 
 
 def fits_gpu(q: Tensor, v: Tensor) -> bool:
-    """Whether heads are of a precision and a width that the kernels on GPUs are made for."""
+    """Whether they are on a GPU, and of a precision and a width that the kernels there are made for."""
     width = max(q.shape[-1], v.shape[-1])
-    return q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_HEAD
+    return _on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_HEAD
 
 
 class Flash2:
@@ -143,7 +143,7 @@ class Flash2:
 
     def takes(self, q: Tensor, v: Tensor, mask: Mask, how: Scores) -> bool:
         """See `Flash.takes`."""
-        return _on_gpu(q) and fits_gpu(q, v)
+        return fits_gpu(q, v)
 
     def uneven(self, d: int, e: int) -> bool:
         """See `Flash.uneven`."""
@@ -196,7 +196,7 @@ class Flash3:
 
     def takes(self, q: Tensor, v: Tensor, mask: Mask, how: Scores) -> bool:
         """See `Flash.takes`."""
-        return _on_gpu(q) and fits_gpu(q, v)
+        return fits_gpu(q, v)
 
     def uneven(self, d: int, e: int) -> bool:
         """See `Flash.uneven`: DeepSeek's."""

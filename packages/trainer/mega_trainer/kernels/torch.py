@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mega_trainer.kernels import blocks, fused, grouped, products
-from mega_trainer.kernels.base import Rotation, Scores
+from mega_trainer.kernels.base import Rotation, Scores, WholeAttention
 from mega_trainer.kernels.flash import Flash, TorchFlash
 from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.grouped import Rows
@@ -22,12 +22,15 @@ class TorchKernels:
 
     Args:
         leaves: computes what is no product and no attention.
-        flash: attention's kernel, used wherever it can be. By default it is torch's, and plain causal attention, without
-            blocks or documents, is left to torch's own choice.
+        flash: attention's kernel; by default torch's.
+        whole: goes before it where it can, for whole sequences; by default torch's choice, but with a `flash` nothing.
     """
 
-    def __init__(self, leaves: Leaves | None = None, flash: Flash | None = None) -> None:
-        self.leaves, self.flash, self.torch_chooses = leaves or Leaves(), flash or TorchFlash(), flash is None
+    def __init__(
+        self, leaves: Leaves | None = None, flash: Flash | None = None, whole: WholeAttention | None = None
+    ) -> None:
+        self.leaves, self.flash = leaves or Leaves(), flash or TorchFlash()
+        self.whole = whole or (Sdpa() if flash is None else None)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
@@ -74,16 +77,11 @@ class TorchKernels:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Mask, how: Scores) -> Tensor:
         """See `Kernels.attention`."""
-        if not isinstance(mask, Tensor) and (mask != CAUSAL or how.bent or not self.torch_chooses):
-            return blocks.attention(self.flash, q, k, v, mask, how)
-        if how.bent:
-            return plain_attention(q, k, v, mask, how)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        grouped, given = q.shape[1] != k.shape[1], mask if isinstance(mask, Tensor) else None
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=given, is_causal=given is None, scale=how.scale, enable_gqa=grouped
-        )
-        return y.transpose(1, 2)
+        if isinstance(mask, Tensor):
+            return plain_attention(q, k, v, mask, how) if how.bent else _sdpa(q, k, v, mask, how.scale)
+        if self.whole is not None and self.whole.takes(q, k, v, mask, how):
+            return self.whole(q, k, v, mask, how)
+        return blocks.attention(self.flash, q, k, v, mask, how)
 
     def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor]:
         """See `Kernels.attend_block`."""
@@ -109,6 +107,27 @@ class TorchKernels:
         """See `Kernels.rotate_qkv`."""
         q, k, v = fused.rotate(qkv, rotation, [heads, kv_heads, kv_heads], 2, self.leaves)
         return q, k, v
+
+
+class Sdpa:
+    """Plain causal attention by whatever kernel torch thinks best."""
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> bool:
+        """See `WholeAttention.takes`."""
+        return mask == CAUSAL and not how.bent
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> Tensor:
+        """See `WholeAttention.__call__`."""
+        return _sdpa(q, k, v, None, how.scale)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[B, S, H, d], [B, T, K, d] and [B, T, K, e] -> [B, S, H, e]; without a mask causal."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return y.transpose(1, 2)
 
 
 def plain_attention(

@@ -1,0 +1,145 @@
+"""Which back end computes what: chosen from what is asked for, and from facts of the machine and the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from mega_common.errors import ConfigError
+from mega_trainer.kernels.flash import WIDEST_HEAD
+
+# Distributions by the name they are installed under, and the oldest version of each that is supported.
+OLDEST = {"flash-attn": "2.8.3", "flash-attn-3": "3.0", "transformer-engine": "2.10"}
+CUDNN_UNEVEN = 91100  # the oldest that takes values of another size than keys in both directions
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a choice rests on.
+
+    Attributes:
+        installed: versions of the distributions of `OLDEST` that are there.
+        capability: of the GPU, (9, 0) for Hopper; None on a CPU.
+        cudnn: torch's version of it as one number, 91100 for 9.11.
+        half: whether activations are bf16 or fp16.
+        head: size of a head's keys, and of its values.
+        softcap: whether scores are capped.
+    """
+
+    installed: Mapping[str, str]
+    capability: tuple[int, int] | None
+    cudnn: int | None
+    half: bool
+    head: tuple[int, int]
+    softcap: bool
+
+    @property
+    def no_gpu(self) -> str | None:
+        """The problem of a CPU."""
+        return "it needs a GPU, and none is used here" if self.capability is None else None
+
+    @property
+    def odd_heads(self) -> str | None:
+        """The problem of heads that flash attention is not made for."""
+        if not self.half:
+            return "it is for precision = bf16, fp16 and fp8"
+        if max(self.head) > WIDEST_HEAD or max(self.head) % 8:
+            return f"it takes heads of a multiple of 8 up to {WIDEST_HEAD}, and the model's have {max(self.head)}"
+        return None
+
+    def lacks(self, name: str) -> str | None:
+        """The problem of a distribution that is not there, or too old, and the way out."""
+        have, oldest = self.installed.get(name), OLDEST[name]
+        if have is not None and _numbers(have) >= _numbers(oldest):
+            return None
+        return f"{have or 'none'} is installed of {name}; pip install '{name}>={oldest}'"
+
+    @property
+    def flash3(self) -> bool:
+        """Whether flash-attn 3 can be used."""
+        hopper = self.capability is not None and self.capability[0] == 9
+        return hopper and not self.lacks("flash-attn-3") and not self.odd_heads
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One back end for each kind of work, and why."""
+
+    linear: str
+    attention: str
+    because: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """One line, for the start of a run."""
+        chosen = {"linear": self.linear, "attention": self.attention}
+        return "kernels: " + ", ".join(f"{what} {name} ({self.because[what]})" for what, name in chosen.items())
+
+
+def choose(linear: str, attention: str, facts: Facts) -> Choice:
+    """The back ends asked for, or where that is `auto` the best that are there.
+
+    Raises:
+        ConfigError: for one that is asked for and cannot be used here, with the reason.
+    """
+    first = _linear(linear, facts)
+    second = _best_attention(facts) if attention == "auto" else _asked_attention(attention, facts)
+    return Choice(first[0], second[0], {"linear": first[1], "attention": second[1]})
+
+
+def _linear(name: str, facts: Facts) -> tuple[str, str]:
+    if name == "te":
+        _refuse("linear=te", facts.no_gpu or facts.lacks("transformer-engine"), "linear=torch")
+    return ("torch", "auto: as fast as any") if name == "auto" else (name, "as asked")
+
+
+def _asked_attention(name: str, facts: Facts) -> tuple[str, str]:
+    problem = None
+    if name == "flex":
+        problem = facts.no_gpu
+    elif name == "te":
+        problem = facts.no_gpu or facts.odd_heads or facts.lacks("transformer-engine")
+    elif name == "flash":
+        if facts.flash3:
+            return "flash 3", "as asked, on Hopper"
+        problem = facts.no_gpu or facts.odd_heads or facts.lacks("flash-attn")
+        name = "flash 2"
+    _refuse(f"attention={name.split()[0]}", problem, "attention=auto")
+    return name, "as asked"
+
+
+def _best_attention(facts: Facts) -> tuple[str, str]:
+    """On Hopper flash-attn 3 is the fastest, torch's own choice, cuDNN there, close to it; neither knows every score."""
+    if facts.no_gpu:
+        return "sdpa", "on a CPU"
+    if facts.flash3:
+        return "flash 3", "auto: on Hopper, and installed"
+    if not facts.half:
+        return "sdpa", "auto: flash attention is for bf16 and fp16"
+    if facts.softcap:
+        lacking = facts.odd_heads or facts.lacks("flash-attn")
+        return ("flex", f"auto: soft caps, and {lacking}") if lacking else ("flash 2", "auto: soft caps")
+    keys, values = facts.head
+    if keys != values and not facts.odd_heads and (facts.cudnn or 0) < CUDNN_UNEVEN:
+        return "varlen", f"auto: heads of {keys} and {values}, filled up, for cuDNN 9.11 or later is not here"
+    return "sdpa", "auto: torch's choice, its flash attention for blocks, documents and windows"
+
+
+def _refuse(asked: str, problem: str | None, instead: str) -> None:
+    if problem is not None:
+        raise ConfigError(f"kernels.{asked.replace('=', ' = ')}: {problem}", hint=f"or set kernels.{instead}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
+
+
+def installed() -> dict[str, str]:
+    """Versions of those of `OLDEST` that are there."""
+    out = {}
+    for name in OLDEST:
+        with suppress(PackageNotFoundError):
+            out[name] = version(name)
+    return out
