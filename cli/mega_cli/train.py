@@ -134,6 +134,8 @@ def _largest_micro_batch(config: RunConfig, run: Path, overrides: list[str], npr
     size = find_micro_batch(config, run, overrides, command, count)
     options = [f"--set {setting}" for setting in (*overrides, f"batch.micro={size}")]
     return f"mega train {run} {' '.join(options)}" + (f" --nproc {nproc}" if nproc else "")
+
+
 def _kernels(config: RunConfig) -> str:
     """Which back ends a run on this machine would use, and why; or why it would not run here, as on a login node."""
     from mega_common.errors import ConfigError
