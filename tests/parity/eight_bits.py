@@ -28,6 +28,21 @@ def model(unit: int, layers: int = 2) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def latent(unit: int) -> dict[str, Any]:
+    """The same with latent attention and a layer that predicts a further token."""
+    fields = {name: value for name, value in model(unit).items() if name not in ("num_kv_heads", "head_dim")}
+    half = unit // 2
+    mla = {
+        "q_lora_rank": unit,
+        "kv_lora_rank": 2 * unit,
+        "qk_nope_head_dim": half,
+        "qk_rope_head_dim": half,
+        "v_head_dim": unit,
+    }
+    further = {"mtp_layers": 1, "moe": {**fields["moe"], "layers": [1, 2]}, "rope": {"interleaved": True}}
+    return {**fields, **further, "mla": mla}
+
+
 def case(recipe: str, ranks: int, parallel: dict[str, Any], *, wide: bool = True, **more: Any) -> Case:
     """A step of four samples with the recipe."""
     unit = MULTIPLES[recipe]

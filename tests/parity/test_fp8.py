@@ -26,6 +26,7 @@ def test_with_scales_of_blocks_to_the_last_digits() -> None:
     cases = [replace(one, steps=1) for one in covering(all_layouts("mxfp8"), 5)]
     shapes = [{"tp": 2, "sp": True, "zero": 1}, {"zero": 2}]
     cases += [eight_bits.case("blockwise", 2, shape, length=256, batch=2, micro=1) for shape in shapes]
+    cases.append(replace(eight_bits.case("mxfp8", 2, {"tp": 2, "sp": True}, length=64), model=eight_bits.latent(32)))
     assert not [problem for one in results(cases) if (problem := one.problem(1e-10))]
 
 
