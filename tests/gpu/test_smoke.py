@@ -13,6 +13,7 @@ import torch
 from mega_ckpt.store import Checkpoint, latest
 from mega_data.indexed import IndexedWriter
 from mega_trainer.config import RunConfig
+from mega_trainer.kernels import products
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.ranks import Ranks
@@ -80,3 +81,21 @@ def test_grouped_products_are_those_of_a_loop(counts: list[int]) -> None:
         fused = function(*(tensor.bfloat16() for tensor in tensors), rows)
         alone = function(*(tensor.bfloat16().float() for tensor in tensors), rows)
         torch.testing.assert_close(fused.float(), alone, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_gradients_are_added_in_fp32(add: bool) -> None:
+    """Of bf16 products and rows, without rounding them first."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b, rows, there = (
+        torch.randn(shape, generator=generator, device="cuda") for shape in [(48, 64), (64, 32), (40, 32), (48, 32)]
+    )
+    a, b, rows = a.bfloat16(), b.bfloat16(), rows.bfloat16()
+    places = torch.randint(0, 48, (40,), generator=generator, device="cuda")
+    one_hot = torch.nn.functional.one_hot(places, 48).double()
+    kept = there.double() if add else 0
+    for function, factors, exact in (
+        (products.product, (a, b), a.double() @ b.double()), (products.rows, (rows, places), one_hot.t() @ rows.double()),
+    ):  # fmt: skip
+        out = function(*factors, there.clone(), add=add)
+        torch.testing.assert_close(out.double(), exact + kept, rtol=1e-5, atol=1e-4)

@@ -113,12 +113,20 @@ def raised_alike(group: Group) -> Iterator[None]:
 
 def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Concatenate every rank's tensor along `dim`: [.., n, ..] -> [.., n * size, ..]."""
+    whole, work = start_all_gather(tensor, group, dim)
+    if work is not None:
+        work.wait()
+    return whole
+
+
+def start_all_gather(tensor: Tensor, group: Group, dim: int = 0) -> tuple[Tensor, Work | None]:
+    """Like `all_gather`, but returns at once: the whole is there when the work is done."""
     if group.size == 1:
-        return tensor
+        return tensor, None
     moved = tensor.movedim(dim, 0).contiguous()
     out = moved.new_empty((moved.shape[0] * group.size, *moved.shape[1:]))
-    all_gather_into(out, moved, group)
-    return out.movedim(0, dim)
+    work = all_gather_into(out, moved, group, async_op=True)
+    return out.movedim(0, dim), work
 
 
 def all_gather_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: bool = False) -> Work | None:

@@ -13,6 +13,7 @@ from ranks import run_ranks
 from torch.nn import functional as F
 
 from mega_trainer.comm import CommLog, Group
+from mega_trainer.kernels import products
 from mega_trainer.model import loss
 from mega_trainer.model.loss import head_loss
 
@@ -81,6 +82,19 @@ def test_without_gradients_none_are_made() -> None:
     data = {name: tensor.detach() for name, tensor in inputs(6, 5).items()}
     total, _ = head_loss(**data, group=Group("tp"), vocab_size=5)
     assert not total.requires_grad
+
+
+def test_an_evaluation_multiplies_for_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters want gradients there too, but nobody asks for them."""
+    made: list[torch.Tensor] = []
+    real = products.product
+    monkeypatch.setattr(products, "product", lambda *args, **options: made.append(real(*args, **options)))
+    data = inputs(6, 5)
+    with torch.no_grad():
+        head_loss(**data, group=Group("tp"), vocab_size=5)
+    assert not made
+    head_loss(**data, group=Group("tp"), vocab_size=5)
+    assert made
 
 
 def test_low_precision_sums_in_fp32() -> None:

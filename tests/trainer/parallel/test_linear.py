@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mega_common.model_config import ModelConfig
+from mega_trainer.comm import Group
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.layout import Layout
@@ -21,6 +22,7 @@ from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context, Sequences
 from mega_trainer.model.rope import Rotary
+from mega_trainer.parallel import linear
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.linear import Linear, grouped_linear
 
@@ -95,6 +97,35 @@ def test_each_group_has_its_gradients(counts: list[int]) -> None:
     torch.testing.assert_close(y, reference)
     mine, theirs = (torch.autograd.grad([out], [x, weight], [dy]) for out in (y, reference))
     torch.testing.assert_close(mine, theirs)
+
+
+def test_collectives_of_a_backward_run_beside_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under sequence parallelism: X is gathered beside the product for dX, which is summed beside that for dW."""
+    events: list[str] = []
+
+    class Noting(TorchKernels):
+        def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
+            events.append("dX")
+            return super().linear_dx(dy, weight)
+
+        def linear_dw(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+            events.append("dW")
+            return super().linear_dw(dy, x, out, add=add)
+
+    class Done:
+        def __init__(self, what: str) -> None:
+            events.append(f"start {what}")
+            self.what = what
+
+        def wait(self) -> None:
+            events.append(f"wait {self.what}")
+
+    monkeypatch.setattr(linear, "all_gather", lambda x, group, dim: torch.cat([x, x], dim))
+    monkeypatch.setattr(linear, "start_all_gather", lambda x, group, dim: (torch.cat([x, x], dim), Done("gather")))
+    monkeypatch.setattr(linear, "start_reduce_scatter", lambda x, group, dim: (x.chunk(2, dim)[0], Done("sum")))
+    x, weight = torch.randn(1, 4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    Linear(Noting(), group=Group("tp", (0, 1)), sp=True)(x, weight).sum().backward()
+    assert events == ["start gather", "dX", "start sum", "wait gather", "dW", "wait sum"]
 
 
 def test_a_deferred_product_is_the_back_ends() -> None:
