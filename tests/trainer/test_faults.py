@@ -12,7 +12,11 @@ from mega_trainer.plan.advice import Advice, Needs
 
 NEEDS = Needs(
     {"weights": 16 * 10**9, "gradients": 8 * 10**9, "optimizer": 0, "activations": 40 * 10**9},
-    [Advice(("recompute=selective",), 20 * 10**9), Advice(("parallel.tp=2", "parallel.sp=true"), 9 * 10**9)],
+    [
+        Advice(("optimizer.offload=true",), 30 * 10**9),
+        Advice(("recompute=selective",), 20 * 10**9),
+        Advice(("parallel.tp=2", "parallel.sp=true"), 9 * 10**9),
+    ],
 )
 CLOSED = (
     "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:26000. This is typically caused by"
@@ -26,8 +30,8 @@ CLOSED = (
          "out of memory on cuda:1: 2.50 GiB more were asked for, 1GB of 80GB are free\n"
          "  held: tensors 70GB, other than predicted 6GB, communicators, CUDA and other processes 5GB, torch's free blocks 4GB\n"
          "  predicted for this rank at its most: activations 40GB, weights 16GB, gradients 8GB",
-         "--set recompute=selective (20GB), parallel.tp=2 parallel.sp=true (9GB)"),
-        (MemoryError(), "out of memory on the host\n  held: ", "recompute=selective (20GB)"),
+         "--set optimizer.offload=true (30GB), recompute=selective (20GB), parallel.tp=2 parallel.sp=true (9GB)"),
+        (MemoryError(), "out of memory on the host\n  held: ", "--set recompute=selective (20GB)"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2000000000 bytes. Error code 12"),
          "out of memory on the host: 2GB more were asked for\n  held: ", "--find-micro-batch"),
         (RuntimeError(CLOSED), "the other ranks cannot be reached (Connection closed by peer [127.0.0.1]:26000)", "last checkpoint"),

@@ -6,6 +6,7 @@ import contextlib
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -47,11 +48,13 @@ def faults_told(rank: int, step: Callable[[], str], needs: Callable[[], Needs]) 
         raise _exhausted(f"{where.format(step())}: {_on_device(error)}", needs(), _held_on_device()) from error
     except MemoryError as error:
         message = f"{where.format(step())}: {OUT_OF_MEMORY} on the host"
-        raise _exhausted(message, needs(), _held_on_host()) from error
+        raise _exhausted(message, _without_offload(needs()), _held_on_host()) from error
     except RuntimeError as error:
         if wanted := _HOST_MEMORY.search(str(error)):
             message = f"{OUT_OF_MEMORY} on the host: {human(int(wanted[1]))}B more were asked for"
-            raise _exhausted(f"{where.format(step())}: {message}", needs(), _held_on_host()) from error
+            raise _exhausted(
+                f"{where.format(step())}: {message}", _without_offload(needs()), _held_on_host()
+            ) from error
         if isinstance(error, dist.DistError) or _LOST.search(str(error)):
             reason = _PLACE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]
             raise TrainingError(
@@ -67,6 +70,11 @@ def _exhausted(message: str, needs: Needs, held: Mapping[str, int]) -> TrainingE
     most = [f"{' '.join(advice.settings)} ({human(advice.freed)}B)" for advice in needs.advices[:ADVICES]]
     hint = f"what would free most on a rank, as predicted: --set {', '.join(most)}" if most else "take more ranks"
     return TrainingError("\n".join(lines), hint=f"{hint}; mega train --find-micro-batch tries what fits")
+
+
+def _without_offload(needs: Needs) -> Needs:
+    """Without advice that would take more of the host's memory."""
+    return replace(needs, advices=[advice for advice in needs.advices if "offload" not in " ".join(advice.settings)])
 
 
 def _sizes(kinds: Mapping[str, int]) -> str:

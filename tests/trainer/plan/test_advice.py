@@ -34,6 +34,17 @@ def test_advice_says_what_the_planner_says_of_the_changed_run() -> None:
     assert list(freed.values()) == sorted(freed.values(), reverse=True)
 
 
+def test_a_pipeline_s_own_layout_is_planned() -> None:
+    uneven, even = (
+        memory(one.model, run_shape(one, 2))
+        for one in (config(parallel={"pp": 2, "pipeline_layout": [30, 2]}), config(parallel={"pp": 2}))
+    )
+    assert uneven[0]["weights"] > 1.7 * even[0]["weights"]
+    assert advices(
+        config(model={**preset("llama3-8b"), "num_layers": 1}, parallel={"pp": 2, "pipeline_layout": [0, 1]}), 2
+    )
+
+
 def test_only_what_the_run_allows_is_advised() -> None:
     """Not what is set already, what its ranks do not allow, or what a pipeline does not."""
     alone = {

@@ -44,6 +44,7 @@ class RunShape:
     pp: int = 1
     virtual_stages: int = 1
     schedule: str = "1f1b"
+    pipeline_layout: tuple[int, ...] | None = None
     cp: int = 1
     ep: int = 1
     expert_tp: int = 1
@@ -75,7 +76,7 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
     Raises:
         ConfigError: when the layers do not fit the stages, or the schedule is unknown.
     """
-    stages = stage_layers(model.num_layers, run.pp, run.virtual_stages)
+    stages = stage_layers(model.num_layers, run.pp, run.virtual_stages, run.pipeline_layout)
     schedule = make_schedule(run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages)
     table = _embedding_bytes(model, run)
     behind = range(model.num_layers, model.num_layers + model.mtp_layers)
@@ -96,7 +97,7 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
         layers = [index for stage in mine for index in stages[stage]]
         held = peak_held(schedule, rank, activations, waiting)
         # one layer at a time is computed again, and then holds everything; of offloaded ones the next is on its way, too
-        held += max(layer[index] for index in layers) * (2 if run.offload else run.recompute == "full")
+        held += max((layer[index] for index in layers), default=0.0) * (2 if run.offload else run.recompute == "full")
         last = len(stages) - 1 in mine
         states = _states(model, run, [*layers, *(behind if last else ())], first=0 in mine, last=last)
         ranks.append({**states, "activations": round(held)})
