@@ -290,22 +290,12 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return blocks.attention(TorchFlash(), q, k, v, CAUSAL, Scores(how["scale"])).transpose(1, 2)
 
-    def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def one_kernel(x: Tensor) -> Tensor:
-            with traffic.silence():
-                out = function(x)
-            traffic.add(function.__name__, size=_nbytes(x) + _nbytes(out))
-            return out
-
-        return one_kernel
-
     with ExitStack() as stack:
         for table in (loss.CHUNK_ELEMENTS, clip.WIDTHS, blocks.TILE_ELEMENTS):
             stack.enter_context(mock.patch.dict(table, cpu=table["cuda"]))
         for place, name, stand_in in (
             (Leaves, "__call__", leaf), (torch, "softmax", softmax), (loss, "add_product", add_product),
-            (F, "scaled_dot_product_attention", attention), (clip, "add_squares", compiled(clip.add_squares)),
-            (clip, "add_sums", compiled(clip.add_sums)),
+            (F, "scaled_dot_product_attention", attention),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, stand_in))
         yield
@@ -328,7 +318,7 @@ def dense(traffic: Traffic, length: int) -> int:
         optimizer = Optimizer([stage], adamw=lambda slots: AdamW(slots, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1))
         positions, ids = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64)
         weights = torch.zeros(1, length)
-        shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope, torch.bfloat16).at(positions))
+        shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope).at(positions, torch.bfloat16))
     take = buckets.Bucket.take
 
     def counted(self: buckets.Bucket, parameter: Any) -> None:

@@ -71,14 +71,16 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     limits = Limits(config.train)
     device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
     schedule = build_schedule(config, groups)
-    kernels = TorchKernels(Leaves(compiled=compiles(config.compile, device)))
+    leaves = Leaves(compiled=compiles(config.compile, device))
+    kernels = TorchKernels(leaves)
     builder = Builder(
         config.model, groups, kernels,
-        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dtype=dtype, device=device,
+        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatch_bound=config.parallel.dispatch_bound,
+        dtype=dtype, device=device,
     )  # fmt: skip
     stages = build_stages(config, builder, schedule)
     shared = share_stages(config, stages)
-    optimizer = build_optimizer(config, shared, groups)
+    optimizer = build_optimizer(config, shared, groups, leaves)
     state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)

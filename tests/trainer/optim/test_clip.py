@@ -6,13 +6,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
 from mega_trainer.comm import Group
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.optim.clip import WIDTHS, clip_factor, grad_norm, sum_of_squares
 from mega_trainer.parallel.shared import Buffer, Kind, Shard
+
+PLAIN = Leaves()
 
 
 @pytest.mark.parametrize(("norm", "limit", "factor"), [(2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (7.0, 0.0, 1.0)])
@@ -33,11 +36,11 @@ def norms() -> list[float]:
     both = Group("g", (0, 1), rank, dist.group.WORLD)
     slices, whole = [[3.0, 4.0], [12.0, 84.0]], [3.0, 4.0, 12.0, 84.0]
     return [
-        grad_norm([buffer(slices[rank], both, sharded=True)], []).item(),
-        grad_norm([buffer(whole, both, sharded=False)], []).item(),
-        grad_norm([buffer(whole, Group("dp"), sharded=False, replicas=(both,))], [both]).item(),
-        grad_norm([buffer(slices[rank], Group("dp"), sharded=False)], [both]).item(),
-        grad_norm([buffer([math.inf if rank else 0.0], Group("dp"), sharded=False)], [both]).item(),
+        grad_norm([buffer(slices[rank], both, sharded=True)], [], PLAIN).item(),
+        grad_norm([buffer(whole, both, sharded=False)], [], PLAIN).item(),
+        grad_norm([buffer(whole, Group("dp"), sharded=False, replicas=(both,))], [both], PLAIN).item(),
+        grad_norm([buffer(slices[rank], Group("dp"), sharded=False)], [both], PLAIN).item(),
+        grad_norm([buffer([math.inf if rank else 0.0], Group("dp"), sharded=False)], [both], PLAIN).item(),
     ]
 
 
@@ -59,24 +62,30 @@ def test_the_sum_is_right_to_the_last_digit_however_it_is_cut(seed: int, size: i
     parts = values[torch.randperm(size, generator=random)].tensor_split([cut * size // 10_000 for cut in cuts])
     exact = math.fsum(values.double().square().tolist())
     with mock.patch.dict(WIDTHS, cpu=widths):
-        assert sum_of_squares([values]).sum() == sum_of_squares(parts).sum() == exact
+        assert sum_of_squares([values], PLAIN).sum() == sum_of_squares(parts, PLAIN).sum() == exact
     assert torch.equal(values, before)
 
 
+@settings(max_examples=20)
 @given(CUTS, st.sampled_from([torch.float32, torch.float64]))
 def test_a_sum_over_more_than_a_block_is_right_to_the_last_digit(cuts: list[int], dtype: torch.dtype) -> None:
-    values = torch.randn(10_000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    values = torch.randn(3000, generator=torch.Generator().manual_seed(1)).to(dtype)
     with mock.patch.dict(WIDTHS, cpu=(1, 8)):
-        assert sum_of_squares(values.tensor_split(cuts)).sum() == math.fsum(values.double().square().tolist())
+        assert sum_of_squares(values.tensor_split(cuts), PLAIN).sum() == math.fsum(values.double().square().tolist())
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 5000])
 def test_a_number_that_is_not_finite_makes_the_norm_so_and_one_too_small_to_square_in_fp32_counts(size: int) -> None:
     def norm(value: float) -> float:
-        return grad_norm([buffer([0.0] * (size - 1) + [value], Group("dp"), sharded=False)], []).item()
+        return grad_norm([buffer([0.0] * (size - 1) + [value], Group("dp"), sharded=False)], [], PLAIN).item()
 
     assert norm(0.0) == 0.0
     assert norm(1e-44) == torch.tensor(1e-44).double().item()
     assert norm(3e38) == torch.tensor(3e38).double().item()
     assert norm(-math.inf) == math.inf
     assert math.isnan(norm(math.nan))
+
+
+def test_the_sum_is_the_same_to_the_bit_compiled() -> None:
+    values = torch.randn(3000, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(sum_of_squares([values], Leaves(compiled=True)), sum_of_squares([values], PLAIN))

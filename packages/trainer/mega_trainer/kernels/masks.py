@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mega_trainer.device import to_device
+
 
 @dataclass(frozen=True)
 class Band:
@@ -66,9 +68,7 @@ class Packed:
     def of(cls, lengths: Sequence[int], band: Band, device: torch.device) -> Packed:
         """From the number of tokens of each document. The device is not waited for."""
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        if device.type == "cuda":
-            starts = starts.pin_memory()
-        return cls(tuple(lengths), band, starts.to(device, non_blocking=True))
+        return cls(tuple(lengths), band, to_device(starts, device))
 
 
 Mask = Band | Packed

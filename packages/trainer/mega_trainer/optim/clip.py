@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mega_trainer.comm import Group, all_gather
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.parallel.shared import Buffer
 
 ROWS = 64  # elements that a sum takes in at once: as many as a kernel adds up in registers
@@ -21,12 +22,13 @@ ROWS = 64  # elements that a sum takes in at once: as many as a kernel adds up i
 WIDTHS = {"cpu": (1 << 10, 1 << 16), "cuda": (1, 1 << 22)}
 
 
-def grad_norm(buffers: Sequence[Buffer], model_groups: Sequence[Group]) -> Tensor:
+def grad_norm(buffers: Sequence[Buffer], model_groups: Sequence[Group], leaves: Leaves) -> Tensor:
     """L2 norm over the whole model, each canonical element counted once; fp64 scalar, the same on all ranks.
 
     Args:
         buffers: this rank's, with their reduced gradients.
         model_groups: the groups over which different ranks hold different parameters, besides the buffers' `parts`.
+        leaves: calls what adds up.
     """
     zero = buffers[0].shards[0].grads.new_zeros(1, 2, dtype=torch.float64)
     held: dict[Group | None, dict[Group | None, list[Tensor]]] = {}
@@ -36,7 +38,9 @@ def grad_norm(buffers: Sequence[Buffer], model_groups: Sequence[Group]) -> Tenso
             own.setdefault(buffer.kind.data if buffer.sharded else None, []).extend(s.grads for s in buffer.shards)
     sums = [zero]
     for parts, own in held.items():
-        mine = _folded(torch.cat([zero, *(_gathered(sum_of_squares(grads), data) for data, grads in own.items())]))
+        mine = _folded(
+            torch.cat([zero, *(_gathered(sum_of_squares(grads, leaves), data) for data, grads in own.items())])
+        )
         sums.append(_gathered(mine, parts))
     total = _folded(torch.cat(sums))
     for group in model_groups:
@@ -49,13 +53,13 @@ def _gathered(sums: Tensor, group: Group | None) -> Tensor:
     return sums if group is None else all_gather(sums, group)
 
 
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+def sum_of_squares(tensors: Sequence[Tensor], leaves: Leaves) -> Tensor:
     """[1, 2] fp64: the sum of the squares of all elements, and what is to be added to it for the digits beyond."""
     fewest, _ = WIDTHS[tensors[0].device.type]
-    sums = torch.cat([add_squares(block) for block in _blocks(tensors)], 1)
+    sums = torch.cat([leaves(add_squares, block) for block in _blocks(tensors)], 1)
     while sums.shape[1] > ROWS * fewest:
         over = -sums.shape[1] % ROWS
-        sums = add_sums((pad(sums, (0, over)) if over else sums).view(2, ROWS, -1))
+        sums = leaves(add_sums, (pad(sums, (0, over)) if over else sums).view(2, ROWS, -1))
     return _folded(sums.t())
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mega_ckpt.pieces import Sharded
 from mega_trainer.comm import Group
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.clip import grad_norm
 from mega_trainer.optim.slots import Rule, Slot, boxes_of_slots, share_of_slots
@@ -28,6 +29,7 @@ class Optimizer:
         apart: makes the rule for those of buffers that are kept apart, where there are any.
         model_groups: the groups over which different ranks hold different layers, for the norm.
         offload: main weights and the rules' state live in host memory (arXiv:2101.06840).
+        leaves: calls what the norm is added up by.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Optimizer:
         apart: Callable[[list[Slot]], Rule] | None = None,
         model_groups: Sequence[Group] = (),
         offload: bool = False,
+        leaves: Leaves | None = None,
     ) -> None:
+        self._leaves = leaves or Leaves()
         self.stages, self.model_groups = list(stages), list(model_groups)
         self.buffers = [buffer for stage in stages for buffer in stage.buffers]
         self.slots = [
@@ -55,7 +59,7 @@ class Optimizer:
 
     def grad_norm(self) -> Tensor:
         """L2 norm of the gradient over the whole model; fp64 scalar."""
-        return grad_norm(self.buffers, self.model_groups)
+        return grad_norm(self.buffers, self.model_groups, self._leaves)
 
     def update(self, lr: float, scale: float, decoupled_lr: float | None = None) -> None:
         """One step with the gradients times `scale`; the new weights are then on their way to every rank.
