@@ -31,6 +31,13 @@ JsonKey = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")]
 TokenizerPath = Annotated[Path | None, typer.Option("--tokenizer", help="Folder with tokenizer.json, or that file.")]
+ParseSpecialTokens = Annotated[
+    bool,
+    typer.Option("--parse-special-tokens", help="Take <|endoftext|> and its like in a text for the tokens."),
+]
+OnBadLine = Annotated[
+    Literal["error", "skip"], typer.Option(help="Stop, or put bad lines into PREFIX.quarantine.jsonl and go on.")
+]
 
 
 @app.command(
@@ -43,16 +50,11 @@ def preprocess(
     more: MoreInput = None,
     json_key: JsonKey = "text",
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the end token.")] = False,
-    parse_special_tokens: Annotated[
-        bool,
-        typer.Option("--parse-special-tokens", help="Take <|endoftext|> and its like in a text for the tokens."),
-    ] = False,
+    parse_special_tokens: ParseSpecialTokens = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Encoding threads.", show_default="the usable cores")
     ] = None,
-    on_bad_line: Annotated[
-        Literal["error", "skip"], typer.Option(help="Stop, or put bad lines into PREFIX.quarantine.jsonl and go on.")
-    ] = "error",
+    on_bad_line: OnBadLine = "error",
     overwrite: Overwrite = False,
 ) -> None:
     """Tokenize text into a data set for training.

@@ -33,15 +33,33 @@ Examples:
 """
 
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN]",
+        help="The run's configuration, run.yaml. With --from-megatron-args: the script's own arguments, after `--`.",
+        show_default=False,
+    ),
+]
+LaunchScript = Annotated[
+    Path | None,
+    typer.Option(help="Translate this launch script of Megatron-LM into a run.yaml, print it, and stop."),
+]
+Define = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="With --from-megatron-args: a variable of the script, whatever it sets it to itself. Repeatable.",
+    ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="With --from-megatron-args: refuse flags and values that Megatron-LM has not."),
+]
+
+
 def train_command(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="The run's configuration, run.yaml. With --from-megatron-args: the script's own arguments, after `--`.",
-            show_default=False,
-        ),
-    ] = None,
+    words: Words = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=value. Repeatable.")
     ] = None,
@@ -60,21 +78,9 @@ def train_command(
         ),
     ] = False,
     data: Annotated[bool, typer.Option(help="With --check: look at the data, too.")] = True,
-    from_megatron_args: Annotated[
-        Path | None,
-        typer.Option(help="Translate this launch script of Megatron-LM into a run.yaml, print it, and stop."),
-    ] = None,
-    define: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="With --from-megatron-args: a variable of the script, whatever it sets it to itself. Repeatable.",
-        ),
-    ] = None,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="With --from-megatron-args: refuse flags and values that Megatron-LM has not."),
-    ] = False,
+    from_megatron_args: LaunchScript = None,
+    define: Define = None,
+    strict: Strict = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of run.yaml, for editors.")] = False,
 ) -> None:
     """Train a model as run.yaml says. The same command goes on from the newest checkpoint of its output folder.

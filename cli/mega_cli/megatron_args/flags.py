@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from mega_cli.megatron_args.shell import MARK, shown
+from mega_cli.megatron_args.shell import MARK, why_unknown
 from mega_common.config import Problem, raise_problems
 
 SOURCE = "the launch script"
@@ -139,8 +139,7 @@ class Given:
     def unknown(self) -> str:
         """Why its value cannot be used; empty if it can."""
         if self.unset and (self.flag.type != "str" or self.flag.choices):
-            unset = next(value for value in self.values if MARK.search(value) or PLACEHOLDER.search(value))
-            return f"{shown(unset)} is not set in the script"
+            return why_unknown(next(value for value in self.values if MARK.search(value) or PLACEHOLDER.search(value)))
         if len(self.values) < self.flag.least:
             return f"{self.text} needs {self.flag.least} value{'s' if self.flag.least > 1 else ''}"
         return ""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mega_cli.megatron_args.arithmetic import layer_pattern
 from mega_cli.megatron_args.draft import Draft
-from mega_cli.megatron_args.shell import MARK, shown
+from mega_cli.megatron_args.shell import MARK, why_unknown
 
 
 def layers_of_kind(
@@ -18,7 +18,7 @@ def layers_of_kind(
     without a number of layers `key` is to be filled in.
     """
     if not draft[dest] or MARK.search(draft[dest]):
-        draft.put(key, None, dest, ask=f"{shown(draft[dest] or 'a pattern of layers')} is not set in the script")
+        draft.put(key, None, dest, ask=why_unknown(draft[dest] or "a pattern of layers"))
         return None
     layers, pattern = draft.run["model"]["num_layers"], layer_pattern(draft[dest])
     layers = layers and layers + further

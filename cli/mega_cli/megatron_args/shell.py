@@ -45,6 +45,19 @@ def is_unset(text: str) -> bool:
     return match is not None and (match[1].isidentifier() or match[1].isdigit())
 
 
+def why_unknown(text: str) -> str:
+    """A sentence on why a text has no value here: by its first mark, else as a placeholder such as `<path>`."""
+    match = MARK.search(text)
+    name = match[1] if match else ""
+    if name.startswith("(("):
+        return f"{shown(text)} is computed from what the script does not set"
+    if name.startswith(("(", "`")):
+        return f"{shown(text)} is what a command prints, and none is run here"
+    if name[1:-1].isidentifier() and name.startswith("{"):
+        return f"the value of {shown(text)} could not be followed through the script"
+    return f"{shown(text)} is not set in the script"
+
+
 def split_blanks(text: str, separators: str = " \t\n") -> list[str]:
     """The parts of a text between blanks, which in a mark count as nothing; empty at either end for blanks there."""
     return re.split(f"[{re.escape(separators)}]+(?![^{OPEN}]*{CLOSE})", text) if separators else [text]

@@ -43,6 +43,24 @@ def test_a_number_that_the_script_does_not_set_is_to_be_filled_in():
     assert "steps: null  # to be filled in, --train-iters $STEPS" in to_yaml(translation)
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("$STEPS", "$STEPS is not set in the script"),
+        ("${STEPS[0]}", "${STEPS[0]} is not set in the script"),
+        ("'<steps>'", "<steps> is not set in the script"),
+        ("$((EPOCHS * 10))", "$((EPOCHS * 10)) is computed from what the script does not set"),
+        ("$(cat steps)", "$(cat steps) is what a command prints, and none is run here"),
+        ("`cat steps`", "$(cat steps) is what a command prints, and none is run here"),
+        ("$T", "the value of ${T} could not be followed through the script"),
+    ],
+)
+def test_why_a_value_is_open(value: str, told: str):
+    loop = "for T in $LIST; do Q=$T; done\npython pretrain_gpt.py "
+    translation = translate(loop + " ".join(COMPLETE.split()).replace("--train-iters 10", f"--train-iters {value}"))
+    assert [note.text for note in translation.notes if note.kind == "open" and note.key] == [f"{told}; to be filled in"]
+
+
 def settings(translation: Translation) -> Any:
     """What `mega train` makes of the file; None where it refuses it."""
     try:
