@@ -56,7 +56,7 @@ def settings(
     length: int = LENGTH,
     recompute: str = "none",
     *,
-    compiled: bool | Literal["auto"] = False,
+    compiled: bool | Literal["auto"] = "auto",
 ) -> RunConfig:
     return RunConfig.parse(
         {

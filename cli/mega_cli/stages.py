@@ -7,12 +7,10 @@ with (command, settings, code, input files) and what came out, files as content 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,10 +23,10 @@ from typing import Any, Literal
 from mega_cli.fingerprint import Digests, FileRecord, code_digest, expand
 from mega_cli.settings import Settings, Verdict, settings_change, settings_of
 from mega_cli.workflow_config import Stage, Workflow
+from mega_common import files
 from mega_common.config import Config
 from mega_common.errors import MegaError
-from mega_common.files import locked as held
-from mega_common.files import write_json
+from mega_common.files import locked_file, write_json
 from mega_common.log import logger
 
 # -P: a file of the user's beside the workflow must not be imported in place of a library.
@@ -186,7 +184,7 @@ class Runner:
         run = self._begun(name)
         paths = [*(run_files(run, self.base) if run else ()), *self._made(name)]
         folder = self.base / run["output"] if run else None
-        with held(folder) if folder is not None and folder.is_dir() else contextlib.nullcontext():
+        with files.locked(folder) if folder is not None and folder.is_dir() else contextlib.nullcontext():
             for path in paths:
                 set_aside(path)
 
@@ -273,27 +271,15 @@ def difference(what: str, before: Mapping[str, str], now: Mapping[str, str]) -> 
     return found[0] + others if found else None
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[int]:
-    """Hold the lock file of a workflow and give its descriptor. A child that inherits it goes on holding the lock.
+def locked(path: Path) -> contextlib.AbstractContextManager[int]:
+    """Hold the lock file of a workflow, and give its descriptor, which each stage inherits.
 
     Raises:
         WorkflowError: when another process holds it, naming it.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 1000, 0).decode() or "another process"
-            raise WorkflowError(
-                f"this workflow is being run already, by {holder}", hint=f"the lock is {path}; it ends with its holder"
-            ) from None
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, or a stage of it".encode(), 0)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    told = "this workflow is being run already, by {}, or by a stage of it"
+    hint = f"the lock is {path}; it ends with its holder"
+    return locked_file(path, lambda holder: WorkflowError(told.format(holder), hint=hint))
 
 
 def run_child(command: list[str], folder: Path, lock: int) -> tuple[int, int | None]:

@@ -109,6 +109,8 @@ class Case:
         bucket: elements of a gradient bucket.
         closed: attention closed at document ends.
         length: tokens of a sample.
+        fp8: the section of that name.
+        wide: what fp8 does not round is in fp64.
         decoupled_lr: of the input embedding and the output layer; None: that of the others.
         clip: largest gradient norm; 0: no clip.
         steps: to train.
@@ -126,6 +128,8 @@ class Case:
     closed: bool = True
     length: int = 16
     precision: str = "fp64"
+    fp8: Mapping[str, Any] = field(default_factory=dict)
+    wide: bool = False
     optimizer: str = "adamw"
     decoupled_lr: float | None = None
     clip: float = 0.1  # small enough that every step is clipped
@@ -147,6 +151,7 @@ class Case:
             },
             "train": {"steps": 10},
             "precision": self.precision,
+            "fp8": dict(self.fp8),
             "debug": dict(self.debug),
         }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -20,6 +20,8 @@ from mega_trainer.model.moe import Experts
 from mega_trainer.optim import clip
 from mega_trainer.parallel import expert
 from mega_trainer.parallel.buckets import Bucket
+from mega_trainer.parallel.expert import AllToAll, Arrived, Delivery
+from mega_trainer.parallel.slots import Slots
 from mega_trainer.pipeline import run
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -133,13 +135,80 @@ def _weights_of_the_choice() -> AbstractContextManager[Any]:
     return swap(router, "choose", choose)
 
 
+def _sent(change: Callable[..., Any]) -> Patch:
+    """Change the columns [N, K parts] of ranks that tokens go to."""
+    real = AllToAll._ranks
+    return lambda: swap(AllToAll, "_ranks", lambda self, chosen: change(self, chosen, real(self, chosen)))
+
+
+def _roomier(here: Arrived) -> Arrived:
+    return replace(here, rows=2 * here.rows)
+
+
+def _once_for_each_choice() -> AbstractContextManager[Any]:
+    """A token's rows are sent as often as it has experts there, and each time all of these work on it."""
+
+    def send(self: AllToAll, x: Tensor, chosen: Tensor, weights: Tensor) -> Delivery:
+        sent = real(self, x, chosen, weights)
+        return replace(sent, arrived=lambda: _roomier(sent.arrived()))
+
+    real, patches = AllToAll.send, ExitStack()
+    patches.enter_context(swap(AllToAll, "send", send))
+    patches.enter_context(swap(AllToAll, "_ranks", lambda self, chosen: chosen // self.own))
+    return patches
+
+
+def _to_the_next(self: AllToAll, chosen: Tensor, ranks: Tensor) -> Tensor:
+    return torch.where(ranks < 0, -1, (ranks + self.parts) % self.group.size)
+
+
+def _to_one_part(self: AllToAll, chosen: Tensor, ranks: Tensor) -> Tensor:
+    return torch.where(ranks % self.parts == 0, ranks, -1)
+
+
+def _all_weigh_the_same() -> AbstractContextManager[Any]:
+    real = expert.pick
+    return swap(expert, "pick", lambda values, slots: torch.ones_like(real(values, slots)))
+
+
+def _bias_weighs_one() -> AbstractContextManager[Any]:
+    real = moe.grouped_bias
+    return swap(moe, "grouped_bias", lambda x, bias, rows, weights=None: real(x, bias, rows))
+
+
+def _weights_of_the_first_choices() -> AbstractContextManager[Any]:
+    """Each row takes its token's first weight."""
+    return swap(expert, "pick", lambda values, slots: values[slots.token, 0])
+
+
+def _gradient_of_weights_stays() -> AbstractContextManager[Any]:
+    """The weights' gradient does not come back from the other ranks."""
+    real = expert._read
+
+    def read(ticket: Tensor, choices: int) -> tuple[Tensor, Tensor]:
+        weights, chosen = real(ticket, choices)
+        return weights.detach(), chosen
+
+    return swap(expert, "_read", read)
+
+
 def _rows_in_order_of_arrival() -> AbstractContextManager[Any]:
-    return swap(expert._Permute, "forward", staticmethod(lambda ctx, rows, order, inverse: _kept(ctx, rows, inverse)))
+    """Rows are not sorted by expert, and the products take them for sorted."""
+    real = Slots.of.__func__  # type: ignore[attr-defined]
 
+    def unsorted(cls: type[Slots], groups: Tensor, count: int, rows: int, capacity: int | None = None) -> Slots:
+        slots: Slots = real(cls, groups, count, rows, capacity)
+        if count != 4:  # ranks, not experts
+            return slots
+        flat = groups.flatten()
+        arrival = torch.argsort((flat < 0).int(), stable=True)[: int((flat >= 0).sum())]
+        choice = torch.full_like(slots.choice, -1)
+        choice[: len(arrival)] = arrival
+        row = torch.full_like(flat, rows)
+        row[arrival] = torch.arange(len(arrival))
+        return replace(slots, choice=choice, row=row.view_as(groups))
 
-def _kept(ctx: Any, rows: Tensor, inverse: Tensor) -> Tensor:
-    ctx.save_for_backward(torch.arange(len(inverse)))
-    return rows.clone()
+    return swap(Slots, "of", classmethod(unsorted))
 
 
 def _norm_without(axis: str) -> Patch:
@@ -164,5 +233,13 @@ EXPERTS: list[tuple[str, Case, Patch]] = [
     ("experts: every rank takes the first ones", EP, _first_experts),
     ("experts: bias added by every part", PARTS, _bias_of_every_part),
     ("experts: rows not sorted on arrival", EP, _rows_in_order_of_arrival),
+    ("experts: a token goes to a rank once for each choice there", EP, _once_for_each_choice),
+    ("experts: tokens go to the next rank", EP, _sent(_to_the_next)),
+    ("experts: tokens go to one part of an expert", PARTS, _sent(_to_one_part)),
+    ("experts: outputs not weighted", EP, _all_weigh_the_same),
+    ("experts: outputs not weighted on one rank", MASKED, _all_weigh_the_same),
+    ("experts: bias not weighted", EP, _bias_weighs_one),
+    ("experts: weight of another choice", EP, _weights_of_the_first_choices),
+    ("experts: gradient of the weights stays where the experts are", EP, _gradient_of_weights_stays),
     ("experts: norm of this rank's experts alone", BOTH, _norm_without("ep")),
 ]

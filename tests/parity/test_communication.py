@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from parity.cases import CONTEXT, Case, case
-from parity.worker import Trainer, make_groups, synthetic
+from parity.worker import Trainer, make_groups
 from ranks import run_ranks
+from torch import Tensor
 
 from mega_trainer.comm import CommLog
-from mega_trainer.config import RunConfig
+from mega_trainer.model.router import Router
 from mega_trainer.parallel.buckets import SLICE_ELEMENTS
 from mega_trainer.pipeline.schedules import placement
 
@@ -180,20 +182,21 @@ def context_parallel(one: Case) -> Traffic:
     return theory.traffic()
 
 
-def dispatched(one: Case) -> Traffic:
+def dispatched(one: Case, pairs: int) -> Traffic:
     """What all ranks together send to experts and back, of a model with one layer of them.
 
-    Each token that matters goes to each part of each of its experts once, and comes back; so do the gradients. Before,
-    the ranks tell each other how many. A layer that is computed again does all of its forward once more.
+    Each token that matters goes once to every rank that holds a part of an expert of its, and comes back once; so do the
+    gradients. So many `pairs` of a token and a rank there are. With it go its choice and its weights, whose gradient comes
+    back. Before, the ranks tell each other how many. A layer that is computed again sends its tokens once more, and
+    stops before the way back.
     """
     theory, layout, m = Theory(), one.layout, microbatches(one)
-    experts, choices, parts = one.model["moe"]["num_experts"], one.model["moe"]["top_k"], layout["expert_tp"]
-    counts = synthetic(RunConfig.parse(one.raw), 0, 0, 1).loss_mask[:, ::-1].cumsum(1) > 0
-    rows, again = int(counts.sum()) * choices * parts, layout["recompute"] == "full"
-    theory.expect("ep", "all_to_all", (1 + again) * m * one.ranks, experts * parts * SCALAR)
-    theory[("ep", "all_to_all"), "calls"] += (4 + 2 * again) * m * one.ranks
-    theory[("ep", "all_to_all"), "bytes"] += (4 + 2 * again) * rows * D * BYTES[one.precision]
-    theory.expect("ep", "all_gather", one.ranks, layout["ep"] * parts * NORM)
+    ranks, again = layout["ep"] * layout["expert_tp"], layout["recompute"] == "full"
+    row, ticket = D * BYTES[one.precision], 2 * one.model["moe"]["top_k"] * GRADIENT[one.precision]
+    theory.expect("ep", "all_to_all", (1 + again) * m * one.ranks, 2 * ranks * SCALAR)
+    theory[("ep", "all_to_all"), "calls"] += (6 + 2 * again) * m * one.ranks
+    theory[("ep", "all_to_all"), "bytes"] += pairs * ((4 + again) * row + (2 + again) * ticket)
+    theory.expect("ep", "all_gather", one.ranks, ranks * NORM)
     return theory.traffic()
 
 
@@ -291,6 +294,22 @@ SHARDED = [
 ]  # fmt: skip
 
 
+def noted(log: CommLog, one: Case) -> Callable[..., Tensor]:
+    """The router's own, which also counts pairs of a token and a rank that holds a part of an expert of its."""
+    real = Router._with_losses
+
+    def with_losses(
+        self: Router, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, *rest: Any
+    ) -> Tensor:
+        holders = one.layout["ep"] * chosen // self.moe.num_experts
+        pairs = sum(len(set(token) - {-1}) for token in holders.tolist()) * one.layout["expert_tp"]
+        entry = log.counts.setdefault(("router", "pairs"), [0, 0])
+        entry[0], entry[1] = entry[0] + 1, entry[1] + pairs
+        return real(self, weights, logits, scores, chosen, *rest)
+
+    return with_losses
+
+
 def traffic(cases: Sequence[Case]) -> list[Traffic]:
     """On each rank: what passed in one step of each case."""
     rank, maker, out = dist.get_rank(), make_groups(cases), []
@@ -298,7 +317,8 @@ def traffic(cases: Sequence[Case]) -> list[Traffic]:
         log = CommLog()
         if rank < one.ranks:
             trainer = Trainer.make(one, rank, maker, log)
-            trainer.step()
+            with mock.patch.object(Router, "_with_losses", noted(log, one)):
+                trainer.step()
             trainer.optimizer.settle()
         out.append(log.counts)
     return out
@@ -364,7 +384,9 @@ def test_experts(counted: Any, one: Case) -> None:
         assert only(counts, "expert_data") == expert_gradients(one)
         for key, numbers in only(counts, "ep").items():
             together.update({(*key, index): number for index, number in enumerate(numbers)})
-    theory = {(*key, index): n for key, numbers in dispatched(one).items() for index, n in enumerate(numbers)}
+    computed = 2 if one.layout["recompute"] == "full" else 1
+    pairs = sum(counts["router", "pairs"][1] for counts in counted[one]) // computed
+    theory = {(*key, index): n for key, numbers in dispatched(one, pairs).items() for index, n in enumerate(numbers)}
     assert together == theory
 
 

@@ -53,6 +53,16 @@ def test_experts_with_a_capacity_with_losses_over_the_batch_and_with_a_balanced_
     assert not problems(cases, 4)
 
 
+def test_a_fixed_number_of_tokens_to_each_rank() -> None:
+    """A bound of ep has room for any choice; every rank then sends padding too."""
+    shapes: list[dict[str, Any]] = [
+        {"ep": 4, "dispatch_bound": 4.0}, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2, "dispatch_bound": 2.0},
+        {"pp": 2, "ep": 2, "schedule": "zb-h1", "dispatch_bound": 2.0}, {"cp": 2, "ep": 4, "zero": 3, "dispatch_bound": 4.0},
+    ]  # fmt: skip
+    cases = [case("moe", 4, layers=4, parallel=parallel, micro=2) for parallel in shapes]
+    assert not problems(cases, 4)
+
+
 def test_experts_and_ranks_that_get_no_token() -> None:
     """A step has 32 tokens for 64 experts, so that half of these get none; a micro-batch of 4, for 8 ranks."""
     shapes = [
@@ -61,7 +71,7 @@ def test_experts_and_ranks_that_get_no_token() -> None:
     ]  # fmt: skip
     experts = {"layers": [1], "num_experts": 64, "top_k": 1}
     cases = [
-        case(name, 8, parallel=shape, micro=1, length=4, variant={"moe": {**MODELS[name]["moe"], **experts}})
+        case(name, 8, parallel=shape, micro=1, length=4, steps=1, variant={"moe": {**MODELS[name]["moe"], **experts}})
         for name, shape in product(("moe", "deepseek"), shapes)
     ]
     assert not problems(cases, 8)

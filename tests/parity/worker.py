@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -73,9 +74,12 @@ class Trainer:
         config = RunConfig.parse(case.raw, source=str(case))
         groups = build.connect(config, Ranks(rank, case.ranks), maker, log)
         schedule = build.build_schedule(config, groups)
-        p, dtype = config.parallel, build.dtype_of(config)
-        builder = Builder(config.model, groups, sp=p.sp, cp_kind=p.cp_kind, dtype=dtype)
-        stages = build.build_stages(config, builder, schedule)
+        p, dtype = config.parallel, torch.float64 if case.wide else build.dtype_of(config)
+        builder = Builder(
+            config.model, groups, sp=p.sp, cp_kind=p.cp_kind, dispatch_bound=p.dispatch_bound, dtype=dtype
+        )
+        with mock.patch.object(build, "dtype_of", return_value=dtype):
+            stages = build.build_stages(config, builder, schedule)
         shared = build.share_stages(config, stages)
         optimizer = build.build_optimizer(config, shared, groups)
         for stage in stages.values():

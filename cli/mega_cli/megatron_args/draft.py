@@ -24,7 +24,7 @@ OPTIONAL = frozenset({
     "model.mla.q_lora_rank", "model.moe.layers", "model.moe.capacity_factor",
     "parallel.pipeline_layout", "parallel.zero3_shard", "lr_schedule.warmup_samples", "lr_schedule.decay_steps",
     "lr_schedule.cooldown_steps", "optimizer.decoupled_lr", "optimizer.muon.weight_decay", "recompute.layers",
-    "checkpoint.keep_every", "train.exit_after_minutes", "train.exit_interval",
+    "fp8.format", "checkpoint.keep_every", "train.exit_after_minutes", "train.exit_interval",
 })  # fmt: skip
 
 # Words of flags in no table which say that these keys are not Megatron's defaults.

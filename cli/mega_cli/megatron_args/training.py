@@ -140,7 +140,10 @@ def _muon(draft: Draft) -> None:
 
 
 def precision_section(draft: Draft) -> None:
-    """Write `precision:` and `fp16:`."""
+    """Write `precision:`, `fp8:` and `fp16:`."""
+    if draft.wants("fp8"):
+        _fp8(draft)
+        return
     kind: str | None = "bf16" if draft["bf16"] else "fp16" if draft["fp16"] else "fp32"
     if kind == "fp32" and draft.arguments.unread:
         kind = None  # nobody trains in fp32 unasked
@@ -148,6 +151,22 @@ def precision_section(draft: Draft) -> None:
     draft.put("precision", kind, "bf16", "fp16", ask=ask)
     if kind == "fp16":
         _loss_scale(draft)
+
+
+def _fp8(draft: Draft) -> None:
+    draft.put("precision", "fp8", "fp8", "bf16")
+    recipe, delayed = draft["fp8_recipe"], draft["fp8_recipe"] == "delayed"
+    ask = "a recipe of one's own; mega has tensorwise, rowwise, blockwise and mxfp8"
+    draft.put("fp8.recipe", "tensorwise" if delayed else None if recipe == "custom" else recipe, "fp8_recipe", ask=ask)
+    if delayed:
+        text = "fp8.recipe is tensorwise, whose scales are by the numbers at hand, not by those of earlier steps"
+        draft.tell("changes meaning", text, "fp8_recipe" if "fp8_recipe" in draft else "fp8")
+    draft.put("fp8.format", draft["fp8"], "fp8")
+    if draft["first_last_layers_bf16"]:
+        for key, dest in (("first", "num_layers_at_start_in_bf16"), ("last", "num_layers_at_end_in_bf16")):
+            draft.put(f"fp8.bf16_{key}", draft[dest], "first_last_layers_bf16", dest)
+    if draft["fp16"]:
+        draft.tell("changes meaning", "beside fp8 mega computes in bf16", "fp16")
 
 
 def _loss_scale(draft: Draft) -> None:

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from mega_common.errors import ConfigError
+from mega_common.errors import ConfigError, MegaError
 from mega_common.log import logger
 
 
@@ -39,33 +39,40 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold `<folder>/.lock`, which names its holder, while the block runs; the system frees it when the holder dies.
-
-    On NFS it holds between machines. Where the file system has no locks, a warning says so and the block runs.
+def locked(folder: Path) -> contextlib.AbstractContextManager[int]:
+    """Hold `<folder>/.lock` while the block runs, as `locked_file` does.
 
     Raises:
         ConfigError: when another process holds it, naming that.
     """
-    path = folder / ".lock"
+    hint = "wait for its end or end it, or write to another folder"
+    return locked_file(folder / ".lock", lambda holder: ConfigError(f"{folder} is in use by {holder}", hint=hint))
+
+
+@contextlib.contextmanager
+def locked_file(path: Path, taken: Callable[[str], MegaError]) -> Iterator[int]:
+    """Hold a lock file, which names its holder, while the block runs, and give its descriptor.
+
+    A child that inherits the descriptor goes on holding it; the system frees it when the last of them dies. On NFS it
+    holds between machines. Where the file system has no locks, a warning says so and the block runs.
+
+    Raises:
+        MegaError: what `taken` makes of the name of another holder.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
-            raise ConfigError(
-                f"{folder} is in use by {holder}", hint="wait for its end or end it, or write to another folder"
-            ) from None
+            raise taken(os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process") from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            logger.warning("%s: no lock is possible there (%s): start nothing else in it", folder, error.strerror)
+            logger.warning("%s: no lock is possible there (%s): start nothing else in it", path.parent, error.strerror)
         os.truncate(descriptor, 0)
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -13,7 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from mega_data.gpt_dataset import GPTDataset, build_datasets
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
-from mega_trainer.kernels.leaves import Leaves
+from mega_trainer.fp8 import check_device
+from mega_trainer.kernels.base import Kernels
+from mega_trainer.kernels.fp8 import Fp8Kernels
+from mega_trainer.kernels.leaves import Leaves, compiles
+from mega_trainer.kernels.quantise import E4M3, E5M2
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
@@ -73,6 +77,7 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
         head_cost=head_cost(config.model, config.data.seq_length),
     )  # fmt: skip
     recompute = Recompute(config.recompute.kind, config.recompute.layers)
+    build = replace(build, by_layer=fp8_layers(config, build.device))
     device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
     if sharded:
         kept = torch.float64 if build.dtype == torch.float64 else torch.float32
@@ -87,6 +92,21 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
         for stage in stages.values():
             shard_fully(stage, dtype=dtype_of(config), device=device, reduce_dtype=reduce_dtype_of(config))
     return stages
+
+
+def fp8_layers(config: RunConfig, device: torch.device) -> dict[int, Kernels]:
+    """The back end of each layer that multiplies in fp8.
+
+    Raises:
+        ConfigError: when the device has no kernels for the recipe.
+    """
+    if config.precision != "fp8":
+        return {}
+    if device.type == "cuda":
+        check_device(torch.cuda.get_device_capability(device), config.fp8.recipe, experts=config.model.moe is not None)
+    leaves = Leaves(compiled=compiles(config.compile, device))
+    kernels = Fp8Kernels(config.fp8.recipe, E5M2 if config.fp8.wide_gradients else E4M3, leaves)
+    return dict.fromkeys(config.fp8.layers(config.model.num_layers), kernels)
 
 
 def build_optimizer(
@@ -138,8 +158,8 @@ def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDatase
 
 def dtype_of(config: RunConfig) -> torch.dtype:
     """The type of weights and activations; gradients and main weights are fp32, or fp64 in an fp64 run."""
-    names = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return names[config.precision]
+    names = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
+    return names.get(config.precision, torch.bfloat16)
 
 
 def reduce_dtype_of(config: RunConfig) -> torch.dtype | None:

@@ -184,14 +184,30 @@ class _AllToAll(Function):
     def forward(ctx: Any, tensor: Tensor, group: Group, out_splits: list[int], in_splits: list[int]) -> Tensor:
         ctx.group, ctx.splits = group, (in_splits, out_splits)
         out = tensor.new_empty((sum(out_splits), *tensor.shape[1:]))
-        group.count("all_to_all", tensor)
-        dist.all_to_all_single(out, tensor.contiguous(), out_splits, in_splits, group=group.handle)
+        all_to_all_into(out, tensor.contiguous(), group, out_splits, in_splits)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return all_to_all(gradient, ctx.group, *ctx.splits), None, None, None
+
+
+def all_to_all_into(
+    out: Tensor,
+    tensor: Tensor,
+    group: Group,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    *,
+    async_op: bool = False,
+) -> Work | None:
+    """As `all_to_all`, from contiguous `tensor` into contiguous `out`, without a gradient; in a group of several."""
+    group.count("all_to_all", tensor)
+    work: Work | None = dist.all_to_all_single(
+        out, tensor, list(out_splits), list(in_splits), group=group.handle, async_op=async_op
+    )
+    return work
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_data.config import DataConfig
 from mega_trainer.batch_size import BatchConfig
+from mega_trainer.fp8 import Fp8Config, fp8_problems
 from mega_trainer.layout import model_problems, world_problems
 from mega_trainer.optim.lr import LRCurve, LRSchedule
 
@@ -44,6 +45,12 @@ class ParallelConfig(Config):
         1, description="split the experts among so many ranks, of all data, context and tensor ranks"
     )
     expert_tp: PositiveInt = Field(1, description="split each expert among so many ranks, besides ep")
+    dispatch_bound: float | None = Field(
+        None,
+        ge=1,
+        description="room for tokens on their way to each rank's experts, as a multiple of an even load: the host then waits "
+        "in no layer, and a step that needs more ends the run; default: as much as there is",
+    )
     dp: PositiveInt | None = Field(None, description="follows from the number of ranks when left out")
     zero: Literal[0, 1, 2, 3] = Field(
         1, description="what data ranks share: 1 optimizer state, 2 also gradients, 3 also weights"
@@ -187,11 +194,14 @@ class RunConfig(Config):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LRSchedule = LRSchedule()
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = Field(
+        "bf16", description="fp8: bf16, but for the products of linear layers"
+    )
     fp16: Fp16Config = Fp16Config()
     deterministic: bool = Field(
         False, description="the same bits each time in the same layout, on a GPU too: deterministic kernels, slower"
     )
+    fp8: Fp8Config = Fp8Config()
     compile: bool | Literal["auto"] = Field(
         "auto", description="compile what is computed element by element or row by row; auto: on a GPU"
     )
@@ -268,6 +278,7 @@ class RunConfig(Config):
         if model.position == "learned" and data.seq_length > model.max_position:
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
         yield from model_problems(self)
+        yield from fp8_problems(self)
         if parallel.zero == 3 and parallel.pp > 1:
             rule = "3 gathers weights for every micro-batch, which a pipeline has many of"
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")

@@ -60,7 +60,7 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
     if not _splits(model, parallel.tp):
         yield Problem(
             "parallel.tp",
-            f"must divide {model.num_attention_heads} attention heads and the ffn_hidden_size {' and '.join(map(str, sorted(_widths(model))))}, "
+            f"must divide {model.num_attention_heads} attention heads and the ffn_hidden_size {' and '.join(map(str, sorted(split_widths(model))))}, "
             f"and divide or be a multiple of {model.kv_heads} key/value heads",
             parallel.tp,
             f"one of {[tp for tp in range(1, model.num_attention_heads + 1) if _splits(model, tp)]}",
@@ -209,10 +209,10 @@ def _told(degrees: Mapping[str, int | str]) -> str:
 def _splits(model: ModelConfig, tp: int) -> bool:
     """Whether `tp` ranks can share the heads and the feed-forward width."""
     heads, kv = model.num_attention_heads, model.kv_heads
-    return heads % tp == 0 and all(width % tp == 0 for width in _widths(model)) and (kv % tp == 0 or tp % kv == 0)
+    return heads % tp == 0 and all(width % tp == 0 for width in split_widths(model)) and (kv % tp == 0 or tp % kv == 0)
 
 
-def _widths(model: ModelConfig) -> set[int]:
+def split_widths(model: ModelConfig) -> set[int]:
     """Of the feed-forward blocks that the tensor ranks split: of layers without experts, and of shared experts."""
     shared = {model.moe.shared_ffn_hidden_size} if model.moe else set()
     dense = all(model.has_experts(layer) for layer in range(model.num_layers + model.mtp_layers))

@@ -29,7 +29,11 @@ def check_resume(state: Mapping[str, Any], step: int, config: RunConfig, where: 
     """
     saved, consumed = state["settings"], state["consumed_samples"]
     found = check_changes(saved, config, where)
-    if (precision := saved.get("precision", config.precision)) != config.precision:
+    precision, alike = (
+        saved.get("precision", config.precision),
+        ("bf16", "fp8"),
+    )  # which have the same weights and state
+    if precision != config.precision and not (precision in alike and config.precision in alike):
         raise ConfigError(
             f"{where} was saved in {precision}, and a run goes on as it was saved, not in {config.precision}",
             hint=f"set precision={precision}; or begin from its weights alone, without the optimizer's state: "

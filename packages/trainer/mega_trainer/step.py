@@ -118,7 +118,7 @@ def sum_over_ranks(executor: Executor, told: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def move_selection(executor: Executor, table: Tensor) -> None:
-    """Move the routers' selection biases by the step's loads of all ranks, [layers, 5 + E]."""
+    """Move the routers' selection biases by the step's loads of all ranks, [layers, 6 + E]."""
     if executor.config.moe is not None:
         modules = (module for stage in executor.stages.values() for module in stage.modules())
         layers = expert_layers(executor.config)

@@ -85,7 +85,8 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     kernels = TorchKernels(leaves)
     builder = Builder(
         config.model, groups, kernels,
-        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dtype=dtype, device=device,
+        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatch_bound=config.parallel.dispatch_bound,
+        dtype=dtype, device=device,
     )  # fmt: skip
     stages = build_stages(config, builder, schedule)
     shared = share_stages(config, stages)

@@ -52,7 +52,7 @@ def texts(translation: Translation, kind: str) -> str:
         ("--tokenizer-type PretrainedFromHF --tokenizer-name-or-path tok", {"data.tokenizer": "tok"}),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-wsd-decay-style 1-sqrt", {"lr_schedule.cooldown_shape": "minus-sqrt"}),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 0", {"lr_schedule.name": "constant"}),
-        ("--fp8-hybrid --wandb-project-name p", {"log.wandb": "p"}),
+        ("--fp8-hybrid --wandb-project-name p", {"log.wandb": "p", "fp8.format": "hybrid"}),
         ("--decoupled-lr 2e-3 --decoupled-min-lr 1e-4", {"optimizer.decoupled_lr": 2e-3, "lr_schedule.decoupled_min_lr": 1e-4}),
         ("--lr-warmup-init 1e-5 --lr-warmup-iters 2", {"lr_schedule.warmup_init": 1e-5}),
         ("--exit-interval 5 --exit-duration-in-mins 60", {"train.exit_interval": 5, "train.exit_after_minutes": 60}),

@@ -363,6 +363,12 @@ def test_what_is_given_completely_can_be_run(arguments: str):
         ("--wandb-project p --async-save", {"log.wandb": "p", "checkpoint.async": True}),
         ("--checkpoint-activations", {"recompute.kind": "full"}),
         ("--recompute-granularity selective", {"recompute.kind": "selective"}),
+        ("--fp8-format hybrid", {"precision": "fp8", "fp8": {"recipe": "tensorwise", "format": "hybrid"}}),
+        (
+            "--fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
+            {"fp8": {"recipe": "blockwise", "format": "e4m3", "bf16_first": 1, "bf16_last": 2}},
+        ),
+        ("--fp8-recipe mxfp8 --num-layers-at-start-in-bf16 2", {"precision": "bf16"}),
         ("--layernorm-epsilon 1e-6", {"model.norm_eps": 1e-6}),
         ("--seed 1 --seed 2", {"train.seed": 2}),
     ],
@@ -394,6 +400,16 @@ def test_latent_attention_and_further_tokens():
     plain = translate(COMPLETE + flags.replace("--qk-layernorm", "--rope-type rope"))
     assert "scaling" not in plain.run["model"]["rope"]
     assert "--multi-latent-attention" in notes(plain, "changes meaning")
+
+
+def test_fp8_scaled_by_earlier_steps_is_scaled_by_the_numbers_at_hand():
+    for given_flags in ("--fp8-hybrid", "--fp8-format e4m3 --fp8-recipe delayed"):
+        assert given_flags.split()[-2 if "recipe" in given_flags else 0] in notes(
+            translate(COMPLETE + given_flags), "changes meaning"
+        )
+    translation = translate(COMPLETE + "--fp8-format e4m3 --fp8-recipe custom")
+    assert translation.run["fp8"]["recipe"] is None
+    assert "fp8.recipe" in notes(translation, "open")
 
 
 def test_a_warmup_share_is_that_of_the_decay():

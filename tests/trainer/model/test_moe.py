@@ -14,6 +14,7 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context, Sequences
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.moe import Moe
+from mega_trainer.model.routing import Routing
 
 D, F_, E = 6, 8, 5
 
@@ -104,7 +105,12 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
     assert it.experts.up.grad.abs().sum() > 0
 
 
-def test_no_token_at_all() -> None:
+def test_no_token_that_matters() -> None:
+    """A micro-batch of padding."""
     it = layer(config(mlp_bias=True))
-    run(it, torch.zeros(1, 0, D, dtype=torch.float64)).sum().backward()
-    assert all(parameter.grad is not None and (parameter.grad == 0).all() for parameter in it.experts.parameters())
+    none = Routing(torch.zeros(1, 4, dtype=torch.bool), None, 1.0, 1.0)
+    x = torch.randn(1, 4, D, dtype=torch.float64)
+    y = it(x, Context(Sequences(4, x.device), routing=none))
+    assert (y == 0).all()
+    y.sum().backward()
+    assert all(parameter.grad is not None and (parameter.grad == 0).all() for parameter in it.parameters())

@@ -14,7 +14,7 @@ from mega_common.model_config import ModelConfig, MoeConfig
 from mega_trainer.comm import Group
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
-from mega_trainer.model.router import Router, balance, choose, within_capacity
+from mega_trainer.model.router import Router, balance, choose, router_logits, within_capacity
 from mega_trainer.model.routing import Routing, Tokens, routing_metrics
 from mega_trainer.model.sinkhorn import sinkhorn
 
@@ -166,6 +166,20 @@ def test_the_scaled_matrix_has_even_rows_and_columns() -> None:
     assert sinkhorn(torch.tensor([[[200.0, -200.0], [150.0, 100.0]]])).isfinite().all()
 
 
+def test_logits_of_bf16_are_not_rounded_and_their_gradients_hardly() -> None:
+    x, weight = (torch.randn(n, 32, dtype=torch.bfloat16, requires_grad=True) for n in (20, 6))
+    logits = router_logits(x, weight)
+    wide, wide_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    exact = wide @ wide_weight.t()
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+    dy = torch.randn(20, 6)
+    found = torch.autograd.grad(logits, (x, weight), dy)
+    wanted = torch.autograd.grad(exact, (wide, wide_weight), dy.double())
+    for one, right in zip(found, wanted, strict=True):
+        assert ((one - right).abs() <= right.abs() * 2**-8 + 1e-4).all()  # that of the result alone
+
+
 def test_what_does_not_go_with_sinkhorn_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as told:
         MoeConfig.parse({"num_experts": 6, "top_k": 1, "ffn_hidden_size": 4, "sinkhorn": True, "aux_loss": 0.1})
@@ -175,7 +189,9 @@ def test_what_does_not_go_with_sinkhorn_is_told_at_once() -> None:
 
 
 def test_metrics() -> None:
-    even = torch.tensor([[4.0, 1.0, 4 * math.log(2), 0.5, 0.25, 4.0, 4.0], [4.0, 0.0, 0.0, 0.0, 0.0, 6.0, 2.0]])
+    even = torch.tensor(
+        [[4.0, 1.0, 4 * math.log(2), 0.5, 0.25, 0.0, 4.0, 4.0], [4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 6.0, 2.0]]
+    )
     moe = MoeConfig.parse({"num_experts": 2, "top_k": 2, "ffn_hidden_size": 4})
     assert routing_metrics(moe, even, 0.5) == pytest.approx({
         "aux_loss": 1.0, "z_loss": 0.5, "expert_load_max": 1.5, "expert_load_min": 0.5, "drop_rate": 1 / 16,

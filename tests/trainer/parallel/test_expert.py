@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,59 +15,92 @@ from mega_trainer.comm import Group
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.model.router import within_capacity
 from mega_trainer.model.routing import Tokens
-from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, own_share, sorted_slots
+from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, own_share, through
 
 E, D = 8, 3
 
 
-def factor(expert: int) -> float:
-    """What the expert multiplies by, in these tests."""
-    return float(2**expert)
+@dataclass(frozen=True)
+class Found:
+    """On one rank: errors of the output and of the gradients of tokens and weights, the gradient of the experts' scale, the
+    rows that its experts worked on, the table's that they came in, and what was lost."""
+
+    errors: tuple[float, float, float]
+    scale: float
+    worked: int
+    rows: int
+    lost: int
 
 
-def dispatched(ep: int, parts: int, empty: bool) -> tuple[Tensor, Tensor, Tensor, int]:
-    """On each rank: error of the output and of the gradient, gradient of an expert's factor, rows it worked on."""
+def dispatched(ep: int, parts: int, empty: bool, bound: float | None = None) -> Found:
+    """Tokens through experts of which number e multiplies by 2^e."""
     rank = dist.get_rank()
     group = Group("ep", tuple(range(ep * parts)), rank, dist.group.WORLD)
     g = torch.Generator().manual_seed(rank)
-    x = torch.randn(4 + rank, D, generator=g, dtype=torch.float64, requires_grad=True)
-    weights = torch.rand(4 + rank, 2, generator=g, dtype=torch.float64)
-    chosen = torch.rand(4 + rank, E if not empty else E // 2, generator=g).topk(2).indices
+    tokens = 4 + (rank if bound is None else 0)
+    x = torch.randn(tokens, D, generator=g, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(tokens, 3, generator=g, dtype=torch.float64, requires_grad=True)
+    chosen = torch.rand(tokens, E if not empty else E // 2, generator=g).topk(3).indices
     chosen[0, 1] = -1
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-    first = rank // parts * (E // ep)
-    worked = []
+    first, own = rank // parts * (E // ep), E // ep
+    seen = []
 
-    def experts(rows: Tensor, by: Rows) -> Tensor:
-        worked.append(len(rows))
-        factors = torch.tensor([factor(first + i) for i in range(E // ep)], dtype=rows.dtype)
-        # each part contributes its share of the output
-        return rows * (factors.repeat_interleave(torch.tensor(by.counts)) / parts).unsqueeze(-1) * scale
+    def experts(rows: Tensor, weights: Tensor, by: Rows) -> Tensor:
+        count = by.slices[-1].stop
+        seen.append((count, len(rows)))
+        factors = 2.0 ** (first + by.group(count).double())
+        # each part contributes its share of the output; what no expert owns is not a number, as on a GPU it may be
+        y = rows[:count] * (factors / parts * weights[:count]).unsqueeze(-1) * scale
+        return torch.cat([y, torch.full_like(rows[count:], torch.nan)])
 
-    y = AllToAll(E, group, parts)(x, chosen, weights, experts)
-    y.sum().backward()
-    both = torch.where(chosen >= 0, 2.0 ** chosen.double() * weights, 0.0).sum(-1, keepdim=True)
+    y, lost = through(AllToAll(E, group, parts, bound).send(x, chosen, weights), experts, own)
+    dy = torch.randn(tokens, D, generator=g, dtype=torch.float64)
+    y.backward(dy)
+    both = torch.where(chosen >= 0, 2.0 ** chosen.double(), 0.0)
+    factor = (both * weights).sum(-1, keepdim=True).detach()
     assert x.grad is not None
-    grad = torch.zeros((), dtype=torch.float64) if scale.grad is None else scale.grad
-    return (y - both * x).abs().max().detach(), (x.grad - both).abs().max(), grad, worked[0]
+    assert weights.grad is not None
+    wanted = (factor * x, factor * dy, both * (x * dy).sum(-1, keepdim=True))
+    found = (y, x.grad, weights.grad)
+    errors = [(a - b).abs().max().item() for a, b in zip(found, wanted, strict=True)]
+    grad = 0.0 if scale.grad is None else scale.grad.item()
+    return Found((errors[0], errors[1], errors[2]), grad, *seen[0], lost.item())
+
+
+LAYOUTS = [(4, 1), (2, 2), (1, 4)]
 
 
 def test_tokens_meet_their_experts() -> None:
-    for ep, parts in [(4, 1), (2, 2), (1, 4)]:
-        for y, grad, *_ in run_ranks(dispatched, 4, ep, parts, False):
-            assert y < 1e-14 and grad < 1e-14  # noqa: PT018
+    for ep, parts in LAYOUTS:
+        for found in run_ranks(dispatched, 4, ep, parts, False):
+            assert max(found.errors) < 1e-12
+            assert found.worked == found.rows - 1
+            assert found.lost == 0
 
 
 def test_ranks_whose_experts_get_no_token() -> None:
     results = run_ranks(dispatched, 4, 4, 1, True)
-    assert [rows > 0 for *_, rows in results] == [True, True, False, False]
-    assert [grad.item() != 0 for _, _, grad, _ in results] == [True, True, False, False]
-    assert all(y < 1e-14 and grad < 1e-14 for y, grad, *_ in results)
+    assert [found.worked > 0 for found in results] == [True, True, False, False]
+    assert [found.scale != 0 for found in results] == [True, True, False, False]
+    assert all(max(found.errors) < 1e-12 for found in results)
 
 
-def test_slots_are_sorted_by_expert_and_then_by_token() -> None:
-    chosen = torch.tensor([[3, 0], [-1, 3], [0, -1]])
-    assert sorted_slots(chosen, 4).tolist() == [1, 4, 0, 3]
+def test_rows_of_a_fixed_number() -> None:
+    """With a bound the tables are as long whatever is chosen; one of all there could be loses nothing."""
+    for ep, parts in LAYOUTS:
+        for uneven in (False, True):
+            results = run_ranks(dispatched, 4, ep, parts, uneven, float(ep))
+            assert all(max(found.errors) < 1e-12 and found.lost == 0 for found in results)
+            assert {found.rows for found in results} == {4 * 3 * parts * ep + 1}
+
+
+def test_what_finds_no_room_is_told() -> None:
+    results = run_ranks(dispatched, 4, 4, 1, True, 1.0)
+    assert sum(found.lost for found in results) > 0
+    assert (
+        sum(found.worked + found.lost for found in results) >= 4 * (4 * 3 - 1) - 4 * 4
+    )  # a token may lose several at once
 
 
 def test_each_row_gets_its_groups_bias() -> None:
@@ -79,6 +113,15 @@ def test_each_row_gets_its_groups_bias() -> None:
     y.backward(dy)
     torch.testing.assert_close(x.grad, dy)
     torch.testing.assert_close(bias.grad, torch.stack([dy[:3].sum(0), torch.zeros_like(dy[0]), dy[3:].sum(0)]))
+
+
+def test_a_bias_may_be_weighted() -> None:
+    x, bias, weights = (torch.randn(*n, dtype=torch.float64, requires_grad=True) for n in ((5, 4), (3, 4), (5,)))
+    assert torch.autograd.gradcheck(
+        lambda *t: grouped_bias(*t[:2], Rows.of([3, 0, 2], x.device), t[2]), (x, bias, weights)
+    )
+    y = grouped_bias(x, bias, Rows.of([3, 0, 2], x.device), weights)
+    torch.testing.assert_close(y, x + weights.unsqueeze(-1) * bias[[0, 0, 0, 2, 2]])
 
 
 def shares() -> tuple[Tensor, Tensor, Tensor]:

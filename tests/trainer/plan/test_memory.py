@@ -65,6 +65,11 @@ def test_zero_shares_among_data_and_context_ranks(zero, shared) -> None:
         assert table[kind] == alone[kind] / (8 if kind[0] in shared else 1)
 
 
+def test_fp8_keeps_what_bf16_keeps() -> None:
+    shape = RunShape(1024, dp=4, zero=1, recompute="selective")
+    assert memory(LLAMA, replace(shape, precision="fp8")) == memory(LLAMA, shape)
+
+
 @pytest.mark.parametrize(("precision", "element"), [("bf16", 2), ("fp32", 4)])
 def test_zero3_shares_fp32_and_gathers_what_it_needs(precision, element) -> None:
     """Sixteen bytes a parameter are shared; the ends and two layers are whole, and so are some of their gradients."""

@@ -41,3 +41,10 @@ def put(out: Tensor, values: Tensor, *, add: bool) -> None:
         out.add_(values)
     else:
         out.copy_(values)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] b [K, N] in at least fp32, summed and left there, whatever the factors' precision."""
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return a.mm(b)
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float().mm(b.float())

@@ -20,3 +20,8 @@ def activate(x: Tensor, config: ModelConfig, kernels: Kernels) -> Tensor:
             return F.gelu(x, approximate="tanh")
         case "gelu":
             return F.gelu(x)
+
+
+def activate_weighted(x: Tensor, weights: Tensor, config: ModelConfig, kernels: Kernels) -> Tensor:
+    """`activate` of rows [M, ..], times the weight [M] of each."""
+    return activate(x, config, kernels) * weights.to(x.dtype).unsqueeze(-1)

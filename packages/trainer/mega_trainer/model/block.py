@@ -26,6 +26,7 @@ class Block(nn.Module):
         self.layer, self.dropout = layer, build.config.residual_dropout
         self.parallel, self.shared_norm = build.config.parallel_residual, build.config.shared_norm
         self.multiplier = build.config.residual_multiplier
+        build = build.of_layer(layer)
 
         def norm(which: str, there: bool) -> nn.Module:
             return build.norm(f"{name}.{which}_layernorm") if there else nn.Identity()

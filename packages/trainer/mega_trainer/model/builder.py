@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -86,8 +86,12 @@ class Builder:
     Attributes:
         config: the architecture.
         groups: who splits what; groups of one by default.
+        kernels: the back end.
+        by_layer: that of the products of linear layers, for the layers where it is another.
+        products: that of the linear layers to be made.
         sp: split the residual stream over the sequence among the tensor ranks.
         cp_kind: how attention reaches the tokens of other context ranks.
+        dispatch_bound: how much of an even load may go to each rank's experts; None: as much as there is.
         dtype, device: of parameters and activations.
         deferred: takes the products for weight gradients, where a pipeline puts them off.
     """
@@ -95,8 +99,11 @@ class Builder:
     config: ModelConfig
     groups: Groups = field(default_factory=Groups)
     kernels: Kernels = field(default_factory=TorchKernels)
+    by_layer: Mapping[int, Kernels] = field(default_factory=dict)
+    products: Kernels | None = None
     sp: bool = False
     cp_kind: Kind = "ring"
+    dispatch_bound: float | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     deferred: Deferred | None = None
@@ -104,7 +111,16 @@ class Builder:
     @property
     def linear(self) -> Linear:
         """For layers that split no weight: Y = X W^T + b by the kernels, its product for dW put off where others' are."""
-        return Linear(self.kernels, self.deferred)
+        return Linear(self.linear_kernels, self.deferred)
+
+    @property
+    def linear_kernels(self) -> Kernels:
+        """The back end of linear layers."""
+        return self.products or self.kernels
+
+    def of_layer(self, layer: int) -> Builder:
+        """For what is in that layer."""
+        return replace(self, products=self.by_layer.get(layer))
 
     @property
     def residual_std(self) -> float:
@@ -120,7 +136,7 @@ class Builder:
         offset, bpieces = split_rows([(f"{n}.bias", rows) for n, rows in blocks], None, self.groups.tp)
         biases = [self._parameter(offset, bpieces)] if bias else []
         weights = [self._parameter(weight, wpieces, std=self.config.init_std)]
-        return ColumnLinear(self.kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred)
+        return ColumnLinear(self.linear_kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred)
 
     def split(self, name: str, rows: int, width: int) -> nn.Parameter:
         """A weight [rows/T, width] split by rows, for an input that every tensor rank has whole already."""
@@ -152,7 +168,7 @@ class Builder:
         piece = Piece(f"{name}.weight", (out, width), (0, tp.rank * own), (0, 0), (out, own))
         weight = self._parameter((out, own), [piece], std=self.residual_std)
         offset = self.replicated(f"{name}.bias", (out,)) if bias else None
-        return RowLinear(self.kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
+        return RowLinear(self.linear_kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
 
     def expert_rows(self, names: Sequence[str], *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Fused projections [F, D] of this rank's experts, split by rows: [E/P, n F/Q, D], and their biases [E/P, n F/Q]."""

@@ -29,6 +29,7 @@ from mega_trainer.model.builder import Builder, Norm
 from mega_trainer.model.context import Cache, Context
 from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.rope import yarn_mscale
+from mega_trainer.parallel.linear import Linear
 from mega_trainer.parallel.tensor import whole_sequence
 
 
@@ -108,7 +109,8 @@ class Latent(nn.Module):
         super().__init__()
         config, mla = build.config, build.config.mla
         assert mla is not None
-        self.linear, self.width = build.linear, width
+        # small, and of widths such as 576: not in fp8
+        self.linear, self.width = Linear(build.kernels, build.deferred), width
         rows = width + more
         self.weight = build.replicated(f"{projection}.weight", (rows, config.hidden_size), std=config.init_std)
         self.bias = build.replicated(f"{projection}.bias", (rows,)) if config.qkv_bias else None

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from mega_trainer.kernels.grouped import Rows
-from mega_trainer.model.activation import activate
+from mega_trainer.model.activation import activate_weighted
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.mlp import Mlp
 from mega_trainer.model.recompute import computed
 from mega_trainer.model.router import Router
 from mega_trainer.model.routing import Tokens
-from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, own_share
+from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, own_share, through
 from mega_trainer.parallel.linear import grouped_linear
 
 
@@ -34,7 +34,8 @@ class Moe(nn.Module):
         self.sharers = groups.cp.size * (groups.tp.size if build.sp else 1)  # ranks that share a sequence's positions
         self.router = Router(build, layer)
         self.experts = Experts(build, f"{name}.experts", recompute=recompute)
-        self.dispatch = AllToAll(moe.num_experts, groups.ep, groups.expert_tp.size)
+        self.own = moe.num_experts * groups.expert_tp.size // groups.ep.size
+        self.dispatch = AllToAll(moe.num_experts, groups.ep, groups.expert_tp.size, build.dispatch_bound)
         self.shared = self.shared_gate = None
         if moe.shared_ffn_hidden_size:
             self.shared = Mlp(build, f"{name}.shared_expert", moe.shared_ffn_hidden_size, recompute=recompute)
@@ -48,14 +49,17 @@ class Moe(nn.Module):
         # every tensor rank has tokens of its own, so that no expert computes anything twice
         own = flat if self.sp else own_share(flat, self.tp)
         chosen, weights = self.router(own, self._tokens(x, context), context.routing)
-        y = self.dispatch(own, chosen, weights, self.experts)
+        delivery = self.dispatch.send(own, chosen, weights)
+        shared = None if self.shared is None else self._shared(x, self.shared)  # beside the exchange
+        y, lost = through(delivery, self.experts, self.own)
+        if context.routing is not None:
+            context.routing.lose(self.router.layer, lost)
         y = (y if self.sp else all_shares(y, self.tp, flat.shape[0])).view_as(x)
-        if self.shared is None:
-            return y
-        shared: Tensor = self.shared(x)
-        if self.shared_gate is not None:
-            shared = shared * torch.sigmoid(nn.functional.linear(x, self.shared_gate))
-        return y + shared
+        return y if shared is None else y + shared
+
+    def _shared(self, x: Tensor, expert: Mlp) -> Tensor:
+        y: Tensor = expert(x)
+        return y if self.shared_gate is None else y * torch.sigmoid(nn.functional.linear(x, self.shared_gate))
 
     def _tokens(self, x: Tensor, context: Context) -> Tokens:
         """What this rank's tokens are."""
@@ -83,19 +87,21 @@ class Experts(nn.Module):
         super().__init__()
         config = build.config
         self.config, self.kernels, self.recompute = config, build.kernels, recompute
-        self.linear = partial(grouped_linear, kernels=build.kernels, deferred=build.deferred)
+        self.linear = partial(grouped_linear, kernels=build.linear_kernels, deferred=build.deferred)
         self.first_part = build.groups.expert_tp.rank == 0
         parts = ["gate_proj", "up_proj"] if config.gated else ["up_proj"]
         self.up, self.up_bias = build.expert_rows([f"{name}.{part}" for part in parts], bias=config.mlp_bias)
         self.down, self.down_bias = build.expert_columns(f"{name}.down_proj", bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        """Rows sorted by expert, [M, D] -> [M, D]."""
-        h = self._biased(self.linear(x, self.up, rows), self.up_bias, rows)
-        h = computed(activate, h, self.config, self.kernels, again=self.recompute and self.training)
+    def forward(self, x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+        """Rows sorted by expert and their weights, [M, D] and [M] -> the weighted outputs [M, D]."""
+        h = self.linear(x, self.up, rows)
+        h = h if self.up_bias is None else grouped_bias(h, self.up_bias, rows)
+        # weighted before the last product, which is linear: so a row's output is not needed for its weight's gradient
+        h = computed(activate_weighted, h, weights, self.config, self.kernels, again=self.recompute and self.training)
+        y = self.linear(h, self.down, rows)
+        if self.down_bias is None:
+            return y
         # once among the parts
-        bias = self.down_bias if self.down_bias is None or self.first_part else self.down_bias * 0
-        return self._biased(self.linear(h, self.down, rows), bias, rows)
-
-    def _biased(self, x: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
-        return x if bias is None else grouped_bias(x, bias, rows)
+        bias = self.down_bias if self.first_part else self.down_bias * 0
+        return grouped_bias(y, bias, rows, weights)

@@ -17,14 +17,16 @@ Legend: B sequences, N tokens of this rank, K experts of a token, E experts, D m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn import functional as F
+from torch.autograd.function import once_differentiable
 
 from mega_common.model_config import MoeConfig
 from mega_trainer.comm import Group, all_gather, all_reduce
+from mega_trainer.kernels.products import wide_product
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.routing import Routing, Tokens
 from mega_trainer.model.sinkhorn import balanced
@@ -34,7 +36,7 @@ from mega_trainer.parallel.param import Kept
 class Router(nn.Module):
     """Scores, choice and weights of the experts; see `MoeConfig` for the kinds.
 
-    Its products are in at least fp32. Every tensor rank has tokens of its own, so the gradients of its weights are parts.
+    Its logits are in at least fp32. Every tensor rank has tokens of its own, so the gradients of its weights are parts.
     """
 
     def __init__(self, build: Builder, layer: int) -> None:
@@ -58,14 +60,14 @@ class Router(nn.Module):
 
         The losses' gradients, if there are any, come into the backward with that of the weights.
         """
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+        logits = router_logits(x, self.weight)
+        logits = logits if self.bias is None else logits + self.bias
         scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
         bias = None if self.selection is None else self.selection.values
         chosen = choose(self._choice_scores(logits.detach(), scores.detach(), tokens, routing), self.moe, bias)
         weights = scores.gather(1, chosen)
         if self.moe.normalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
         weights = weights * self.moe.scaling
         chosen = chosen.masked_fill(~tokens.matter.unsqueeze(-1), -1)
         if routing is None:
@@ -97,7 +99,9 @@ class Router(nn.Module):
         squares = torch.logsumexp(logits, -1).square().masked_fill(~matter, 0.0)
         aux, z = self._losses(p, squares, table, tokens, routing)
         entropy, dropped = -torch.special.xlogy(p, p).sum(), (chosen >= 0).sum() - (kept >= 0).sum()
-        sums = torch.stack([value.detach().double() for value in (matter.sum(), dropped, entropy, aux, z)])
+        sums = torch.stack(
+            [value.detach().double() for value in (matter.sum(), dropped, entropy, aux, z, p.new_zeros(()))]
+        )
         routing.loads[self.layer] = torch.cat([sums, table[:, :-1].sum(0).double()])
         joined: Tensor = _Join.apply(weights, aux + z)  # type: ignore[no-untyped-call]
         return joined
@@ -117,6 +121,33 @@ class Router(nn.Module):
         shares = table[:, :-1] / table[:, -1:].clamp(min=1).square()  # n_e / T^2
         aux = (p * shares[tokens.row]).sum() * (weight * moe.aux_loss * moe.num_experts / moe.top_k)
         return aux, z
+
+
+class _Logits(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return wide_product(x, weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        if x.dtype != torch.bfloat16:
+            return dy.mm(weight.to(dy.dtype)).to(x.dtype), dy.t().mm(x.to(dy.dtype)).to(weight.dtype)
+        high = dy.to(x.dtype)
+        both = torch.cat([high, (dy - high).to(x.dtype)], 1)
+        dweight = wide_product(both.t(), x).view(2, *weight.shape).sum(0)
+        return both.mm(weight.repeat(2, 1)), dweight.to(weight.dtype)
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T in at least fp32, without a copy of x in fp32: [N, D] x [E, D] -> [N, E].
+
+    Of bf16 the gradient too is multiplied as bf16, as a sum of two such numbers: it keeps 16 bits.
+    """
+    y: Tensor = _Logits.apply(x, weight)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _Join(Function):

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mega_common.errors import TrainingError
 from mega_common.model_config import ModelConfig, MoeConfig
 from mega_trainer.comm import Group
 
 if TYPE_CHECKING:
     from mega_trainer.batch import MicroBatch
 
-SUMS = 5  # numbers of a layer before those of its experts
+SUMS = 6  # numbers of a layer before those of its experts
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Routing:
         sequence_weight: of one sequence in the losses: (loss scale) / sequences of the step, over all ranks.
         batch_weight: of one micro-batch: (loss scale) / micro-batches of the step.
         loads: by layer, what its router did with this rank's tokens. Set, not added to: a forward may be repeated.
-            For a layer fp64 [5 + E]: tokens, dropped choices, entropies, the two losses as weighted, and then the
-            choices of each expert.
+            For a layer fp64 [6 + E]: tokens, dropped choices, entropies, the two losses as weighted, choices that the
+            dispatch lost, and then the choices of each expert.
     """
 
     matters: Tensor | None
@@ -40,6 +41,10 @@ class Routing:
     sequence_weight: float
     batch_weight: float
     loads: dict[int, Tensor] = field(default_factory=dict)
+
+    def lose(self, layer: int, choices: Tensor) -> None:
+        """Tell how many choices found no room on their way to the experts."""
+        self.loads[layer][SUMS - 1] = choices
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def summed_loads(routings: Sequence[Routing]) -> dict[int, Tensor]:
 
 
 def table_of_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:
-    """This rank's loads, where others have other layers: fp64 [layers, 5 + E], each row as in `Routing.loads`."""
+    """This rank's loads, where others have other layers: fp64 [layers, 6 + E], each row as in `Routing.loads`."""
     if config.moe is None:
         return torch.zeros(0, SUMS, dtype=torch.float64, device=device)
     none = torch.zeros(SUMS + config.moe.num_experts, dtype=torch.float64, device=device)
@@ -92,10 +97,19 @@ def routing_metrics(moe: MoeConfig | None, table: Tensor, loss_scale: float) -> 
     `aux_loss` and `z_loss` as they are in what training makes small; `expert_load_max` and `expert_load_min`: most and
     fewest choices of an expert, in multiples of the mean of its layer; `drop_rate`: of the choices; `router_entropy`: of
     a token's distribution over the experts, in nats, the mean of tokens and layers.
+
+    Raises:
+        TrainingError: when the dispatch lost choices.
     """
     if moe is None:
         return {}
-    tokens, dropped, entropy, aux, z = table[:, :SUMS].sum(0).tolist()
+    tokens, dropped, entropy, aux, z, lost = table[:, :SUMS].sum(0).tolist()
+    if lost:
+        raise TrainingError(
+            f"parallel.dispatch_bound: {lost:.0f} choices of experts found no room on their way, so the step is not what "
+            "it should be; nothing of it is saved",
+            hint="set a larger bound, or leave it out: all then travel. The same command goes on from the last checkpoint",
+        )
     counts = table[:, SUMS:]
     relative = counts / counts.mean(-1, keepdim=True).clamp(min=1)
     return {

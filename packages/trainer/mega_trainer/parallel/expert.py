@@ -5,16 +5,19 @@ all tensor ranks hold alike. The ranks of a stage, of all data, context and tens
 ep x expert_tp neighbours that hold all experts between them; so ep need not divide dp.
 
     rank of a group   p q, p < ep, q < expert_tp: part q of the experts p E/ep to (p + 1) E/ep
-    there             each chosen token to every part of its expert: an all-to-all with uneven splits
-    back              the same way; the parts are summed, then the experts of a token by their weights
+    there             each token once to every rank that holds a part of an expert of its, with its choice and weights
+    back              the weighted sum of what that rank's experts made of it; the token's ranks are summed
 
-Legend: N tokens of this rank, K experts of a token, E experts, M rows (a row is a token for one expert), D model width.
+Legend: N tokens of this rank, K experts of a token, E experts, R ranks of a group, T tokens that came, M rows (a row is a
+token for one expert), D model width.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,175 +27,203 @@ from torch.autograd.function import once_differentiable
 
 from mega_trainer.comm import Group, all_gather, all_to_all
 from mega_trainer.kernels.grouped import Rows, outer
+from mega_trainer.parallel.exchange import Exchange, fetched, start
+from mega_trainer.parallel.slots import Slots, collect, gather, pick
 
-Experts = Callable[[Tensor, Rows], Tensor]  # the rows [M, D] of this rank's experts, sorted by expert -> [M, D]
+# rows of this rank's experts, sorted by expert [M + 1, D], and their weights [M + 1] -> what is to be summed [M + 1, D]
+Experts = Callable[[Tensor, Tensor, Rows], Tensor]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Tokens that are to meet this rank's experts.
+
+    Attributes:
+        x: [T, D].
+        chosen: int64 [T, K], which of this rank's experts; -1 for others' and none.
+        weights: [T, K].
+        rows: M, at least as many as there are choices of this rank's experts.
+    """
+
+    x: Tensor
+    chosen: Tensor
+    weights: Tensor
+    rows: int
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Tokens on their way.
+
+    Attributes:
+        arrived: waits for those that come here.
+        back: takes what this rank's experts made of these, [T, D], and returns the sums of this rank's tokens, [N, D].
+        lost: int64, choices that did not fit; always none where nothing bounds them.
+    """
+
+    arrived: Callable[[], Arrived]
+    back: Callable[[Tensor], Tensor]
+    lost: Tensor
 
 
 class Dispatcher(Protocol):
     """Brings tokens to experts and their outputs back. The order of the collectives must not depend on the tokens."""
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-        """The weighted sum of each token's experts.
+    def send(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Delivery:
+        """Start to bring tokens to their experts.
 
         Args:
             x: [N, D].
             chosen: int64 [N, K], the experts of each token; -1 for none.
-            weights: [N, K].
-            experts: what this rank's experts do with rows.
-
-        Returns:
-            [N, D], zero for tokens without any expert.
+            weights: [N, K], in at least fp32.
         """
+
+
+def through(delivery: Delivery, experts: Experts, count: int) -> tuple[Tensor, Tensor]:
+    """The weighted sum of each token's experts, [N, D], zero for tokens without any, and how many choices were lost.
+
+    `experts` are this rank's `count`.
+    """
+    here = delivery.arrived()
+    slots = Slots.of(here.chosen, count, here.rows)
+    y = experts(gather(here.x, slots), pick(here.weights, slots), Rows(slots.ends))
+    return delivery.back(collect(y, slots)), delivery.lost + slots.lost
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """A `Dispatcher` by one all-to-all each way.
+    """A `Dispatcher` by one all-to-all each way, and a small one before that.
+
+    Alone it moves nothing. Among several ranks as many rows travel as there are, which the host must know: it reads the
+    counts once a layer, behind work that the device has to do meanwhile. With a `bound` it reads nothing: to each rank
+    goes a fixed number of rows, and what does not fit is told as lost.
 
     Attributes:
         num_experts: E.
         group: the ep x expert_tp ranks that hold all experts.
         parts: expert_tp, the ranks that share an expert.
+        bound: rows to a rank, and of its experts, as a multiple of an even load. All ranks must bring as many tokens.
     """
 
     num_experts: int
     group: Group
     parts: int = 1
+    bound: float | None = None
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    def send(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Delivery:
         """See `Dispatcher`."""
-        trip = self._plan(chosen)
-        slots = sorted_slots(chosen, sum(trip.leaving[:: self.parts]))
-        rows: Tensor = _Spread.apply(x, slots, chosen.shape[1])  # type: ignore[no-untyped-call]
-        rows = experts(self._there(rows, trip), trip.rows)
-        rows = self._back(rows, trip)
-        outputs: Tensor = _Collect.apply(rows, slots, tuple(chosen.shape))  # type: ignore[no-untyped-call]
-        return torch.einsum("nk,nkd->nd", weights.to(outputs.dtype), outputs)
+        if self.group.size == 1:
+            alone = Arrived(x, chosen, weights, chosen.numel())
+            return Delivery(lambda: alone, lambda y: y, chosen.new_zeros(()))
+        capacity = self._capacity(*chosen.shape)
+        ranks = self._ranks(chosen)
+        size = ranks.numel() if capacity is None else capacity * self.group.size
+        slots = Slots.of(ranks, self.group.size, size, capacity)
+        splits = self._counted(chosen, slots) if capacity is None else partial(self._bounded, capacity, chosen.numel())
+        rows, ticket = gather(x, slots), _ticket(gather(weights, slots), _chosen(chosen, slots))
+        sent, received, count = splits()
+        choices = start(ticket, Exchange(self.group, sent, received))
+        tokens = start(rows, Exchange(self.group, sent, received))
 
-    def _plan(self, chosen: Tensor) -> _Trip:
-        """Tell every rank how many rows come to each of its experts."""
-        ranks, device = self.group.size, chosen.device
-        places = chosen.flatten() + 1
-        counts = places.new_zeros(self.num_experts + 1).scatter_add_(0, places, torch.ones_like(places))[1:]
-        sent = counts.view(ranks // self.parts, -1).repeat_interleave(self.parts, 0)
+        def arrived() -> Arrived:
+            came, theirs = _read(choices(), chosen.shape[1])
+            return Arrived(tokens(), self._own(theirs), came, count)
+
+        def back(y: Tensor) -> Tensor:
+            return collect(start(y, Exchange(self.group, received, sent), slots.rows + 1)(), slots)
+
+        return Delivery(arrived, back, slots.lost)
+
+    @property
+    def own(self) -> int:
+        """Experts of a rank."""
+        return self.num_experts * self.parts // self.group.size
+
+    def _ranks(self, chosen: Tensor) -> Tensor:
+        """The ranks that each token goes to, each of them once: int64 [N, K parts], -1 for none."""
+        holder = chosen // self.own
+        again = (holder.unsqueeze(-1) == holder.unsqueeze(-2)).tril(-1).any(-1)
+        holder = holder.masked_fill(again, -1).unsqueeze(-1)
+        each = holder * self.parts + torch.arange(self.parts, device=chosen.device)
+        return each.masked_fill(holder < 0, -1).flatten(1)
+
+    def _own(self, chosen: Tensor) -> Tensor:
+        """Which of this rank's experts."""
+        local = chosen - self.group.rank // self.parts * self.own
+        return local.masked_fill((local < 0) | (local >= self.own), -1)
+
+    def _capacity(self, tokens: int, choices: int) -> int | None:
+        """Rows to each rank, where they are bounded: no more than there are tokens."""
+        if self.bound is None:
+            return None
+        holders = self.group.size // self.parts
+        return min(tokens, math.ceil(self.bound * tokens * min(choices, holders) / holders))
+
+    def _bounded(self, capacity: int, choices: int) -> tuple[list[int], list[int], int]:
+        """Rows to and from each rank, and those of this rank's experts."""
+        splits = [capacity] * self.group.size
+        assert self.bound is not None
+        return splits, splits, math.ceil(self.bound * choices * self.parts)
+
+    def _counted(self, chosen: Tensor, slots: Slots) -> Callable[[], tuple[list[int], list[int], int]]:
+        """As `_bounded`, of what there really is."""
+        ranks, ends = self.group.size, slots.ends.long()
+        holder = chosen.flatten() // self.own + 1
+        choices = holder.new_zeros(ranks // self.parts + 1).scatter_add_(0, holder, torch.ones_like(holder))[1:]
+        sent = torch.stack([ends.diff(prepend=ends.new_zeros(1)), choices.repeat_interleave(self.parts)], 1)
         received = all_to_all(sent, self.group, [1] * ranks, [1] * ranks)
-        table = torch.cat([sent, received]).tolist()  # the one wait for the device
-        leaving, coming = ([sum(row) for row in half] for half in (table[:ranks], table[ranks:]))
-        expert = torch.arange(received.shape[1], device=device).repeat(ranks)
-        order = expert.repeat_interleave(received.flatten(), output_size=sum(coming)).argsort(stable=True)
-        rows = Rows.of([sum(column) for column in zip(*table[ranks:], strict=True)], device)
-        return _Trip(leaving, coming, order, order.argsort(), rows)
+        read = fetched(torch.stack([sent, received]))
 
-    def _there(self, rows: Tensor, trip: _Trip) -> Tensor:
-        """Rows sorted by expert, of this rank's tokens -> of this rank's experts."""
-        if self.group.size == 1:
-            return rows
-        if self.parts > 1:
-            pieces = torch.split(rows, trip.leaving[:: self.parts])
-            rows = torch.cat([piece for piece in pieces for _ in range(self.parts)])
-        rows = all_to_all(rows, self.group, trip.coming, trip.leaving)
-        sorted_rows: Tensor = _Permute.apply(rows, trip.order, trip.inverse)  # type: ignore[no-untyped-call]
-        return sorted_rows
+        def splits() -> tuple[list[int], list[int], int]:
+            leaving, coming = read()
+            return [row for row, _ in leaving], [row for row, _ in coming], sum(choice for _, choice in coming)
 
-    def _back(self, rows: Tensor, trip: _Trip) -> Tensor:
-        """The way of `_there` backwards."""
-        if self.group.size == 1:
-            return rows
-        rows = _Permute.apply(rows, trip.inverse, trip.order)  # type: ignore[no-untyped-call]
-        rows = all_to_all(rows, self.group, trip.leaving, trip.coming)
-        if self.parts == 1:
-            return rows
-        pieces = torch.split(rows, trip.leaving)
-        return torch.cat([sum(pieces[i + 1 : i + self.parts], pieces[i]) for i in range(0, len(pieces), self.parts)])
+        return splits
 
 
-@dataclass(frozen=True)
-class _Trip:
-    """Rows to and from each rank of the group, the order that sorts those that came by expert and the one back, and how
-    many each expert has."""
-
-    leaving: list[int]
-    coming: list[int]
-    order: Tensor
-    inverse: Tensor
-    rows: Rows
+def _chosen(chosen: Tensor, slots: Slots) -> Tensor:
+    """Each row its token's choice [M + 1, K], -1 for a row that is nobody's."""
+    return chosen[slots.token].masked_fill(slots.choice.unsqueeze(-1) < 0, -1)
 
 
-def sorted_slots(chosen: Tensor, count: int) -> Tensor:
-    """The `count` places in `chosen` [N, K], flattened, that hold an expert, sorted by expert and then by token."""
-    return chosen.flatten().argsort(stable=True)[chosen.numel() - count :]
+def _ticket(weights: Tensor, chosen: Tensor) -> Tensor:
+    """Weights and choices as one tensor [M + 1, 2 K], the choices as bits."""
+    bits = chosen.to(torch.int64 if weights.dtype == torch.float64 else torch.int32)
+    return torch.cat([weights, bits.view(weights.dtype)], 1)
 
 
-class _Spread(Function):
-    """Tokens [N, D] to a row for each slot [M, D]; not by index_select, whose gradient adds in any order on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.shape = (x.shape[0], choices)
-        return x[slots // choices]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        return _placed(dy, slots, ctx.shape).sum(1), None, None
-
-
-class _Collect(Function):
-    """Rows [M, D] to their slots [N, K, D], zero where there is none."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, slots: Tensor, shape: tuple[int, int]) -> Tensor:
-        ctx.save_for_backward(slots)
-        return _placed(rows, slots, shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        return dy.flatten(0, 1)[slots], None, None
-
-
-def _placed(rows: Tensor, slots: Tensor, shape: tuple[int, int]) -> Tensor:
-    out = rows.new_zeros(shape[0] * shape[1], rows.shape[-1])
-    out[slots] = rows
-    return out.view(*shape, rows.shape[-1])
-
-
-class _Permute(Function):
-    """Rows in another order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows[order]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return dy[inverse], None, None
+def _read(ticket: Tensor, choices: int) -> tuple[Tensor, Tensor]:
+    """The way back; the last row, which nobody sent, chooses none."""
+    weights, bits = ticket[:, :choices], ticket[:, choices:].detach().clone(memory_format=torch.contiguous_format)
+    chosen = bits.view(torch.int64 if ticket.dtype == torch.float64 else torch.int32).long()
+    chosen[-1] = -1
+    return weights, chosen
 
 
 class _GroupedBias(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, weights: Tensor | None, rows: Rows) -> Tensor:
+        ctx.save_for_backward(bias, weights)
         ctx.rows = rows
-        counts = rows.ends.diff(prepend=rows.ends.new_zeros(1))
-        return x + bias.repeat_interleave(counts, 0, output_size=x.shape[0])
+        own = bias[rows.group(len(x))]
+        return x + (own if weights is None else own * weights.to(own.dtype).unsqueeze(-1))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        bias, weights = ctx.saved_tensors
         # a product with ones: a scattered sum would add in any order on a GPU. Eight columns suit the grouped kernel
-        sums = outer(dy, dy.new_ones(dy.shape[0], 8), ctx.rows)
-        return dy, sums[..., 0].contiguous(), None
+        ones = dy.new_ones(dy.shape[0], 8) if weights is None else weights.to(dy.dtype).unsqueeze(-1).repeat(1, 8)
+        dbias = outer(dy, ones, ctx.rows)[..., 0].contiguous()
+        if weights is None:
+            return dy, dbias, None, None
+        dweights = torch.linalg.vecdot(dy, bias[ctx.rows.group(len(dy))])
+        return dy, dbias, dweights.to(weights.dtype), None
 
 
-def grouped_bias(x: Tensor, bias: Tensor, rows: Rows) -> Tensor:
-    """To each row its group's bias: [M, N] + [G, N] -> [M, N]."""
-    y: Tensor = _GroupedBias.apply(x, bias, rows)  # type: ignore[no-untyped-call]
+def grouped_bias(x: Tensor, bias: Tensor, rows: Rows, weights: Tensor | None = None) -> Tensor:
+    """To each row its group's bias, times the row's weight [M] where there are weights: [M, N] + [G, N] -> [M, N]."""
+    y: Tensor = _GroupedBias.apply(x, bias, weights, rows)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -56,7 +56,8 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
 
     Kinds: `weights`, `gradients`, `optimizer` (two moments of Adam and, under a 16-bit precision, fp32 weights),
     `activations`. ZeRO-3 keeps fp32 weights alone, and what it gathers of the others, and the gradients that it has not
-    yet scattered, are counted where they are most. Not counted: what libraries and the allocator need for themselves, buffers of messages, and the
+    yet scattered, are counted where they are most. fp8 keeps what bf16 keeps. Not counted: what libraries and the allocator
+    need for themselves, buffers of messages, the eight-bit factors of the product at hand, and the
     uneven parts of vocabulary and experts.
 
     Raises:

@@ -1,0 +1,137 @@
+"""Rows for the choices of tokens, sorted by what was chosen, and their sums for the tokens they belong to.
+
+    choices [N, K]   -> rows sorted by group       gather   x [N, D] -> [M + 1, D]
+    rows             -> one sum for each token     collect  y [M + 1, D] -> [N, D]
+
+Each is the gradient of the other, one kernel that reads rows and writes rows; no [N, K, D] is ever made, and sums are in
+the order of the choices: a scattered sum would add in any order on a GPU. Shapes never depend on the tokens, so nothing
+waits for the device. There may be more rows than choices that have a group: the others belong to no group, and the last
+one never does, so that a choice without a row has one to point at. What such rows hold, even if it is not a number, goes
+nowhere.
+
+Legend: N tokens, K choices of each, G groups (ranks, or experts), M rows, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which row is for which choice.
+
+    Attributes:
+        row: int64 [N, K], the row of each choice, M where it has none.
+        choice: int64 [M + 1], the choice of each row, counted through [N, K]; -1 where it has none.
+        ends: int32 [G], where each group's rows end.
+        lost: int64, choices of a group that found no row.
+    """
+
+    row: Tensor
+    choice: Tensor
+    ends: Tensor
+    lost: Tensor
+
+    @classmethod
+    def of(cls, groups: Tensor, count: int, rows: int, capacity: int | None = None) -> Slots:
+        """Rows for the choices of `groups`, int64 [N, K], each one of `count` or -1.
+
+        Sorted by group, and then by token and choice: one after the other, or with a `capacity` each group from a
+        multiple of that on, and no more of it than that. What comes too late is lost.
+
+        Args:
+            groups: what was chosen.
+            count: G.
+            rows: M.
+            capacity: rows of a group.
+        """
+        flat, device = groups.flatten(), groups.device
+        sorted_groups, order = torch.where(flat < 0, count, flat).sort(stable=True)
+        at, there = torch.arange(len(flat), device=device), sorted_groups < count
+        if capacity is not None:
+            at = at - torch.searchsorted(sorted_groups, sorted_groups)
+            there, at = there & (at < capacity), at + sorted_groups * capacity
+        at = torch.where(there & (at < rows), at, rows)
+        row = torch.empty_like(at).scatter_(0, order, at)
+        choice = torch.full((rows + 1,), -1, device=device).scatter_(0, at, order)
+        choice[-1] = -1
+        ends = torch.searchsorted(sorted_groups, torch.arange(count, device=device), right=True).clamp(max=rows)
+        lost = (flat >= 0).sum() - (row < rows).sum()
+        return cls(row.view_as(groups), choice, ends.int(), lost)
+
+    @property
+    def rows(self) -> int:
+        """M."""
+        return len(self.choice) - 1
+
+    @property
+    def token(self) -> Tensor:
+        """int64 [M + 1], the token of each row, some token where it is for none."""
+        return self.choice.clamp(min=0) // self.row.shape[1]
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        return x[slots.token]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _summed(dy, ctx.slots), None
+
+
+class _Collect(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        return _summed(y, slots)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy[ctx.slots.token], None
+
+
+class _Pick(Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        return values.flatten()[slots.choice.clamp(min=0)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        row = ctx.slots.row
+        return dy[row].masked_fill(row == ctx.slots.rows, 0.0), None
+
+
+def _summed(rows: Tensor, slots: Slots) -> Tensor:
+    return F.embedding_bag(slots.row, rows, mode="sum", padding_idx=slots.rows)
+
+
+def gather(x: Tensor, slots: Slots) -> Tensor:
+    """Each row its token: [N, D] -> [M + 1, D]."""
+    y: Tensor = _Gather.apply(x, slots)  # type: ignore[no-untyped-call]
+    return y
+
+
+def collect(y: Tensor, slots: Slots) -> Tensor:
+    """Each token the sum of its rows: [M + 1, D] -> [N, D], zero for a token without any."""
+    x: Tensor = _Collect.apply(y, slots)  # type: ignore[no-untyped-call]
+    return x
+
+
+def pick(values: Tensor, slots: Slots) -> Tensor:
+    """Each row its choice's number: [N, K] -> [M + 1]."""
+    y: Tensor = _Pick.apply(values, slots)  # type: ignore[no-untyped-call]
+    return y

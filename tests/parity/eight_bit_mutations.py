@@ -1,0 +1,65 @@
+"""Bugs of products in eight bits, for `mutations`: name, a layout in which it shows, the patch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+from parity.cases import Case
+from parity.eight_bits import case
+
+from mega_trainer.kernels import fp8
+from mega_trainer.kernels.fp8 import Fp8Kernels
+from mega_trainer.kernels.quantise import E4M3, E5M2, Quantised
+from mega_trainer.model.builder import Builder
+
+Patch = Callable[[], AbstractContextManager[Any]]
+swap = mock.patch.object
+
+TP = case("mxfp8", 2, {"tp": 2})
+DP = case("mxfp8", 2, {"zero": 1})
+PP = case("mxfp8", 2, {"pp": 2}, fp8={"recipe": "mxfp8", "bf16_first": 1})
+
+
+def _scales(wrong: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
+    """The second factor's scales are others."""
+    real = fp8.product
+
+    def product(a: Quantised, b: Quantised, *args: Any, **options: Any) -> torch.Tensor:
+        return real(a, b._replace(scale=wrong(b.scale)), *args, **options)
+
+    return lambda: swap(fp8, "product", product)
+
+
+def _formats_swapped() -> AbstractContextManager[Any]:
+    real, other = Fp8Kernels._tokens, {E4M3: E5M2, E5M2: E4M3}
+    return swap(Fp8Kernels, "_tokens", lambda self, x, dtype=E4M3: real(self, x, other[dtype]))
+
+
+def _weight_by_its_rows() -> AbstractContextManager[Any]:
+    """A weight's scales for dX are laid out as those for Y."""
+    real = Fp8Kernels._weight
+
+    def weight(self: Fp8Kernels, w: torch.Tensor) -> Quantised:
+        found = real(self, w)
+        return found if w.is_contiguous() else found._replace(scale=found.scale.t().reshape(found.scale.shape))
+
+    return swap(Fp8Kernels, "_weight", weight)
+
+
+def _layers_counted_in_the_stage() -> AbstractContextManager[Any]:
+    """The first layers of every stage are left in bf16."""
+    real = Builder.of_layer
+    return swap(Builder, "of_layer", lambda self, _: real(self, 0))
+
+
+EIGHT_BITS: list[tuple[str, Case, Patch]] = [
+    ("fp8: scales left out", TP, _scales(torch.ones_like)),
+    ("fp8: scales of other rows", DP, _scales(lambda scale: scale.roll(1, 0))),
+    ("fp8: scales of a weight along the wrong axis", TP, _weight_by_its_rows),
+    ("fp8: e4m3 and e5m2 swapped", DP, _formats_swapped),
+    ("fp8: layers left in bf16 counted in the stage", PP, _layers_counted_in_the_stage),
+]

@@ -1,0 +1,55 @@
+"""Models that multiply in eight bits, in any layout.
+
+But for the products everything is in fp64, so that what one layout computes in another way than one process shows: blocks
+are the same in both, to the last digits; where scales are of tensors and rows, what leaves their range below is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from parity.cases import Case, layouts
+
+from mega_trainer.fp8 import MULTIPLES
+
+RANKS = 4
+
+
+def model(unit: int, layers: int = 2) -> dict[str, Any]:
+    """A dense layer, then some of experts, of widths that four ranks can split into multiples of `unit`."""
+    return {
+        "num_layers": layers, "hidden_size": 2 * unit, "ffn_hidden_size": 4 * unit, "num_attention_heads": 4,
+        "num_kv_heads": 4, "head_dim": unit, "vocab_size": 61, "init_std": 0.2, "qkv_bias": True,
+        "moe": {
+            "num_experts": 4, "top_k": 2, "ffn_hidden_size": 4 * unit, "shared_ffn_hidden_size": 4 * unit,
+            "layers": list(range(1, layers)),
+        },
+    }  # fmt: skip
+
+
+def case(recipe: str, ranks: int, parallel: dict[str, Any], *, wide: bool = True, **more: Any) -> Case:
+    """A step of four samples with the recipe."""
+    unit = MULTIPLES[recipe]
+    layers = max(2, parallel.get("pp", 1) * parallel.get("virtual_stages", 1))
+    dp = ranks // (parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("cp", 1))
+    fields = {
+        "micro": 1 if parallel.get("pp", 1) > 1 else 4 // dp,
+        "batch": 4,
+        "length": 8 * unit,
+        "steps": 1,
+        "fp8": {"recipe": recipe},
+        **more,
+    }
+    return Case(recipe, model(unit, layers), ranks, parallel, precision="fp8", wide=wide, **fields)
+
+
+def all_layouts(recipe: str) -> Sequence[Case]:
+    """Every layout of up to four ranks."""
+    return [
+        case(recipe, ranks, one) for ranks in range(1, RANKS + 1) for one in layouts("moe", ranks) if _fits(ranks, one)
+    ]
+
+
+def _fits(ranks: int, parallel: dict[str, Any]) -> bool:
+    return 4 % (ranks // (parallel["tp"] * parallel["pp"] * parallel.get("cp", 1))) == 0

@@ -1,0 +1,42 @@
+"""In fp8, too, any layout of ranks computes what one process computes: to the bounds of docs/architecture.md.
+
+What fp8 does not round is in fp64 here, so that nothing else can hide a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from parity import eight_bits
+from parity.cases import Case, covering
+from parity.eight_bits import all_layouts
+from parity.worker import Verdict, sweep, verdicts
+from ranks import run_ranks
+
+
+def results(cases: Sequence[Case]) -> list[Verdict]:
+    """Each case against one process."""
+    return verdicts(cases, run_ranks(sweep, eight_bits.RANKS, cases, timeout=3600))
+
+
+def test_with_scales_of_blocks_to_the_last_digits() -> None:
+    cases = [replace(one, steps=1) for one in covering(all_layouts("mxfp8"), 5)]
+    shapes = [{"tp": 2, "sp": True, "zero": 1}, {"zero": 2}]
+    cases += [eight_bits.case("blockwise", 2, shape, length=256, batch=2, micro=1) for shape in shapes]
+    assert not [problem for one in results(cases) if (problem := one.problem(1e-10))]
+
+
+def test_with_scales_of_tensors_and_rows_but_for_numbers_that_leave_their_range() -> None:
+    """A number that does in one layout moves others across the border between two of fp8's."""
+    cases = [replace(one, steps=1) for recipe in ("tensorwise", "rowwise") for one in covering(all_layouts(recipe), 3)]
+    for one in results(cases):
+        assert not one.missing
+        assert one.errors["loss"] < 1e-3, one
+        assert one.errors["norm"] < 1e-2, one
+
+
+@pytest.mark.long
+def test_all_layouts_of_up_to_four_ranks() -> None:
+    assert not [problem for one in results(all_layouts("mxfp8")) if (problem := one.problem(1e-10))]

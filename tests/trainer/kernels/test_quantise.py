@@ -1,0 +1,117 @@
+"""Matrices of eight-bit floats: what they stand for, what a layout may do to their scales, and torch's product of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import ScalingType
+
+from mega_trainer.kernels.quantise import (
+    BLOCKS,
+    E4M3,
+    E5M2,
+    MX,
+    dequantise,
+    power_above,
+    product,
+    quantise,
+    swizzled,
+)
+
+BITS = {E4M3: 4, E5M2: 3}  # of a rounded number, the leading one included
+RANGE = 2**13  # from the largest number to the smallest that keeps its bits, at least
+PAIRS: list[tuple[ScalingType, ScalingType]] = [(kind, kind) for kind in BLOCKS if kind != ScalingType.BlockWise128x128]
+PAIRS.append((ScalingType.BlockWise1x128, ScalingType.BlockWise128x128))
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, decades: float = 2) -> torch.Tensor:
+    """Of sizes that differ between columns by so many powers of ten."""
+    return (torch.randn(*shape) * torch.logspace(0, decades, shape[-1])).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_every_number_is_rounded_to_the_bits_of_its_format(kind: ScalingType, dtype: torch.dtype) -> None:
+    x = numbers(256, 384)
+    mantissa, exponent = torch.frexp(x)
+    expected = torch.ldexp(torch.round(mantissa * 2 ** BITS[dtype]) / 2 ** BITS[dtype], exponent)
+    in_range = x.abs() > x.abs().max() / RANGE
+    found = dequantise(quantise(x, kind, dtype), torch.float32)
+    assert torch.equal(found[in_range], expected[in_range])
+    turned = quantise(x[:, :128].t().contiguous().t(), kind, dtype)
+    assert turned.values.is_contiguous()
+    assert torch.equal(dequantise(turned, torch.float32)[in_range[:, :128]], expected[:, :128][in_range[:, :128]])
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_has_the_smallest_power_of_two_for_a_scale_that_holds_its_largest(kind: ScalingType) -> None:
+    x, (rows, columns) = numbers(256, 256), BLOCKS[kind]
+    scale = quantise(x, kind).scale
+    rows, columns = rows or 256, columns or 256
+    assert scale.shape == (256 // rows, 256 // columns)
+    largest = x[:rows, -columns:].abs().max().item()
+    assert scale[0, -1].item() == 2 ** math.ceil(math.log2(largest / 448))
+
+
+@given(st.floats(2**-90, 2**90, width=32))
+def test_the_power_of_two_above(x: float) -> None:
+    above = power_above(torch.tensor([x])).item()
+    assert math.frexp(above)[0] == 0.5
+    assert above / 2 < x <= above
+
+
+def test_zeros_and_what_is_no_number() -> None:
+    x = torch.zeros(4, 32)
+    assert not dequantise(quantise(x, MX), torch.float32).any()
+    for bad in (float("nan"), float("inf")):
+        x[1, 3] = bad
+        assert not dequantise(quantise(x, MX), torch.float32)[1, 3].isfinite()
+
+
+@pytest.mark.parametrize("kind", [ScalingType.TensorWise, ScalingType.RowWise])
+def test_parts_with_scales_of_their_own_stand_for_the_same_numbers(kind: ScalingType) -> None:
+    """But for those that fall below the range."""
+    x = numbers(64, 64, decades=6)
+    whole = dequantise(quantise(x, kind), torch.float32)
+    parts = torch.cat([dequantise(quantise(part, kind), torch.float32) for part in x.chunk(2, 1)], 1)
+    largest = x.abs().max() if kind == ScalingType.TensorWise else x.abs().amax(1, keepdim=True)
+    in_range = x.abs() > largest / RANGE
+    assert torch.equal(parts[in_range], whole[in_range])
+    assert not torch.equal(parts, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("left", "right"), PAIRS)
+def test_a_product_is_that_of_the_numbers(left: ScalingType, right: ScalingType, dtype: torch.dtype) -> None:
+    a, b = quantise(numbers(128, 256), left, E5M2), quantise(numbers(256, 256), right)
+    exact = dequantise(a, torch.float64) @ dequantise(b, torch.float64).t()
+    y = product(a, b, dtype)
+    assert y.dtype == dtype
+    worst = (y.double() - exact).abs().max() / exact.abs().max()
+    assert worst <= {torch.bfloat16: 2**-8, torch.float32: 1e-6, torch.float64: 1e-15}[dtype]
+
+
+@pytest.mark.parametrize("gradients", [E4M3, E5M2])
+@pytest.mark.parametrize("width", [128, 640])
+@pytest.mark.parametrize(("left", "right"), PAIRS)
+def test_torch_takes_the_arguments_of_a_gpus_product(
+    left: ScalingType, right: ScalingType, width: int, gradients: torch.dtype
+) -> None:
+    """Its check of meta tensors is that of a GPU: row and column order, sizes, the scales' shapes, strides and swizzle."""
+    x, weight = (torch.empty(width, rows, dtype=torch.bfloat16, device="meta").t() for rows in (256, 512))
+    y = product(quantise(x, left, gradients), quantise(weight, right), torch.bfloat16, fast=True)
+    assert y.shape == (256, 512)
+
+
+def test_the_order_of_mxfp8s_scales() -> None:
+    rows, columns = 200, 6
+    scale = torch.exp2(torch.randint(-20, 20, (rows, columns)).float())
+    flat = swizzled(scale).float()
+    assert flat.numel() == 256 * 8
+    for row, column in ((0, 0), (31, 3), (32, 1), (127, 5), (128, 4), (199, 5)):
+        tile = row // 128 * 2 + column // 4
+        assert flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] == scale[row, column]
