@@ -84,7 +84,11 @@ MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 12}
     [
         (None, {"ep": 2}, "parallel.ep = 2: splits experts, and the model has none -> 1"),
         (MOE, {"ep": 3}, "parallel.ep = 3: must divide the 8 experts -> one of [1, 2, 4, 8]"),
-        (MOE, {"ep": 2, "expert_tp": 2, "dispatch": "deepep"}, "parallel.dispatch = 'deepep': takes bf16 and whole experts"),
+        (
+            MOE,
+            {"ep": 2, "expert_tp": 2, "dispatch": "deepep"},
+            "parallel.dispatch = 'deepep': takes bf16 and whole experts",
+        ),
         (MOE, {"expert_tp": 8}, "must divide the experts' ffn_hidden_size 12 -> one of [1, 2, 3, 4, 6, 12]"),
         ({**MOE, "shared_ffn_hidden_size": 6}, {"tp": 4}, "ffn_hidden_size 6, and divide"),
         ({**MOE, "shared_ffn_hidden_size": 6, "layers": [0]}, {"tp": 4}, "ffn_hidden_size 6 and 64, and divide"),
