@@ -109,8 +109,8 @@ def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float
         split += model.num_attention_heads * keys * per_score
     routed, moe = 0.0, model.moe
     if moe and model.has_experts(layer):
-        # each of a token's rows at its experts, and as they come back; logits and scores in fp32
-        routed = element * moe.top_k * width * (run.expert_tp + 1) + 2 * 4 * moe.num_experts
+        # each of a token's rows at its experts; logits and scores in fp32
+        routed = element * moe.top_k * width * run.expert_tp + 2 * 4 * moe.num_experts
     split += element * (3 if model.gated else 2) * feed_forward_width(model, layer)
     inputs += element * latents
     return _tokens(run) * (inputs / (run.tp if run.sp else 1) + element * latents + (split + routed) / run.tp)
