@@ -89,7 +89,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     context = Context(
         Sequences(LENGTH, torch.device("cpu")),
-        Rotary.of(CONFIG, CONFIG.rope, torch.float32).at(torch.arange(LENGTH)[None]),
+        Rotary.of(CONFIG, CONFIG.rope).at(torch.arange(LENGTH)[None], torch.float32),
     )
     two = build_groups(Layout(tp=2), 0, kv_heads=HEADS)
     contestants = {

@@ -326,7 +326,7 @@ def dense(traffic: Traffic, length: int) -> int:
         optimizer = Optimizer([stage], adamw=lambda slots: AdamW(slots, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1))
         positions, ids = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64)
         weights = torch.zeros(1, length)
-        shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope, torch.bfloat16).at(positions))
+        shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope).at(positions, torch.bfloat16))
     take = buckets.Bucket.take
 
     def counted(self: buckets.Bucket, parameter: Any) -> None:

@@ -95,13 +95,13 @@ def test_frequencies_are_those_of_transformers(kind: str, length: int) -> None:
     )  # fmt: skip
     positions = torch.arange(length)[None]
     cos, sin = oracle(torch.zeros(1, length, 64), positions)
-    found = Rotary.of(config(**mine), config(**mine).rope, torch.float32).at(positions)
+    found = Rotary.of(config(**mine), config(**mine).rope).at(positions, torch.float32)
     torch.testing.assert_close(found.cos[:, :, 0], cos[..., :16], rtol=1e-5, atol=5e-5)
     torch.testing.assert_close(found.sin[:, :, 0], sin[..., :16], rtol=1e-5, atol=5e-5)
 
 
 def test_a_rotation_depends_on_the_distance_alone() -> None:
-    turn = Rotary.of(config(), config().rope, torch.float64).at(torch.tensor([[0, 3, 10, 13]]))
+    turn = Rotary.of(config(), config().rope).at(torch.tensor([[0, 3, 10, 13]]), torch.float64)
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, 32, generator=g, dtype=torch.float64).expand(1, 4, 1, 32) for _ in range(2))
     q, k = KERNELS.rotate(q, turn), KERNELS.rotate(k, turn)
@@ -115,16 +115,16 @@ def test_a_row_turns_as_it_would_alone(kind: str) -> None:
     """Whatever stands beside it in a batch, and however long that is."""
     made, length = config(**KINDS[kind][0]), 300
     short, long = torch.arange(length).clamp(max=99), torch.arange(length)
-    both = Rotary.of(made, made.rope, torch.float32).at(torch.stack([short, long]))
+    both = Rotary.of(made, made.rope).at(torch.stack([short, long]), torch.float32)
     for row, positions in enumerate([short, long]):
-        alone = Rotary.of(made, made.rope, torch.float32).at(positions[None])
+        alone = Rotary.of(made, made.rope).at(positions[None], torch.float32)
         assert torch.equal(both.cos[row], alone.cos[0])
     assert not torch.equal(both.cos[0, :50], both.cos[1, :50])
 
 
 def test_only_a_fraction_of_a_head_is_rotated() -> None:
     x = torch.ones(1, 5, 2, 32)
-    turn = Rotary.of(config(fraction=0.25), config(fraction=0.25).rope, torch.float32).at(torch.arange(5)[None])
+    turn = Rotary.of(config(fraction=0.25), config(fraction=0.25).rope).at(torch.arange(5)[None], torch.float32)
     y = KERNELS.rotate(x, turn)
     assert turn.cos.shape[-1] == 4
     assert torch.equal(y[..., 8:], x[..., 8:])
@@ -145,7 +145,7 @@ def test_neighbours_turn_as_the_halves_they_would_be() -> None:
     plain, paired = config(fraction=0.5), config(fraction=0.5, interleaved=True)
     q, k = torch.randn(2, 1, 7, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     order = [*torch.arange(16).view(2, 8).t().flatten().tolist(), *range(16, 32)]
-    halves, pairs = (Rotary.of(c, c.rope, torch.float64).at(torch.arange(7)[None]) for c in (plain, paired))
+    halves, pairs = (Rotary.of(c, c.rope).at(torch.arange(7)[None], torch.float64) for c in (plain, paired))
     expected = torch.einsum("bqhd,bkhd->bhqk", KERNELS.rotate(q, halves), KERNELS.rotate(k, halves))
     found = torch.einsum("bqhd,bkhd->bhqk", KERNELS.rotate(q[..., order], pairs), KERNELS.rotate(k[..., order], pairs))
     torch.testing.assert_close(found, expected)
@@ -167,7 +167,7 @@ def test_a_part_of_a_sequence_is_rotated_as_in_the_whole() -> None:
         num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=8, rope=rope, max_position=8
     )
     positions = torch.arange(16)[None]
-    whole = Rotary.of(config, rope, torch.float32).at(positions)
-    part = Rotary.of(config, rope, torch.float32).at(positions[:, :4], [16])
+    whole = Rotary.of(config, rope).at(positions, torch.float32)
+    part = Rotary.of(config, rope).at(positions[:, :4], torch.float32, [16])
     assert torch.equal(part.cos, whole.cos[:, :4])
-    assert not torch.equal(Rotary.of(config, rope, torch.float32).at(positions[:, :4]).cos, part.cos)
+    assert not torch.equal(Rotary.of(config, rope).at(positions[:, :4], torch.float32).cos, part.cos)

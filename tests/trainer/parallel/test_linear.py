@@ -20,7 +20,7 @@ from mega_trainer.mesh import build_groups
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context, Sequences
-from mega_trainer.model.rope import rotation
+from mega_trainer.model.rope import Rotary
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.linear import Linear, grouped_linear
 
@@ -43,6 +43,7 @@ class Counting(TorchKernels):
     """Counts its products."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: Counter[str] = Counter()
 
     def __getattribute__(self, name: str) -> Any:
@@ -60,7 +61,7 @@ def products_of_blocks() -> dict[str, list[dict[str, int]]]:
             groups = build_groups(Layout(tp=tp, dp=2 // tp), dist.get_rank(), kv_heads=config.kv_heads)
             kernels = Counting()
             block = Block(Builder(config, groups, kernels, sp=sp), 0)
-            turned = rotation(config, config.rope, torch.arange(LENGTH)[None], torch.float32)
+            turned = Rotary.of(config, config.rope).at(torch.arange(LENGTH)[None], torch.float32)
             x = torch.randn(1, LENGTH // 2 if sp else LENGTH, 16, requires_grad=True)
             block(x, Context(Sequences(LENGTH, x.device), turned)).sum().backward()
             out[name].append(dict(kernels.calls))

@@ -56,8 +56,8 @@ class Decoder(nn.Module):
         self.config, self.groups, self.sp, self.dtype = config, build.groups, build.sp, build.dtype
         self.stage = stage or Stage.whole(config)
         self.recompute = recompute or Recompute()
-        self.rotary = Rotary.of(config, config.rope, build.dtype)
-        self.local_rotary = None if config.local_rope is None else Rotary.of(config, config.local_rope, build.dtype)
+        self.rotary = Rotary.of(config, config.rope)
+        self.local_rotary = None if config.local_rope is None else Rotary.of(config, config.local_rope)
         self.deferred = build.deferred
         further, selective = config.mtp_layers if self.stage.heads else 0, self.recompute.kind == "selective"
         apart = (config.tie_embeddings or config.mtp_layers > 0) and not (self.stage.embeds and self.stage.heads)
@@ -118,8 +118,8 @@ class Decoder(nn.Module):
         turn = local = None
         lengths = None if outline is None else outline.lengths
         if self.config.position == "rope":
-            turn = self.rotary.at(positions, lengths)
-            local = turn if self.local_rotary is None else self.local_rotary.at(positions, lengths)
+            turn = self.rotary.at(positions, self.dtype, lengths)
+            local = turn if self.local_rotary is None else self.local_rotary.at(positions, self.dtype, lengths)
         begins = None if outline is None else outline.begins
         sight = sight or Sequences(positions.shape[-1] * self.groups.cp.size, positions.device, begins)
         return Context(sight, turn, local, cache, dropout, routing)

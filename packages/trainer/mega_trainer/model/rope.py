@@ -28,22 +28,20 @@ class Rotary:
     Attributes:
         size: width of a head, or of that part of it which may turn.
         max_position: the longest sequence the model was made for.
-        dtype: of cos and sin; angles are computed in fp32, as transformers does.
     """
 
     rope: RopeConfig
     size: int
     max_position: int
-    dtype: torch.dtype
     _made: dict[tuple[int, torch.device], tuple[Tensor, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: ModelConfig, rope: RopeConfig, dtype: torch.dtype) -> Rotary:
+    def of(cls, config: ModelConfig, rope: RopeConfig) -> Rotary:
         """That of a model, or of those of its layers that `rope` is for."""
-        return cls(rope, config.mla.qk_rope_head_dim if config.mla else config.head_size, config.max_position, dtype)
+        return cls(rope, config.mla.qk_rope_head_dim if config.mla else config.head_size, config.max_position)
 
-    def at(self, positions: Tensor, lengths: Sequence[int] | None = None) -> Rotation:
-        """The rotation at integer `positions` [B or 1, S].
+    def at(self, positions: Tensor, dtype: torch.dtype, lengths: Sequence[int] | None = None) -> Rotation:
+        """The rotation at integer `positions` [B or 1, S], in `dtype`; angles are computed in fp32, as transformers does.
 
         What depends on the length at hand depends on that of each row by itself, not on its neighbours'; `lengths` are
         those of whole rows, where `positions` are only some of theirs.
@@ -56,7 +54,7 @@ class Rotary:
         frequency, scale = torch.stack([row for row, _ in made]).unsqueeze(1), made[0][1]
         angles = positions.float().unsqueeze(-1) * frequency
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        return Rotation(cos.unsqueeze(2).to(self.dtype), sin.unsqueeze(2).to(self.dtype), self.rope.interleaved)
+        return Rotation(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype), self.rope.interleaved)
 
     def _frequencies(self, length: int, device: torch.device) -> tuple[Tensor, float]:
         if (length, device) not in self._made:
