@@ -95,7 +95,12 @@ def _balanced_by_own_tokens() -> AbstractContextManager[Any]:
 
 
 def _bias_by_own_load() -> AbstractContextManager[Any]:
-    return swap(routing, "all_reduce", lambda tensor, group: None)
+    real = step.move_selection
+
+    def by_own(executor: run.Executor, table: Tensor) -> None:
+        real(executor, routing.table_of_loads(executor.loads, executor.config, table.device))
+
+    return swap(step, "move_selection", by_own)
 
 
 def _bias_stays() -> AbstractContextManager[Any]:

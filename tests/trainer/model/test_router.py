@@ -52,7 +52,7 @@ def test_weights_are_the_scores_of_the_best() -> None:
     x = torch.randn(7, 5, dtype=torch.float64)
     for score, normalize in [("softmax", True), ("softmax", False), ("sigmoid", True), ("sigmoid", False)]:
         it = router(score=score, normalize=normalize, scaling=2.0)
-        chosen, weights = it(x, tokens(torch.ones(1, 7, dtype=torch.bool)), None)
+        chosen, weights, _ = it(x, tokens(torch.ones(1, 7, dtype=torch.bool)), None)
         logits = x @ it.weight.t()
         scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
         best, expected = scores.topk(2).indices, scores.topk(2).values
@@ -66,7 +66,7 @@ def test_a_bias_of_the_choice_changes_no_weight() -> None:
     assert it.selection is not None
     it.selection.values[4] = 10.0
     x = torch.randn(7, 5, dtype=torch.float64)
-    chosen, weights = it(x, tokens(torch.ones(1, 7, dtype=torch.bool)), None)
+    chosen, weights, _ = it(x, tokens(torch.ones(1, 7, dtype=torch.bool)), None)
     assert (chosen[:, 0] == 4).all()
     torch.testing.assert_close(weights[:, 0], (x @ it.weight.t()).sigmoid()[:, 4])
 
@@ -100,7 +100,7 @@ def losses(it: Router, x: Tensor, scope: str) -> tuple[float, float]:
 def test_losses_are_those_of_the_formulas(score: str, scope: str) -> None:
     it = router(aux_loss=0.3, aux_loss_scope=scope, z_loss=0.2, score=score)
     x, told = torch.randn(21, 5, dtype=torch.float64), routing()
-    _, weights = it(x, tokens(MATTER), told)
+    _, weights, _ = it(x, tokens(MATTER), told)
     found = routing_metrics(it.moe, told.loads[0].unsqueeze(0), 1.0)
     aux, z = losses(it, x, scope)
     assert found["aux_loss"] == pytest.approx(0.3 * aux)
@@ -119,7 +119,7 @@ def test_losses_are_those_of_the_formulas(score: str, scope: str) -> None:
 
 def test_tokens_that_do_not_matter_go_nowhere_and_count_nowhere() -> None:
     it, told = router(aux_loss=0.1), routing()
-    chosen, _ = it(torch.randn(21, 5, dtype=torch.float64), tokens(MATTER), told)
+    chosen, *_ = it(torch.randn(21, 5, dtype=torch.float64), tokens(MATTER), told)
     assert ((chosen >= 0).all(-1) == MATTER.flatten()).all()
     assert told.loads[0][0] == MATTER.sum()
     assert told.loads[0][5:].sum() == 2 * MATTER.sum()
@@ -137,10 +137,10 @@ def test_a_balanced_choice_is_of_training_alone_and_changes_no_weight(top_k: int
     x[:, 0] += 4.0
     scores = torch.nn.functional.linear(x, it.weight)
     scores = scores.sigmoid() if score == "sigmoid" else scores.softmax(-1)
-    by_score, _ = it(x, tokens(matter), None)
+    by_score, *_ = it(x, tokens(matter), None)
     assert by_score[matter.flatten()].equal(scores.topk(top_k).indices[matter.flatten()])
     told = routing(matter)
-    chosen, weights = it(x, tokens(matter), told)
+    chosen, weights, _ = it(x, tokens(matter), told)
     there = matter.flatten()
     torch.testing.assert_close(weights[there], scores[there].gather(1, chosen[there]))
     loads, even = told.loads[0][5:], 16 * top_k / 6
@@ -150,7 +150,7 @@ def test_a_balanced_choice_is_of_training_alone_and_changes_no_weight(top_k: int
 
 def test_each_sequence_is_balanced_by_itself() -> None:
     it, x = router(score="softmax", **SINKHORN), torch.randn(21, 5, dtype=torch.float64)
-    together, _ = it(x, tokens(MATTER), routing())
+    together, *_ = it(x, tokens(MATTER), routing())
     alone = [it(x[7 * r : 7 * r + 7], tokens(MATTER[r : r + 1]), routing(MATTER[r : r + 1]))[0] for r in range(3)]
     assert together.equal(torch.cat(alone))
 
@@ -168,14 +168,14 @@ def test_the_scaled_matrix_has_even_rows_and_columns() -> None:
 
 def test_logits_of_bf16_are_not_rounded_and_their_gradients_hardly() -> None:
     x, weight = (torch.randn(n, 32, dtype=torch.bfloat16, requires_grad=True) for n in (20, 6))
-    logits = router_logits(x, weight)
+    logits, same = router_logits(x, weight)
     wide, wide_weight = (t.detach().double().requires_grad_() for t in (x, weight))
     exact = wide @ wide_weight.t()
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
-    dy = torch.randn(20, 6)
-    found = torch.autograd.grad(logits, (x, weight), dy)
-    wanted = torch.autograd.grad(exact, (wide, wide_weight), dy.double())
+    dy, dx = torch.randn(20, 6), torch.randn(20, 32, dtype=torch.bfloat16)
+    found = torch.autograd.grad((logits, same), (x, weight), (dy, dx))
+    wanted = torch.autograd.grad((exact, wide * 1), (wide, wide_weight), (dy.double(), dx.double()))
     for one, right in zip(found, wanted, strict=True):
         assert ((one - right).abs() <= right.abs() * 2**-8 + 1e-4).all()  # that of the result alone
 

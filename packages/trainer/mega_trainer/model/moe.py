@@ -49,7 +49,7 @@ class Moe(nn.Module):
         flat = x.flatten(0, 1)
         # every tensor rank has tokens of its own, so that no expert computes anything twice
         own = flat if self.sp else own_share(flat, self.tp)
-        chosen, weights = self.router(own, self._tokens(x, context), context.routing)
+        chosen, weights, own = self.router(own, self._tokens(x, context), context.routing)
         delivery = self.dispatch.send(own, chosen, weights)
         shared = None if self.shared is None else self._shared(x, self.shared)  # beside the exchange
         y, lost = through(delivery, self.experts, self.own)

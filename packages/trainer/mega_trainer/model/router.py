@@ -55,12 +55,12 @@ class Router(nn.Module):
         )
         self.sequence_groups, self.data_group = (groups.tp, groups.cp), groups.dp
 
-    def forward(self, x: Tensor, tokens: Tokens, routing: Routing | None) -> tuple[Tensor, Tensor]:
-        """x [N, D] to the experts of each token, int64 [N, K] with -1 for none, and their weights [N, K].
+    def forward(self, x: Tensor, tokens: Tokens, routing: Routing | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [N, D] to the experts of each token, int64 [N, K] with -1 for none, their weights [N, K], and x for those.
 
         The losses' gradients, if there are any, come into the backward with that of the weights.
         """
-        logits = router_logits(x, self.weight)
+        logits, x = router_logits(x, self.weight)
         logits = logits if self.bias is None else logits + self.bias
         scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
         bias = None if self.selection is None else self.selection.values
@@ -71,11 +71,11 @@ class Router(nn.Module):
         weights = weights * self.moe.scaling
         chosen = chosen.masked_fill(~tokens.matter.unsqueeze(-1), -1)
         if routing is None:
-            return chosen, weights
+            return chosen, weights, x
         kept = chosen
         if self.moe.capacity_factor is not None:
             kept = within_capacity(chosen, tokens, self.moe, self.sequence_groups)
-        return kept, self._with_losses(weights, logits, scores, chosen, kept, tokens, routing)
+        return kept, self._with_losses(weights, logits, scores, chosen, kept, tokens, routing), x
 
     def _choice_scores(self, logits: Tensor, scores: Tensor, tokens: Tokens, routing: Routing | None) -> Tensor:
         """What the choice is by, [N, E]: the scores, or in training, where that is asked for, what balances the experts."""
@@ -125,29 +125,31 @@ class Router(nn.Module):
 
 class _Logits(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
-        return wide_product(x, weight.t())
+        return wide_product(x, weight.t()), x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         if x.dtype != torch.bfloat16:
-            return dy.mm(weight.to(dy.dtype)).to(x.dtype), dy.t().mm(x.to(dy.dtype)).to(weight.dtype)
+            dx = torch.addmm(dx.to(dy.dtype), dy, weight.to(dy.dtype))
+            return dx.to(x.dtype), dy.t().mm(x.to(dy.dtype)).to(weight.dtype)
         high = dy.to(x.dtype)
         both = torch.cat([high, (dy - high).to(x.dtype)], 1)
         dweight = wide_product(both.t(), x).view(2, *weight.shape).sum(0)
-        return both.mm(weight.repeat(2, 1)), dweight.to(weight.dtype)
+        return torch.addmm(dx, both, weight.repeat(2, 1)), dweight.to(weight.dtype)
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in at least fp32, without a copy of x in fp32: [N, D] x [E, D] -> [N, E].
+def router_logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x W^T in at least fp32, without a copy of x in fp32: [N, D] x [E, D] -> [N, E]; and x, for who else needs it.
 
-    Of bf16 the gradient too is multiplied as bf16, as a sum of two such numbers: it keeps 16 bits.
+    The gradient of that x is added within the product for this one's. Of bf16 the logits' gradient too is multiplied as
+    bf16, as a sum of two such numbers: it keeps 16 bits.
     """
-    y: Tensor = _Logits.apply(x, weight)  # type: ignore[no-untyped-call]
-    return y
+    logits, same = _Logits.apply(x, weight)  # type: ignore[no-untyped-call]
+    return logits, same
 
 
 class _Join(Function):

@@ -134,8 +134,8 @@ def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float
     routed, moe = 0.0, model.moe
     experts = moe is not None and model.has_experts(layer)
     if moe and experts:
-        # each of a token's rows at its experts, and as they come back; logits and scores in fp32
-        routed = element * moe.top_k * width * (run.expert_tp + 1) + 2 * 4 * moe.num_experts
+        # each of a token's rows at its experts; logits and scores in fp32
+        routed = element * moe.top_k * width * run.expert_tp + 2 * 4 * moe.num_experts
     if run.recomputes("moe" if experts else "mlp"):
         routed = 0.0
     else:
