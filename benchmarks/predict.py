@@ -2,7 +2,7 @@
 
 What a GPU computes is counted. Communication is modelled: large collectives at 350 GB/s within a machine of eight and at
 300 GB/s over machines (eight rails), 5.4 ms of latency a ring of 1,024, a fifth of what is hidden lost by the products
-beside it; 1 ms for each time that the host waits for the device, 30 us for each hop of a sum over the hosts.
+beside it; 1 ms for the one wait of the host in a step (`host_waits.py` counts them).
 
 Legend: P parameters of the whole model; a unit is a layer's weights.
 """
@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mega_trainer.parallel.grads import Sharing
+
 LAYERS, D, VOCAB = 32, 4096, 128_256
-NVLINK, RAILS, ONE_RAIL = 350e9, 300e9, 45e9
-HOP, HOST_HOP, HOST_WAIT, CONTENTION = 5.4e-3 / 1023, 30e-6, 1e-3, 0.2
+NVLINK, RAILS = 350e9, 300e9
+HOP, HOST_WAIT, CONTENTION = 5.4e-3 / 1023, 1e-3, 0.2
 BACKWARD = 0.7  # of a micro-batch's time
 
 Regions = Mapping[str, Mapping[str, float]]
@@ -29,18 +31,14 @@ class Compute:
         regions: as `traffic.py` writes them.
         parameters: that were counted: one layer, embedding, head.
         bandwidth: of memory, bytes a second.
-        host_waits, host_sums: of a step: waits for the device, and sums over the hosts.
-        bucket: elements of a gradient bucket, by the number of ranks that share it.
+        kind: which layers: nothing, or ", fp8 rowwise" and the like.
     """
 
     tokens: int
     regions: Regions
     parameters: int
     bandwidth: float
-    host_waits: int
-    host_sums: int
-    bucket: Mapping[int, int]
-    precision: str = ""
+    kind: str = ""
 
     def seconds(self, region: str) -> float:
         """Of one region, once."""
@@ -51,34 +49,23 @@ class Compute:
         """P: the counted parameters with all layers."""
         return self.parameters + (LAYERS - 1) * (self.parameters - 2 * VOCAB * D - D)
 
-    def of_model(self, suffix: str) -> float:
-        """Embedding, every layer and head: what `suffix` names of each."""
-        layer = self.seconds(f"layer{self.precision}{suffix}")
-        return LAYERS * layer + sum(self.seconds(part + suffix) for part in ("embedding", "head and loss"))
-
-    @property
-    def micro(self) -> float:
-        """Forward and backward of a micro-batch, without what becomes of its gradients."""
-        return self.of_model("")
+    def micro(self, mark: str = ", later micro-batches") -> float:
+        """Forward and backward of a micro-batch, with what becomes of its gradients where the GPU keeps them."""
+        layer = f"layer{self.kind}{mark}"
+        found = LAYERS * self.seconds(layer) + sum(self.seconds(p + mark) for p in ("embedding", "head and loss"))
+        if f"{layer}: gradient buckets" in self.regions:
+            found += LAYERS * self.seconds(f"{layer}: gradient buckets")
+            found += sum(self.seconds(f"{p}{mark}: gradient buckets") for p in ("embedding", "head and loss"))
+        return found
 
     def attention(self, kind: str) -> float:
         """All layers', plain or of another kind."""
         return LAYERS * self.seconds(f"attention, {kind}")
 
-    def buckets(self, microbatches: int) -> float:
-        """What becomes of the gradients of a step's micro-batches, on a GPU that has all of the model."""
-        first, later = (self.of_model(mark + ": gradient buckets") for mark in ("", ", later micro-batches"))
-        return first + (microbatches - 1) * later
-
-    def optimizer(self, ranks: int) -> float:
-        """Norm and update of a share of the model."""
-        share = self.whole / ranks / self.parameters
-        return share * (self.seconds("gradient norm") + self.seconds("update"))
-
     def once(self, ranks: int) -> float:
-        """What a step costs once: optimizer, and the host's waits."""
-        sums = self.host_sums * 2 * (ranks - 1) * HOST_HOP
-        return self.optimizer(ranks) + self.host_waits * HOST_WAIT + sums
+        """What a step costs once: norm and update of a share of the model, and the host's wait."""
+        share = self.whole / ranks / self.parameters
+        return share * (self.seconds("gradient norm") + self.seconds("update")) + HOST_WAIT
 
 
 def gather(size: float, ranks: int) -> float:
@@ -102,7 +89,7 @@ def zero3(compute: Compute, ranks: int, batch: int, more: float = 0.0) -> float:
     unit = 2 * compute.whole / LAYERS
     forward = LAYERS * gather(unit, ranks)
     backward = forward + LAYERS * gather(2 * unit, ranks)
-    busy = compute.micro + more
+    busy = compute.micro(", gathered weights") + more
     comm = hidden(forward, (1 - BACKWARD) * busy) + hidden(backward, BACKWARD * busy)
     micro = busy + 14 * compute.whole / compute.bandwidth + comm
     return rate(compute, micro, batch // ranks, compute.once(ranks))
@@ -110,39 +97,37 @@ def zero3(compute: Compute, ranks: int, batch: int, more: float = 0.0) -> float:
 
 def zero2(compute: Compute, ranks: int, batch: int) -> float:
     """A sum of every bucket in fp32 each micro-batch, added to a slice; the new weights hide in the next forward."""
-    size = compute.bucket[ranks]
+    size = Sharing(slices=True).enough(ranks)
     buckets = compute.whole / size
     sums, weights = buckets * gather(4 * size, ranks), buckets * gather(2 * size, ranks)
-    widened = compute.of_model(": gradient buckets") + 12 * compute.whole / ranks / compute.bandwidth
-    micro = compute.micro + widened + hidden(sums, BACKWARD * compute.micro)
-    return rate(compute, micro, batch // ranks, compute.once(ranks) + hidden(weights, (1 - BACKWARD) * compute.micro))
+    busy = compute.micro("")
+    micro = busy + 12 * compute.whole / ranks / compute.bandwidth + hidden(sums, BACKWARD * busy)
+    return rate(compute, micro, batch // ranks, compute.once(ranks) + hidden(weights, (1 - BACKWARD) * busy))
 
 
 def tensor_parallel(compute: Compute, ranks: int, batch: int) -> float:
     """tp 2 with sp and ZeRO-1: of ten collectives of a layer eight are waited for."""
-    dp, n = ranks // 2, batch // (ranks // 2)
-    share, size = compute.whole / 2, compute.bucket[ranks // 2]
+    dp = ranks // 2
+    share, size = compute.whole / 2, Sharing(slices=True).enough(dp)
     collectives = LAYERS * 8 * (2 * compute.tokens * D / 2 / NVLINK + 1.5e-5)
     sums, weights = (share / size * gather(width * size, dp) for width in (4, 2))
-    half = compute.micro / 2
+    half = compute.micro() / 2
     once = compute.once(ranks) + hidden(sums, BACKWARD * half) + hidden(weights, (1 - BACKWARD) * half)
-    micro = half + collectives + compute.buckets(n) / 2 / n
-    return rate(compute, micro, n, once, split=2)
+    return rate(compute, half + collectives, batch // dp, once, split=2)
 
 
 def ring(compute: Compute, batch: int) -> float:
     """Eight GPUs, cp 2 as a ring, ZeRO-2."""
-    micro = (compute.micro - compute.attention("plain")) / 2 + compute.attention("ring of 2")
-    micro += compute.of_model(": gradient buckets") + CONTENTION * gather(4 * compute.whole, 8)
+    busy = (compute.micro("") - compute.attention("plain")) / 2 + compute.attention("ring of 2")
+    micro = busy + 12 * compute.whole / 8 / compute.bandwidth + CONTENTION * gather(4 * compute.whole, 8)
     return rate(compute, micro, batch // 4, compute.once(8), split=2)
 
 
 def predictions(compute: Compute) -> dict[str, float]:
     """Tokens a second and GPU of what users run."""
     documents = compute.attention("eight documents") - compute.attention("plain")
-    alone = rate(compute, compute.micro, 16, compute.buckets(16) + compute.once(8))
     return {
-        "one GPU's compute": alone,
+        "one GPU's compute, a share of 1/8 of the optimizer": rate(compute, compute.micro(), 16, compute.once(8)),
         "8 GPUs, ZeRO-3": zero3(compute, 8, 128),
         "8 GPUs, tp 2, sp, ZeRO-1": tensor_parallel(compute, 8, 128),
         "8 GPUs, cp 2 ring, ZeRO-2": ring(compute, 128),

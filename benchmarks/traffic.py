@@ -31,6 +31,7 @@ from unittest import mock
 import numpy as np
 import record
 import torch
+from predict import Compute, predictions
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional as F
@@ -65,6 +66,8 @@ from mega_trainer.parallel.grads import Sharing, flatten
 MATMUL, ATTENTION, FP32, MEMORY, LAUNCH = 0.75 * 989e12, 0.60 * 989e12, 67e12, 0.80 * 3.35e12, 5e-6
 D, FFN, HEADS, KV, HEAD, VOCAB = 4096, 14_336, 32, 8, 128, 128_256
 CPU = torch.device("cpu")
+# Of a micro-batch that is not the first of its step; of weights that FSDP gathers, whose gradients it takes.
+LATER, GATHERED = ", later micro-batches", ", gathered weights"
 
 PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "_grouped_mm"})
 SUMS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})  # of rows: each is read once, and so is its number
@@ -332,32 +335,29 @@ def dense(traffic: Traffic, length: int) -> int:
         model = Decoder(
             Builder(config, Groups(), TorchKernels(Leaves(compiled=True)), dtype=torch.bfloat16, device=CPU)
         )
-        stage = flatten(model, Sharing(slices=True), model.units())
-        optimizer = Optimizer([stage], adamw=lambda slots: AdamW(slots, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1))
         positions, ids = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64)
         weights = torch.zeros(1, length)
         shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope).at(positions, torch.bfloat16))
 
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def apart(*args: Any, **kwargs: Any) -> Any:
-            with traffic.at(f"{traffic.region}: gradient buckets"):
-                return real(*args, **kwargs)
+    def micro_batch(mark: str) -> None:
+        _both_ways(traffic, "embedding" + mark, lambda: model.embed(ids, positions))
+        x = _bf16(traffic, 1, length, D)
+        _both_ways(traffic, "layer" + mark, lambda: model(x, shared))
+        y = _bf16(traffic, 1, length, D)
+        with traffic.at("head and loss" + mark):
+            total, _ = model.loss(y, ids, weights)
+            (total * 0.5).backward()
 
-        return apart
-
-    with ExitStack() as stack:  # all that puts gradients in their places, but for products, which add there themselves
-        for place, name in ((buckets.Bucket, "take"), (products, "scaled"), (products, "rows")):
-            stack.enter_context(mock.patch.object(place, name, counted(getattr(place, name))))
+    micro_batch(GATHERED)
+    model.zero_grad()
+    with traffic.silence():
+        stage = flatten(model, Sharing(slices=True), model.units())
+        optimizer = Optimizer([stage], adamw=lambda slots: AdamW(slots, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1))
+    with _buckets_apart(traffic):
         stage.begin_step()
-        for mark in ("", ", later micro-batches"):
+        for mark in ("", LATER):
             with stage.backward(last=False):
-                _both_ways(traffic, "embedding" + mark, lambda: model.embed(ids, positions))
-                x = _bf16(traffic, 1, length, D)
-                _both_ways(traffic, "layer" + mark, lambda x=x: model(x, shared))
-                x = _bf16(traffic, 1, length, D)
-                with traffic.at("head and loss" + mark):
-                    total, _ = model.loss(x, ids, weights)
-                    (total * 0.5).backward()
+                micro_batch(mark)
     with traffic.at("gradient norm"):
         optimizer.grad_norm()
     with traffic.at("update"):
@@ -373,19 +373,37 @@ def fp8(traffic: Traffic, length: int, recipe: str) -> None:
         model = Decoder(replace(build, by_layer={0: Fp8Kernels(recipe, leaves=leaves)}))
         positions = torch.zeros(1, length, dtype=torch.int64)
         shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope).at(positions, torch.bfloat16))
+
+    def micro_batch(mark: str) -> None:
+        x = _bf16(traffic, 1, length, D)
+        _both_ways(traffic, f"layer, fp8 {recipe}{mark}", lambda: model(x, shared))
+
+    micro_batch(GATHERED)
+    model.zero_grad()
+    with traffic.silence():
         stage = flatten(model, Sharing(slices=True), model.units())
-    take = buckets.Bucket.take
-
-    def counted(self: buckets.Bucket, parameter: Any) -> None:
-        with traffic.at(f"{traffic.region}: gradient buckets"):
-            take(self, parameter)
-
-    with mock.patch.object(buckets.Bucket, "take", counted):
+    with _buckets_apart(traffic):
         stage.begin_step()
-        for mark in ("", ", later micro-batches"):
+        for mark in ("", LATER):
             with stage.backward(last=False):
-                x = _bf16(traffic, 1, length, D)
-                _both_ways(traffic, f"layer, fp8 {recipe}{mark}", lambda x=x: model(x, shared))
+                micro_batch(mark)
+
+
+@contextmanager
+def _buckets_apart(traffic: Traffic) -> Iterator[None]:
+    """Counts what puts gradients in their places as a region of its own; products add there themselves."""
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def apart(*args: Any, **kwargs: Any) -> Any:
+            with traffic.at(f"{traffic.region}: gradient buckets"):
+                return real(*args, **kwargs)
+
+        return apart
+
+    with ExitStack() as stack:
+        for place, name in ((buckets.Bucket, "take"), (products, "scaled"), (products, "rows")):
+            stack.enter_context(mock.patch.object(place, name, counted(getattr(place, name))))
+        yield
 
 
 def _config(length: int) -> ModelConfig:
@@ -569,7 +587,15 @@ def main() -> None:
         print(f"{name}: {numbers}")
     norm = rows["gradient norm"]["gb_moved"] * 1e9 / parameters
     print(f"gradient norm: {norm:.1f} bytes a parameter")
-    record.write("traffic", {"tokens": options.seq, "norm_bytes_a_parameter": norm, "regions": rows}, ["torch"])
+    foretold = {}
+    for kind in ("", *(f", fp8 {recipe}" for recipe in KINDS)):
+        compute = Compute(options.seq, rows, parameters, MEMORY, kind)
+        foretold[kind.removeprefix(", ") or "bf16"] = {name: round(rate) for name, rate in predictions(compute).items()}
+    print(f"\npredicted tokens/s and GPU, Llama-3-8B{'':21}" + " ".join(f"{kind:>15}" for kind in foretold))
+    for name in foretold["bf16"]:
+        print(f"{name:60}" + " ".join(f"{rates[name]:15,}" for rates in foretold.values()))
+    found = {"tokens": options.seq, "norm_bytes_a_parameter": norm, "regions": rows, "predictions": foretold}
+    record.write("traffic", found, ["torch"])
 
 
 if __name__ == "__main__":

@@ -94,6 +94,6 @@ def test_a_balanced_choice_of_experts(top_k: int) -> None:
     tokens = Tokens(torch.zeros(64, dtype=torch.long), torch.arange(64), there, 1, 64)
     for like.training, routing in ((True, Routing(None, None, 1.0, 1.0)), (False, None)):
         scores, chosen_there = TopKRouter.sinkhorn_load_balancing(like, logits)
-        chosen, weights = ours(x, tokens, routing)
+        chosen, weights, _ = ours(x, tokens, routing)
         assert torch.zeros_like(chosen_there).scatter(1, chosen, True).equal(chosen_there)
         torch.testing.assert_close(torch.zeros_like(scores).scatter(1, chosen, weights.detach()), scores)

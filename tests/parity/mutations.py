@@ -564,8 +564,7 @@ def _ahead_by_own_counts() -> AbstractContextManager[Any]:
 
     def weigh(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
         own = [sum(b.ahead[k].weights.sum().item() for b in batches) for k in range(len(batches[0].ahead))]
-        ranks = tokens[1] / max(own[0], 1.0)
-        return real(batches, [tokens[0] / ranks, *own])
+        return real(batches, [tokens[0] / 2, *own])  # of two ranks
 
     return swap(step, "weigh_ahead", weigh)
 

@@ -55,5 +55,6 @@ def test_schedules_and_recomputation_change_no_bit() -> None:
 
 
 @pytest.mark.long
-def test_all_layouts_of_up_to_four_ranks() -> None:
-    assert not [problem for one in results(all_layouts("mxfp8")) if (problem := one.problem(1e-10))]
+def test_layouts_of_up_to_four_ranks() -> None:
+    """A hundred of the 692, drawn so that every pair of settings is there."""
+    assert not [problem for one in results(covering(all_layouts("mxfp8"), 100)) if (problem := one.problem(1e-10))]

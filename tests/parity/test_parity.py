@@ -79,9 +79,10 @@ def test_experts_and_ranks_that_get_no_token() -> None:
 
 def test_in_fp32() -> None:
     """Not of `tied`, whose key bias no softmax sees, so that its gradient is zero but for rounding; and what was divided
-    by the root of a small moment, or went through Muon's iteration, has its rounding multiplied."""
+    by the root of a small moment, or went through Muon's iteration, has its rounding multiplied: so of one step. One process
+    is itself up to 5e-6 from what it computes in fp64."""
     small = [one for one in all_layouts() if one.ranks <= 4 and one.name != "tied"]
-    for one in results([replace(it, precision="fp32") for it in covering(small, 8)], 4):
+    for one in results([replace(it, precision="fp32", steps=1) for it in covering(small, 8)], 4):
         first = {kind: one.errors[kind] for kind in ("loss", "norm", "gradients")}
-        assert not replace(one, errors=first).problem(1e-5)
+        assert not replace(one, errors=first).problem(3e-5)
         assert not one.problem(1e-4)

@@ -81,7 +81,7 @@ def test_epochs_are_told_for_each_data_set(folder: Path, capsys: pytest.CaptureF
     status, out, _ = check(capsys, train=blend)
     assert status == 0
     assert yaml.safe_load(out)["train"]["steps"] == 100
-    one, two = out.splitlines()[-2:]
+    one, two = (line for line in out.splitlines() if line.startswith("# train "))
     tokens = (folder / "with.bin").stat().st_size // 2
     assert one == f"# train with: 30 documents, {tokens:,} tokens; 600 samples, {600 * 16 / tokens:.2f} epochs"
     assert two.startswith("# train without: 30 documents, ")
