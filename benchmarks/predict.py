@@ -1,7 +1,7 @@
 """Tokens a second and GPU of Llama-3-8B that `traffic.py`'s counts foretell: predictions, by a simple model of H100s.
 
 What a GPU computes is counted. Communication is modelled: large collectives at 350 GB/s within a machine of eight and at
-300 GB/s over machines (eight rails), 5.4 ms of latency a ring of 1,024, a fifth of what is hidden lost by the products
+300 GB/s over machines (eight rails; 45 GB/s for each GPU's own), 5.4 ms of latency a ring of 1,024, a fifth of what is hidden lost by the products
 beside it; 1 ms for the one wait of the host in a step (`host_waits.py` counts them).
 
 Legend: P parameters of the whole model; a unit is a layer's weights.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mega_trainer.parallel.grads import Sharing
 
 LAYERS, D, VOCAB = 32, 4096, 128_256
-NVLINK, RAILS = 350e9, 300e9
+NVLINK, RAILS, ONE_RAIL = 350e9, 300e9, 45e9
 HOP, HOST_WAIT, CONTENTION = 5.4e-3 / 1023, 1e-3, 0.2
 BACKWARD = 0.7  # of a micro-batch's time
 
@@ -95,6 +95,15 @@ def zero3(compute: Compute, ranks: int, batch: int, more: float = 0.0) -> float:
     return rate(compute, micro, batch // ranks, compute.once(ranks))
 
 
+def copies_in_machines(compute: Compute, ranks: int, batch: int) -> float:
+    """ZeRO-3 within each machine (`zero3_shard: 8`): gathers stay there; the last backward hides the sums over the copies."""
+    unit, busy = 2 * compute.whole / LAYERS, compute.micro(", gathered weights")
+    gathers = LAYERS * (2 * gather(unit, 8) + gather(2 * unit, 8))
+    sums = 2 * 4 * compute.whole / 8 / ONE_RAIL + LAYERS * HOP * ranks / 8
+    micro = busy + 14 * compute.whole / compute.bandwidth + hidden(gathers, busy)
+    return rate(compute, micro, batch // ranks, compute.once(8) + hidden(sums, BACKWARD * busy))
+
+
 def zero2(compute: Compute, ranks: int, batch: int) -> float:
     """A sum of every bucket in fp32 each micro-batch, added to a slice; the new weights hide in the next forward."""
     size = Sharing(slices=True).enough(ranks)
@@ -133,6 +142,7 @@ def predictions(compute: Compute) -> dict[str, float]:
         "8 GPUs, cp 2 ring, ZeRO-2": ring(compute, 128),
         "8 GPUs, ZeRO-3, eight documents": zero3(compute, 8, 128, documents),
         "1,024 GPUs, ZeRO-3": zero3(compute, 1024, 2048),
+        "1,024 GPUs, ZeRO-3, zero3_shard 8": copies_in_machines(compute, 1024, 2048),
         "1,024 GPUs, ZeRO-2": zero2(compute, 1024, 2048),
         "1,024 GPUs, tp 2, sp, ZeRO-1": tensor_parallel(compute, 1024, 2048),
     }

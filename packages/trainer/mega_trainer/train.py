@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
@@ -78,42 +78,45 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
         return train(config, ranks, groups, store)
 
 
-def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) -> TrainState:
-    """The run itself, in folders that are its own."""
-    limits = Limits(config.train)
-    device, dtype = pick_device(config.device, ranks.local_rank), dtype_of(config)
-    if device.type == "cuda":
-        logger.info("environment: %s", told(config, os.environ))
-        warm_up(groups, device)
+def assemble(
+    config: RunConfig, groups: Groups, device: torch.device, phase: Callable[[str], AbstractContextManager[None]]
+) -> tuple[TrainState, Executor]:
+    """The run's model with its gradients and optimizer, not yet initialised; and what takes a batch through the model."""
     schedule = build_schedule(config, groups)
     choice, leaves = choose_kernels(config, device), Leaves(compiled=compiles(config.compile, device))
     logger.info("%s", choice)
-    kernels = make_kernels(choice, leaves)
     builder = Builder(
-        config.model, groups, kernels,
+        config.model, groups, make_kernels(choice, leaves),
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups),
-        dispatch_bound=config.parallel.dispatch_bound, dtype=dtype, device=device,
+        dispatch_bound=config.parallel.dispatch_bound, dtype=dtype_of(config), device=device,
     )  # fmt: skip
     stages = build_stages(config, builder, schedule)
     shared = share_stages(config, stages)
     optimizer = build_optimizer(config, shared, groups, leaves)
     state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
+    executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared), phase)
+    return state, executor
+
+
+def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) -> TrainState:
+    """The run itself, in folders that are its own."""
+    needs = partial(Needs.of, config, ranks.world_size, groups.pp.rank)
+    limits, device = Limits(config.train), pick_device(config.device, ranks.local_rank)
+    if device.type == "cuda":
+        logger.info("environment: %s", told(config, os.environ))
+        warm_up(groups, device)
+    profiler = Profiler(config, device, ranks.rank)
+    state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
     if not begin(state, groups.world, tokenizer):
         return state
-    profiler = Profiler(config, device, ranks.rank)
-    executor = Executor(
-        schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared), profiler.phase
-    )
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
-    speed = Speed.of(config, device, dtype, ranks.world_size)
+    speed = Speed.of(config, device, dtype_of(config), ranks.world_size)
     further = config.model.mtp_layers
     loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
-        faults_told(
-            ranks.rank, lambda: f"step {state.step + 1}", partial(Needs.of, config, ranks.world_size, groups.pp.rank)
-        ),
+        faults_told(ranks.rank, lambda: f"step {state.step + 1}", needs),
         watching(state, ranks, store),
         StopSignal() as stop,
         Saver(config) as saver,
@@ -136,7 +139,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
             own_lr = None if decoupled is None else decoupled(state.consumed_samples)
             micro = list(micro_batches(batch, config, device, groups.cp))
             result = train_step(
-                executor, optimizer, micro, tokens=tokens,
+                executor, state.optimizer, micro, tokens=tokens,
                 lr=lr, decoupled_lr=own_lr, clip=config.optimizer.clip_grad, loss_scale=state.loss_scale,
                 riders=partial(riders, coming),
             )  # fmt: skip

@@ -32,7 +32,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor, *, add: bool) -> Tensor:
     """Values, in at least fp32, times a scalar: the gradient of a weight of `dtype`, into `out` as for `product`."""
-    if out.dtype != dtype and not _at_once(out):
+    if not _at_once(out):  # not fused, or it would not be rounded as what autograd hands on is
         return put(out, (values * scale).to(dtype), add=add)
     return out.addcmul_(values, scale) if add else torch.mul(values, scale, out=out)
 
