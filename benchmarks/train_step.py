@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter, process_time
 from typing import Any, Literal
 
@@ -26,25 +25,13 @@ import transformers
 
 from mega_data.loader import StepBatch
 from mega_trainer.batch import micro_batches
-from mega_trainer.build import (
-    build_optimizer,
-    build_schedule,
-    build_stages,
-    choose_kernels,
-    connect,
-    dtype_of,
-    make_kernels,
-    share_stages,
-)
+from mega_trainer.build import connect, dtype_of
 from mega_trainer.config import RunConfig
-from mega_trainer.kernels.leaves import Leaves, compiles
-from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
-from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.flops import count_parameters
 from mega_trainer.ranks import Ranks
 from mega_trainer.step import count_tokens, train_step
-from mega_trainer.train import around_backward
+from mega_trainer.train import assemble
 
 LAYERS, WIDTH, FFN, HEADS, VOCABULARY, BATCH, LENGTH = 4, 256, 688, 4, 16_384, 8, 256
 STEPS = 3  # of each contestant in a round
@@ -85,15 +72,9 @@ def tokens(config: RunConfig) -> np.ndarray:
 
 def ours(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
     groups = connect(config, Ranks())
-    schedule = build_schedule(config, groups)
-    kernels = make_kernels(choose_kernels(config, device), Leaves(compiled=compiles(config.compile, device)))
-    stages = build_stages(
-        config, Builder(config.model, groups, kernels, dtype=dtype_of(config), device=device), schedule
-    )
-    init_weights(stages[0], 0)
-    shared = share_stages(config, stages)
-    optimizer = build_optimizer(config, shared, groups)
-    executor = Executor(schedule, stages, groups.pp, 0, partial(around_backward, shared))
+    state, executor = assemble(config, groups, device)
+    init_weights(state.stages[0], 0)
+    state.optimizer.reload_main()
     ids = tokens(config)
     rows, length = ids[:, 1:].shape
     batch = StepBatch(
@@ -103,7 +84,7 @@ def ours(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
 
     def step() -> None:
         micro = list(micro_batches(batch, config, device))
-        train_step(executor, optimizer, micro, tokens=count_tokens(batch, 0, groups), lr=1e-4, clip=1.0)
+        train_step(executor, state.optimizer, micro, tokens=count_tokens(batch, 0, groups), lr=1e-4, clip=1.0)
 
     return step
 

@@ -79,7 +79,10 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
 
 
 def assemble(
-    config: RunConfig, groups: Groups, device: torch.device, phase: Callable[[str], AbstractContextManager[None]]
+    config: RunConfig,
+    groups: Groups,
+    device: torch.device,
+    phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> tuple[TrainState, Executor]:
     """The run's model with its gradients and optimizer, not yet initialised; and what takes a batch through the model."""
     schedule = build_schedule(config, groups)
