@@ -1,4 +1,4 @@
-"""What all tests share: one thread per process, since their ranks and workers share the cores, no clocks, and a fresh log."""
+"""What all tests share: one thread per process, since their ranks and workers share the cores, no clocks, the same numbers, a fresh log."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in every process that is started
-settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+import torch
+
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("house", settings.get_profile("random"), derandomize=True)
 settings.load_profile("house")
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """A test draws the same numbers alone, after any others, and on any machine."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
