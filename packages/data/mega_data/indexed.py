@@ -61,6 +61,12 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
+def mask_prefix(prefix: Path) -> Path:
+    """`PREFIX.mask`, the data set that has a byte for each token of another: its weight in the loss."""
+    prefix = data_prefix(prefix)
+    return prefix.with_name(prefix.name + ".mask")
+
+
 class IndexedWriter:
     """Writes one data set, in the folder `.NAME.partial` beside it. Until `close` has returned, no file has its final name.
 
@@ -71,12 +77,16 @@ class IndexedWriter:
     until the new one is whole on disk; a kill in the instant of the change leaves the old one, the new one or no `.idx`,
     never a mixture. What a kill left is cleared by the next writer, or with `resume` kept for `go_on`.
 
+    With `masked` a byte for each token goes to `PREFIX.mask.bin` and `.idx`. A document has so many `sequences`.
+
     Raises:
         DataError: when the dtype is not one of the format's, a token does not fit it, the disk refuses, or another
             process is writing the same data set.
     """
 
-    def __init__(self, prefix: Path, dtype: npt.DTypeLike, *, resume: bool = False) -> None:
+    def __init__(
+        self, prefix: Path, dtype: npt.DTypeLike, *, resume: bool = False, masked: bool = False, sequences: int = 1
+    ) -> None:
         self.prefix = data_prefix(Path(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, name in DTYPES.items() if np.dtype(name) == self.dtype]
@@ -85,11 +95,12 @@ class IndexedWriter:
         self._code = codes[0]
         self._lengths = array("i")
         self._ends = array("q", [0])
-        self._lasts = False
+        self._lasts, self._sequences = False, sequences
         self.folder = self.prefix.with_name(f".{self.prefix.name}.partial")
         with self._refusals():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._bin = self._opened_alone()
+            self._mask = open(self.folder / "mask.bin", "ab") if masked else None  # noqa: SIM115 - closed with _bin
             if not resume:
                 self.clear()
 
@@ -109,10 +120,11 @@ class IndexedWriter:
     def clear(self) -> None:
         """Throw away what an interrupted writing left."""
         for path in self.folder.iterdir():
-            if path.name != "bin":
+            if path.name not in ("bin", "mask.bin"):
                 path.unlink()
         fsync_folder(self.folder)
-        self._bin.truncate(0)
+        for stream in self._streams:
+            stream.truncate(0)
 
     def sync(self) -> None:
         """Make what was added so far last, for a later writer to `go_on` after it should this one end early."""
@@ -126,22 +138,29 @@ class IndexedWriter:
             fsync_folder(self.folder)
         self._lasts = True
 
+    @property
+    def _streams(self) -> list[BinaryIO]:
+        return [self._bin] if self._mask is None else [self._bin, self._mask]
+
     def go_on(self, documents: int) -> Tokens:
-        """Take up an interrupted writing after so many documents of one sequence each; returns their tokens, [n].
+        """Take up an interrupted writing after so many documents; returns their tokens, [n].
 
         Raises:
             DataError: when less is there than that.
         """
         with self._refusals():
-            lengths = np.fromfile(self.folder / "lengths", np.int32, documents)
-            size = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-            if lengths.size < documents or os.fstat(self._bin.fileno()).st_size < size:
-                raise DataError(f"{self.folder}: damaged", hint="remove it to start over")
+            sequences = documents * self._sequences
+            lengths = np.fromfile(self.folder / "lengths", np.int32, sequences)
+            tokens = int(lengths.sum(dtype=np.int64))
+            size = tokens * self.dtype.itemsize
+            for stream, wanted in zip(self._streams, (size, tokens), strict=False):
+                if lengths.size < sequences or os.fstat(stream.fileno()).st_size < wanted:
+                    raise DataError(f"{self.folder}: damaged", hint="remove it to start over")
+                stream.truncate(wanted)
+                stream.seek(wanted)
             os.truncate(self.folder / "lengths", lengths.nbytes)
-            self._bin.truncate(size)
-            self._bin.seek(size)
         self._lengths, self._ends = array("i", lengths.tobytes()), array("q", [0])
-        self._ends.frombytes(np.arange(1, documents + 1, dtype=np.int64).tobytes())
+        self._end_documents(0, sequences)
         self._lasts = True
         return np.memmap(self.folder / "bin", self.dtype, "r") if size else np.empty(0, self.dtype)
 
@@ -150,19 +169,28 @@ class IndexedWriter:
         values = np.asarray(tokens)
         self.add_documents(values, np.array([values.size]))
 
-    def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
-        """Add many documents of one sequence each: their tokens one after another, int[sum(lengths)]."""
+    def add_documents(
+        self, tokens: npt.ArrayLike, lengths: npt.ArrayLike, mask: npt.NDArray[np.uint8] | None = None
+    ) -> None:
+        """Add many documents: the tokens of their sequences one after another, int[sum(lengths)], and the mask's bytes."""
         values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if values.ndim != 1 or sizes.sum() != values.size:
             raise ValueError(f"tokens of shape {values.shape} for documents of {sizes.sum()} tokens together")
         if sizes.size and sizes.max() > np.iinfo(np.int32).max:
             raise DataError(f"{self.prefix}: a document of {sizes.max():,} tokens; the format ends at 2,147,483,647")
         self._write(self._fitting(values))
+        self._write_mask(mask, values.size)
         first = len(self._lengths)
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
-        self._ends.frombytes(np.arange(first + 1, first + 1 + sizes.size, dtype=np.int64).tobytes())
+        self._end_documents(first, first + sizes.size)
 
-    def append(self, reader: IndexedReader, bar: ProgressBar | None = None) -> None:
+    def _end_documents(self, first: int, last: int) -> None:
+        ends = np.arange(first + self._sequences, last + 1, self._sequences, dtype=np.int64)
+        self._ends.frombytes(ends.tobytes())
+
+    def append(
+        self, reader: IndexedReader, bar: ProgressBar | None = None, mask: npt.NDArray[np.uint8] | None = None
+    ) -> None:
         """Add all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.
 
         Raises:
@@ -173,6 +201,7 @@ class IndexedWriter:
         for start in range(0, reader.num_tokens, CHUNK):
             piece = reader.tokens[start : start + CHUNK]
             self._write(piece)
+            self._write_mask(None if mask is None else mask[start : start + CHUNK], piece.size)
             if bar is not None:
                 bar.advance(piece.nbytes)
         first = len(self._lengths)
@@ -183,43 +212,52 @@ class IndexedWriter:
         """Make the data set appear: everything is on disk before `.bin` and then `.idx` get their names."""
         try:
             with self._refusals():
-                with open(self.folder / "idx", "wb") as index:
-                    self._write_index(index)
-                    index.flush()
-                    os.fsync(index.fileno())
+                self._make_index("idx", self.dtype, self._code)
+                if self._mask is not None:
+                    self._make_index("mask.idx", np.dtype(np.uint8), 1)
                 self._flush()
                 # An old index beside a new .bin would be a data set that never was.
-                idx_path(self.prefix).unlink(missing_ok=True)
+                mask = mask_prefix(self.prefix)
+                for path in (idx_path(self.prefix), idx_path(mask), bin_path(mask)):
+                    path.unlink(missing_ok=True)
                 fsync_folder(self.prefix.parent)
-                os.replace(self.folder / "bin", bin_path(self.prefix))
-                fsync_folder(self.prefix.parent)
-                os.replace(self.folder / "idx", idx_path(self.prefix))
-                fsync_folder(self.prefix.parent)
+                names = {"bin": bin_path(self.prefix), "idx": idx_path(self.prefix)}
+                if self._mask is not None:
+                    names = {"mask.bin": bin_path(mask), "mask.idx": idx_path(mask), **names}
+                for name, final in names.items():
+                    os.replace(self.folder / name, final)
+                    fsync_folder(self.prefix.parent)
         except BaseException:
             self.abort()
             raise
-        self._bin.close()
+        for stream in self._streams:
+            stream.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def abort(self) -> None:
         """Throw away what was written, or what was since the last `sync`."""
-        with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
-            self._bin.close()
+        for stream in self._streams:
+            with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
+                stream.close()
         if not self._lasts:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _flush(self) -> None:
-        self._bin.flush()
-        os.fsync(self._bin.fileno())
+        for stream in self._streams:
+            stream.flush()
+            os.fsync(stream.fileno())
 
-    def _write_index(self, stream: Any) -> None:
+    def _make_index(self, name: str, dtype: np.dtype[Any], code: int) -> None:
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
         pointers = np.zeros(lengths.size, np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self.dtype.itemsize
-        stream.write(HEADER.pack(MAGIC, 1, self._code, lengths.size, len(self._ends)))
-        for part in (lengths, pointers, np.frombuffer(self._ends, np.int64)):
-            stream.write(part.data)
+        pointers *= dtype.itemsize
+        with open(self.folder / name, "wb") as stream:
+            stream.write(HEADER.pack(MAGIC, 1, code, lengths.size, len(self._ends)))
+            for part in (lengths, pointers, np.frombuffer(self._ends, np.int64)):
+                stream.write(part.data)
+            stream.flush()
+            os.fsync(stream.fileno())
 
     def _fitting(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if values.size and not np.can_cast(values.dtype, self.dtype, "safe"):
@@ -231,6 +269,13 @@ class IndexedWriter:
                     hint="the dtype must be chosen for the tokenizer's whole vocabulary",
                 )
         return values.astype(self.dtype, copy=False)
+
+    def _write_mask(self, mask: npt.NDArray[np.uint8] | None, tokens: int) -> None:
+        if (self._mask is None) != (mask is None) or (mask is not None and mask.size != tokens):
+            raise ValueError(f"a mask of {None if mask is None else mask.size} bytes for {tokens} tokens")
+        if self._mask is not None and mask is not None:
+            with self._refusals():
+                self._mask.write(np.ascontiguousarray(mask).data)
 
     def _write(self, values: npt.NDArray[Any]) -> None:
         with self._refusals():

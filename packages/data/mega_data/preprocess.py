@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -22,10 +22,12 @@ import numpy as np
 from mega_common.errors import DataError
 from mega_common.log import ProgressBar, human, logger
 from mega_data.batches import Batch, Reading, batches
+from mega_data.chat.prepare import ChatOptions, Chats
 from mega_data.indexed import data_prefix
 from mega_data.info import DataInfo, data_files, prepare_output, quarantine_path, refuse_inputs
 from mega_data.output import Arrays, Output
-from mega_data.sources import LeftOut, Source, find_sources
+from mega_data.readers import Document
+from mega_data.sources import WHOLE, LeftOut, Source, find_sources
 from mega_data.tokenizer import Tokenizer, one_thread_per_call
 
 AHEAD = 1 << 22  # bytes of text per worker that may wait or be under way
@@ -42,6 +44,7 @@ def preprocess(
     workers: int | None = None,
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
+    chat: ChatOptions | None = None,
 ) -> DataInfo:
     """Tokenize `inputs` (see `find_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.info`.
 
@@ -49,6 +52,11 @@ def preprocess(
     each with the tokenizer's end token; a special token that a text spells stays text without `parse_special_tokens`.
     `workers` is the number of encoding threads, by default the usable cores. With `on_bad_line="skip"` bad lines go
     into `PREFIX.quarantine.jsonl` instead of stopping the run.
+
+    With `chat` whole records are read, as conversations or pairs of them (`mega_data.chat.records`), and their tokens'
+    weights in the loss are written too (`PREFIX.mask.bin`, `PREFIX.mask.idx`). A special token that the text of a
+    conversation spells is that token, as for transformers. Conversations of which nothing that counts is left within
+    the length limit are left out and counted as empty.
 
     Until everything is written no file has its final name, whatever ends the run. A run that was ended goes on where it
     was when it is started again, if its inputs are files and they did not change; the data set is the same then.
@@ -59,7 +67,10 @@ def preprocess(
     """
     output_prefix = data_prefix(Path(output_prefix))
     prepare_output(output_prefix, overwrite)
+    parse_special_tokens = parse_special_tokens or chat is not None
     tokenizer = Tokenizer(tokenizer_path, specials_as_text=not parse_special_tokens)
+    chats = None if chat is None else Chats(chat, tokenizer)
+    json_key = json_key if chats is None else WHOLE
     if append_eod and tokenizer.eos_id is None:
         raise DataError(
             f"{tokenizer.path}: names no end-of-text token to append",
@@ -68,11 +79,19 @@ def preprocess(
     left_out = LeftOut()
     sources = find_sources(inputs, json_key, left_out)
     refuse_inputs(data_files(output_prefix), [tokenizer.path, *(Path(source.name) for source in sources)])
-    settings = [tokenizer.fingerprint, tokenizer.eos_id, append_eod, parse_special_tokens, json_key]
+    settings: list[Any] = [tokenizer.fingerprint, tokenizer.eos_id, append_eod, parse_special_tokens, json_key]
+    settings += [] if chats is None else [chats.info.model_dump()]
     lasting = all(source.again for source in sources)
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(
-            Output(output_prefix, tokenizer, append_eod, _made_from(settings, sources), lasting)
+            Output(
+                output_prefix,
+                tokenizer,
+                append_eod,
+                _made_from(settings, sources),
+                lasting,
+                None if chats is None else chats.info,
+            )
         )
         bar = stack.enter_context(ProgressBar("tokenizing", total=sum(s.size for s in sources) or None, unit="bytes"))
         reading = Reading(sources, json_key, left_out, output.begin(), bar)
@@ -81,9 +100,11 @@ def preprocess(
             tokenizer,
             refuse=None if on_bad_line == "skip" else quarantine_path(output_prefix),
             end=None if parse_special_tokens else tokenizer.eos_token,
+            **({} if chats is None else {"prepare": chats.prepare}),
         )
         stack.enter_context(one_thread_per_call())
-        encoded = _encoded(good, tokenizer, output.dtype, workers or usable_cores())
+        encode = _encoder(tokenizer, chats, output.dtype)
+        encoded = _encoded(good, encode, tokenizer, workers or usable_cores())
         for batch, arrays in stack.enter_context(contextlib.closing(encoded)):
             output.add(batch, arrays)
             reading.show(batch.read)
@@ -110,12 +131,22 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+Encode = Callable[[Sequence[Document]], tuple[Arrays, int]]
+
+
+def _encoder(tokenizer: Tokenizer, chats: Chats | None, dtype: np.dtype[Any]) -> Encode:
+    """Documents to their arrays, and how many answers the length limit cut."""
+    if chats is not None:
+        return lambda documents: chats.encoder.encode([document.chats for document in documents], dtype)
+    return lambda documents: (tokenizer.encode_batch([document.text for document in documents], dtype), 0)
+
+
 def _encoded(
-    batches: Iterable[Batch], tokenizer: Tokenizer, dtype: np.dtype[Any], workers: int
+    batches: Iterable[Batch], encode: Encode, tokenizer: Tokenizer, workers: int
 ) -> Generator[tuple[Batch, Arrays], None, None]:
     """Each batch with its tokens, in order; at most `AHEAD` bytes per worker (or one batch) are under way."""
     if workers == 1:  # a thread of its own would cost more, in memory arenas, than it saves
-        yield from ((batch, _encode(batch, tokenizer, dtype)) for batch in batches)
+        yield from ((batch, _encode(batch, encode, tokenizer)) for batch in batches)
         return
     pending: deque[tuple[Batch, Future[Arrays]]] = deque()
     under_way = 0
@@ -127,7 +158,7 @@ def _encoded(
                 while pending and under_way + batch.size > workers * AHEAD:
                     under_way -= pending[0][0].size
                     yield _finished(*pending.popleft())
-                pending.append((batch, pool.submit(_encode, batch, tokenizer, dtype)))
+                pending.append((batch, pool.submit(_encode, batch, encode, tokenizer)))
                 under_way += batch.size
                 while pending and pending[0][1].done():
                     under_way -= pending[0][0].size
@@ -146,20 +177,21 @@ def _finished(batch: Batch, future: Future[Arrays]) -> tuple[Batch, Arrays]:
     return batch, future.result()
 
 
-def _encode(batch: Batch, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Arrays:
+def _encode(batch: Batch, encode: Encode, tokenizer: Tokenizer) -> Arrays:
     if not batch.documents:
         return []
     try:
-        return tokenizer.encode_batch([document.text for document in batch.documents], dtype)
+        arrays, batch.cut = encode(batch.documents)
     except BaseException as error:  # a panic in Rust is no Exception
-        raise _blame(batch, tokenizer, dtype, error) from error
+        raise _blame(batch, encode, tokenizer, error) from error
+    return arrays
 
 
-def _blame(batch: Batch, tokenizer: Tokenizer, dtype: np.dtype[Any], error: BaseException) -> DataError:
+def _blame(batch: Batch, encode: Encode, tokenizer: Tokenizer, error: BaseException) -> DataError:
     """Find the document of a batch that the tokenizer fails on."""
     for document in batch.documents:
         try:
-            tokenizer.encode_batch([document.text], dtype)
+            encode([document])
         except BaseException as own:  # noqa: BLE001 - as above; it is told, not lost
             return DataError(f"{document.where}: the tokenizer {tokenizer.path} fails on this document ({own})")
     first, last = batch.documents[0], batch.documents[-1]
@@ -172,6 +204,8 @@ def _tell(info: DataInfo, output: Output, tokenizer: Tokenizer) -> None:
         logger.warning("%d bad lines are in %s", info.skipped.bad, quarantine_path(output.prefix))
     if info.skipped.empty:
         logger.warning("%d empty documents were left out", info.skipped.empty)
+    if info.chat is not None and info.chat.cut:
+        logger.warning("%d answers were cut by the limit of %d tokens", info.chat.cut, info.chat.max_length)
     if output.done.ends:
         logger.warning(
             "%d documents spell the end token %r: it is text there; --parse-special-tokens takes it for the token",
