@@ -96,6 +96,10 @@ def preprocess(
             rich_help_panel=CHAT,
         ),
     ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Read only the I-th (from 1) of N shares of the input, as one of N jobs."),
+    ] = None,
 ) -> None:
     """Tokenize text or conversations into a data set for training.
 
@@ -112,8 +116,13 @@ def preprocess(
     them, and says what the answers are, if by {% generation %}; else they are what each adds to the text before it.
 
     A run that was ended goes on where it was when it is started again.
+
+    With --shard, N jobs on any machines that see the same files make a part each, PREFIX.shard-I-of-N, and whichever is
+    last joins them to the data set that one run would have made. A part is begun after a share of the input's bytes: at
+    a line of JSON lines, at a row group of Parquet, at a file of any other kind or packed.
     """
     from mega_data.preprocess import preprocess as run
+    from mega_data.shards import Shard
 
     chat = _chat_options(kind, loss_on, max_length, chat_template, template_option, turn_weights)
     if chat is not None and (append_eod or parse_special_tokens or json_key != "text"):
@@ -133,8 +142,10 @@ def preprocess(
         on_bad_line=on_bad_line,
         overwrite=overwrite,
         chat=chat,
+        shard=Shard.parse(shard) if shard else None,
     )
-    typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
+    made = f"{output}, part {info.shard.number} of {info.shard.of}" if info.shard else f"{output}"
+    typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
 
 
 def _chat_options(

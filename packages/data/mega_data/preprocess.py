@@ -12,8 +12,9 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,12 +24,15 @@ from mega_common.errors import DataError
 from mega_common.log import ProgressBar, human, logger
 from mega_data.batches import Batch, Reading, batches
 from mega_data.chat.prepare import ChatOptions, Chats
+from mega_data.commit import settle
 from mega_data.indexed import data_prefix
-from mega_data.info import DataInfo, data_files, prepare_output, quarantine_path, refuse_inputs
+from mega_data.info import DataInfo, ShardInfo, data_files, prepare_output, quarantine_path, read_info, refuse_inputs
 from mega_data.output import Arrays, Output
 from mega_data.readers import Document
+from mega_data.shards import Shard, cut, failure_noted, finished, join
 from mega_data.sources import WHOLE, LeftOut, Source, find_sources
 from mega_data.tokenizer import Tokenizer, one_thread_per_call
+from mega_data.unpack import STDIN
 
 AHEAD = 1 << 22  # bytes of text per worker that may wait or be under way
 
@@ -45,6 +49,7 @@ def preprocess(
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
     chat: ChatOptions | None = None,
+    shard: Shard | None = None,
 ) -> DataInfo:
     """Tokenize `inputs` (see `find_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.info`.
 
@@ -53,77 +58,139 @@ def preprocess(
     `workers` is the number of encoding threads, by default the usable cores. With `on_bad_line="skip"` bad lines go
     into `PREFIX.quarantine.jsonl` instead of stopping the run.
 
+    Until everything is written no file has its final name, whatever ends the run. A run that was ended goes on where it
+    was when it is started again, if its inputs are files and they did not change; the data set is the same then.
+
     With `chat` whole records are read, as conversations or pairs of them (`mega_data.chat.records`), and their tokens'
     weights in the loss are written too (`PREFIX.mask.bin`, `PREFIX.mask.idx`). A special token that the text of a
     conversation spells is that token, as for transformers. Conversations of which nothing that counts is left within
     the length limit are left out and counted as empty.
 
-    Until everything is written no file has its final name, whatever ends the run. A run that was ended goes on where it
-    was when it is started again, if its inputs are files and they did not change; the data set is the same then.
+    A `shard` makes only its part (see `mega_data.shards`); what is returned describes that, or the whole if it was the
+    last part that was missing.
 
     Raises:
         DataError: naming file and line of a bad document, or what cannot be read or written.
         MissingPackageError: when an input's format needs a package that is not installed.
     """
-    output_prefix = data_prefix(Path(output_prefix))
-    prepare_output(output_prefix, overwrite)
-    parse_special_tokens = parse_special_tokens or chat is not None
+    whole = data_prefix(Path(output_prefix))
+    parse_special_tokens, json_key = (True, WHOLE) if chat else (parse_special_tokens, json_key)
     tokenizer = Tokenizer(tokenizer_path, specials_as_text=not parse_special_tokens)
-    chats = None if chat is None else Chats(chat, tokenizer)
-    json_key = json_key if chats is None else WHOLE
-    if append_eod and tokenizer.eos_id is None:
-        raise DataError(
-            f"{tokenizer.path}: names no end-of-text token to append",
-            hint="put `eos_token` into tokenizer_config.json beside it",
-        )
+    recipe = _Recipe(
+        tokenizer, Chats(chat, tokenizer) if chat else None, json_key, append_eod, parse_special_tokens,
+        workers or usable_cores(), on_bad_line,
+    )  # fmt: skip
     left_out = LeftOut()
     sources = find_sources(inputs, json_key, left_out)
-    refuse_inputs(data_files(output_prefix), [tokenizer.path, *(Path(source.name) for source in sources)])
-    settings: list[Any] = [tokenizer.fingerprint, tokenizer.eos_id, append_eod, parse_special_tokens, json_key]
-    settings += [] if chats is None else [chats.info.model_dump()]
+    made_from = recipe.made_from(sources)
+    if settle(whole) == made_from and (settled := read_info(whole)):
+        return settled
+    prepare_output(whole, overwrite)
+    refuse_inputs(data_files(whole), [recipe.tokenizer.path, *(Path(source.name) for source in sources)])
+    if shard is None:
+        return _make(recipe, sources, left_out, whole, made_from)
+    part = _make_part(recipe, sources, left_out, whole, shard)
+    return join(whole, sources, shard, json_key, made_from) or part
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How documents become tokens."""
+
+    tokenizer: Tokenizer
+    chats: Chats | None
+    json_key: str
+    append_eod: bool
+    parse_special_tokens: bool
+    workers: int
+    on_bad_line: Literal["error", "skip"]
+
+    def __post_init__(self) -> None:
+        if self.append_eod and self.tokenizer.eos_id is None:
+            raise DataError(
+                f"{self.tokenizer.path}: names no end-of-text token to append",
+                hint="put `eos_token` into tokenizer_config.json beside it",
+            )
+
+    def made_from(self, sources: Sequence[Source]) -> str:
+        """What tells one run from another: a digest of all that decides about its tokens."""
+        tokenizer = self.tokenizer
+        settings: list[Any] = [
+            tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key,
+        ]  # fmt: skip
+        settings += [self.chats.info.model_dump()] if self.chats else []
+        files = [(source.name, source.kind, source.size, source.changed) for source in sources]
+        return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
+
+    def encode(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> tuple[Arrays, int]:
+        """The arrays of documents, and how many answers the length limit cut."""
+        if self.chats:
+            return self.chats.encoder.encode([document.chats for document in documents], dtype)
+        return self.tokenizer.encode_batch([document.text for document in documents], dtype), 0
+
+
+def _make(
+    recipe: _Recipe,
+    sources: Sequence[Source],
+    left_out: LeftOut,
+    prefix: Path,
+    made_from: str,
+    shard: ShardInfo | None = None,
+) -> DataInfo:
+    """Read, encode and write all of `sources`, from where an interrupted run was."""
+    tokenizer, chats = recipe.tokenizer, recipe.chats
     lasting = all(source.again for source in sources)
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(
             Output(
-                output_prefix,
+                prefix,
                 tokenizer,
-                append_eod,
-                _made_from(settings, sources),
-                lasting,
-                None if chats is None else chats.info,
+                recipe.append_eod,
+                made_from,
+                lasting=lasting,
+                chat=chats.info if chats else None,
+                shard=shard,
             )
         )
-        bar = stack.enter_context(ProgressBar("tokenizing", total=sum(s.size for s in sources) or None, unit="bytes"))
-        reading = Reading(sources, json_key, left_out, output.begin(), bar)
+        size = sum(source.bytes for source in sources)
+        bar = stack.enter_context(ProgressBar("tokenizing", total=size or None, unit="bytes"))
+        reading = Reading(sources, recipe.json_key, left_out, output.begin(), bar)
         good = batches(
             reading,
             tokenizer,
-            refuse=None if on_bad_line == "skip" else quarantine_path(output_prefix),
-            end=None if parse_special_tokens else tokenizer.eos_token,
-            **({} if chats is None else {"prepare": chats.prepare}),
+            refuse=None if recipe.on_bad_line == "skip" else quarantine_path(prefix),
+            end=None if recipe.parse_special_tokens else tokenizer.eos_token,
+            prepare=chats.prepare if chats else None,
         )
         stack.enter_context(one_thread_per_call())
-        encode = _encoder(tokenizer, chats, output.dtype)
-        encoded = _encoded(good, encode, tokenizer, workers or usable_cores())
+        encoded = _encoded(good, recipe, output.dtype)
         for batch, arrays in stack.enter_context(contextlib.closing(encoded)):
             output.add(batch, arrays)
             reading.show(batch.read)
         done = output.done
-        if not done.documents:
+        if shard is not None:
+            output.shard = shard.model_copy(update={"lines": reading.lines})
+        elif not done.documents:
             raise DataError(
-                f"{', '.join(map(str, inputs))}: not one document with text in {len(sources)} file(s)",
+                f"{sources[0].name}: not one document with text in {len(sources)} file(s)",
                 hint=f"{done.bad} bad lines, {done.empty} empty documents, {done.left_out} files that are no text",
             )
-    info = output.describe()
     reading.tell()
-    _tell(info, output, tokenizer)
-    return info
+    _tell(output.info, output, tokenizer)
+    return output.info
 
 
-def _made_from(settings: list[Any], sources: Sequence[Source]) -> str:
-    """What tells one run from another: a digest of all that decides about its tokens."""
-    files = [(source.name, source.kind, source.size, source.changed) for source in sources]
-    return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
+def _make_part(recipe: _Recipe, sources: Sequence[Source], left_out: LeftOut, whole: Path, shard: Shard) -> DataInfo:
+    """The part of one shard, unless it is made already."""
+    if any(source.name == STDIN for source in sources):
+        raise DataError("standard input cannot be read by several jobs", hint="give --shard files, globs or folders")
+    prefix, made_from = shard.prefix(whole), recipe.made_from(sources)
+    if made := finished(prefix, made_from):
+        return made
+    with failure_noted(prefix):
+        about = ShardInfo(number=shard.number, of=shard.of, made_from=made_from)
+        mine = cut(sources, shard, recipe.json_key)
+        return _make(recipe, mine, left_out, prefix, f"{made_from} {shard}", about)
 
 
 def usable_cores() -> int:
@@ -131,22 +198,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-Encode = Callable[[Sequence[Document]], tuple[Arrays, int]]
-
-
-def _encoder(tokenizer: Tokenizer, chats: Chats | None, dtype: np.dtype[Any]) -> Encode:
-    """Documents to their arrays, and how many answers the length limit cut."""
-    if chats is not None:
-        return lambda documents: chats.encoder.encode([document.chats for document in documents], dtype)
-    return lambda documents: (tokenizer.encode_batch([document.text for document in documents], dtype), 0)
-
-
 def _encoded(
-    batches: Iterable[Batch], encode: Encode, tokenizer: Tokenizer, workers: int
+    batches: Iterable[Batch], recipe: _Recipe, dtype: np.dtype[Any]
 ) -> Generator[tuple[Batch, Arrays], None, None]:
     """Each batch with its tokens, in order; at most `AHEAD` bytes per worker (or one batch) are under way."""
+    workers = recipe.workers
     if workers == 1:  # a thread of its own would cost more, in memory arenas, than it saves
-        yield from ((batch, _encode(batch, encode, tokenizer)) for batch in batches)
+        yield from ((batch, _encode(batch, recipe, dtype)) for batch in batches)
         return
     pending: deque[tuple[Batch, Future[Arrays]]] = deque()
     under_way = 0
@@ -158,7 +216,7 @@ def _encoded(
                 while pending and under_way + batch.size > workers * AHEAD:
                     under_way -= pending[0][0].size
                     yield _finished(*pending.popleft())
-                pending.append((batch, pool.submit(_encode, batch, encode, tokenizer)))
+                pending.append((batch, pool.submit(_encode, batch, recipe, dtype)))
                 under_way += batch.size
                 while pending and pending[0][1].done():
                     under_way -= pending[0][0].size
@@ -177,25 +235,26 @@ def _finished(batch: Batch, future: Future[Arrays]) -> tuple[Batch, Arrays]:
     return batch, future.result()
 
 
-def _encode(batch: Batch, encode: Encode, tokenizer: Tokenizer) -> Arrays:
+def _encode(batch: Batch, recipe: _Recipe, dtype: np.dtype[Any]) -> Arrays:
     if not batch.documents:
         return []
     try:
-        arrays, batch.cut = encode(batch.documents)
+        arrays, batch.cut = recipe.encode(batch.documents, dtype)
     except BaseException as error:  # a panic in Rust is no Exception
-        raise _blame(batch, encode, tokenizer, error) from error
+        raise _blame(batch, recipe, dtype, error) from error
     return arrays
 
 
-def _blame(batch: Batch, encode: Encode, tokenizer: Tokenizer, error: BaseException) -> DataError:
+def _blame(batch: Batch, recipe: _Recipe, dtype: np.dtype[Any], error: BaseException) -> DataError:
     """Find the document of a batch that the tokenizer fails on."""
+    path = recipe.tokenizer.path
     for document in batch.documents:
         try:
-            encode([document])
+            recipe.encode([document], dtype)
         except BaseException as own:  # noqa: BLE001 - as above; it is told, not lost
-            return DataError(f"{document.where}: the tokenizer {tokenizer.path} fails on this document ({own})")
+            return DataError(f"{document.where}: the tokenizer {path} fails on this document ({own})")
     first, last = batch.documents[0], batch.documents[-1]
-    return DataError(f"{first.where} to {last.where}: the tokenizer {tokenizer.path} fails on this batch ({error})")
+    return DataError(f"{first.where} to {last.where}: the tokenizer {path} fails on this batch ({error})")
 
 
 def _tell(info: DataInfo, output: Output, tokenizer: Tokenizer) -> None:
