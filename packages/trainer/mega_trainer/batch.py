@@ -82,7 +82,7 @@ def micro_batches(
     size, top = config.batch.micro, max(batch.tokens.max(), batch.labels.max())
     if top >= config.model.vocab_size:
         raise DataError(
-            f"sample {batch.sample_ids[0]} or one after it has the token {top}, but model.vocab_size is "
+            f"one of the samples {batch.sample_ids.min()} to {batch.sample_ids.max()} has the token {top}, but model.vocab_size is "
             f"{config.model.vocab_size}",
             hint="the data were made with another tokenizer, or model.vocab_size is too small",
         )
