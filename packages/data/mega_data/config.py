@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from mega_common.config import Config, Problem
 
+Order = Literal["shuffled", "stable", "megatron"]
 KindName = Literal["text", "documents"]
 
 
@@ -57,8 +58,10 @@ class DataConfig(Config):
     long_documents: Literal["split", "drop"] = Field(
         "split", description="what kind documents does with those of more than seq_length + 1 tokens: cut or leave out"
     )
-    order: Literal["stable", "megatron"] = Field(
-        "stable", description="stable: a function of seed and sample number alone; megatron: as Megatron draws it"
+    order: Order | None = Field(
+        None,
+        description="shuffled: documents in an order drawn by the seed; stable: in that of the file; both functions of seed and "
+        "sample number alone; megatron: as Megatron draws them; default: shuffled, and that of the run that is gone on with",
     )
     tokenizer: Path | None = None
     allow_other_tokenizer: bool = Field(
@@ -70,6 +73,11 @@ class DataConfig(Config):
     cache: Path | None = Field(
         None, description="folder for the indices of order megatron; default: .cache beside the data, where writable"
     )
+
+    @property
+    def sample_order(self) -> Order:
+        """The order of the samples of a new run."""
+        return self.order or "shuffled"
 
     @property
     def shares(self) -> list[float]:

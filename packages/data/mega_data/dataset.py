@@ -93,7 +93,7 @@ def _blended(parts: Sequence[Part], setting: Setting, wanted: int) -> BlendedDat
     sizes = [wanted] * len(parts)
     own_splits = config.valid is not None or config.test is not None
     # One data set goes through Megatron's blending, and its surplus, only where it has a weight and shares a split.
-    if config.order == "megatron" and (len(parts) > 1 or (parts[0].weight is not None and not own_splits)):
+    if config.sample_order == "megatron" and (len(parts) > 1 or (parts[0].weight is not None and not own_splits)):
         blend = MegatronBlend(weights, wanted, setting.cache)
         sizes = blend.sizes
     known = kinds()

@@ -12,9 +12,9 @@ import numpy as np
 from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig, Source
+from mega_data.document_order import token_range
 from mega_data.indexed import IndexedReader
 from mega_data.limits import allow_open_files
-from mega_data.sample_index import token_range
 
 SPLITS = ("train", "valid", "test")
 LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
