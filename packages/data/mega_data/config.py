@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from mega_common.config import Config, Problem
 
-KindName = Literal["text"]
+Order = Literal["shuffled", "stable", "megatron"]
+KindName = Literal["text", "documents", "conversations", "pairs"]
 
 
 class Source(Config):
@@ -53,9 +54,18 @@ class DataConfig(Config):
         [969.0, 30.0, 1.0], description="shares of train, valid and test in each of the train data sets, by sequences"
     )
     seq_length: PositiveInt = Field(1024, description="tokens the model sees at once")
-    kind: KindName = Field("text", description="text: windows of running text")
-    order: Literal["stable", "megatron"] = Field(
-        "stable", description="stable: a function of seed and sample number alone; megatron: as Megatron draws it"
+    kind: KindName = Field(
+        "text",
+        description="text: windows of running text; documents: whole ones, packed; conversations: those, with the weights of "
+        "their mask; pairs: a chosen and a rejected answer",
+    )
+    long_documents: Literal["split", "drop"] = Field(
+        "split", description="what kind documents does with those of more than seq_length + 1 tokens: cut or leave out"
+    )
+    order: Order | None = Field(
+        None,
+        description="shuffled: documents in an order drawn by the seed; stable: in that of the file; both functions of seed and "
+        "sample number alone; megatron: as Megatron draws them; default: shuffled, and that of the run that is gone on with",
     )
     tokenizer: Path | None = None
     allow_other_tokenizer: bool = Field(
@@ -67,6 +77,11 @@ class DataConfig(Config):
     cache: Path | None = Field(
         None, description="folder for the indices of order megatron; default: .cache beside the data, where writable"
     )
+
+    @property
+    def sample_order(self) -> Order:
+        """The order of the samples of a new run."""
+        return self.order or "shuffled"
 
     @property
     def shares(self) -> list[float]:

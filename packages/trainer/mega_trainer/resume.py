@@ -41,7 +41,7 @@ def check_resume(state: Mapping[str, Any], step: int, config: RunConfig, where: 
         )
     if step >= config.train.steps:
         return found
-    order = [*ORDER_SETTINGS, *(LENGTH_SETTINGS if config.data.order == "megatron" else ())]
+    order = [*ORDER_SETTINGS, *(LENGTH_SETTINGS if config.data.sample_order == "megatron" else ())]
     if changed := [key for key in order if any(line.startswith((f"{key}:", f"{key}.")) for line in found)]:
         found.append(
             f"{' and '.join(changed)}: the samples come in another order, which is read from sample {consumed} on; some text "
