@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def show_sample(sample: Sample, tokenizer: Tokenizer | None) -> list[Part]:
     ids = np.zeros(sample.tokens.size, np.int32) if sample.document_ids is None else sample.document_ids
     edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), ids.size]
     parts = []
-    for number, (begin, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for number, (begin, end) in enumerate(pairwise(edges)):
         own = slice(begin, end)
         tokens = np.append(sample.tokens[own], sample.labels[end - 1])
         padding = not sample.loss_weights[own].any() and np.array_equal(sample.tokens[own], sample.labels[own])
