@@ -93,7 +93,7 @@ def assemble(
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups),
         dispatch_bound=config.parallel.dispatch_bound, dtype=dtype_of(config), device=device,
     )  # fmt: skip
-    stages = build_stages(config, builder, schedule)
+    stages = build_stages(config, builder, schedule, leaves)
     shared = share_stages(config, stages)
     optimizer = build_optimizer(config, shared, groups, leaves)
     state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
