@@ -13,8 +13,8 @@ each aten operation reads and writes. Times are predictions, by a simple model o
     every kernel            at least 5 us
 
 A leaf function, which a GPU runs compiled, is counted where it is called: one kernel that reads its arguments and writes its
-results, two where it also sums over rows. So is a matrix quantised for two products: a tile of it is read once for both. Where torch has one CUDA kernel and this machine's build several (softmax of bf16
-into fp32), it is counted as the one. Products add into fp32 as on a GPU. Views and empty allocations are free; host time is not modelled.
+results, two where it also sums over rows. So is a matrix quantised for two products: a tile of it is read once for both.
+Products add into fp32 as on a GPU. Views and empty allocations are free; host time is not modelled.
 """
 
 from __future__ import annotations
@@ -301,15 +301,6 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         traffic.add("scaled_mm", product=2.0 * m * n * k, size=sum(map(_nbytes, (*a[:2], *b[:2], out))), slow=0.5)
         return out
 
-    def opaque(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        with traffic.silence():
-            return torch.empty_like(t, dtype=dtype)
-
-    def softmax(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        out = opaque(x, dtype)
-        traffic.add("softmax", size=_nbytes(x) + _nbytes(out))
-        return out
-
     def attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         assert how["is_causal"]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -319,7 +310,7 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         for table in (loss.CHUNK_ELEMENTS, clip.WIDTHS, blocks.TILE_ELEMENTS):
             stack.enter_context(mock.patch.dict(table, cpu=table["cuda"]))
         for place, name, stand_in in (
-            (Leaves, "__call__", leaf), (torch, "softmax", softmax), (products, "_at_once", lambda out: True),
+            (Leaves, "__call__", leaf), (products, "_at_once", lambda out: True),
             (F, "scaled_dot_product_attention", attention), (fp8_kernels, "product", eight_bits),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, stand_in))
@@ -332,10 +323,9 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
 def dense(traffic: Traffic, length: int) -> int:
     """One layer, embedding, head and loss, and what becomes of their gradients; returns the number of parameters."""
     config = _config(length)
+    leaves = Leaves(compiled=True)
     with traffic.silence():
-        model = Decoder(
-            Builder(config, Groups(), TorchKernels(Leaves(compiled=True)), dtype=torch.bfloat16, device=CPU)
-        )
+        model = Decoder(Builder(config, Groups(), TorchKernels(leaves), leaves, dtype=torch.bfloat16, device=CPU))
         positions, ids = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64)
         weights = torch.zeros(1, length)
         shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope).at(positions, torch.bfloat16))

@@ -113,9 +113,7 @@ def build_schedule(config: RunConfig, groups: Groups) -> Schedule:
     )
 
 
-def build_stages(
-    config: RunConfig, build: Builder, schedule: Schedule, leaves: Leaves | None = None
-) -> dict[int, Decoder]:
+def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[int, Decoder]:
     """This rank's parts of the model, by stage number, not initialised; their weights sharded when ZeRO-3 asks for it."""
     parallel, last = config.parallel, len(schedule.owners) - 1
     layers = stage_layers(
@@ -125,7 +123,7 @@ def build_stages(
     again, away = config.recompute, config.offload
     recompute = Recompute(again.kind, again.layers, tuple(again.modules))
     offload = Offload(away.activations, away.min_bytes) if away.activations else None
-    build = replace(build, by_layer=fp8_layers(config, build.device, leaves))
+    build = replace(build, by_layer=fp8_layers(config, build.device, build.leaves))
     device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
     if sharded:
         kept = torch.float64 if build.dtype == torch.float64 else torch.float32

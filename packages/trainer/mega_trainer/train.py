@@ -89,11 +89,11 @@ def assemble(
     choice, leaves = choose_kernels(config, device), Leaves(compiled=compiles(config.compile, device))
     logger.info("%s", choice)
     builder = Builder(
-        config.model, groups, make_kernels(choice, leaves),
+        config.model, groups, make_kernels(choice, leaves), leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups),
         dispatch_bound=config.parallel.dispatch_bound, dtype=dtype_of(config), device=device,
     )  # fmt: skip
-    stages = build_stages(config, builder, schedule, leaves)
+    stages = build_stages(config, builder, schedule)
     shared = share_stages(config, stages)
     optimizer = build_optimizer(config, shared, groups, leaves)
     state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=loss_scale_of(config))
