@@ -67,6 +67,12 @@ class Compute:
         share = self.whole / ranks / self.parameters
         return share * (self.seconds("gradient norm") + self.seconds("update")) + HOST_WAIT
 
+    @property
+    def weights(self) -> float:
+        """What is made of all layers' weights once a step, where a rank keeps them."""
+        made = f"layer{self.kind}: weights"
+        return LAYERS * self.seconds(made) if made in self.regions else 0.0
+
 
 def gather(size: float, ranks: int) -> float:
     """Seconds of an all-gather to, or a reduce-scatter of, `size` bytes."""
@@ -111,7 +117,8 @@ def zero2(compute: Compute, ranks: int, batch: int) -> float:
     sums, weights = buckets * gather(4 * size, ranks), buckets * gather(2 * size, ranks)
     busy = compute.micro("")
     micro = busy + 12 * compute.whole / ranks / compute.bandwidth + hidden(sums, BACKWARD * busy)
-    return rate(compute, micro, batch // ranks, compute.once(ranks) + hidden(weights, (1 - BACKWARD) * busy))
+    once = compute.once(ranks) + compute.weights + hidden(weights, (1 - BACKWARD) * busy)
+    return rate(compute, micro, batch // ranks, once)
 
 
 def tensor_parallel(compute: Compute, ranks: int, batch: int) -> float:
@@ -121,7 +128,12 @@ def tensor_parallel(compute: Compute, ranks: int, batch: int) -> float:
     collectives = LAYERS * 8 * (2 * compute.tokens * D / 2 / NVLINK + 1.5e-5)
     sums, weights = (share / size * gather(width * size, dp) for width in (4, 2))
     half = compute.micro() / 2
-    once = compute.once(ranks) + hidden(sums, BACKWARD * half) + hidden(weights, (1 - BACKWARD) * half)
+    once = (
+        compute.once(ranks)
+        + compute.weights / 2
+        + hidden(sums, BACKWARD * half)
+        + hidden(weights, (1 - BACKWARD) * half)
+    )
     return rate(compute, half + collectives, batch // dp, once, split=2)
 
 
@@ -129,14 +141,16 @@ def ring(compute: Compute, batch: int) -> float:
     """Eight GPUs, cp 2 as a ring, ZeRO-2."""
     busy = (compute.micro("") - compute.attention("plain")) / 2 + compute.attention("ring of 2")
     micro = busy + 12 * compute.whole / 8 / compute.bandwidth + CONTENTION * gather(4 * compute.whole, 8)
-    return rate(compute, micro, batch // 4, compute.once(8), split=2)
+    return rate(compute, micro, batch // 4, compute.once(8) + compute.weights, split=2)
 
 
 def predictions(compute: Compute) -> dict[str, float]:
     """Tokens a second and GPU of what users run."""
     documents = compute.attention("eight documents") - compute.attention("plain")
     return {
-        "one GPU's compute, a share of 1/8 of the optimizer": rate(compute, compute.micro(), 16, compute.once(8)),
+        "one GPU's compute, a share of 1/8 of the optimizer": rate(
+            compute, compute.micro(), 16, compute.once(8) + compute.weights
+        ),
         "8 GPUs, ZeRO-3": zero3(compute, 8, 128),
         "8 GPUs, tp 2, sp, ZeRO-1": tensor_parallel(compute, 8, 128),
         "8 GPUs, cp 2 ring, ZeRO-2": ring(compute, 128),

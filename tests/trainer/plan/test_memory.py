@@ -97,6 +97,14 @@ def test_expert_parallelism_splits_the_experts_alone() -> None:
     assert table["optimizer"] == 12 * ((count.total - experts) / 8 + experts / 4 / 2)
 
 
+def test_weights_kept_in_eight_bits_take_two_bytes_more_but_where_they_are_gathered() -> None:
+    count = count_parameters(LLAMA)
+    for zero, more in ((1, 2 * sum(count.layers[index].split for index in range(2, 10))), (3, 0)):
+        shape = RunShape(1024, dp=4, zero=zero, precision="fp8")
+        (plain,), (kept,) = memory(LLAMA, shape), memory(LLAMA, replace(shape, eight_bits=range(2, 10)))
+        assert kept["weights"] - plain["weights"] == more
+
+
 def test_tensor_ranks_split_heads_and_not_latents() -> None:
     (alone,), (split,) = (
         memory(LATENT, RunShape(64, precision="fp32")),

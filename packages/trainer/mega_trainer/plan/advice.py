@@ -8,6 +8,7 @@ from typing import Any
 
 from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig
+from mega_trainer.fp8 import layers_kept
 from mega_trainer.plan.memory import RunShape, memory
 
 
@@ -22,6 +23,7 @@ def run_shape(config: RunConfig, world_size: int) -> RunShape:
         zero3_shard=parallel.zero3_shard, precision=config.precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_optimizer=config.optimizer.offload,
+        eight_bits=layers_kept(config),
     )  # fmt: skip
 
 
@@ -82,6 +84,8 @@ def _changes(config: RunConfig) -> Iterator[Mapping[str, Any]]:
         yield {"parallel.zero": level}
     yield {"parallel.tp": 2 * parallel.tp, "parallel.sp": True}
     yield {"parallel.cp": 2 * parallel.cp}
+    if layers_kept(config):
+        yield {"fp8.keep_weights": False}
     if not config.optimizer.offload:
         yield {"optimizer.offload": True}
     if config.recompute.kind != "full":

@@ -34,6 +34,7 @@ class RunShape:
         recompute_layers: of each stage, the first ones, that `full` recomputes; None for all.
         offload: layers of each stage, the first ones, whose activations wait in host memory.
         offload_optimizer: what the optimizer works on lies in host memory.
+        eight_bits: the layers whose linear weights are kept quantised for a step, too, in two forms.
     """
 
     seq_length: int
@@ -58,6 +59,7 @@ class RunShape:
     recompute_layers: int | None = None
     offload: int = 0
     offload_optimizer: bool = False
+    eight_bits: range = range(0)
 
     def recomputes(self, module: str) -> bool:
         """Whether a module of each layer is computed again by itself."""
@@ -69,9 +71,9 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
 
     Kinds: `weights`, `gradients`, `optimizer` (two moments of Adam and, under a 16-bit precision, fp32 weights),
     `activations`. ZeRO-3 keeps fp32 weights alone, and what it gathers of the others, and the gradients that it has not
-    yet scattered, are counted where they are most. fp8 keeps what bf16 keeps. Not counted: what libraries and the allocator
-    need for themselves, buffers of messages, the eight-bit factors of the product at hand, and the
-    uneven parts of vocabulary and experts.
+    yet scattered, are counted where they are most. fp8 keeps what bf16 keeps, and weights in eight bits. Not counted: what
+    libraries and the allocator need for themselves, buffers of messages, the eight-bit factors of the product at hand, and
+    the uneven parts of vocabulary and experts.
 
     Raises:
         ConfigError: when the layers do not fit the stages, or the schedule is unknown.
@@ -217,6 +219,9 @@ def _states(model: ModelConfig, run: RunShape, layers: Sequence[int], *, first: 
         # embedding and head stay from forward to backward, beside a layer and the next one; gradients are widened to be summed
         table["weights"] += element * (ends + 2 * layer)
         table["gradients"] += element * (ends + layer) + wide * max(ends, layer)
+    else:
+        eight = [count.layers[index] for index in layers if index in run.eight_bits]
+        table["weights"] += 2 * sum(layer.split / run.tp + layer.experts / block for layer in eight)
     if run.offload_optimizer:
         table["optimizer"] = 0.0
     return {kind: round(size) for kind, size in table.items()}
