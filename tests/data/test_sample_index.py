@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mega_common.errors import DataError
 from mega_data.indexed import IndexedReader, IndexedWriter
-from mega_data.sample_index import MegatronSamples, StableSamples, megatron_indices, permuted
+from mega_data.sample_index import MegatronSamples, StableSamples, megatron_indices
 
 REFERENCE = np.array([(i * 37) % 91 + 5 for i in range(200)], np.int32)
 
@@ -69,24 +69,6 @@ def test_megatron_sample_reads_its_tokens(tmp_path: Path) -> None:
     assert set(labels.values()) == {1}
     with pytest.raises(DataError, match="sample 7 of 7"):
         samples[7]
-
-
-@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
-@settings(max_examples=50, deadline=None)
-def test_permuted_is_a_permutation(n: int, key: int) -> None:
-    assert sorted(permuted(i, n, key) for i in range(n)) == list(range(n))
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 16, 37])
-def test_permuted_sends_each_place_everywhere_equally_often(n: int) -> None:
-    keys = 200 * n
-    counts = np.zeros((n, n))
-    for key in range(keys):
-        for i in range(n):
-            counts[i, permuted(i, n, key)] += 1
-    expected = keys / n
-    chi_square_per_degree = ((counts - expected) ** 2 / expected).sum() / (n - 1) ** 2
-    assert chi_square_per_degree < 2.5
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=10), st.integers(1, 40), st.integers(0, 99), st.integers(0, 3))

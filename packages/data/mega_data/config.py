@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from mega_common.config import Config, Problem
 
-KindName = Literal["text"]
+KindName = Literal["text", "documents"]
 
 
 class Source(Config):
@@ -53,7 +53,10 @@ class DataConfig(Config):
         [969.0, 30.0, 1.0], description="shares of train, valid and test in each of the train data sets, by sequences"
     )
     seq_length: PositiveInt = Field(1024, description="tokens the model sees at once")
-    kind: KindName = Field("text", description="text: windows of running text")
+    kind: KindName = Field("text", description="text: windows of running text; documents: whole ones, packed")
+    long_documents: Literal["split", "drop"] = Field(
+        "split", description="what kind documents does with those of more than seq_length + 1 tokens: cut or leave out"
+    )
     order: Literal["stable", "megatron"] = Field(
         "stable", description="stable: a function of seed and sample number alone; megatron: as Megatron draws it"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -32,22 +33,30 @@ class Blend(Protocol):
 class BlendedDataset:
     """Sample k of a blend. In order `stable` any k >= 0 is there; in order `megatron` those of the total asked for.
 
-    Attributes:
-        fingerprint: 32 hex digits of all that sample k depends on: order, seed, weights, contents, rules. A resumed
-            run compares it with the one in its checkpoint to know that its data is still the same.
-
     Raises:
         DataError: on reading a sample past the end of order `megatron`.
     """
 
     def __init__(self, sources: Sequence[Samples], blend: Blend, rules: DocumentRules) -> None:
         self._sources, self._blend = sources, blend
-        told = [blend.identity, *(source.identity for source in sources), repr(rules)]
-        self.fingerprint = xxhash.xxh3_128_hexdigest("\n".join(told).encode())
+        self._rules = rules
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits of all that sample k depends on: order, seed, weights, contents, rules. A resumed run compares
+        it with the one in its checkpoint to know that its data is still the same.
+        """
+        told = [self._blend.identity, *(source.identity for source in self._sources), repr(self._rules)]
+        return xxhash.xxh3_128_hexdigest("\n".join(told).encode())
 
     def __getitem__(self, k: int) -> Sample:
         source, number = self._blend.locate(k)
         return self._sources[source][number]
+
+    def work(self, k: int) -> int:
+        """Pairs of tokens, about, that attention meets in sample `k`."""
+        source, number = self._blend.locate(k)
+        return self._sources[source].work(number)
 
 
 def build_datasets(

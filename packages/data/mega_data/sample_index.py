@@ -18,9 +18,7 @@ import xxhash
 from mega_common.errors import DataError
 from mega_data.index_cache import Arrays, cached_arrays
 from mega_data.indexed import IndexedReader
-
-MASK = (1 << 64) - 1
-ROUNDS = 6
+from mega_data.permutation import mix, permuted
 
 
 class StableSamples:
@@ -44,13 +42,14 @@ class StableSamples:
         self._tokens = reader.tokens[begin:end]
         self._seq_length = seq_length
         self._per_epoch = max(1, (end - begin) // seq_length)
+        self.samples_per_epoch = float(self._per_epoch)
         self.identity = f"stable seed={seed} seq={seq_length} data={reader.fingerprint} range={first}:{last}"
 
     def start(self, k: int) -> int:
         """Position of the first token of sample `k` within the range."""
         epoch, window = divmod(k, self._per_epoch)
         key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
-        return (_mix(key) + permuted(window, self._per_epoch, key) * self._seq_length) % self._tokens.size
+        return (mix(key) + permuted(window, self._per_epoch, key) * self._seq_length) % self._tokens.size
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         """int64 [S + 1]."""
@@ -59,31 +58,6 @@ class StableSamples:
         if end <= self._tokens.size:
             return self._tokens[start:end].astype(np.int64)
         return self._tokens.take(np.arange(start, end), mode="wrap").astype(np.int64)
-
-
-def permuted(i: int, n: int, key: int) -> int:
-    """The image of `i` under a permutation of range(n) drawn by the 64-bit `key`, without making the permutation.
-
-    A Feistel network permutes the least power of four that holds n; values that fall outside are sent through again
-    (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), less than four times on average.
-    """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    low = (1 << half) - 1
-    while True:
-        left, right = i >> half, i & low
-        for step in range(ROUNDS):
-            left, right = right, left ^ (_mix(_mix(key + step) + right) >> (64 - half))
-        i = left << half | right
-        if i < n:
-            return i
-
-
-def _mix(x: int) -> int:
-    """The output function of splitmix64 (Steele, Lea, Flood 2014)."""
-    x = (x + 0x9E3779B97F4A7C15) & MASK
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-    return x ^ x >> 31
 
 
 class MegatronSamples:
@@ -96,8 +70,8 @@ class MegatronSamples:
     def __init__(
         self, reader: IndexedReader, first: int, last: int, *, seq_length: int, seed: int, num_samples: int, cache: Path
     ) -> None:
-        token_range(reader, first, last)
-        self._reader = reader
+        begin, end = token_range(reader, first, last)
+        self._reader, self.samples_per_epoch = reader, (end - begin) / seq_length
         self.identity = (
             f"megatron seed={seed} seq={seq_length} samples={num_samples} data={reader.fingerprint}"
             f" range={first}:{last}"
