@@ -56,6 +56,10 @@ def preprocess(
     ] = None,
     on_bad_line: OnBadLine = "error",
     overwrite: Overwrite = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Read only the I-th (from 1) of N shares of the input, as one of N jobs."),
+    ] = None,
 ) -> None:
     """Tokenize text into a data set for training.
 
@@ -68,8 +72,13 @@ def preprocess(
     folders, data sets of mega's own and what is no UTF-8 text: what is left out is named at the end.
 
     A run that was ended goes on where it was when it is started again.
+
+    With --shard, N jobs on any machines that see the same files make a part each, PREFIX.shard-I-of-N, and whichever is
+    last joins them to the data set that one run would have made. A part is begun after a share of the input's bytes: at
+    a line of JSON lines, at a row group of Parquet, at a file of any other kind or packed.
     """
     from mega_data.preprocess import preprocess as run
+    from mega_data.shards import Shard
 
     info = run(
         [*input, *(more or [])],
@@ -81,8 +90,10 @@ def preprocess(
         workers=workers,
         on_bad_line=on_bad_line,
         overwrite=overwrite,
+        shard=Shard.parse(shard) if shard else None,
     )
-    typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
+    made = f"{output}, part {info.shard.number} of {info.shard.of}" if info.shard else f"{output}"
+    typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
 
 
 @app.command(epilog="Example: mega data train-tokenizer --input corpus/*.jsonl --vocab-size 32000 --output tok/")

@@ -14,6 +14,7 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +23,14 @@ import numpy as np
 from mega_common.errors import DataError
 from mega_common.log import ProgressBar, human, logger
 from mega_data.batches import Batch, Reading, batches
+from mega_data.commit import settle
 from mega_data.indexed import data_prefix
-from mega_data.info import DataInfo, data_files, prepare_output, quarantine_path, refuse_inputs
+from mega_data.info import DataInfo, ShardInfo, data_files, prepare_output, quarantine_path, read_info, refuse_inputs
 from mega_data.output import Arrays, Output
+from mega_data.shards import Shard, cut, failure_noted, finished, join
 from mega_data.sources import LeftOut, Source, find_sources
 from mega_data.tokenizer import Tokenizer, one_thread_per_call
+from mega_data.unpack import STDIN
 
 AHEAD = 1 << 22  # bytes of text per worker that may wait or be under way
 
@@ -42,6 +46,7 @@ def preprocess(
     workers: int | None = None,
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
+    shard: Shard | None = None,
 ) -> DataInfo:
     """Tokenize `inputs` (see `find_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.info`.
 
@@ -53,56 +58,110 @@ def preprocess(
     Until everything is written no file has its final name, whatever ends the run. A run that was ended goes on where it
     was when it is started again, if its inputs are files and they did not change; the data set is the same then.
 
+    A `shard` makes only its part (see `mega_data.shards`); what is returned describes that, or the whole if it was the
+    last part that was missing.
+
     Raises:
         DataError: naming file and line of a bad document, or what cannot be read or written.
         MissingPackageError: when an input's format needs a package that is not installed.
     """
-    output_prefix = data_prefix(Path(output_prefix))
-    prepare_output(output_prefix, overwrite)
-    tokenizer = Tokenizer(tokenizer_path, specials_as_text=not parse_special_tokens)
-    if append_eod and tokenizer.eos_id is None:
-        raise DataError(
-            f"{tokenizer.path}: names no end-of-text token to append",
-            hint="put `eos_token` into tokenizer_config.json beside it",
-        )
+    whole = data_prefix(Path(output_prefix))
+    recipe = _Recipe(
+        Tokenizer(tokenizer_path, specials_as_text=not parse_special_tokens),
+        json_key, append_eod, parse_special_tokens, workers or usable_cores(), on_bad_line,
+    )  # fmt: skip
     left_out = LeftOut()
     sources = find_sources(inputs, json_key, left_out)
-    refuse_inputs(data_files(output_prefix), [tokenizer.path, *(Path(source.name) for source in sources)])
-    settings = [tokenizer.fingerprint, tokenizer.eos_id, append_eod, parse_special_tokens, json_key]
+    made_from = recipe.made_from(sources)
+    if settle(whole) == made_from and (settled := read_info(whole)):
+        return settled
+    prepare_output(whole, overwrite)
+    refuse_inputs(data_files(whole), [recipe.tokenizer.path, *(Path(source.name) for source in sources)])
+    if shard is None:
+        return _make(recipe, sources, left_out, whole, made_from)
+    part = _make_part(recipe, sources, left_out, whole, shard)
+    return join(whole, sources, shard, json_key, made_from) or part
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How documents become tokens."""
+
+    tokenizer: Tokenizer
+    json_key: str
+    append_eod: bool
+    parse_special_tokens: bool
+    workers: int
+    on_bad_line: Literal["error", "skip"]
+
+    def __post_init__(self) -> None:
+        if self.append_eod and self.tokenizer.eos_id is None:
+            raise DataError(
+                f"{self.tokenizer.path}: names no end-of-text token to append",
+                hint="put `eos_token` into tokenizer_config.json beside it",
+            )
+
+    def made_from(self, sources: Sequence[Source]) -> str:
+        """What tells one run from another: a digest of all that decides about its tokens."""
+        tokenizer = self.tokenizer
+        settings = [tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key]
+        files = [(source.name, source.kind, source.size, source.changed) for source in sources]
+        return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
+
+
+def _make(
+    recipe: _Recipe,
+    sources: Sequence[Source],
+    left_out: LeftOut,
+    prefix: Path,
+    made_from: str,
+    shard: ShardInfo | None = None,
+) -> DataInfo:
+    """Read, encode and write all of `sources`, from where an interrupted run was."""
+    tokenizer = recipe.tokenizer
     lasting = all(source.again for source in sources)
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(
-            Output(output_prefix, tokenizer, append_eod, _made_from(settings, sources), lasting)
+            Output(prefix, tokenizer, recipe.append_eod, made_from, lasting=lasting, shard=shard)
         )
-        bar = stack.enter_context(ProgressBar("tokenizing", total=sum(s.size for s in sources) or None, unit="bytes"))
-        reading = Reading(sources, json_key, left_out, output.begin(), bar)
+        size = sum(source.bytes for source in sources)
+        bar = stack.enter_context(ProgressBar("tokenizing", total=size or None, unit="bytes"))
+        reading = Reading(sources, recipe.json_key, left_out, output.begin(), bar)
         good = batches(
             reading,
             tokenizer,
-            refuse=None if on_bad_line == "skip" else quarantine_path(output_prefix),
-            end=None if parse_special_tokens else tokenizer.eos_token,
+            refuse=None if recipe.on_bad_line == "skip" else quarantine_path(prefix),
+            end=None if recipe.parse_special_tokens else tokenizer.eos_token,
         )
         stack.enter_context(one_thread_per_call())
-        encoded = _encoded(good, tokenizer, output.dtype, workers or usable_cores())
+        encoded = _encoded(good, tokenizer, output.dtype, recipe.workers)
         for batch, arrays in stack.enter_context(contextlib.closing(encoded)):
             output.add(batch, arrays)
             reading.show(batch.read)
         done = output.done
-        if not done.documents:
+        if shard is not None:
+            output.shard = shard.model_copy(update={"lines": reading.lines})
+        elif not done.documents:
             raise DataError(
-                f"{', '.join(map(str, inputs))}: not one document with text in {len(sources)} file(s)",
+                f"{sources[0].name}: not one document with text in {len(sources)} file(s)",
                 hint=f"{done.bad} bad lines, {done.empty} empty documents, {done.left_out} files that are no text",
             )
-    info = output.describe()
     reading.tell()
-    _tell(info, output, tokenizer)
-    return info
+    _tell(output.info, output, tokenizer)
+    return output.info
 
 
-def _made_from(settings: list[Any], sources: Sequence[Source]) -> str:
-    """What tells one run from another: a digest of all that decides about its tokens."""
-    files = [(source.name, source.kind, source.size, source.changed) for source in sources]
-    return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
+def _make_part(recipe: _Recipe, sources: Sequence[Source], left_out: LeftOut, whole: Path, shard: Shard) -> DataInfo:
+    """The part of one shard, unless it is made already."""
+    if any(source.name == STDIN for source in sources):
+        raise DataError("standard input cannot be read by several jobs", hint="give --shard files, globs or folders")
+    prefix, made_from = shard.prefix(whole), recipe.made_from(sources)
+    if made := finished(prefix, made_from):
+        return made
+    with failure_noted(prefix):
+        about = ShardInfo(number=shard.number, of=shard.of, made_from=made_from)
+        mine = cut(sources, shard, recipe.json_key)
+        return _make(recipe, mine, left_out, prefix, f"{made_from} {shard}", about)
 
 
 def usable_cores() -> int:
