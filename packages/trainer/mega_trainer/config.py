@@ -329,6 +329,12 @@ class RunConfig(Config):
                 f"data.seq_length = {length} is past model.max_position = {model.max_position}: rope goes on, but an export "
                 f"says that positions end at {model.max_position}; set model.max_position={length}"
             )
+        last, ended = self.lr_curve()(self.batch.consumed(self.train.steps - 1)), self.lr_schedule.decay_steps
+        if not last and ended and self.train.steps - ended > 1:
+            yield (
+                f"the learning rate is 0 from step {ended + 1} on, where lr_schedule.decay_steps ends the decay: the last "
+                f"{self.train.steps - ended} steps train nothing; set lr_schedule.min_lr, or another end"
+            )
 
     def problems(self) -> Iterator[Problem]:
         """Rules between sections."""
