@@ -4,7 +4,7 @@ What a GPU computes is counted. Communication is modelled: large collectives at 
 300 GB/s over machines (eight rails; 45 GB/s for each GPU's own), 5.4 ms of latency a ring of 1,024, a fifth of what is hidden lost by the products
 beside it; 1 ms for the one wait of the host in a step (`host_waits.py` counts them).
 
-Legend: P parameters of the whole model; a unit is a layer's weights.
+Legend: P parameters of the whole model; a unit is the weights that are gathered at once, of one layer or several.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mega_common.model_config import ModelConfig
+from mega_common.presets import preset
 from mega_trainer.parallel.grads import Sharing
+from mega_trainer.plan.memory import RunShape, unit_layers
 
+MODEL = ModelConfig.parse(preset("llama3-8b"))
 LAYERS, D, VOCAB = 32, 4096, 128_256
 NVLINK, RAILS, ONE_RAIL = 350e9, 300e9, 45e9
 HOP, HOST_WAIT, CONTENTION = 5.4e-3 / 1023, 1e-3, 0.2
@@ -92,9 +96,10 @@ def rate(compute: Compute, micro: float, microbatches: int, once: float, split: 
 
 def zero3(compute: Compute, ranks: int, batch: int, more: float = 0.0) -> float:
     """FSDP2: weights gathered for each way, copied out of the buffer (4 bytes each way), gradients widened into it (6)."""
-    unit = 2 * compute.whole / LAYERS
-    forward = LAYERS * gather(unit, ranks)
-    backward = forward + LAYERS * gather(2 * unit, ranks)
+    layers = unit_layers(MODEL, RunShape(compute.tokens, dp=ranks, zero=3))
+    units, unit = LAYERS / layers, 2 * layers * compute.whole / LAYERS
+    forward = units * gather(unit, ranks)
+    backward = forward + units * gather(2 * unit, ranks)
     busy = compute.micro(", gathered weights") + more
     comm = hidden(forward, (1 - BACKWARD) * busy) + hidden(backward, BACKWARD * busy)
     micro = busy + 14 * compute.whole / compute.bandwidth + comm

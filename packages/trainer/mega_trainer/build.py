@@ -40,7 +40,9 @@ from mega_trainer.parallel.grads import Sharing, flatten
 from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
+from mega_trainer.plan.advice import run_shape
 from mega_trainer.plan.flops import head_cost
+from mega_trainer.plan.memory import unit_layers
 from mega_trainer.precision import LossScale
 from mega_trainer.ranks import Ranks
 
@@ -136,8 +138,16 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
         stages[index] = Decoder(own, part, recompute, offload)
     if sharded:
         for stage in stages.values():
-            shard_fully(stage, dtype=dtype_of(config), device=device, reduce_dtype=reduce_dtype_of(config))
+            shard_fully(
+                stage, dtype=dtype_of(config), device=device, reduce_dtype=reduce_dtype_of(config),
+                layers=gathered_layers(config, build.groups),
+            )  # fmt: skip
     return stages
+
+
+def gathered_layers(config: RunConfig, groups: Groups) -> int:
+    """Layers of a unit of ZeRO-3."""
+    return unit_layers(config.model, run_shape(config, groups.world.size))
 
 
 def fp8_layers(config: RunConfig, device: torch.device, leaves: Leaves | None = None) -> dict[int, Kernels]:
@@ -193,12 +203,14 @@ def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         bucket_elements=config.parallel.bucket_elements,
         prepares=bool(layers_kept(config)),
     )
-    return {
-        index: FullyShardedStage(stage, decoupled=sharing.decoupled, reduce_dtype=sharing.reduce_dtype)
-        if isinstance(stage, FSDPModule)
-        else flatten(stage, sharing, stage.units())
-        for index, stage in stages.items()
-    }
+    return {index: _shared(config, stage, sharing) for index, stage in stages.items()}
+
+
+def _shared(config: RunConfig, stage: Decoder, sharing: Sharing) -> SharedStage:
+    if not isinstance(stage, FSDPModule):
+        return flatten(stage, sharing, stage.units())
+    layers = gathered_layers(config, stage.groups)
+    return FullyShardedStage(stage, decoupled=sharing.decoupled, reduce_dtype=sharing.reduce_dtype, layers=layers)
 
 
 def load_data(config: RunConfig, eod: int | None) -> tuple[BlendedDataset, BlendedDataset | None]:

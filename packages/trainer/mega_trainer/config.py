@@ -61,6 +61,9 @@ class ParallelConfig(Config):
     zero3_shard: int | None = Field(
         None, ge=2, description="under zero 3, neighbouring data ranks that share one copy; default: all of them"
     )
+    zero3_layers: PositiveInt | None = Field(
+        None, description="under zero 3, layers gathered at once; default: more, the more ranks share smaller layers"
+    )
     grad_reduce_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="what gradients are summed over data ranks in; bf16 sends half as much, and sums lose bits"
     )
@@ -354,9 +357,10 @@ class RunConfig(Config):
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")
         if parallel.zero == 3 and self.optimizer.name == "muon":
             yield Problem("parallel.zero", "3 has only AdamW; Muon needs whole matrices", parallel.zero, "at most 2")
-        if parallel.zero3_shard is not None and parallel.zero != 3:
-            rule = f"shards weights, which parallel.zero = {parallel.zero} does not"
-            yield Problem("parallel.zero3_shard", rule, parallel.zero3_shard, "leave it out, or parallel.zero=3")
+        for key in ("zero3_shard", "zero3_layers"):
+            if (value := getattr(parallel, key)) is not None and parallel.zero != 3:
+                rule = f"shards weights, which parallel.zero = {parallel.zero} does not"
+                yield Problem(f"parallel.{key}", rule, value, "leave it out, or parallel.zero=3")
         for problem in self.lr_schedule.run_problems(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch):
             yield replace(problem, path=f"lr_schedule.{problem.path}")
         yield from self._decoupled_problems()

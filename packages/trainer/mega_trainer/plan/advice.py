@@ -20,7 +20,7 @@ def run_shape(config: RunConfig, world_size: int) -> RunShape:
         sp=parallel.sp, pp=parallel.pp, virtual_stages=parallel.virtual_stages, schedule=parallel.schedule,
         pipeline_layout=tuple(parallel.pipeline_layout) if parallel.pipeline_layout else None,
         cp=parallel.cp, ep=parallel.ep, expert_tp=parallel.expert_tp, dp=dp, zero=parallel.zero,
-        zero3_shard=parallel.zero3_shard, precision=config.precision, recompute=config.recompute.kind,
+        zero3_shard=parallel.zero3_shard, zero3_layers=parallel.zero3_layers, precision=config.precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_optimizer=config.optimizer.offload,
         eight_bits=layers_kept(config),

@@ -8,6 +8,7 @@ Legend: D model width, F feed-forward width, H heads, Q head size, K key/value h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from mega_trainer.pipeline.schedules import make_schedule, peak_held
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.flops import RecomputeKind, count_parameters, feed_forward_width
 
+UNIT_ELEMENTS = 350_000  # a gather among many ranks costs its latency: 1,024 take two layers of 8B, 8 take one
 _ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
@@ -29,6 +31,7 @@ class RunShape:
         microbatches: microbatches of a step, per data-parallel rank.
         zero: what data-parallel ranks share: 1 optimizer states, 2 also gradients, 3 also weights.
         zero3_shard: data and context ranks that share one copy at level 3; None for all.
+        zero3_layers: that are gathered together at level 3; None for as many as make a message worth while.
         fused_attention: the attention kernel keeps no scores.
         modules: of each layer that `selective` recomputes.
         recompute_layers: of each stage, the first ones, that `full` recomputes; None for all.
@@ -52,6 +55,7 @@ class RunShape:
     dp: int = 1
     zero: int = 0
     zero3_shard: int | None = None
+    zero3_layers: int | None = None
     precision: str = "bf16"
     recompute: RecomputeKind = "none"
     fused_attention: bool = True
@@ -64,6 +68,18 @@ class RunShape:
     def recomputes(self, module: str) -> bool:
         """Whether a module of each layer is computed again by itself."""
         return self.recompute == "selective" and module in self.modules
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that share one copy of the weights at level 3."""
+        return self.zero3_shard or self.dp * self.cp
+
+
+def unit_layers(model: ModelConfig, run: RunShape) -> int:
+    """Layers that level 3 gathers together, experts apart: so many that a rank's part of them is of `UNIT_ELEMENTS`."""
+    layers = count_parameters(model).layers
+    mean = sum(layer.split / run.tp + layer.whole for layer in layers) / len(layers)
+    return run.zero3_layers or math.ceil(UNIT_ELEMENTS * run.sharers / mean)
 
 
 def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
@@ -208,17 +224,16 @@ def _states(model: ModelConfig, run: RunShape, layers: Sequence[int], *, first: 
     sharded = run.zero == 3 and run.dp * run.cp > 1  # these weights are the ones that the optimizer works on
     copy = 4 if element == 2 and not sharded else 0
     sizes = {"weights": (wide if sharded else element, 3), "gradients": (wide, 2), "optimizer": (2 * wide + copy, 1)}
-    sharers = run.zero3_shard or run.dp * run.cp
     table = {}
     for kind, (size, level) in sizes.items():
         shared = run.zero >= level
-        parts = (sharers, max(1, run.dp * run.cp * run.tp // block)) if shared else (1, 1)
+        parts = (run.sharers, max(1, run.dp * run.cp * run.tp // block)) if shared else (1, 1)
         table[kind] = size * ((sum(dense) + ends) / parts[0] + sum(experts) / parts[1])
     if sharded:
-        layer = max(map(sum, zip(dense, experts, strict=True)), default=0)
-        # embedding and head stay from forward to backward, beside a layer and the next one; gradients are widened to be summed
-        table["weights"] += element * (ends + 2 * layer)
-        table["gradients"] += element * (ends + layer) + wide * max(ends, layer)
+        unit = max(dense, default=0) * min(len(layers), unit_layers(model, run)) + max(experts, default=0)
+        # embedding and head stay from forward to backward, beside a unit and the next one; gradients are widened to be summed
+        table["weights"] += element * (ends + 2 * unit)
+        table["gradients"] += element * (ends + unit) + wide * max(ends, unit)
     else:
         eight = [count.layers[index] for index in layers if index in run.eight_bits]
         table["weights"] += 2 * sum(layer.split / run.tp + layer.experts / block for layer in eight)
