@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from mega_ckpt.remote import Place, Remote, place
 from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
+from mega_common.remote import Place, Remote, place
 from mega_data.config import DataConfig
 from mega_trainer.batch_size import BatchConfig
 from mega_trainer.fp8 import Fp8Config, fp8_problems
