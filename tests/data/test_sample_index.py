@@ -221,4 +221,9 @@ def test_shuffled_order_is_fixed_for_ever(tmp_path: Path) -> None:
     """A change of these numbers breaks the resume of every run."""
     reader = data_set(tmp_path / "d", [5, 1, 8, 3, 9, 2, 7] * 10)
     samples = ShuffledSamples(reader, 3, 60, seq_length=7, seed=11, cache=tmp_path)
-    assert [samples[k].tolist()[:3] for k in (0, 1, 2, 10**9)] == [[38, 39, 133], [77, 78, 79], [138, 139, 251], [48, 273, 274]]
+    assert [samples[k].tolist()[:3] for k in (0, 1, 2, 10**9)] == [
+        [38, 39, 133],
+        [77, 78, 79],
+        [138, 139, 251],
+        [48, 273, 274],
+    ]
