@@ -186,7 +186,7 @@ def documents(part: Part, setting: Setting, wanted: int) -> PackedSamples:
     Raises:
         ConfigError: in order `megatron`, which knows no packing.
     """
-    if setting.config.order == "megatron":
+    if setting.config.sample_order == "megatron":
         raise ConfigError(
             f"{part.reader.prefix}: kind documents in data.order: megatron, which has no packing",
             hint="set data.order: stable",

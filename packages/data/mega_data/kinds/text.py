@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mega_data.kinds.base import Sample, Setting
 from mega_data.parts import Part
-from mega_data.sample_index import MegatronSamples, StableSamples
+from mega_data.sample_index import MegatronSamples, ShuffledSamples, StableSamples
 
 
 class Windows(Protocol):
@@ -82,18 +82,13 @@ class TextSamples:
 
 def text(part: Part, setting: Setting, wanted: int) -> TextSamples:
     """The kind `text`, in the order of the run."""
-    seq_length, seed = setting.config.seq_length, setting.seed
+    config, within = setting.config, (part.reader, part.first, part.last)
+    seq_length, seed, cache = config.seq_length, setting.seed, setting.cache
     windows: Windows
-    if setting.config.order == "megatron":
-        windows = MegatronSamples(
-            part.reader,
-            part.first,
-            part.last,
-            seq_length=seq_length,
-            seed=seed,
-            num_samples=wanted,
-            cache=setting.cache,
-        )
+    if config.sample_order == "megatron":
+        windows = MegatronSamples(*within, seq_length=seq_length, seed=seed, num_samples=wanted, cache=cache)
+    elif config.sample_order == "stable":
+        windows = StableSamples(*within, seq_length=seq_length, seed=seed)
     else:
-        windows = StableSamples(part.reader, part.first, part.last, seq_length=seq_length, seed=seed)
+        windows = ShuffledSamples(*within, seq_length=seq_length, seed=seed, cache=cache)
     return TextSamples(windows, DocumentRules.of(setting), seq_length)
