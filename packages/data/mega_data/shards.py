@@ -19,7 +19,6 @@ from typing import Any
 
 from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.files import write_json
-from mega_common.log import logger
 from mega_data.commit import settle
 from mega_data.indexed import IndexedReader, IndexedWriter, idx_path, refusals
 from mega_data.info import DataInfo, data_files, quarantine_path, read_info
@@ -135,10 +134,7 @@ def join(whole: Path, sources: Sequence[Source], shard: Shard, key: str, made_fr
         DataError: when a part is damaged, or there is not one document.
     """
     prefixes = [part.prefix(whole) for part in shard.all]
-    missing = [str(part) for part in shard.all if not finished(part.prefix(whole), made_from)]
-    if missing:
-        logger.info("%s: %d of %d parts are yet to be made: %s%s", whole, len(missing), shard.of,
-                    ", ".join(missing[:8]), ", ..." if len(missing) > 8 else "")  # fmt: skip
+    if not all(finished(prefix, made_from) for prefix in reversed(prefixes)):  # most are made in order
         return None
     infos = [info for prefix in prefixes if (info := read_info(prefix))]
     if not sum(info.documents for info in infos):
