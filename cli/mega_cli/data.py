@@ -138,6 +138,12 @@ def preprocess(
     from mega_data.preprocess import preprocess as run
     from mega_data.shards import Shard
 
+    if shard is not None and engine != "threads":
+        raise ConfigError("--shard and --engine: one job makes one part, an engine makes all", hint="give one of them")
+    if shards is not None and engine == "threads":
+        raise ConfigError(
+            "--shards: threads make no parts", hint="--engine processes, or --shard I/N for one of N jobs"
+        )
     chat = _chat_options(kind, loss_on, max_length, chat_template, template_option, turn_weights)
     if chat is not None and (append_eod or parse_special_tokens or json_key != "text"):
         raise ConfigError(
@@ -145,12 +151,6 @@ def preprocess(
             hint="a conversation ends as its template says, and is read from a whole record",
         )
 
-    if shard is not None and engine != "threads":
-        raise ConfigError("--shard and --engine: one job makes one part, an engine makes all", hint="give one of them")
-    if shards is not None and engine == "threads":
-        raise ConfigError(
-            "--shards: threads make no parts", hint="--engine processes, or --shard I/N for one of N jobs"
-        )
     info = run(
         [*input, *(more or [])],
         tokenizer,

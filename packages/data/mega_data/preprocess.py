@@ -123,14 +123,8 @@ class Job:
 
     @cached_property
     def chats(self) -> Chats | None:
-        """What makes conversations of records, if they are that."""
-        return None if self.chat is None else Chats(self.chat, self.tokenizer)
-
-    def encode(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> tuple[Arrays, int]:
-        """The arrays of documents, and how many answers the length limit cut."""
-        if self.chats:
-            return self.chats.encoder.encode([document.chats for document in documents], dtype)
-        return self.tokenizer.encode_batch([document.text for document in documents], dtype), 0
+        """What makes texts of conversations."""
+        return Chats(self.chat, self.tokenizer) if self.chat else None
 
     @cached_property
     def left_out(self) -> LeftOut:
@@ -205,6 +199,12 @@ class Job:
         reading.tell()
         _tell(output.info, output, tokenizer)
         return output.info
+
+    def encode(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> tuple[Arrays, int]:
+        """The arrays of documents, and how many answers the length limit cut."""
+        if self.chats:
+            return self.chats.encoder.encode([document.chats for document in documents], dtype)
+        return self.tokenizer.encode_batch([document.text for document in documents], dtype), 0
 
     def make_part(self, shard: Shard, workers: int) -> DataInfo:
         """Make the part of one shard, unless it is made already."""
