@@ -28,7 +28,7 @@ def show(
     ] = 0,
     run: Annotated[Path | None, typer.Option(help="Show what this run.yaml trains on, in place of a data set.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder with tokenizer.json, or that file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a token a line of its lists.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the tokens of a document, or of a run's sample as the model gets it, and which of them count in the loss.
 
