@@ -112,11 +112,7 @@ def _message(raw: Any, name: str) -> Message:
         raise DataError(f"{name} is not an object")
     message = {key: value for key, value in raw.items() if value is not None}
     if "from" in message and "role" not in message:
-        role = message.pop("from")
-        if role not in SHAREGPT:
-            raise DataError(f"{name}.from = {role!r}: none of {', '.join(SHAREGPT)}")
-        said = _called(message.pop("value", ""), name) if role == "function_call" else message.pop("value", "")
-        message = {"role": SHAREGPT[role], "tool_calls" if role == "function_call" else "content": said, **message}
+        message = _of_sharegpt(message, name)
     if not isinstance(message.get("role"), str):
         raise DataError(f"{name} has no 'role'")
     if isinstance(message.get("content"), list):
@@ -126,6 +122,14 @@ def _message(raw: Any, name: str) -> Message:
     if isinstance(message.get("tool_calls"), list):
         message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     return message
+
+
+def _of_sharegpt(message: Message, name: str) -> Message:
+    role, value = message.pop("from"), message.pop("value", "")
+    if role not in SHAREGPT:
+        raise DataError(f"{name}.from = {role!r}: none of {', '.join(SHAREGPT)}")
+    said = {"tool_calls": _called(value, name)} if role == "function_call" else {"content": value}
+    return {"role": SHAREGPT[role], **said, **message}
 
 
 def _called(value: Any, name: str) -> list[Any]:
