@@ -299,11 +299,13 @@ class IndexedReader:
         self.tokens: Tokens = np.asarray(mapped)  # a plain array: slices of a memmap are slower
         self.num_tokens = size // self.dtype.itemsize
 
-    def _nearby(self) -> str | None:
+    def _nearby(self) -> str:
         """Megatron's tools add `_text_document` to the name they are given; people forget it."""
         names = sorted(path.name.removesuffix(".idx") for path in self.prefix.parent.glob("*.idx"))
         near = [name for name in names if name.startswith(self.prefix.name)] or names
-        return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}" if near else None
+        if near:
+            return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}"
+        return f"one is made of text by mega data preprocess --output {self.prefix}"
 
     def _read_header(self) -> tuple[int, int, int]:
         """Dtype code, sequence count and length of the document index."""
