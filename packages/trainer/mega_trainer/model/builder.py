@@ -14,6 +14,7 @@ from mega_ckpt.pieces import Piece
 from mega_common.model_config import ModelConfig
 from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Kernels
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.model.recompute import SavedActivations
@@ -104,6 +105,7 @@ class Builder:
         config: the architecture.
         groups: who splits what; groups of one by default.
         kernels: the back end.
+        leaves: computes what is neither a back end's nor a product.
         by_layer: that of the products of linear layers, for the layers where it is another.
         products: that of the linear layers to be made.
         sp: split the residual stream over the sequence among the tensor ranks.
@@ -118,6 +120,7 @@ class Builder:
     config: ModelConfig
     groups: Groups = field(default_factory=Groups)
     kernels: Kernels = field(default_factory=TorchKernels)
+    leaves: Leaves = field(default_factory=Leaves)
     by_layer: Mapping[int, Kernels] = field(default_factory=dict)
     products: Kernels | None = None
     sp: bool = False
