@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from mega_cli.data_show import show
 from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.log import human
 
@@ -266,6 +267,11 @@ def _report(found: Inspection) -> list[str]:
         shown = repr(sample.text) if sample.text is not None else " ".join(map(str, sample.ids))
         lines += ["", f"sequence {sample.sequence:,} ({sample.length:,} tokens): {shown}"]
     return lines
+
+
+app.command(
+    epilog="Examples: mega data show data/chat --sample 7\n\nmega data show --run run.yaml --sample 7 --json | jq"
+)(show)
 
 
 @app.command(epilog="Example: mega data merge data/wiki data/code --output data/all")

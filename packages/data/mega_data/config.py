@@ -127,11 +127,15 @@ class DataConfig(Config):
         return [0.0 if has else number for number, has in zip(self.split, own, strict=True)]
 
     def problems(self) -> Iterator[Problem]:
-        """Rules of the split and of Megatron's order."""
+        """Rules of the split, of kinds and of Megatron's order."""
         if len(self.split) != 3 or not math.fsum(self.split):
             yield Problem("split", "must be up to three numbers, for train, valid and test", self.split, "969,30,1")
         elif not self.split[0]:
             yield Problem("split", "gives nothing to train", self.split, "969,30,1")
+        sources = [source for name in ("train", "valid", "test") for source in getattr(self, name) or []]
+        if "pairs" in {self.kind, *(source.kind for source in sources)}:
+            rule = "has no loss to train with yet: preference pairs can be made and shown"
+            yield Problem("kind", rule, "pairs", "conversations, made of the chosen answers")
         for name in ("train", "valid", "test"):
             yield from self._blend_problems(name, getattr(self, name) or [])
 

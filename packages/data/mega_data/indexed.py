@@ -235,9 +235,7 @@ class IndexedWriter:
         values = np.asarray(tokens)
         self.add_documents(values, np.array([values.size]))
 
-    def add_documents(
-        self, tokens: npt.ArrayLike, lengths: npt.ArrayLike, mask: npt.NDArray[np.uint8] | None = None
-    ) -> None:
+    def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike, mask: Tokens | None = None) -> None:
         """Add many documents: the tokens of their sequences one after another, int[sum(lengths)], and the mask's bytes."""
         values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if values.ndim != 1 or sizes.sum() != values.size:
@@ -254,9 +252,7 @@ class IndexedWriter:
         ends = np.arange(first + self._sequences, last + 1, self._sequences, dtype=np.int64)
         self._ends.frombytes(ends.tobytes())
 
-    def append(
-        self, reader: IndexedReader, bar: ProgressBar | None = None, mask: npt.NDArray[np.uint8] | None = None
-    ) -> None:
+    def append(self, reader: IndexedReader, bar: ProgressBar | None = None, mask: Tokens | None = None) -> None:
         """Add all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.
 
         Raises:
@@ -344,7 +340,7 @@ class IndexedWriter:
                 )
         return values.astype(self.dtype, copy=False)
 
-    def _write(self, values: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None) -> None:
+    def _write(self, values: npt.NDArray[Any], mask: Tokens | None) -> None:
         if (self._mask is None) != (mask is None) or (mask is not None and mask.size != values.size):
             raise ValueError(f"a mask of {None if mask is None else mask.size} bytes for {values.size} tokens")
         with refusals(self.prefix):

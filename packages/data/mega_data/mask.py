@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
-from mega_data.indexed import CHUNK, IndexedReader, bin_path, idx_path, mask_prefix
+from mega_data.indexed import CHUNK, IndexedReader, Tokens, bin_path, idx_path, mask_prefix
 from mega_data.info import read_info
 
 
-def open_mask(reader: IndexedReader) -> npt.NDArray[np.uint8]:
-    """The bytes of all tokens of a data set, [num_tokens].
+def open_mask(reader: IndexedReader) -> IndexedReader:
+    """The mask of a data set: its `tokens` are the bytes of all tokens, uint8 [num_tokens].
 
     Raises:
         DataError: when it has no mask, or that is of other sequences.
@@ -28,7 +27,7 @@ def open_mask(reader: IndexedReader) -> npt.NDArray[np.uint8]:
     mask = IndexedReader(prefix)
     if mask.dtype != np.uint8 or not np.array_equal(mask.lengths, reader.lengths):
         raise DataError(f"{prefix}: not a mask of {reader.prefix}: its sequences are others", hint="make both anew")
-    return mask.tokens.view(np.uint8)
+    return mask
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class LossWeights:
         fingerprint: of the bytes and of what they stand for.
     """
 
-    bytes: npt.NDArray[np.uint8]
+    bytes: Tokens
     one: int
     fingerprint: str
 
@@ -53,24 +52,24 @@ class LossWeights:
         info = read_info(reader.prefix)
         mask, chat = open_mask(reader), info.chat if info else None
         if chat is None or chat.loss_on != "all":
-            _check_bytes(mask, mask_prefix(reader.prefix))
+            _check_bytes(mask)
         one = chat.one if chat else 1
-        return cls(mask, one, f"{IndexedReader(mask_prefix(reader.prefix)).fingerprint}/{one}")
+        return cls(mask.tokens, one, f"{mask.fingerprint}/{one}")
 
     def __getitem__(self, tokens: slice) -> npt.NDArray[np.float32]:
         return self.bytes[tokens].astype(np.float32) / np.float32(self.one)
 
 
-def _check_bytes(mask: npt.NDArray[np.uint8], prefix: Path) -> None:
+def _check_bytes(mask: IndexedReader) -> None:
     """Refuse a mask that hides nothing, or everything. It is read up to the first difference, which is near."""
     some, every = False, True
-    for start in range(0, mask.size, CHUNK):
-        counts = mask[start : start + CHUNK] > 0
+    for start in range(0, mask.num_tokens, CHUNK):
+        counts = mask.tokens[start : start + CHUNK] > 0
         some, every = some or bool(counts.any()), every and bool(counts.all())
         if some and not every:
             return
     raise DataError(
-        f"{bin_path(prefix)}: counts "
+        f"{bin_path(mask.prefix)}: counts "
         + ("every token in the loss, those of questions too" if some else "no token in the loss"),
         hint="make it anew, with a chat template that marks answers" + (", or with --loss-on all" if some else ""),
     )

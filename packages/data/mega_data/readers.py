@@ -247,14 +247,16 @@ def _read_csv(stream: io.BufferedReader, source: Source, key: str) -> Items:
     rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter="\t" if tab else ",")
     try:
         header = next(rows, [])
-        if key not in header:
+        if key not in header and key != WHOLE:
             if source.found:
                 yield Rejected(f"no column {key!r}", "", source.name, 1, left_out=True)
                 return
             raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(header)}")
-        column = header.index(key)
+        column = -1 if key == WHOLE else header.index(key)
         for row in rows:
-            if len(row) > column:
+            if key == WHOLE:
+                yield _checked(lookup(dict(zip(header, row, strict=False)), key), key, source.name, rows.line_num)
+            elif len(row) > column:
                 yield _checked(row[column], key, source.name, rows.line_num)
             elif row:
                 yield Rejected(f"no column {key!r} in this row", str(row), source.name, rows.line_num)

@@ -344,9 +344,6 @@ class RunConfig(Config):
         model, data, parallel = self.model, self.data, self.parallel
         if model.position == "learned" and data.seq_length > model.max_position:
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
-        if "pairs" in (data.kind, *(source.kind for source in (*data.train, *(data.valid or []), *(data.test or [])))):
-            rule = "has no loss to train with yet: preference pairs can be made and shown"
-            yield Problem("data.kind", rule, "pairs", "conversations, made of the chosen answers")
         yield from model_problems(self)
         yield from fp8_problems(self)
         if self.kernels.linear == "te" and self.precision == "fp8":
