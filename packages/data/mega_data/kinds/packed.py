@@ -115,6 +115,7 @@ class PackedSamples:
     def _packed(self) -> Arrays:
         reader, split = self._part.reader, self._setting.config.long_documents == "split"
         begins, ends = document_bounds(reader, self._part.first, self._part.last)
+        reader.close()
         pieces = pieces_of(begins, ends, self._seq_length, split=split)
         if not pieces.sizes.size:
             raise DataError(
