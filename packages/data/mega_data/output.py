@@ -23,8 +23,9 @@ from mega_common.files import write_json
 from mega_common.log import ProgressBar, logger
 from mega_data.batches import Batch, Progress
 from mega_data.commit import commit
-from mega_data.indexed import CHUNK, IndexedWriter, best_dtype, refusals
+from mega_data.indexed import CHUNK, IndexedWriter, best_dtype
 from mega_data.info import DataInfo, ShardInfo, Skipped, TokenizerInfo, little_endian, quarantine_path, write_info
+from mega_data.partial import refusals
 from mega_data.readers import Rejected
 from mega_data.tokenizer import Tokenizer
 

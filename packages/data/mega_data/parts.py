@@ -12,6 +12,7 @@ import numpy as np
 from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig, Source
+from mega_data.fetch import local_prefix
 from mega_data.indexed import IndexedReader
 from mega_data.limits import allow_open_files
 from mega_data.sample_index import token_range
@@ -84,7 +85,7 @@ class Parts:
         wrong = []
         for path in new:
             try:
-                self._readers[path] = reader = IndexedReader(path)
+                self._readers[path] = reader = IndexedReader(local_prefix(path, self._config.cache))
                 check_ends(reader, self._eod, self._rules)
             except DataError as error:
                 wrong.append(error)
