@@ -20,7 +20,7 @@ from mega_common.remote import Remote, RemoteError, Stamp, in_words, place
 from mega_data.partial import discard, give_names, hold, partial_folder, refusals
 
 BLOCK = 1 << 23  # bytes
-SUFFIXES = ("info", "bin", "idx")  # in the order in which they take their names
+SUFFIXES = ("info", "mask.bin", "mask.idx", "bin", "idx")  # in the order in which they take their names
 
 
 def local_prefix(prefix: Path, cache: Path | None = None) -> Path:
