@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +27,8 @@ import xxhash
 from mega_common.errors import DataError
 from mega_common.files import fsync_folder
 from mega_common.log import ProgressBar
+from mega_data.fetch import local_prefix
+from mega_data.partial import LOCK, discard, give_names, hold, partial_folder, refusals
 
 Tokens = npt.NDArray[np.integer[Any]]
 
@@ -36,7 +37,6 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = {6: "float64", 7: "float32"}
 CHUNK = 1 << 22
-LOCK = "lock"
 
 
 def best_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -66,58 +66,6 @@ def mask_prefix(prefix: Path) -> Path:
     """`PREFIX.mask`, the data set that has a byte for each token of another: its weight in the loss."""
     prefix = data_prefix(prefix)
     return prefix.with_name(prefix.name + ".mask")
-
-
-@contextlib.contextmanager
-def refusals(path: Path) -> Iterator[None]:
-    """Turn what a disk raises while `path` is written into one sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror})") from error
-
-
-def partial_folder(prefix: Path) -> Path:
-    """Where a data set is while it is written: `.NAME.partial`."""
-    prefix = data_prefix(prefix)
-    return prefix.with_name(f".{prefix.name}.partial")
-
-
-def hold(folder: Path, *, wait: bool) -> int | None:
-    """Make a folder and lock it for this process, which may also remove it; the lock's descriptor.
-
-    None when another process holds it and it is not to be waited for.
-    """
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # its holder has just removed it
-            continue
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
-                return descriptor
-        os.close(descriptor)
-        if not wait:
-            return None
-
-
-def discard(folder: Path, last: Sequence[str] = ()) -> None:
-    """Remove a folder that this process holds, the files named in `last` after the others and the lock after all."""
-    with contextlib.suppress(OSError):
-        names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == LOCK, name in last))
-        for name in names:
-            (folder / name).unlink()
-        folder.rmdir()
-
-
-def give_names(folder: Path, names: Mapping[str, Path]) -> None:
-    """Rename the files of `folder`, those of them that are there, durably one after another."""
-    for name, final in names.items():
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(folder / name, final)
-            fsync_folder(final.parent)
 
 
 def mask_names(prefix: Path) -> dict[str, Path]:
@@ -399,6 +347,7 @@ class IndexedReader:
 
     With `files` only the header, the sizes and the ends of the index are read on opening, by a few small reads; the files
     are mapped, and the first time checked, when something is asked of them, and closed again when `files` has others.
+    A URL is fetched first (`local_prefix`).
 
     Attributes:
         documents: their number.
@@ -409,7 +358,7 @@ class IndexedReader:
     """
 
     def __init__(self, prefix: Path, files: OpenFiles | None = None) -> None:
-        self.prefix = data_prefix(Path(prefix))
+        self.prefix = data_prefix(local_prefix(Path(prefix)))
         self._bin, self._idx, self._files = bin_path(self.prefix), idx_path(self.prefix), files
         for path in (self._idx, self._bin):
             if not path.is_file():

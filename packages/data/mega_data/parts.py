@@ -14,6 +14,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig, Source
 from mega_data.document_order import token_range
+from mega_data.fetch import local_prefix
 from mega_data.indexed import IndexedReader, OpenFiles, data_prefix
 from mega_data.info import read_info
 from mega_data.limits import allow_open_files
@@ -120,7 +121,7 @@ class Parts:
         wrong = []
         for path in new:
             try:
-                self._readers[path] = IndexedReader(path, self._files)
+                self._readers[path] = IndexedReader(local_prefix(path, self._config.cache), self._files)
             except DataError as error:
                 wrong.append(error)
         opened = [self._readers[path] for path in new if path in self._readers]

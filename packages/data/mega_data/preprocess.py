@@ -273,7 +273,7 @@ def _encoded(
         return
     pending: deque[tuple[Batch, Future[Arrays]]] = deque()
     under_way = 0
-    failure: DataError | None = None
+    failure: MegaError | None = None
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     try:
         try:
@@ -286,7 +286,7 @@ def _encoded(
                 while pending and pending[0][1].done():
                     under_way -= pending[0][0].size
                     yield _finished(*pending.popleft())
-        except DataError as error:  # of the batch that would come next: what is under way is worth keeping
+        except MegaError as error:  # of the batch that would come next: what is under way is worth keeping
             failure = error
         while pending:
             yield _finished(*pending.popleft())

@@ -7,6 +7,7 @@ it came from. What to do about a `Rejected` is the caller's business.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
 import json
@@ -287,7 +288,10 @@ def _read_parquet(source: Source, key: str, advance: Advance) -> Items:
     arrow = package("pyarrow", "Parquet files")
     line = 0
     try:
-        with parquet.ParquetFile(source.name) as file:
+        with contextlib.ExitStack() as stack:
+            remote = "://" in source.name
+            where = stack.enter_context(opened(source.name, lambda _: None)) if remote else source.name
+            file = stack.enter_context(parquet.ParquetFile(where))
             names = _leaves(file.schema_arrow, arrow.types.is_struct)
             if key not in names and key != WHOLE:
                 raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(names)}")
