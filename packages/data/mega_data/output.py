@@ -23,6 +23,7 @@ from mega_common.files import write_json
 from mega_common.log import ProgressBar, logger
 from mega_data.batches import Batch, Progress
 from mega_data.commit import commit
+from mega_data.encoder import Differs
 from mega_data.indexed import CHUNK, IndexedWriter, best_dtype, refusals
 from mega_data.info import DataInfo, ShardInfo, Skipped, TokenizerInfo, little_endian, quarantine_path, write_info
 from mega_data.readers import Rejected
@@ -162,6 +163,8 @@ class Output:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Differs):  # none of its tokens can be trusted
+            self._record.unlink(missing_ok=True)
         if kind is not None:
             self._keep()
             return

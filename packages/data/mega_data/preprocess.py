@@ -26,6 +26,7 @@ from mega_common.errors import DataError, MegaError
 from mega_common.log import ProgressBar, human, logger
 from mega_data.batches import Batch, Reading, batches
 from mega_data.commit import settle
+from mega_data.encoder import Choice, Differs, Encoder, choose_encoder
 from mega_data.engines import Engine, in_processes, on_ray
 from mega_data.indexed import data_prefix
 from mega_data.info import DataInfo, ShardInfo, data_files, prepare_output, quarantine_path, read_info, refuse_inputs
@@ -54,13 +55,15 @@ def preprocess(
     shard: Shard | None = None,
     engine: Engine = "threads",
     shards: int | None = None,
+    encoder: Choice = "auto",
 ) -> DataInfo:
     """Tokenize `inputs` (see `find_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.info`.
 
     A document is one sequence of the data set; documents without a token are left out and counted. `append_eod` ends
     each with the tokenizer's end token; a special token that a text spells stays text without `parse_special_tokens`.
     `workers` is the number of encoding threads, by default the usable cores. With `on_bad_line="skip"` bad lines go
-    into `PREFIX.quarantine.jsonl` instead of stopping the run.
+    into `PREFIX.quarantine.jsonl` instead of stopping the run. The `encoder` decides about speed alone (see
+    `choose_encoder`).
 
     Until everything is written no file has its final name, whatever ends the run. A run that was ended goes on where it
     was when it is started again, if its inputs are files and they did not change; the data set is the same then.
@@ -76,7 +79,7 @@ def preprocess(
     """
     job = Job(
         tuple(inputs), Path(tokenizer_path), data_prefix(Path(output_prefix)),
-        json_key, append_eod, parse_special_tokens, on_bad_line, overwrite,
+        json_key, append_eod, parse_special_tokens, on_bad_line, overwrite, encoder,
     )  # fmt: skip
     if settled := job.check():
         return settled
@@ -100,6 +103,7 @@ class Job:
     parse_special_tokens: bool
     on_bad_line: Literal["error", "skip"]
     overwrite: bool
+    encoder: Choice
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -142,6 +146,26 @@ class Job:
         self, prefix: Path, sources: Sequence[Source], made_from: str, workers: int, shard: ShardInfo | None = None
     ) -> DataInfo:
         """Read, encode and write all of `sources`, from where an interrupted run was."""
+        try:
+            return self._make(prefix, sources, made_from, workers, shard, self.encoder)
+        except Differs as error:
+            if not all(source.again for source in sources):
+                raise DataError(
+                    f"{error.where}: fastokens makes other tokens than tokenizers, and what is read cannot be read again",
+                    hint="--encoder tokenizers",
+                ) from None
+            logger.warning("%s: fastokens makes other tokens than tokenizers: starting over without it", error.where)
+            return self._make(prefix, sources, made_from, workers, shard, "tokenizers")
+
+    def _make(
+        self,
+        prefix: Path,
+        sources: Sequence[Source],
+        made_from: str,
+        workers: int,
+        shard: ShardInfo | None,
+        choice: Choice,
+    ) -> DataInfo:
         tokenizer = self.tokenizer
         lasting = all(source.again for source in sources)
         with contextlib.ExitStack() as stack:
@@ -150,7 +174,10 @@ class Job:
             )
             size = sum(source.bytes for source in sources)
             bar = stack.enter_context(ProgressBar("tokenizing", total=size or None, unit="bytes"))
-            reading = Reading(sources, self.json_key, self.left_out, output.begin(), bar)
+            done = output.begin()
+            done.encoder = done.encoder if choice == "auto" else choice  # what was given up stays so
+            encoder = choose_encoder(done.encoder, tokenizer, size, again=lasting)
+            reading = Reading(sources, self.json_key, self.left_out, done, bar)
             good = batches(
                 reading,
                 tokenizer,
@@ -158,11 +185,10 @@ class Job:
                 end=None if self.parse_special_tokens else tokenizer.eos_token,
             )
             stack.enter_context(one_thread_per_call())
-            encoded = _encoded(good, tokenizer, output.dtype, workers)
+            encoded = _encoded(good, encoder, output.dtype, workers)
             for batch, arrays in stack.enter_context(contextlib.closing(encoded)):
                 output.add(batch, arrays)
                 reading.show(batch.read)
-            done = output.done
             if shard is not None:
                 output.shard = shard.model_copy(update={"lines": reading.lines})
             elif not done.documents:
@@ -233,11 +259,11 @@ def usable_cores() -> int:
 
 
 def _encoded(
-    batches: Iterable[Batch], tokenizer: Tokenizer, dtype: np.dtype[Any], workers: int
+    batches: Iterable[Batch], encoder: Encoder, dtype: np.dtype[Any], workers: int
 ) -> Generator[tuple[Batch, Arrays], None, None]:
     """Each batch with its tokens, in order; at most `AHEAD` bytes per worker (or one batch) are under way."""
     if workers == 1:  # a thread of its own would cost more, in memory arenas, than it saves
-        yield from ((batch, _encode(batch, tokenizer, dtype)) for batch in batches)
+        yield from ((batch, _encode(batch, encoder, dtype)) for batch in batches)
         return
     pending: deque[tuple[Batch, Future[Arrays]]] = deque()
     under_way = 0
@@ -249,7 +275,7 @@ def _encoded(
                 while pending and under_way + batch.size > workers * AHEAD:
                     under_way -= pending[0][0].size
                     yield _finished(*pending.popleft())
-                pending.append((batch, pool.submit(_encode, batch, tokenizer, dtype)))
+                pending.append((batch, pool.submit(_encode, batch, encoder, dtype)))
                 under_way += batch.size
                 while pending and pending[0][1].done():
                     under_way -= pending[0][0].size
@@ -268,24 +294,27 @@ def _finished(batch: Batch, future: Future[Arrays]) -> tuple[Batch, Arrays]:
     return batch, future.result()
 
 
-def _encode(batch: Batch, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Arrays:
+def _encode(batch: Batch, encoder: Encoder, dtype: np.dtype[Any]) -> Arrays:
     if not batch.documents:
         return []
     try:
-        return tokenizer.encode_batch([document.text for document in batch.documents], dtype)
+        return encoder.encode_batch([document.text for document in batch.documents], dtype)
+    except Differs as error:
+        error.where = batch.documents[error.index].where
+        raise
     except BaseException as error:  # a panic in Rust is no Exception
-        raise _blame(batch, tokenizer, dtype, error) from error
+        raise _blame(batch, encoder, dtype, error) from error
 
 
-def _blame(batch: Batch, tokenizer: Tokenizer, dtype: np.dtype[Any], error: BaseException) -> DataError:
+def _blame(batch: Batch, encoder: Encoder, dtype: np.dtype[Any], error: BaseException) -> DataError:
     """Find the document of a batch that the tokenizer fails on."""
     for document in batch.documents:
         try:
-            tokenizer.encode_batch([document.text], dtype)
+            encoder.encode_batch([document.text], dtype)
         except BaseException as own:  # noqa: BLE001 - as above; it is told, not lost
-            return DataError(f"{document.where}: the tokenizer {tokenizer.path} fails on this document ({own})")
+            return DataError(f"{document.where}: the tokenizer {encoder.path} fails on this document ({own})")
     first, last = batch.documents[0], batch.documents[-1]
-    return DataError(f"{first.where} to {last.where}: the tokenizer {tokenizer.path} fails on this batch ({error})")
+    return DataError(f"{first.where} to {last.where}: the tokenizer {encoder.path} fails on this batch ({error})")
 
 
 def _tell(info: DataInfo, output: Output, tokenizer: Tokenizer) -> None:
