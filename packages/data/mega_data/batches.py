@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mega_common.errors import DataError
 from mega_common.log import ProgressBar, human, logger
+from mega_data.encoder import Choice
 from mega_data.readers import Document, Rejected, read
 from mega_data.sources import Kind, LeftOut, Source, describe
 from mega_data.tokenizer import Tokenizer
@@ -46,7 +47,8 @@ class Batch:
 class Progress:
     """How far a run came: `items` of source number `source`, after all before it; and what came of them.
 
-    `made_from` tells a run from one with other inputs or settings; `quarantined` counts bytes.
+    `made_from` tells a run from one with other inputs or settings; `quarantined` counts bytes, and `encoder`
+    is the one that was asked for, or had to be.
     """
 
     made_from: str
@@ -60,6 +62,7 @@ class Progress:
     ends: int = 0
     cut: int = 0
     quarantined: int = 0
+    encoder: Choice = "auto"
 
 
 class Reading:
