@@ -63,9 +63,16 @@ class Reading:
     """All sources one after another, from where an interrupted run was, and the progress of that in bytes."""
 
     def __init__(
-        self, sources: Sequence[Source], json_key: str, left_out: LeftOut, done: Progress, bar: ProgressBar
+        self,
+        sources: Sequence[Source],
+        json_key: str,
+        left_out: LeftOut,
+        done: Progress,
+        bar: ProgressBar,
+        *,
+        whole: bool = False,
     ) -> None:
-        self.sources, self.json_key, self.left_out, self.bar = sources, json_key, left_out, bar
+        self.sources, self.json_key, self.left_out, self.bar, self.whole = sources, json_key, left_out, bar, whole
         self.start = done.source, done.items
         self.kinds: Counter[Kind] = Counter()
         self.read = float(sum(source.size for source in sources[: done.source]))
@@ -74,7 +81,9 @@ class Reading:
     def items(self) -> Iterator[tuple[Place, Document | Rejected]]:
         """What is read, and the place after it."""
         for number, source in enumerate(self.sources[self.start[0] :], self.start[0]):
-            for count, item in enumerate(read(source, self.json_key, self._advance, self._tell_kind), 1):
+            for count, item in enumerate(
+                read(source, self.json_key, self._advance, self._tell_kind, whole=self.whole), 1
+            ):
                 if isinstance(item, Rejected) and item.left_out:
                     self.left_out.add(item.reason, [item.file])
                 if (number, count) > self.start:
