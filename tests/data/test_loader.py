@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mega_common.errors import ConfigError, DataError
 from mega_data.config import DataConfig
-from mega_data.gpt_dataset import DocumentRules, GPTDataset, Sample, build_datasets
+from mega_data.dataset import BlendedDataset, DocumentRules, Sample, build_datasets
 from mega_data.indexed import IndexedWriter
 from mega_data.loader import Loader, StepBatch
 
@@ -74,7 +74,7 @@ def test_order_does_not_depend_on_caches(tmp_path: Path, order: str) -> None:
         config = DataConfig.parse(
             {"train": [source, source], "order": order, "seq_length": S, "cache": tmp_path / cache}
         )
-        train: GPTDataset = build_datasets(config, seed=1, samples={"train": 300}, eod=None)[0]
+        train: BlendedDataset = build_datasets(config, seed=1, samples={"train": 300}, eod=None)[0]
         return [batch.tokens.tolist() for batch in taken(Loader(train, global_batch=30, seq_length=S), 10)]
 
     (tmp_path / "blocked").write_text("not a folder")
@@ -94,13 +94,23 @@ def test_batch_has_shapes_and_types() -> None:
             ("tokens", np.int64),
             ("labels", np.int64),
             ("position_ids", np.int64),
-            ("loss_mask", bool),
+            ("loss_weights", np.float32),
         ):
             assert getattr(batch, name).shape == (3, S)
             assert getattr(batch, name).dtype == dtype
         assert (batch.document_ids is not None) == has
         assert batch.document_ids is None or batch.document_ids.dtype == np.int32
         assert batch.sample_ids.tolist() == [3, 4, 5]
+
+
+def test_a_sample_without_documents_is_one_among_others() -> None:
+    class Mixed:
+        def __getitem__(self, k: int) -> Sample:
+            return DocumentRules(1, reset_attention_mask=k % 2 == 0).sample(np.arange(S + 1))
+
+    batch = next(iter(Loader(Mixed(), global_batch=2, seq_length=S)))
+    assert batch.document_ids is not None
+    assert batch.document_ids.tolist() == [[0, 0] + [1] * (S - 2), [0] * S]
 
 
 def test_errors_come_where_the_batch_would_have_come() -> None:
@@ -140,7 +150,7 @@ def test_a_dropped_loader_ends_its_thread_and_reads_no_more() -> None:
 def test_a_program_that_leaves_in_the_middle_ends() -> None:
     program = """
 import numpy as np
-from mega_data.gpt_dataset import DocumentRules
+from mega_data.dataset import DocumentRules
 from mega_data.loader import Loader
 class Data:
     def __getitem__(self, k): return DocumentRules().sample(np.full(9, k))

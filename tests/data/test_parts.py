@@ -14,7 +14,7 @@ import pytest
 
 from mega_common.errors import DataError
 from mega_data.config import DataConfig
-from mega_data.gpt_dataset import build_datasets
+from mega_data.dataset import build_datasets
 from mega_data.indexed import IndexedWriter
 from mega_data.parts import Use, planned_use
 
@@ -80,7 +80,7 @@ soft, hard, prefix, count, order = json.loads(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 from mega_common.errors import DataError
 from mega_data.config import DataConfig
-from mega_data.gpt_dataset import build_datasets
+from mega_data.dataset import build_datasets
 train = [{"path": f"{prefix}-{number}", "weight": 1} for number in range(count)]
 config = DataConfig.parse({"train": train, "seq_length": 16, "split": [1], "order": order})
 try:

@@ -118,20 +118,20 @@ class Trainer:
 
 
 def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool = True) -> StepBatch:
-    """Samples that depend on the step alone: random tokens, documents of uneven length, uneven loss masks."""
+    """Samples that depend on the step alone: random tokens, documents of uneven length, uneven weights of the losses."""
     begin, length = config.batch.consumed(step), config.data.seq_length
     count = config.batch.at(begin)
     rng = np.random.default_rng([7, step])
     tokens = rng.integers(0, config.model.vocab_size, (count, length + 1))
     documents = np.cumsum(rng.random((count, length)) < 0.15, axis=1).astype(np.int32)
     keep = rng.random((count, 1)) * 0.9 + 0.05  # from nearly none to nearly all of a sample's tokens count
-    mask = rng.random((count, length)) < keep
+    weights = (rng.random((count, length)) < keep) * rng.choice([0.5, 1.0, 2.0], (count, length)).astype(np.float32)
     starts = np.array([[np.flatnonzero(row == row[i])[0] for i in range(length)] for row in documents])
     own = slice(rank * count // ranks, (rank + 1) * count // ranks)
     return StepBatch(
         tokens=tokens[own, :-1],
         labels=tokens[own, 1:],
-        loss_mask=mask[own],
+        loss_weights=weights[own],
         position_ids=(np.arange(length) - starts)[own],
         document_ids=documents[own] if closed else None,
         sample_ids=np.arange(begin, begin + count)[own],

@@ -11,14 +11,17 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from mega_common.config import Config, Problem
 
+KindName = Literal["text"]
+
 
 class Source(Config):
-    """One data set of a blend: a path without `.bin` and `.idx`, and its weight. A bare string is a path."""
+    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind. A bare string is a path."""
 
     path: Path
     weight: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="share of the samples, relative to the others; default: 1"
     )
+    kind: KindName | None = Field(None, description="what kind of data it is, where that is not data.kind")
 
     @model_validator(mode="before")
     @classmethod
@@ -50,6 +53,7 @@ class DataConfig(Config):
         [969.0, 30.0, 1.0], description="shares of train, valid and test in each of the train data sets, by sequences"
     )
     seq_length: PositiveInt = Field(1024, description="tokens the model sees at once")
+    kind: KindName = Field("text", description="text: windows of running text")
     order: Literal["stable", "megatron"] = Field(
         "stable", description="stable: a function of seed and sample number alone; megatron: as Megatron draws it"
     )

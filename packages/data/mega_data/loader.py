@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import ConfigError
-from mega_data.gpt_dataset import Sample
+from mega_data.kinds.base import Sample
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -33,7 +33,7 @@ class StepBatch:
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
-    loss_mask: npt.NDArray[np.bool_]
+    loss_weights: npt.NDArray[np.float32]
     position_ids: npt.NDArray[np.int64]
     document_ids: npt.NDArray[np.int32] | None
     sample_ids: npt.NDArray[np.int64]
@@ -100,15 +100,21 @@ class Loader:
         first = begin + self._dp_rank * share
         ids = np.arange(first, first + share)
         samples = [self._dataset[k] for k in ids.tolist()]
-        documents = [sample.document_ids for sample in samples if sample.document_ids is not None]
+        documents = [sample.document_ids for sample in samples]
         return StepBatch(
             tokens=self._stacked([sample.tokens for sample in samples]),
             labels=self._stacked([sample.labels for sample in samples]),
-            loss_mask=self._stacked([sample.loss_mask for sample in samples]),
+            loss_weights=self._stacked([sample.loss_weights for sample in samples]),
             position_ids=self._stacked([sample.position_ids for sample in samples]),
-            document_ids=self._stacked(documents) if documents else None,
+            document_ids=None
+            if all(ids is None for ids in documents)
+            else self._stacked([*map(self._or_one, documents)]),
             sample_ids=ids,
         )
+
+    def _or_one(self, document_ids: npt.NDArray[np.int32] | None) -> npt.NDArray[np.int32]:
+        """A sample whose documents are not told apart is one document."""
+        return np.zeros(self._seq_length, np.int32) if document_ids is None else document_ids
 
     def _stacked(self, rows: list[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
         return np.stack(rows, out=np.empty((len(rows), self._seq_length), rows[0].dtype))

@@ -24,12 +24,13 @@ Bounds = tuple[float, float]
 
 @dataclass(frozen=True)
 class Part:
-    """The sequences [first, last) of a data set, and its weight in the blend."""
+    """The sequences [first, last) of a data set, its weight in the blend, and what kind of data it is."""
 
     reader: IndexedReader
     first: int
     last: int
     weight: float | None
+    kind: str
 
     @property
     def tokens(self) -> int:
@@ -98,7 +99,7 @@ class Parts:
             # Python's rounding, half to even, of the very product that Megatron rounds.
             first, last = (round(bound * float(len(reader))) for bound in bounds)
             if reader.lengths[first:last].any():
-                yield Part(reader, first, last, source.weight)
+                yield Part(reader, first, last, source.weight, source.kind or self._config.kind)
             elif name == "train":
                 raise DataError(f"{source.path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
             else:

@@ -86,7 +86,7 @@ def micro_batches(
             f"{config.model.vocab_size}",
             hint="the data were made with another tokenizer, or model.vocab_size is too small",
         )
-    matters = np.logical_or.accumulate(batch.loss_mask[:, ::-1], axis=1)[:, ::-1] if config.model.moe else None
+    matters = np.logical_or.accumulate(batch.loss_weights[:, ::-1] > 0, axis=1)[:, ::-1] if config.model.moe else None
     further = [_ahead(batch, places) for places in range(1, config.model.mtp_layers + 1)]
     own = None
     if context is not None and context.size > 1:
@@ -100,7 +100,7 @@ def micro_batches(
         whole = MicroBatch(
             tokens=tensor(batch.tokens),
             labels=tensor(batch.labels),
-            weights=tensor(batch.loss_mask).float(),
+            weights=tensor(batch.loss_weights),
             positions=tensor(batch.position_ids),
             outline=Outline.of(
                 batch.position_ids[part], None if batch.document_ids is None else batch.document_ids[part]
@@ -119,10 +119,10 @@ def _ahead(batch: StepBatch, places: int) -> tuple[np.ndarray, np.ndarray, np.nd
 
 def further_weights(batch: StepBatch, places: int) -> np.ndarray:
     """fp32 [n, S], the weight of each label those places on."""
-    counts = _shifted(batch.loss_mask, places)
+    weights = _shifted(batch.loss_weights, places)
     if batch.document_ids is not None:
-        counts &= _shifted(batch.document_ids, places) == batch.document_ids
-    return counts.astype(np.float32)
+        weights *= _shifted(batch.document_ids, places) == batch.document_ids
+    return weights
 
 
 def _shifted(array: np.ndarray, places: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from mega_data.gpt_dataset import GPTDataset, build_datasets
+from mega_data.dataset import BlendedDataset, build_datasets
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
 from mega_trainer.fp8 import check_device
@@ -204,7 +204,7 @@ def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
     }
 
 
-def load_data(config: RunConfig, eod: int | None) -> tuple[GPTDataset, GPTDataset | None]:
+def load_data(config: RunConfig, eod: int | None) -> tuple[BlendedDataset, BlendedDataset | None]:
     """The train set, and the validation set where validation is asked for. `eod` is the id that ends a document."""
     training, valid, _ = build_datasets(config.data, seed=config.train.seed, samples=config.samples, eod=eod)
     return training, valid

@@ -1,0 +1,127 @@
+"""The samples of a run: data sets of one kind or several, blended; and a data set from its first token to its last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from mega_common.errors import ConfigError, DataError
+from mega_data.blend import MegatronBlend, StableBlend
+from mega_data.config import DataConfig
+from mega_data.indexed import IndexedReader
+from mega_data.kinds import kinds
+from mega_data.kinds.base import Sample, Samples, Setting
+from mega_data.kinds.text import DocumentRules
+from mega_data.parts import SPLITS, Part, Parts
+
+
+class Blend(Protocol):
+    """Where sample k of a blend comes from."""
+
+    identity: str
+
+    def locate(self, k: int) -> tuple[int, int]:
+        """The data set of sample `k`, and its number there."""
+        ...
+
+
+class BlendedDataset:
+    """Sample k of a blend. In order `stable` any k >= 0 is there; in order `megatron` those of the total asked for.
+
+    Attributes:
+        fingerprint: 32 hex digits of all that sample k depends on: order, seed, weights, contents, rules. A resumed
+            run compares it with the one in its checkpoint to know that its data is still the same.
+
+    Raises:
+        DataError: on reading a sample past the end of order `megatron`.
+    """
+
+    def __init__(self, sources: Sequence[Samples], blend: Blend, rules: DocumentRules) -> None:
+        self._sources, self._blend = sources, blend
+        told = [blend.identity, *(source.identity for source in sources), repr(rules)]
+        self.fingerprint = xxhash.xxh3_128_hexdigest("\n".join(told).encode())
+
+    def __getitem__(self, k: int) -> Sample:
+        source, number = self._blend.locate(k)
+        return self._sources[source][number]
+
+
+def build_datasets(
+    config: DataConfig, *, seed: int, samples: Mapping[str, int], eod: int | None
+) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
+    """The train, valid and test sets of a run.
+
+    `samples` says how many samples the run will read of "train", "valid" and "test"; order `megatron` depends on it,
+    order `stable` does not. Valid and test are None when none is asked for or `split` gives them nothing.
+
+    Raises:
+        ConfigError: when a rule about documents is on and `eod` is None.
+        DataError: when a data set cannot be used, or train or a valid or test that is asked for comes out empty.
+    """
+    parts = Parts(config, eod)
+
+    def split(name: str) -> BlendedDataset | None:
+        wanted = samples.get(name, 0)
+        chosen = parts.of(name) if wanted or name == "train" else []
+        if not chosen:
+            return None
+        cache = config.cache or chosen[0].reader.prefix.parent / ".cache"
+        return _blended(chosen, Setting(config, seed, eod, cache), wanted)
+
+    train, valid, test = map(split, SPLITS)
+    if train is None:
+        raise ConfigError("data.split gives nothing to train")
+    return train, valid, test
+
+
+def _blended(parts: Sequence[Part], setting: Setting, wanted: int) -> BlendedDataset:
+    config, weights = setting.config, [part.weight or 1.0 for part in parts]
+    blend: Blend = StableBlend(weights)
+    sizes = [wanted] * len(parts)
+    own_splits = config.valid is not None or config.test is not None
+    # One data set goes through Megatron's blending, and its surplus, only where it has a weight and shares a split.
+    if config.order == "megatron" and (len(parts) > 1 or (parts[0].weight is not None and not own_splits)):
+        blend = MegatronBlend(weights, wanted, setting.cache)
+        sizes = blend.sizes
+    known = kinds()
+    sources = [known[part.kind](part, setting, size) for part, size in zip(parts, sizes, strict=True)]
+    return BlendedDataset(sources, blend, DocumentRules.of(setting))
+
+
+class SequentialDataset:
+    """A data set from its first token to its last, for perplexity: every token but the first is a label exactly once.
+
+    Sample k has the inputs [k S, (k + 1) S). The last one is padded with token 0, its weight 0 there.
+    """
+
+    def __init__(self, reader: IndexedReader, seq_length: int) -> None:
+        self._tokens, self._seq_length = reader.tokens, seq_length
+        self.num_labels = max(0, reader.num_tokens - 1)
+
+    def __len__(self) -> int:
+        return -(-self.num_labels // self._seq_length)
+
+    def __getitem__(self, k: int) -> Sample:
+        if not 0 <= k < len(self):
+            raise IndexError(k)
+        window = self._tokens[k * self._seq_length : (k + 1) * self._seq_length + 1]
+        padded = np.zeros(self._seq_length + 1, np.int64)
+        padded[: window.size] = window
+        positions = np.arange(self._seq_length)
+        return Sample(padded[:-1], padded[1:], (positions < window.size - 1).astype(np.float32), positions, None)
+
+
+def sequential(prefix: Path, seq_length: int) -> SequentialDataset:
+    """Open a held-out data set for evaluation from its first token to its last.
+
+    Raises:
+        DataError: when the data set cannot be used or has fewer than two tokens.
+    """
+    dataset = SequentialDataset(IndexedReader(prefix), seq_length)
+    if not len(dataset):
+        raise DataError(f"{prefix}: fewer than two tokens, so there is nothing to predict")
+    return dataset

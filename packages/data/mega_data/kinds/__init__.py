@@ -1,0 +1,11 @@
+"""The kinds of training data: what `data.kind`, or the `kind` of one data set, chooses from."""
+
+from __future__ import annotations
+
+from mega_data.kinds.base import Kind
+from mega_data.kinds.text import text
+
+
+def kinds() -> dict[str, Kind]:
+    """Each kind by its name, as `mega_data.config.KindName` lists them."""
+    return {"text": text}

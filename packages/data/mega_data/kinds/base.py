@@ -1,0 +1,65 @@
+"""What a kind of training data is: it makes samples out of one data set. A blend may mix the kinds that make the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_data.config import DataConfig
+from mega_data.parts import Part
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence of S inputs and what is to be predicted at each.
+
+    Attributes:
+        tokens: int64 [S].
+        labels: int64 [S], the token that follows each.
+        loss_weights: fp32 [S], the weight of each label in the loss; 0 where none is taken.
+        position_ids: int64 [S].
+        document_ids: int32 [S], number of the document within the sample, from 0; None where attention is not reset.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    loss_weights: npt.NDArray[np.float32]
+    position_ids: npt.NDArray[np.int64]
+    document_ids: npt.NDArray[np.int32] | None
+
+
+class Samples(Protocol):
+    """The samples of one data set.
+
+    Attributes:
+        identity: all that sample k depends on, in words: what a resumed run compares, by its digest.
+    """
+
+    identity: str
+
+    def __getitem__(self, k: int, /) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the data sets of a split have in common.
+
+    Attributes:
+        eod: the token that ends a document, if the tokenizer has one.
+        cache: a folder for indices.
+    """
+
+    config: DataConfig
+    seed: int
+    eod: int | None
+    cache: Path
+
+
+Kind: TypeAlias = Callable[[Part, Setting, int], Samples]
+"""Makes the samples of a part of a data set, of which the run will read so many (which only order `megatron` may
+depend on). Raises DataError when the data set is not of this kind, or nothing of it is in the part."""

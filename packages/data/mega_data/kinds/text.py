@@ -1,0 +1,80 @@
+"""Running text: windows of S + 1 tokens that run across the ends of documents, with masks and positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_data.kinds.base import Sample, Setting
+from mega_data.parts import Part
+from mega_data.sample_index import MegatronSamples, StableSamples
+
+
+class Windows(Protocol):
+    """Windows of one data set: int64 [S + 1] each."""
+
+    identity: str
+
+    def __getitem__(self, k: int, /) -> npt.NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True)
+class DocumentRules:
+    """What the end-of-document token `eod` does to a sample; the flags are those of `DataConfig`."""
+
+    eod: int | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+    @classmethod
+    def of(cls, setting: Setting) -> DocumentRules:
+        """Those of a run."""
+        config = setting.config
+        return cls(setting.eod, config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss)
+
+    def sample(self, window: npt.NDArray[np.int64]) -> Sample:
+        """Make a sample of S + 1 tokens."""
+        tokens, labels = window[:-1], window[1:]
+        ends = np.zeros(tokens.size, np.bool_) if self.eod is None else tokens == self.eod
+        positions = np.arange(tokens.size)
+        begins = np.zeros(tokens.size, np.bool_)
+        begins[1:] = ends[:-1]
+        document_ids = np.cumsum(begins, dtype=np.int32) if self.reset_attention_mask else None
+        if self.reset_position_ids:
+            positions -= np.maximum.accumulate(np.where(begins, positions, 0))
+        weights = (~ends if self.eod_mask_loss else np.ones(tokens.size)).astype(np.float32)
+        return Sample(tokens, labels, weights, positions, document_ids)
+
+
+class TextSamples:
+    """Samples of running text. The rules are the run's, which tells of them for all of its data sets."""
+
+    def __init__(self, windows: Windows, rules: DocumentRules) -> None:
+        self._windows, self._rules = windows, rules
+        self.identity = windows.identity
+
+    def __getitem__(self, k: int, /) -> Sample:
+        return self._rules.sample(self._windows[k])
+
+
+def text(part: Part, setting: Setting, wanted: int) -> TextSamples:
+    """The kind `text`, in the order of the run."""
+    seq_length, seed = setting.config.seq_length, setting.seed
+    windows: Windows
+    if setting.config.order == "megatron":
+        windows = MegatronSamples(
+            part.reader,
+            part.first,
+            part.last,
+            seq_length=seq_length,
+            seed=seed,
+            num_samples=wanted,
+            cache=setting.cache,
+        )
+    else:
+        windows = StableSamples(part.reader, part.first, part.last, seq_length=seq_length, seed=seed)
+    return TextSamples(windows, DocumentRules.of(setting))
