@@ -208,6 +208,27 @@ def _report(found: Inspection) -> list[str]:
     return lines
 
 
+@app.command(epilog="Example: mega data report data/wiki data/code clean/ --output report.html")
+def report(
+    paths: Annotated[list[Path], typer.Argument(metavar="PREFIX|FOLDER...")],
+    output: Annotated[Path, typer.Option(help="The page; its JSON gets the same name.")] = Path("report.html"),
+    tokenizer: TokenizerPath = None,
+    samples: Annotated[int, typer.Option(min=0, help="Sequences to show of each data set.")] = 4,
+) -> None:
+    """Write a page on data sets: lengths, tokens per byte, languages, duplicates, what repeats, samples.
+
+    Of a folder that `mega data clean` wrote: what was dropped and why. The page is one file that asks for no other, and
+    REPORT.json beside it has all that it shows.
+    """
+    from mega_data.report import report as run
+    from mega_data.tokenizer import Tokenizer
+
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise DataError(f"{output}: the page is HTML", hint=f"--output {output}.html")
+    run(paths, output, tokenizer=Tokenizer(tokenizer) if tokenizer else None, samples=samples)
+    typer.echo(f"{output}: written, and {output.with_suffix('.json')}")
+
+
 @app.command(epilog="Example: mega data merge data/wiki data/code --output data/all")
 def merge(
     prefixes: Annotated[list[Path], typer.Argument(metavar="PREFIX...")],

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import xxhash
 
 from mega_data.cleaning.config import MinHash
-from mega_data.cleaning.words import Hashes, Text
+from mega_data.cleaning.words import Hashes, Text, ngrams
 from mega_data.unpack import package
 
 Signatures = npt.NDArray[np.uint32]
@@ -24,7 +24,7 @@ def exact_hashes(texts: Sequence[Text]) -> Hashes:
 
 
 def signatures(texts: Sequence[Text], settings: MinHash) -> Signatures:
-    """The MinHash signatures of texts by rensa, uint32 [documents, bands * rows].
+    """The MinHash signatures of texts, uint32 [documents, bands * rows].
 
     A shingle is a run of `ngram` words; a text of fewer words is one shingle, and one without words has no signature
     (`NONE` throughout).
@@ -32,10 +32,23 @@ def signatures(texts: Sequence[Text], settings: MinHash) -> Signatures:
     Raises:
         MissingPackageError: when rensa is not installed.
     """
+    return sketched([shingles(text.hashes, settings) for text in texts], settings)
+
+
+def shingles(hashes: Hashes, settings: MinHash) -> Hashes:
+    """The runs of `ngram` of a document's items (words, tokens), whose hashes are given; all of them if there are fewer."""
+    return ngrams(hashes, min(settings.ngram, max(1, len(hashes))))
+
+
+def sketched(sets: Sequence[Hashes], settings: MinHash) -> Signatures:
+    """The MinHash signatures of sets of shingles by rensa, uint32 [sets, bands * rows].
+
+    Raises:
+        MissingPackageError: when rensa is not installed.
+    """
     rensa = package("rensa", "near duplicates")
-    shingles = [text.ngrams(min(settings.ngram, max(1, len(text.words)))) for text in texts]
-    offsets = np.cumsum([0, *map(len, shingles)], dtype=np.uint64)
-    flat = np.concatenate([np.zeros(0, np.uint64), *shingles])
+    offsets = np.cumsum([0, *map(len, sets)], dtype=np.uint64)
+    flat = np.concatenate([np.zeros(0, np.uint64), *sets])
     hashes = settings.bands * settings.rows
     matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(flat, offsets, hashes, settings.seed)
     return np.array(matrix.to_rows(), np.uint32).reshape(-1, hashes)

@@ -136,6 +136,8 @@ class Judge:
                 return None, record
             counts.changed.add(Amount(1, item.size))
             add_counts(counts.found, verdict.counts)
+            found = ", ".join(f"{count} {kind}" for kind, count in verdict.counts.items())
+            counts.sample(Sample.of(item.file, item.line, "changed", found, verdict.text), self.config.samples)
             changed_by.append(name)
             text, record = Text(verdict.text), with_text(record, self.json_key, verdict.text)
         if changed_by:

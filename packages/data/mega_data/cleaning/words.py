@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,4 +57,13 @@ def ngrams(hashes: Hashes, n: int) -> Hashes:
     result = np.zeros(count, np.uint64)
     for k in range(n):
         result = result * FACTOR + hashes[k : k + count]
+    return result
+
+
+def mixed(numbers: npt.NDArray[Any]) -> Hashes:
+    """A 64-bit hash of each number (the finalizer of SplitMix64); neighbours have nothing in common."""
+    x = numbers.astype(np.uint64) + FACTOR
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    result: Hashes = x ^ (x >> np.uint64(31))
     return result
