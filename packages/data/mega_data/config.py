@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from mega_common.config import Config, Problem
 
 Order = Literal["shuffled", "stable", "megatron"]
-KindName = Literal["text", "documents"]
+KindName = Literal["text", "documents", "conversations", "pairs"]
 
 
 class Source(Config):
@@ -81,7 +81,11 @@ class DataConfig(Config):
         [969.0, 30.0, 1.0], description="shares of train, valid and test in each of the train data sets, by sequences"
     )
     seq_length: PositiveInt = Field(1024, description="tokens the model sees at once")
-    kind: KindName = Field("text", description="text: windows of running text; documents: whole ones, packed")
+    kind: KindName = Field(
+        "text",
+        description="text: windows of running text; documents: whole ones, packed; conversations: those, with the weights of "
+        "their mask; pairs: a chosen and a rejected answer",
+    )
     long_documents: Literal["split", "drop"] = Field(
         "split", description="what kind documents does with those of more than seq_length + 1 tokens: cut or leave out"
     )

@@ -12,11 +12,10 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +36,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = {6: "float64", 7: "float32"}
 CHUNK = 1 << 22
+LOCK = "lock"
 
 
 def best_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -62,22 +62,105 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
+def mask_prefix(prefix: Path) -> Path:
+    """`PREFIX.mask`, the data set that has a byte for each token of another: its weight in the loss."""
+    prefix = data_prefix(prefix)
+    return prefix.with_name(prefix.name + ".mask")
+
+
+@contextlib.contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """Turn what a disk raises while `path` is written into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def partial_folder(prefix: Path) -> Path:
+    """Where a data set is while it is written: `.NAME.partial`."""
+    prefix = data_prefix(prefix)
+    return prefix.with_name(f".{prefix.name}.partial")
+
+
+def hold(folder: Path, *, wait: bool) -> int | None:
+    """Make a folder and lock it for this process, which may also remove it; the lock's descriptor.
+
+    None when another process holds it and it is not to be waited for.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # its holder has just removed it
+            continue
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
+                return descriptor
+        os.close(descriptor)
+        if not wait:
+            return None
+
+
+def discard(folder: Path, last: Sequence[str] = ()) -> None:
+    """Remove a folder that this process holds, the files named in `last` after the others and the lock after all."""
+    with contextlib.suppress(OSError):
+        names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == LOCK, name in last))
+        for name in names:
+            (folder / name).unlink()
+        folder.rmdir()
+
+
+def give_names(folder: Path, names: Mapping[str, Path]) -> None:
+    """Rename the files of `folder`, those of them that are there, durably one after another."""
+    for name, final in names.items():
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(folder / name, final)
+            fsync_folder(final.parent)
+
+
+def mask_names(prefix: Path) -> dict[str, Path]:
+    """The files of a mask as `give_names` takes them."""
+    mask = mask_prefix(prefix)
+    return {"mask.bin": bin_path(mask), "mask.idx": idx_path(mask)}
+
+
+def remove_earlier(prefix: Path) -> None:
+    """Remove an earlier index, which beside a new `.bin` would be a data set that never was, and after it a mask."""
+    for path in (idx_path(prefix), *mask_names(prefix).values()):
+        path.unlink(missing_ok=True)
+    fsync_folder(prefix.parent)
+
+
 class IndexedWriter:
-    """Writes one data set, in the folder `.NAME.partial` beside it. Until `close` has returned, no file has its final name.
+    """Writes one data set, in the folder `.NAME.partial` beside it. Until `close` is called, no file has its final name.
 
     >>> with IndexedWriter(Path("data/wiki"), best_dtype(50_257)) as writer:   # doctest: +SKIP
     ...     writer.add_document(np.array([5, 7, 11]))
 
     Leaving the context by an error throws everything away, unless `sync` made it last. A data set of the same name stays
     until the new one is whole on disk; a kill in the instant of the change leaves the old one, the new one or no `.idx`,
-    never a mixture. What a kill left is cleared by the next writer, or with `resume` kept for `go_on`.
+    never a mixture. What a kill left is cleared by the next writer, or with `resume` kept for `go_on`. With `wait` a
+    writer of the same data set is waited for, and not an error.
+
+    With `masked` a byte for each token goes to `PREFIX.mask.bin` and `.idx`. A document has so many `sequences`.
 
     Raises:
         DataError: when the dtype is not one of the format's, a token does not fit it, the disk refuses, or another
             process is writing the same data set.
     """
 
-    def __init__(self, prefix: Path, dtype: npt.DTypeLike, *, resume: bool = False) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        dtype: npt.DTypeLike,
+        *,
+        resume: bool = False,
+        wait: bool = False,
+        masked: bool = False,
+        sequences: int = 1,
+    ) -> None:
         self.prefix = data_prefix(Path(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, name in DTYPES.items() if np.dtype(name) == self.dtype]
@@ -86,38 +169,37 @@ class IndexedWriter:
         self._code = codes[0]
         self._lengths = array("i")
         self._ends = array("q", [0])
-        self._lasts = False
-        self.folder = self.prefix.with_name(f".{self.prefix.name}.partial")
-        with self._refusals():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._bin = self._opened_alone()
+        self._lasts, self._sequences = False, sequences
+        self.folder = partial_folder(self.prefix)
+        with refusals(self.prefix):
+            self._lock = hold(self.folder, wait=wait)
+            if self._lock is None:
+                raise DataError(f"{self.prefix}: another process is writing this data set")
+            self._bin = self._opened("bin")
+            self._mask = self._opened("mask.bin") if masked else None
             if not resume:
                 self.clear()
 
-    def _opened_alone(self) -> BinaryIO:
-        """The `.bin` under way, as it was left, for this process only."""
-        path = self.folder / "bin"
-        stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "wb", buffering=1 << 20)
-        try:
-            fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):
-                raise FileNotFoundError  # its writer has just finished, and given it its final name
-        except (BlockingIOError, FileNotFoundError):
-            stream.close()
-            raise DataError(f"{self.prefix}: another process is writing this data set") from None
-        return stream
+    def _opened(self, name: str) -> BinaryIO:
+        """A file under way, as it was left."""
+        return os.fdopen(os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o666), "wb", buffering=1 << 20)
+
+    @property
+    def _streams(self) -> list[BinaryIO]:
+        return [self._bin] if self._mask is None else [self._bin, self._mask]
 
     def clear(self) -> None:
         """Throw away what an interrupted writing left."""
         for path in self.folder.iterdir():
-            if path.name != "bin":
+            if path.name not in ("bin", "mask.bin", LOCK):
                 path.unlink()
         fsync_folder(self.folder)
-        self._bin.truncate(0)
+        for stream in self._streams:
+            stream.truncate(0)
 
     def sync(self) -> None:
         """Make what was added so far last, for a later writer to `go_on` after it should this one end early."""
-        with self._refusals():
+        with refusals(self.prefix):
             self._flush()
             with open(self.folder / "lengths", "ab") as stream:
                 known = stream.tell() // self._lengths.itemsize
@@ -128,21 +210,24 @@ class IndexedWriter:
         self._lasts = True
 
     def go_on(self, documents: int) -> Tokens:
-        """Take up an interrupted writing after so many documents of one sequence each; returns their tokens, [n].
+        """Take up an interrupted writing after so many documents; returns their tokens, [n].
 
         Raises:
             DataError: when less is there than that.
         """
-        with self._refusals():
-            lengths = np.fromfile(self.folder / "lengths", np.int32, documents)
-            size = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-            if lengths.size < documents or os.fstat(self._bin.fileno()).st_size < size:
-                raise DataError(f"{self.folder}: damaged", hint="remove it to start over")
+        with refusals(self.prefix):
+            sequences = documents * self._sequences
+            lengths = np.fromfile(self.folder / "lengths", np.int32, sequences)
+            tokens = int(lengths.sum(dtype=np.int64))
+            size = tokens * self.dtype.itemsize
+            for stream, wanted in zip(self._streams, (size, tokens), strict=False):
+                if lengths.size < sequences or os.fstat(stream.fileno()).st_size < wanted:
+                    raise DataError(f"{self.folder}: damaged", hint="remove it to start over")
+                stream.truncate(wanted)
+                stream.seek(wanted)
             os.truncate(self.folder / "lengths", lengths.nbytes)
-            self._bin.truncate(size)
-            self._bin.seek(size)
         self._lengths, self._ends = array("i", lengths.tobytes()), array("q", [0])
-        self._ends.frombytes(np.arange(1, documents + 1, dtype=np.int64).tobytes())
+        self._end_documents(0, sequences)
         self._lasts = True
         return np.memmap(self.folder / "bin", self.dtype, "r") if size else np.empty(0, self.dtype)
 
@@ -151,19 +236,28 @@ class IndexedWriter:
         values = np.asarray(tokens)
         self.add_documents(values, np.array([values.size]))
 
-    def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
-        """Add many documents of one sequence each: their tokens one after another, int[sum(lengths)]."""
+    def add_documents(
+        self, tokens: npt.ArrayLike, lengths: npt.ArrayLike, mask: npt.NDArray[np.uint8] | None = None
+    ) -> None:
+        """Add many documents: the tokens of their sequences one after another, int[sum(lengths)], and the mask's bytes."""
         values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if values.ndim != 1 or sizes.sum() != values.size:
             raise ValueError(f"tokens of shape {values.shape} for documents of {sizes.sum()} tokens together")
         if sizes.size and sizes.max() > np.iinfo(np.int32).max:
             raise DataError(f"{self.prefix}: a document of {sizes.max():,} tokens; the format ends at 2,147,483,647")
-        self._write(self._fitting(values))
+        self._write(self._fitting(values), mask)
         first = len(self._lengths)
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
-        self._ends.frombytes(np.arange(first + 1, first + 1 + sizes.size, dtype=np.int64).tobytes())
+        self._end_documents(first, first + sizes.size)
 
-    def append(self, reader: IndexedReader, bar: ProgressBar | None = None) -> None:
+    def _end_documents(self, first: int, last: int) -> None:
+        """Note documents for the sequences [first, last)."""
+        ends = np.arange(first + self._sequences, last + 1, self._sequences, dtype=np.int64)
+        self._ends.frombytes(ends.tobytes())
+
+    def append(
+        self, reader: IndexedReader, bar: ProgressBar | None = None, mask: npt.NDArray[np.uint8] | None = None
+    ) -> None:
         """Add all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.
 
         Raises:
@@ -173,54 +267,72 @@ class IndexedWriter:
             raise DataError(f"{reader.prefix} holds {reader.dtype} and cannot be appended to {self.dtype} tokens")
         for start in range(0, reader.num_tokens, CHUNK):
             piece = reader.tokens[start : start + CHUNK]
-            self._write(piece)
+            self._write(piece, None if mask is None else mask[start : start + CHUNK])
             if bar is not None:
                 bar.advance(piece.nbytes)
         first = len(self._lengths)
         self._lengths.frombytes(reader.lengths.tobytes())
         self._ends.frombytes((reader.document_index[1:] + first).tobytes())
 
+    def finish(self) -> None:
+        """Put all that was added, and the index, into the folder for good; it is yet to get its names (`close`)."""
+        with refusals(self.prefix):
+            self._make_index("idx", self.dtype, self._code)
+            if self._mask is not None:
+                self._make_index("mask.idx", np.dtype(np.uint8), 1)
+            self._flush()
+
     def close(self) -> None:
-        """Make the data set appear: everything is on disk before `.bin` and then `.idx` get their names."""
+        """Make the data set appear: everything is on disk before `.bin` and then `.idx` get their names.
+
+        Nothing happens after `release`.
+        """
+        if self._lock is None:
+            return
         try:
-            with self._refusals():
-                with open(self.folder / "idx", "wb") as index:
-                    self._write_index(index)
-                    index.flush()
-                    os.fsync(index.fileno())
-                self._flush()
-                # An old index beside a new .bin would be a data set that never was.
-                idx_path(self.prefix).unlink(missing_ok=True)
-                fsync_folder(self.prefix.parent)
-                os.replace(self.folder / "bin", bin_path(self.prefix))
-                fsync_folder(self.prefix.parent)
-                os.replace(self.folder / "idx", idx_path(self.prefix))
-                fsync_folder(self.prefix.parent)
+            self.finish()
+            with refusals(self.prefix):
+                remove_earlier(self.prefix)
+                give_names(
+                    self.folder, {"bin": bin_path(self.prefix), **mask_names(self.prefix), "idx": idx_path(self.prefix)}
+                )
         except BaseException:
             self.abort()
             raise
-        self._bin.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lasts = False
+        self.abort()
 
     def abort(self) -> None:
-        """Throw away what was written, or what was since the last `sync`."""
-        with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
-            self._bin.close()
-        if not self._lasts:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """Throw away what was written, or what was since the last `sync`. Nothing happens after `release`."""
+        if self._lock is not None and not self._lasts:
+            discard(self.folder)
+        self.release()
+
+    def release(self) -> None:
+        """Leave everything as it is, to whoever comes next."""
+        for stream in self._streams:
+            with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
+                stream.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _flush(self) -> None:
-        self._bin.flush()
-        os.fsync(self._bin.fileno())
+        for stream in self._streams:
+            stream.flush()
+            os.fsync(stream.fileno())
 
-    def _write_index(self, stream: Any) -> None:
+    def _make_index(self, name: str, dtype: np.dtype[Any], code: int) -> None:
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
         pointers = np.zeros(lengths.size, np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self.dtype.itemsize
-        stream.write(HEADER.pack(MAGIC, 1, self._code, lengths.size, len(self._ends)))
-        for part in (lengths, pointers, np.frombuffer(self._ends, np.int64)):
-            stream.write(part.data)
+        pointers *= dtype.itemsize
+        with open(self.folder / name, "wb") as stream:
+            stream.write(HEADER.pack(MAGIC, 1, code, lengths.size, len(self._ends)))
+            for part in (lengths, pointers, np.frombuffer(self._ends, np.int64)):
+                stream.write(part.data)
+            stream.flush()
+            os.fsync(stream.fileno())
 
     def _fitting(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if values.size and not np.can_cast(values.dtype, self.dtype, "safe"):
@@ -233,16 +345,13 @@ class IndexedWriter:
                 )
         return values.astype(self.dtype, copy=False)
 
-    def _write(self, values: npt.NDArray[Any]) -> None:
-        with self._refusals():
+    def _write(self, values: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None) -> None:
+        if (self._mask is None) != (mask is None) or (mask is not None and mask.size != values.size):
+            raise ValueError(f"a mask of {None if mask is None else mask.size} bytes for {values.size} tokens")
+        with refusals(self.prefix):
             self._bin.write(np.ascontiguousarray(values).data)
-
-    @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(f"{self.prefix}: cannot be written ({error.strerror})") from error
+            if self._mask is not None:
+                self._mask.write(np.ascontiguousarray(mask).data)
 
     def __enter__(self) -> Self:
         return self

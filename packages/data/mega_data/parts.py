@@ -17,6 +17,7 @@ from mega_data.document_order import token_range
 from mega_data.indexed import IndexedReader, OpenFiles, data_prefix
 from mega_data.info import read_info
 from mega_data.limits import allow_open_files
+from mega_data.mask import kind_of
 
 SPLITS = ("train", "valid", "test")
 LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
@@ -140,11 +141,12 @@ class Parts:
 
     def _cut(self, name: str, source: Source, paths: Sequence[Path], bounds: Bounds) -> Iterator[Part]:
         for path in paths:
-            reader = self._readers[path]
+            reader, kind = self._readers[path], source.kind or self._config.kind
+            check_kind(reader, kind)
             # Python's rounding, half to even, of the very product that Megatron rounds.
             first, last = (round(bound * float(len(reader))) for bound in bounds)
             if reader.position(first) < reader.position(last):
-                yield Part(reader, first, last, source.weight, source.kind or self._config.kind, source)
+                yield Part(reader, first, last, source.weight, kind, source)
             elif name == "train":
                 raise DataError(f"{path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
             else:
@@ -164,6 +166,20 @@ def matching(source: Source) -> list[Path]:
     if not found:
         raise DataError(f"{source.path}: no data set matches", hint="it is to match the names without .bin and .idx")
     return found
+
+
+def check_kind(reader: IndexedReader, kind: str) -> None:
+    """Refuse conversations as text, which would count their questions in the loss, and text as conversations.
+
+    Raises:
+        DataError: as said.
+    """
+    made, ours = kind_of(reader), kind if kind in ("conversations", "pairs") else "text"
+    if ours != made:
+        raise DataError(
+            f"{reader.prefix}: holds {made}, and its kind in this run is {kind}",
+            hint=f"set data.kind: {made}, or kind: {made} beside its path",
+        )
 
 
 def split_bounds(shares: Sequence[float]) -> list[Bounds | None]:

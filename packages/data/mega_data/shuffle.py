@@ -16,6 +16,7 @@ from mega_common.log import ProgressBar
 from mega_data.document_order import Ints, token_positions
 from mega_data.indexed import IndexedReader, IndexedWriter, Tokens, bin_path, data_prefix, idx_path
 from mega_data.info import DataInfo, Skipped, data_files, forget, prepare_output, read_info, refuse_inputs, write_info
+from mega_data.mask import kind_of
 from mega_data.permutation import permuted_many
 
 BUCKET = 1 << 28  # bytes of tokens that are put in order at a time
@@ -33,7 +34,7 @@ def shuffle(prefix: Path, output: Path, *, seed: int, overwrite: bool = False) -
     bucket (256 MB, or 1/1024 of the data where that is more) and 20 bytes a document.
 
     Raises:
-        DataError: when the data set is damaged, has documents of several sequences, or the output exists.
+        DataError: when the data set is damaged, has documents of several sequences or a mask, or the output exists.
     """
     output = data_prefix(Path(output))
     prepare_output(output, overwrite)
@@ -43,6 +44,11 @@ def shuffle(prefix: Path, output: Path, *, seed: int, overwrite: bool = False) -
         raise DataError(
             f"{reader.prefix}: has documents of several sequences, which are not shuffled",
             hint="data.order: shuffled shuffles them as they are read",
+        )
+    if (kind := kind_of(reader)) != "text":
+        raise DataError(
+            f"{reader.prefix}: holds {kind}, which are not shuffled",
+            hint="a run draws their order as it packs them",
         )
     size = reader.num_tokens * reader.dtype.itemsize
     buckets = min(MOST, max(1, -(-size // BUCKET)))

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mega_ckpt.pieces import Sharded, boxes_of, merge
-from mega_ckpt.remote import RemoteError
 from mega_ckpt.store import AsyncSaver, Checkpoint, Place, latest, load, place, retain, save, sweep
 from mega_common.errors import CheckpointError
 from mega_common.log import logger
+from mega_common.remote import RemoteError
 from mega_data.resumed import resumed
 from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig

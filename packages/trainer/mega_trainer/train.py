@@ -89,7 +89,7 @@ def assemble(
     choice, leaves = choose_kernels(config, device), Leaves(compiled=compiles(config.compile, device))
     logger.info("%s", choice)
     builder = Builder(
-        config.model, groups, make_kernels(choice, leaves),
+        config.model, groups, make_kernels(choice, leaves), leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups),
         dispatch_bound=config.parallel.dispatch_bound, dtype=dtype_of(config), device=device,
     )  # fmt: skip
