@@ -379,6 +379,26 @@ def merge(
     typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens")
 
 
+@app.command(epilog="Example: mega data shuffle data/wiki --output data/wiki-shuffled --seed 1")
+def shuffle(
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX")],
+    output: Annotated[Path, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.info.")],
+    seed: Annotated[int, typer.Option(min=0, help="What draws the order.")] = 1234,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a data set with its documents in another order, drawn by a seed.
+
+    For data larger than memory: it needs room on disk for the data twice, beside the output, while it runs.
+
+    A run shuffles documents as it reads them (data.order: shuffled). On disks that are slow to seek it is faster to
+    shuffle once, and to read the result from begin to end with data.order: stable.
+    """
+    from mega_data.shuffle import shuffle as run
+
+    info = run(prefix, output, seed=seed, overwrite=overwrite)
+    typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens")
+
+
 @app.command(epilog="Example: mega data verify data/wiki data/code --tokenizer tok/")
 def verify(
     prefixes: Annotated[list[Path], typer.Argument(metavar="PREFIX...")], tokenizer: TokenizerPath = None
