@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
-from mega_data.indexed import CHUNK, IndexedReader, Tokens, bin_path, idx_path, mask_prefix
+from mega_data.indexed import CHUNK, IndexedReader, bin_path, idx_path, mask_prefix
 from mega_data.info import read_info
 
 
@@ -30,34 +30,36 @@ def open_mask(reader: IndexedReader) -> IndexedReader:
     return mask
 
 
-@dataclass(frozen=True)
 class LossWeights:
-    """The mask of a data set as weights in the loss.
+    """The mask of a data set as weights in the loss, fp32. It is opened when something is asked of it.
 
-    Attributes:
-        fingerprint: of the bytes and of what they stand for.
+    A mask that other tools made is of 0 and 1.
+
+    Raises:
+        DataError: on opening, as `open_mask`; when nothing counts, or everything though only answers should.
     """
 
-    bytes: Tokens
-    one: int
-    fingerprint: str
+    def __init__(self, reader: IndexedReader) -> None:
+        self._reader = reader
 
-    @classmethod
-    def of(cls, reader: IndexedReader) -> LossWeights:
-        """Those of a data set. A mask that other tools made is of 0 and 1.
-
-        Raises:
-            DataError: as `open_mask`; when nothing counts, or everything though only answers should.
-        """
-        info = read_info(reader.prefix)
-        mask, chat = open_mask(reader), info.chat if info else None
+    @cached_property
+    def _opened(self) -> tuple[IndexedReader, int]:
+        """The mask, and the byte that stands for weight 1."""
+        info = read_info(self._reader.prefix)
+        mask, chat = open_mask(self._reader), info.chat if info else None
         if chat is None or chat.loss_on != "all":
             _check_bytes(mask)
-        one = chat.one if chat else 1
-        return cls(mask.tokens, one, f"{mask.fingerprint}/{one}")
+        return mask, chat.one if chat else 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the bytes and of what they stand for."""
+        mask, one = self._opened
+        return f"{mask.fingerprint}/{one}"
 
     def __getitem__(self, tokens: slice) -> npt.NDArray[np.float32]:
-        return self.bytes[tokens].astype(np.float32) / np.float32(self.one)
+        mask, one = self._opened
+        return mask.tokens[tokens].astype(np.float32) / np.float32(one)
 
 
 def _check_bytes(mask: IndexedReader) -> None:

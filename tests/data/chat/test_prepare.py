@@ -73,7 +73,7 @@ def test_pairs_are_two_sequences_a_document(tmp_path: Path, tokenizer: Path) -> 
 def test_weights_of_turns_are_hundredths(tmp_path: Path, tokenizer: Path) -> None:
     record = {"messages": [ASK, {**ANSWER, "weight": 0.25}, MORE[0], {**MORE[1], "weight": 2}]}
     made(tmp_path, tokenizer, [record], turn_weights=True)
-    weights = LossWeights.of(IndexedReader(tmp_path / "d"))
+    weights = LossWeights(IndexedReader(tmp_path / "d"))
     assert set(weights[0:10_000].tolist()) == {0, 0.25, 2}
     with pytest.raises(
         DataError, match=r"b.jsonl:1: a weight of 0.25, which must be 0 or 1; --turn-weights allows others"
