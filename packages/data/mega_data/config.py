@@ -16,7 +16,8 @@ KindName = Literal["text", "documents", "conversations", "pairs"]
 
 
 class Source(Config):
-    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind. A bare string is a path.
+    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind. A bare string is a path,
+    and a URL is fetched.
 
     A path with `*`, `?` or `[` is a glob: the data sets that match it share its weight by their tokens, as one would.
     """
@@ -112,7 +113,9 @@ class DataConfig(Config):
     reset_attention_mask: bool = Field(False, description="no attention across end-of-document tokens")
     eod_mask_loss: bool = Field(False, description="no loss where the input is an end-of-document token")
     cache: Path | None = Field(
-        None, description="folder for the indices of order megatron; default: .cache beside the data, where writable"
+        None,
+        description="folder for the indices of order megatron, default: .cache beside the data, where writable; and for"
+        " data sets that are URLs, default: ~/.cache/mega/data",
     )
 
     @property

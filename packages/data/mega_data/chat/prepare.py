@@ -89,7 +89,7 @@ class Chats:
         except DataError as error:
             return Rejected(str(error), item.text, item.file, item.line)
         size = sum(len(chat.text.encode("utf-8", "replace")) for chat in chats)
-        return Document("", size, item.file, item.line, chats)
+        return Document("", size, item.file, item.line, chats=chats)
 
     def _check(self, chat: Rendered, where: str) -> None:
         """Refuse weights that the mask cannot hold; tell once of answers that end with no special token."""
