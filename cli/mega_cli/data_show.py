@@ -22,7 +22,7 @@ SHADES = {True: ("black on green", "black on bright_green"), False: ("default", 
 
 
 def show(
-    prefix: Annotated[Path | None, typer.Argument(metavar="[PREFIX]", help="A data set.", show_default=False)] = None,
+    prefix: Annotated[Path | None, typer.Argument(metavar="PREFIX", help="A data set.", show_default=False)] = None,
     sample: Annotated[
         int, typer.Option(min=0, help="Which document of the data set, or which sample of the run; from 0.")
     ] = 0,

@@ -365,7 +365,8 @@ def _tell(info: DataInfo, output: Output, tokenizer: Tokenizer) -> None:
     if info.skipped.bad:
         logger.warning("%d bad lines are in %s", info.skipped.bad, quarantine_path(output.prefix))
     if info.skipped.empty:
-        logger.warning("%d empty documents were left out", info.skipped.empty)
+        what = "conversations without an answer within the limit" if info.chat else "empty documents"
+        logger.warning("%d %s were left out", info.skipped.empty, what)
     if info.chat is not None and info.chat.cut:
         logger.warning("%d answers were cut by the limit of %d tokens", info.chat.cut, info.chat.max_length)
     if output.done.ends:
