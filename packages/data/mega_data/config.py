@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from mega_common.config import Config, Problem
+from mega_data.objectives import BertConfig, FimConfig, T5Config
 
-KindName = Literal["text"]
+KindName = Literal["text", "fim", "bert", "t5"]
 
 
 class Source(Config):
@@ -53,7 +54,14 @@ class DataConfig(Config):
         [969.0, 30.0, 1.0], description="shares of train, valid and test in each of the train data sets, by sequences"
     )
     seq_length: PositiveInt = Field(1024, description="tokens the model sees at once")
-    kind: KindName = Field("text", description="text: windows of running text")
+    kind: KindName = Field(
+        "text",
+        description="text: windows of running text; fim: with middles to fill in;"
+        " bert: masked words of sentences in pairs; t5: spans for a decoder to tell",
+    )
+    fim: FimConfig = FimConfig()
+    bert: BertConfig = BertConfig()
+    t5: T5Config = T5Config()
     order: Literal["stable", "megatron"] = Field(
         "stable", description="stable: a function of seed and sample number alone; megatron: as Megatron draws it"
     )
@@ -74,8 +82,14 @@ class DataConfig(Config):
         own = (False, self.valid is not None, self.test is not None)
         return [0.0 if has else number for number, has in zip(self.split, own, strict=True)]
 
+    @property
+    def kinds(self) -> set[KindName]:
+        """Those of all its data sets."""
+        return {source.kind or self.kind for source in (*self.train, *(self.valid or []), *(self.test or []))}
+
     def problems(self) -> Iterator[Problem]:
-        """Rules of the split and of Megatron's order."""
+        """Rules of the split, of Megatron's order and of the kinds of data."""
+        yield from self._kind_problems()
         if len(self.split) != 3 or not math.fsum(self.split):
             yield Problem("split", "must be up to three numbers, for train, valid and test", self.split, "969,30,1")
         elif not self.split[0]:
@@ -85,3 +99,19 @@ class DataConfig(Config):
             missing = [i for i, source in enumerate(sources) if source.weight is None]
             if self.order == "megatron" and len(sources) > 1 and missing:
                 yield Problem(f"{name}.{missing[0]}.weight", "order megatron needs a weight for every data set")
+
+    def _kind_problems(self) -> Iterator[Problem]:
+        alone = self.kinds & {"bert", "t5"}
+        if not alone:
+            return
+        if len(self.kinds) > 1:
+            rule = f"{' and '.join(sorted(self.kinds))} make samples that no one model takes"
+            yield Problem("kind", rule, self.kind, "only text and fim mix")
+        least = {"bert": 5, "t5": 4}[min(alone)]
+        if self.seq_length < least:
+            yield Problem("seq_length", f"leaves no room for text in a sample of {min(alone)}", self.seq_length)
+        for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if getattr(self, flag):
+                yield Problem(flag, f"is of running text, and the kind {min(alone)} has no documents in a sample", True)
+        if "t5" in alone and self.order == "megatron" and self.t5.decoder_seq_length is None:
+            yield Problem("t5.decoder_seq_length", "order megatron needs it", None, "Megatron's --decoder-seq-length")

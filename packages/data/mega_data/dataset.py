@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -17,6 +17,7 @@ from mega_data.kinds import kinds
 from mega_data.kinds.base import Sample, Samples, Setting
 from mega_data.kinds.text import DocumentRules
 from mega_data.parts import SPLITS, Part, Parts
+from mega_data.tokenizer import Tokenizer
 
 
 class Blend(Protocol):
@@ -40,23 +41,29 @@ class BlendedDataset:
         DataError: on reading a sample past the end of order `megatron`.
     """
 
-    def __init__(self, sources: Sequence[Samples], blend: Blend, rules: DocumentRules) -> None:
+    def __init__(self, sources: Sequence[Samples[Any]], blend: Blend, rules: DocumentRules) -> None:
         self._sources, self._blend = sources, blend
         told = [blend.identity, *(source.identity for source in sources), repr(rules)]
         self.fingerprint = xxhash.xxh3_128_hexdigest("\n".join(told).encode())
 
-    def __getitem__(self, k: int) -> Sample:
+    def __getitem__(self, k: int) -> Any:
+        """A `Sample`, or what the kind of the data sets makes instead (`BertSample`, `T5Sample`)."""
         source, number = self._blend.locate(k)
         return self._sources[source][number]
 
 
 def build_datasets(
-    config: DataConfig, *, seed: int, samples: Mapping[str, int], eod: int | None
+    config: DataConfig,
+    *,
+    seed: int,
+    samples: Mapping[str, int],
+    eod: int | None,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
     """The train, valid and test sets of a run.
 
     `samples` says how many samples the run will read of "train", "valid" and "test"; order `megatron` depends on it,
-    order `stable` does not. Valid and test are None when none is asked for or `split` gives them nothing.
+    order `stable` does not. `tokenizer` is that of the data, which all kinds but `text` need. Valid and test are None when none is asked for or `split` gives them nothing.
 
     Raises:
         ConfigError: when a rule about documents is on and `eod` is None.
@@ -70,7 +77,7 @@ def build_datasets(
         if not chosen:
             return None
         cache = config.cache or chosen[0].reader.prefix.parent / ".cache"
-        return _blended(chosen, Setting(config, seed, eod, cache), wanted)
+        return _blended(chosen, Setting(config, seed, eod, cache, tokenizer), wanted)
 
     train, valid, test = map(split, SPLITS)
     if train is None:

@@ -150,8 +150,13 @@ class IndexedWriter:
         values = np.asarray(tokens)
         self.add_documents(values, np.array([values.size]))
 
-    def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
-        """Add many documents of one sequence each: their tokens one after another, int[sum(lengths)]."""
+    def add_documents(
+        self, tokens: npt.ArrayLike, lengths: npt.ArrayLike, sequences: npt.ArrayLike | None = None
+    ) -> None:
+        """Add many documents: their tokens one after another, int[sum(lengths)], in sequences of those lengths.
+
+        Each has one sequence, or as many as `sequences` says.
+        """
         values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if values.ndim != 1 or sizes.sum() != values.size:
             raise ValueError(f"tokens of shape {values.shape} for documents of {sizes.sum()} tokens together")
@@ -160,7 +165,8 @@ class IndexedWriter:
         self._write(self._fitting(values))
         first = len(self._lengths)
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
-        self._ends.frombytes(np.arange(first + 1, first + 1 + sizes.size, dtype=np.int64).tobytes())
+        counts = np.ones(sizes.size, np.int64) if sequences is None else np.asarray(sequences, np.int64)
+        self._ends.frombytes((first + np.cumsum(counts)).tobytes())
 
     def append(self, reader: IndexedReader, bar: ProgressBar | None = None) -> None:
         """Add all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.

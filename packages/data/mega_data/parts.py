@@ -19,6 +19,7 @@ from mega_data.sample_index import token_range
 SPLITS = ("train", "valid", "test")
 LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
 FILES = 5  # that a data set may take: tokens, index, and an index in Megatron's order for each split
+OF_SENTENCES = ("bert", "t5")  # kinds whose data sets are cut between documents, for their sequences are sentences
 Bounds = tuple[float, float]
 
 
@@ -96,14 +97,24 @@ class Parts:
     def _cut(self, name: str, sources: Sequence[Source], bounds: Bounds) -> Iterator[Part]:
         for source in sources:
             reader = self._readers[source.path]
-            # Python's rounding, half to even, of the very product that Megatron rounds.
-            first, last = (round(bound * float(len(reader))) for bound in bounds)
+            kind = source.kind or self._config.kind
+            first, last = (_sequence_at(bound, reader, kind) for bound in bounds)
             if reader.lengths[first:last].any():
-                yield Part(reader, first, last, source.weight, source.kind or self._config.kind)
+                yield Part(reader, first, last, source.weight, kind)
             elif name == "train":
                 raise DataError(f"{source.path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
             else:
                 logger.warning("%s: none of its %d sequences is for %s; left out", source.path, len(reader), name)
+
+
+def _sequence_at(bound: float, reader: IndexedReader, kind: str) -> int:
+    """The sequence that a share `bound` of a data set ends before.
+
+    Python's rounding, half to even, of the very product that Megatron rounds.
+    """
+    if kind in OF_SENTENCES:
+        return int(reader.document_index[round(bound * float(reader.document_index.size - 1))])
+    return round(bound * float(len(reader)))
 
 
 def split_bounds(shares: Sequence[float]) -> list[Bounds | None]:

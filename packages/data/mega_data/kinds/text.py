@@ -61,12 +61,11 @@ class TextSamples:
         return self._rules.sample(self._windows[k])
 
 
-def text(part: Part, setting: Setting, wanted: int) -> TextSamples:
-    """The kind `text`, in the order of the run."""
+def windows(part: Part, setting: Setting, wanted: int) -> Windows:
+    """Windows of a part in the order of the run."""
     seq_length, seed = setting.config.seq_length, setting.seed
-    windows: Windows
     if setting.config.order == "megatron":
-        windows = MegatronSamples(
+        return MegatronSamples(
             part.reader,
             part.first,
             part.last,
@@ -75,6 +74,9 @@ def text(part: Part, setting: Setting, wanted: int) -> TextSamples:
             num_samples=wanted,
             cache=setting.cache,
         )
-    else:
-        windows = StableSamples(part.reader, part.first, part.last, seq_length=seq_length, seed=seed)
-    return TextSamples(windows, DocumentRules.of(setting))
+    return StableSamples(part.reader, part.first, part.last, seq_length=seq_length, seed=seed)
+
+
+def text(part: Part, setting: Setting, wanted: int) -> TextSamples:
+    """The kind `text`, in the order of the run."""
+    return TextSamples(windows(part, setting, wanted), DocumentRules.of(setting))
