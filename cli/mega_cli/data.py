@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mega_common.errors import DataError, MegaError
+from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.log import human
 
 if TYPE_CHECKING:
@@ -52,10 +52,23 @@ def preprocess(
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the end token.")] = False,
     parse_special_tokens: ParseSpecialTokens = False,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Encoding threads.", show_default="the usable cores")
+        int | None,
+        typer.Option(min=1, help="Encoding threads, or parts made at once.", show_default="the usable cores"),
     ] = None,
     on_bad_line: OnBadLine = "error",
     overwrite: Overwrite = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Read only the I-th (from 1) of N shares of the input, as one of N jobs."),
+    ] = None,
+    engine: Annotated[
+        Literal["threads", "processes", "ray"],
+        typer.Option(help="Threads of one process; or parts, by processes of this machine or on a Ray cluster."),
+    ] = "threads",
+    shards: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of parts, with an engine that makes parts.", show_default="one for 256 MiB"),
+    ] = None,
 ) -> None:
     """Tokenize text into a data set for training.
 
@@ -68,9 +81,24 @@ def preprocess(
     folders, data sets of mega's own and what is no UTF-8 text: what is left out is named at the end.
 
     A run that was ended goes on where it was when it is started again.
+
+    With --shard, N jobs on any machines that see the same files make a part each, PREFIX.shard-I-of-N, and whichever is
+    last joins them to the data set that one run would have made. A part is begun after a share of the input's bytes: at
+    a line of JSON lines, at a row group of Parquet, at a file of any other kind or packed.
+
+    --engine processes makes parts on this machine, for when it has more cores than one process keeps busy (some 16);
+    --engine ray on the Ray cluster of RAY_ADDRESS, whose machines see the same files. A part that cannot be made is told
+    at the end, when the others are made; the same command then makes only what is missing.
     """
     from mega_data.preprocess import preprocess as run
+    from mega_data.shards import Shard
 
+    if shard is not None and engine != "threads":
+        raise ConfigError("--shard and --engine: one job makes one part, an engine makes all", hint="give one of them")
+    if shards is not None and engine == "threads":
+        raise ConfigError(
+            "--shards: threads make no parts", hint="--engine processes, or --shard I/N for one of N jobs"
+        )
     info = run(
         [*input, *(more or [])],
         tokenizer,
@@ -81,8 +109,12 @@ def preprocess(
         workers=workers,
         on_bad_line=on_bad_line,
         overwrite=overwrite,
+        shard=Shard.parse(shard) if shard else None,
+        engine=engine,
+        shards=shards,
     )
-    typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
+    made = f"{output}, part {info.shard.number} of {info.shard.of}" if info.shard else f"{output}"
+    typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
 
 
 @app.command(epilog="Example: mega data train-tokenizer --input corpus/*.jsonl --vocab-size 32000 --output tok/")

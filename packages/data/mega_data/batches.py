@@ -68,13 +68,14 @@ class Reading:
         self.sources, self.json_key, self.left_out, self.bar = sources, json_key, left_out, bar
         self.start = done.source, done.items
         self.kinds: Counter[Kind] = Counter()
-        self.read = float(sum(source.size for source in sources[: done.source]))
+        self.lines = 0  # of the last source that was read to its end
+        self.read = float(sum(source.bytes for source in sources[: done.source]))
         self._shown = 0.0
 
     def items(self) -> Iterator[tuple[Place, Document | Rejected]]:
         """What is read, and the place after it."""
         for number, source in enumerate(self.sources[self.start[0] :], self.start[0]):
-            for count, item in enumerate(read(source, self.json_key, self._advance, self._tell_kind), 1):
+            for count, item in enumerate(self._read(source), 1):
                 if isinstance(item, Rejected) and item.left_out:
                     self.left_out.add(item.reason, [item.file])
                 if (number, count) > self.start:
@@ -91,6 +92,12 @@ class Reading:
         """Log what was read as what, and what was not."""
         describe(self.kinds)
         self.left_out.tell()
+
+    def _read(self, source: Source) -> Iterator[Document | Rejected]:
+        return read(source, self.json_key, self._advance, self._tell_kind, self._tell_lines)
+
+    def _tell_lines(self, count: int) -> None:
+        self.lines = count
 
     def _advance(self, count: int) -> None:
         self.read += count

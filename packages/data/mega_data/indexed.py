@@ -12,14 +12,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +35,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = {6: "float64", 7: "float32"}
 CHUNK = 1 << 22
+LOCK = "lock"
 
 
 def best_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -61,22 +61,75 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
+@contextlib.contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """Turn what a disk raises while `path` is written into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def partial_folder(prefix: Path) -> Path:
+    """Where a data set is while it is written: `.NAME.partial`."""
+    prefix = data_prefix(prefix)
+    return prefix.with_name(f".{prefix.name}.partial")
+
+
+def hold(folder: Path, *, wait: bool) -> int | None:
+    """Make a folder and lock it for this process, which may also remove it; the lock's descriptor.
+
+    None when another process holds it and it is not to be waited for.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # its holder has just removed it
+            continue
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
+                return descriptor
+        os.close(descriptor)
+        if not wait:
+            return None
+
+
+def discard(folder: Path, last: Sequence[str] = ()) -> None:
+    """Remove a folder that this process holds, the files named in `last` after the others and the lock after all."""
+    with contextlib.suppress(OSError):
+        names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == LOCK, name in last))
+        for name in names:
+            (folder / name).unlink()
+        folder.rmdir()
+
+
+def give_names(folder: Path, names: Mapping[str, Path]) -> None:
+    """Rename the files of `folder`, those of them that are there, durably one after another."""
+    for name, final in names.items():
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(folder / name, final)
+            fsync_folder(final.parent)
+
+
 class IndexedWriter:
-    """Writes one data set, in the folder `.NAME.partial` beside it. Until `close` has returned, no file has its final name.
+    """Writes one data set, in the folder `.NAME.partial` beside it. Until `close` is called, no file has its final name.
 
     >>> with IndexedWriter(Path("data/wiki"), best_dtype(50_257)) as writer:   # doctest: +SKIP
     ...     writer.add_document(np.array([5, 7, 11]))
 
     Leaving the context by an error throws everything away, unless `sync` made it last. A data set of the same name stays
     until the new one is whole on disk; a kill in the instant of the change leaves the old one, the new one or no `.idx`,
-    never a mixture. What a kill left is cleared by the next writer, or with `resume` kept for `go_on`.
+    never a mixture. What a kill left is cleared by the next writer, or with `resume` kept for `go_on`. With `wait` a
+    writer of the same data set is waited for, and not an error.
 
     Raises:
         DataError: when the dtype is not one of the format's, a token does not fit it, the disk refuses, or another
             process is writing the same data set.
     """
 
-    def __init__(self, prefix: Path, dtype: npt.DTypeLike, *, resume: bool = False) -> None:
+    def __init__(self, prefix: Path, dtype: npt.DTypeLike, *, resume: bool = False, wait: bool = False) -> None:
         self.prefix = data_prefix(Path(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, name in DTYPES.items() if np.dtype(name) == self.dtype]
@@ -86,37 +139,27 @@ class IndexedWriter:
         self._lengths = array("i")
         self._ends = array("q", [0])
         self._lasts = False
-        self.folder = self.prefix.with_name(f".{self.prefix.name}.partial")
-        with self._refusals():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._bin = self._opened_alone()
+        self.folder = partial_folder(self.prefix)
+        with refusals(self.prefix):
+            self._lock = hold(self.folder, wait=wait)
+            if self._lock is None:
+                raise DataError(f"{self.prefix}: another process is writing this data set")
+            descriptor = os.open(self.folder / "bin", os.O_RDWR | os.O_CREAT, 0o666)
+            self._bin = os.fdopen(descriptor, "wb", buffering=1 << 20)
             if not resume:
                 self.clear()
-
-    def _opened_alone(self) -> BinaryIO:
-        """The `.bin` under way, as it was left, for this process only."""
-        path = self.folder / "bin"
-        stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "wb", buffering=1 << 20)
-        try:
-            fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):
-                raise FileNotFoundError  # its writer has just finished, and given it its final name
-        except (BlockingIOError, FileNotFoundError):
-            stream.close()
-            raise DataError(f"{self.prefix}: another process is writing this data set") from None
-        return stream
 
     def clear(self) -> None:
         """Throw away what an interrupted writing left."""
         for path in self.folder.iterdir():
-            if path.name != "bin":
+            if path.name not in ("bin", LOCK):
                 path.unlink()
         fsync_folder(self.folder)
         self._bin.truncate(0)
 
     def sync(self) -> None:
         """Make what was added so far last, for a later writer to `go_on` after it should this one end early."""
-        with self._refusals():
+        with refusals(self.prefix):
             self._flush()
             with open(self.folder / "lengths", "ab") as stream:
                 known = stream.tell() // self._lengths.itemsize
@@ -132,7 +175,7 @@ class IndexedWriter:
         Raises:
             DataError: when less is there than that.
         """
-        with self._refusals():
+        with refusals(self.prefix):
             lengths = np.fromfile(self.folder / "lengths", np.int32, documents)
             size = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
             if lengths.size < documents or os.fstat(self._bin.fileno()).st_size < size:
@@ -185,34 +228,48 @@ class IndexedWriter:
         self._lengths.frombytes(reader.lengths.tobytes())
         self._ends.frombytes((reader.document_index[1:] + first).tobytes())
 
+    def finish(self) -> None:
+        """Put all that was added, and the index, into the folder for good; it is yet to get its names (`close`)."""
+        with refusals(self.prefix):
+            with open(self.folder / "idx", "wb") as index:
+                self._write_index(index)
+                index.flush()
+                os.fsync(index.fileno())
+            self._flush()
+
     def close(self) -> None:
-        """Make the data set appear: everything is on disk before `.bin` and then `.idx` get their names."""
+        """Make the data set appear: everything is on disk before `.bin` and then `.idx` get their names.
+
+        Nothing happens after `release`.
+        """
+        if self._lock is None:
+            return
         try:
-            with self._refusals():
-                with open(self.folder / "idx", "wb") as index:
-                    self._write_index(index)
-                    index.flush()
-                    os.fsync(index.fileno())
-                self._flush()
+            self.finish()
+            with refusals(self.prefix):
                 # An old index beside a new .bin would be a data set that never was.
                 idx_path(self.prefix).unlink(missing_ok=True)
                 fsync_folder(self.prefix.parent)
-                os.replace(self.folder / "bin", bin_path(self.prefix))
-                fsync_folder(self.prefix.parent)
-                os.replace(self.folder / "idx", idx_path(self.prefix))
-                fsync_folder(self.prefix.parent)
+                give_names(self.folder, {"bin": bin_path(self.prefix), "idx": idx_path(self.prefix)})
         except BaseException:
             self.abort()
             raise
-        self._bin.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lasts = False
+        self.abort()
 
     def abort(self) -> None:
-        """Throw away what was written, or what was since the last `sync`."""
+        """Throw away what was written, or what was since the last `sync`. Nothing happens after `release`."""
+        if self._lock is not None and not self._lasts:
+            discard(self.folder)
+        self.release()
+
+    def release(self) -> None:
+        """Leave everything as it is, to whoever comes next."""
         with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
             self._bin.close()
-        if not self._lasts:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _flush(self) -> None:
         self._bin.flush()
@@ -239,15 +296,8 @@ class IndexedWriter:
         return values.astype(self.dtype, copy=False)
 
     def _write(self, values: npt.NDArray[Any]) -> None:
-        with self._refusals():
+        with refusals(self.prefix):
             self._bin.write(np.ascontiguousarray(values).data)
-
-    @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(f"{self.prefix}: cannot be written ({error.strerror})") from error
 
     def __enter__(self) -> Self:
         return self

@@ -45,6 +45,20 @@ class Skipped(Config):
     binary: int = 0
 
 
+class ShardInfo(Config):
+    """Of which whole a data set is one part (`mega_data.shards`), and what joining them needs.
+
+    Attributes:
+        made_from: a digest of all inputs and settings, which all parts share.
+        lines: lines read of the file that the next part goes on with.
+    """
+
+    number: int
+    of: int
+    made_from: str
+    lines: int = 0
+
+
 class DataInfo(Config):
     """What a data set is. `tokenizer` and `append_eod` are None where data sets that differ were merged.
 
@@ -61,6 +75,7 @@ class DataInfo(Config):
     skipped: Skipped = Skipped()
     bin_sha256: str
     idx_sha256: str
+    shard: ShardInfo | None = None
 
 
 def info_path(prefix: Path) -> Path:
@@ -110,16 +125,18 @@ def read_info(prefix: Path) -> DataInfo | None:
     return DataInfo.parse(raw, source=str(path))
 
 
-def write_info(prefix: Path, **fields: Any) -> DataInfo:
-    """Describe the finished `.bin` and `.idx`, whose checksum is taken here, and return the description.
+def write_info(prefix: Path, *, folder: Path | None = None, **fields: Any) -> DataInfo:
+    """Describe a finished `.bin` and `.idx`, whose checksum is taken here, and return the description.
+
+    `folder`: where they are while they have no names yet, as `idx` and what is written here as `info`.
 
     Raises:
         DataError: when the disk refuses.
     """
-    path = info_path(prefix)
+    path, index = (folder / "info", folder / "idx") if folder else (info_path(prefix), idx_path(prefix))
     try:
-        info = DataInfo(idx_sha256=sha256_file(idx_path(prefix)), **fields)
-        write_json(path, info.model_dump())
+        info = DataInfo(idx_sha256=sha256_file(index), **fields)
+        write_json(path, info.model_dump(exclude={"shard"} if info.shard is None else None))
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror})") from error
     return info

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -23,8 +22,9 @@ from mega_common.errors import DataError
 from mega_common.files import write_json
 from mega_common.log import ProgressBar, logger
 from mega_data.batches import Batch, Progress
-from mega_data.indexed import CHUNK, IndexedWriter, best_dtype
-from mega_data.info import DataInfo, Skipped, TokenizerInfo, forget, little_endian, quarantine_path, write_info
+from mega_data.commit import commit
+from mega_data.indexed import CHUNK, IndexedWriter, best_dtype, refusals
+from mega_data.info import DataInfo, ShardInfo, Skipped, TokenizerInfo, little_endian, quarantine_path, write_info
 from mega_data.readers import Rejected
 from mega_data.tokenizer import Tokenizer
 
@@ -36,14 +36,27 @@ EVERY = 5.0  # seconds between two records of how far a run came
 class Output:
     """Documents are put together from pieces, ended, written and counted, in the order of the inputs.
 
-    As a context: the data set appears on leaving it without an error. With `lasting`, what `record` noted stays after an
-    error, and `begin` goes on there.
+    As a context: the data set appears on leaving it without an error, and `info` is its description. With `lasting`,
+    what `record` noted stays after an error, and `begin` goes on there. A `shard` waits for another process that makes
+    it, as the one may be that was lost.
     """
 
-    def __init__(self, prefix: Path, tokenizer: Tokenizer, append_eod: bool, made_from: str, lasting: bool) -> None:
+    info: DataInfo
+
+    def __init__(
+        self,
+        prefix: Path,
+        tokenizer: Tokenizer,
+        append_eod: bool,
+        made_from: str,
+        *,
+        lasting: bool,
+        shard: ShardInfo | None = None,
+    ) -> None:
         self.prefix, self.tokenizer, self.append_eod, self.lasting = prefix, tokenizer, append_eod, lasting
+        self.shard = shard
         self.dtype = best_dtype(tokenizer.vocab_size)
-        self.writer = IndexedWriter(prefix, self.dtype, resume=True)
+        self.writer = IndexedWriter(prefix, self.dtype, resume=True, wait=shard is not None)
         self.done = Progress(made_from)
         self.tokens = 0
         self._record, self._bad_lines = self.writer.folder / "progress.json", self.writer.folder / "quarantine.jsonl"
@@ -61,7 +74,7 @@ class Output:
         """
         left = self._left_by_another()
         if left is None:
-            with self._refusals(self.writer.folder):
+            with refusals(self.writer.folder):
                 self.writer.clear()
             return self.done
         self.done = left
@@ -121,7 +134,7 @@ class Output:
             return
         self.done.bad += 1
         record = {"file": item.file, "line": item.line, "reason": item.reason, "content": item.content}
-        with self._refusals(quarantine_path(self.prefix)):
+        with refusals(quarantine_path(self.prefix)):
             if self._quarantine is None:
                 self._quarantine = open(self._bad_lines, "ab")  # noqa: SIM115 - closed on leaving
                 self._quarantine.truncate(self.done.quarantined)
@@ -131,7 +144,7 @@ class Output:
         """Make what was added so far last. Between two pieces of a document that has to wait."""
         if not self.lasting or self._begun:
             return
-        with self._refusals(self.writer.folder):
+        with refusals(self.writer.folder):
             self._flush_quarantine()
             self.writer.sync()
             write_json(self._record, dataclasses.asdict(self.done))
@@ -143,20 +156,6 @@ class Output:
             os.fsync(self._quarantine.fileno())
             self.done.quarantined = self._quarantine.tell()
 
-    def describe(self) -> DataInfo:
-        """Write the description of the finished data set."""
-        return write_info(
-            self.prefix,
-            tokenizer=TokenizerInfo.of(self.tokenizer),
-            append_eod=self.append_eod,
-            dtype=little_endian(self.dtype),
-            documents=self.done.documents,
-            tokens=self.tokens,
-            text_bytes=self.done.text_bytes,
-            skipped=Skipped(bad=self.done.bad, empty=self.done.empty, binary=self.done.left_out),
-            bin_sha256=self._digest.hexdigest(),
-        )
-
     def __enter__(self) -> Self:
         return self
 
@@ -167,19 +166,36 @@ class Output:
             self._keep()
             return
         try:
-            with self._refusals(quarantine_path(self.prefix)):
-                self._flush_quarantine()
-                forget(self.prefix)
-                if self._bad_lines.exists():
-                    os.replace(self._bad_lines, quarantine_path(self.prefix))
+            self._finish()
         except BaseException:
             self._keep()
             raise
-        finally:
-            if self._quarantine is not None:
-                with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
-                    self._quarantine.close()
-        self.writer.close()
+
+    def _finish(self) -> None:
+        """Make the data set appear, all its files together."""
+        with refusals(self.prefix):
+            self._flush_quarantine()
+            self.writer.finish()
+            self.info = write_info(
+                self.prefix,
+                folder=self.writer.folder,
+                tokenizer=TokenizerInfo.of(self.tokenizer),
+                append_eod=self.append_eod,
+                dtype=little_endian(self.dtype),
+                documents=self.done.documents,
+                tokens=self.tokens,
+                text_bytes=self.done.text_bytes,
+                skipped=Skipped(bad=self.done.bad, empty=self.done.empty, binary=self.done.left_out),
+                bin_sha256=self._digest.hexdigest(),
+                shard=self.shard,
+            )
+            self._close_quarantine()
+            commit(self.writer, self.done.made_from)
+
+    def _close_quarantine(self) -> None:
+        if self._quarantine is not None:
+            with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
+                self._quarantine.close()
 
     def _keep(self) -> None:
         """After an error: a run that was long enough to be recorded once keeps what it has."""
@@ -187,11 +203,5 @@ class Output:
             with contextlib.suppress(DataError):
                 self.record()
             logger.info("%s: what is done is kept, and the same command goes on with it", self.writer.folder)
+        self._close_quarantine()
         self.writer.abort()
-
-    @contextlib.contextmanager
-    def _refusals(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written ({error.strerror})") from error

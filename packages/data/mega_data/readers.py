@@ -61,8 +61,11 @@ def read(
     json_key: str,
     advance: Advance = lambda _: None,
     tell_kind: Callable[[Kind], object] = lambda _: None,
+    tell_lines: Callable[[int], object] = lambda _: None,
 ) -> Items:
     """The documents of a source; `advance` is told the bytes of the file as they are consumed, `tell_kind` how it is read.
+
+    `tell_lines` is told, at the end of JSON lines, their number.
 
     What of a damaged file comes before the damage is read; the damage is a `Rejected`.
 
@@ -82,9 +85,11 @@ def read(
             return
         kind = source.kind or kind_by_content(begin, json_key, Path(source.name))
         tell_kind(kind)
-        readers = {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "tsv": _read_csv, "text": _read_text}
+        readers = {"json": _read_json, "csv": _read_csv, "tsv": _read_csv, "text": _read_text}
         if kind == "parquet":
             yield from _read_parquet(source, json_key, advance)
+        elif kind == "jsonl":
+            yield from _read_jsonl(stream, source, json_key, tell_lines)
         else:
             yield from readers[kind](stream, source, json_key)
 
@@ -146,14 +151,26 @@ def _keys(record: dict[str, Any]) -> str:
     return ", ".join(name for group in names for name in group) or "none"
 
 
-def _read_jsonl(stream: io.BufferedReader, source: Source, key: str) -> Items:
-    line = 0
+def _read_jsonl(stream: io.BufferedReader, source: Source, key: str, tell_lines: Callable[[int], object]) -> Items:
+    line, ranged = 0, source.begin or source.end is not None
     try:
-        for line, raw in enumerate(stream, 1):
+        for line, raw in enumerate(_range(stream, source.begin, source.end) if ranged else stream, 1):
             if not raw.isspace():
-                yield _parsed(raw.removeprefix(BOM) if line == 1 else raw, key, source.name, line)
+                first = line == 1 and not source.begin
+                yield _parsed(raw.removeprefix(BOM) if first else raw, key, source.shown, line)
+        tell_lines(line)
     except DAMAGE as error:
-        yield _damaged(error, source.name, line + 1)
+        yield _damaged(error, source.shown, line + 1)
+
+
+def _range(stream: io.BufferedReader, begin: int, end: int | None) -> Iterator[bytes]:
+    """The lines that begin in a range of bytes, the first of them with it."""
+    at = begin
+    if begin:
+        stream.seek(begin)
+    while (end is None or at < end) and (raw := stream.readline()):
+        at += len(raw)
+        yield raw
 
 
 def _parsed(raw: bytes, key: str, file: str, line: int) -> Document | Rejected:
@@ -257,7 +274,8 @@ def _read_parquet(source: Source, key: str, advance: Advance) -> Items:
             if key not in names:
                 raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(names)}")
             rows = max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(columns=[key], batch_size=256):
+            groups, line = _row_groups(file.metadata, source)
+            for batch in file.iter_batches(columns=[key], batch_size=256, row_groups=groups):
                 for record in batch.to_pylist():
                     line += 1
                     yield _checked(lookup(record, key), key, source.name, line)
@@ -266,6 +284,14 @@ def _read_parquet(source: Source, key: str, advance: Advance) -> Items:
         if not line:
             raise DataError(f"{source.name}: cannot be read as Parquet ({error})") from error
         yield _damaged(error, source.name, line + 1)
+
+
+def _row_groups(metadata: Any, source: Source) -> tuple[list[int], int]:
+    """The row groups that begin in a source's range, were all of one size, and the number of rows before them."""
+    count, end = metadata.num_row_groups, source.size if source.end is None else source.end
+    groups = [group for group in range(count) if source.begin <= source.size * group // count < end]
+    before = range(groups[0]) if groups else ()
+    return groups, sum(metadata.row_group(group).num_rows for group in before)
 
 
 def _leaves(columns: Iterable[Any], is_struct: Callable[[Any], bool], prefix: str = "") -> list[str]:

@@ -51,6 +51,8 @@ class Source:
         kind: how it is read; None where only its content tells, when it is opened.
         size: bytes on disk, 0 where unknown; `changed` its modification time in ns.
         found: in a folder, where anything may lie: what is no text there is left out and not refused.
+        begin, end: of a file that several shards read, the bytes of this one's (`shards.cut`): the lines, or row groups
+            of Parquet, that begin there; a line begins at `begin`. An `end` of None is the file's.
     """
 
     name: str
@@ -58,6 +60,18 @@ class Source:
     size: int = 0
     changed: int = 0
     found: bool = False
+    begin: int = 0
+    end: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        """How many there are to read, 0 where unknown."""
+        return (self.size if self.end is None else self.end) - self.begin
+
+    @property
+    def shown(self) -> str:
+        """The name by which lines are told, which count from `begin`."""
+        return f"{self.name}[{self.begin}:]" if self.begin else self.name
 
     @property
     def again(self) -> bool:

@@ -50,6 +50,11 @@ def head(stream: io.BufferedReader[Any]) -> bytes:
     return stream.peek(HEAD)[:HEAD]
 
 
+def is_plain(stream: io.BufferedReader[Any]) -> bool:
+    """Whether an opened file is read as it is, and so from any place in it."""
+    return isinstance(stream.raw, _Counted)
+
+
 def _unpacked(plain: io.BufferedReader[Any]) -> io.RawIOBase | None:
     begin = plain.peek(8)
     if begin.startswith(b"\x1f\x8b"):
