@@ -57,6 +57,12 @@ def preprocess(
     ] = None,
     on_bad_line: OnBadLine = "error",
     overwrite: Overwrite = False,
+    split_sentences: Annotated[
+        bool, typer.Option("--split-sentences", help="Make each sentence a sequence, as BERT's data has it.")
+    ] = False,
+    language: Annotated[
+        str | None, typer.Option(help="Of the text, by whose rules sentences end.", show_default="en")
+    ] = None,
     shard: Annotated[
         str | None,
         typer.Option(metavar="I/N", help="Read only the I-th (from 1) of N shares of the input, as one of N jobs."),
@@ -99,6 +105,8 @@ def preprocess(
         raise ConfigError(
             "--shards: threads make no parts", hint="--engine processes, or --shard I/N for one of N jobs"
         )
+    if language is not None and not split_sentences:
+        raise ConfigError("--language: says where sentences end", hint="give --split-sentences too")
     info = run(
         [*input, *(more or [])],
         tokenizer,
@@ -112,6 +120,7 @@ def preprocess(
         shard=Shard.parse(shard) if shard else None,
         engine=engine,
         shards=shards,
+        sentences=(language or "en") if split_sentences else None,
     )
     made = f"{output}, part {info.shard.number} of {info.shard.of}" if info.shard else f"{output}"
     typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")

@@ -161,30 +161,34 @@ class IndexedWriter:
         """Make what was added so far last, for a later writer to `go_on` after it should this one end early."""
         with refusals(self.prefix):
             self._flush()
-            with open(self.folder / "lengths", "ab") as stream:
-                known = stream.tell() // self._lengths.itemsize
-                stream.write(self._lengths[known:].tobytes())
-                stream.flush()
-                os.fsync(stream.fileno())
+            for name, values in (("lengths", self._lengths), ("ends", self._ends)):
+                with open(self.folder / name, "ab") as stream:
+                    known = stream.tell() // values.itemsize
+                    stream.write(values[known:].tobytes())
+                    stream.flush()
+                    os.fsync(stream.fileno())
             fsync_folder(self.folder)
         self._lasts = True
 
     def go_on(self, documents: int) -> Tokens:
-        """Take up an interrupted writing after so many documents of one sequence each; returns their tokens, [n].
+        """Take up an interrupted writing after so many documents; returns their tokens, [n].
 
         Raises:
             DataError: when less is there than that.
         """
         with refusals(self.prefix):
-            lengths = np.fromfile(self.folder / "lengths", np.int32, documents)
+            ends = np.fromfile(self.folder / "ends", np.int64, documents + 1)
+            sequences = int(ends[-1]) if ends.size else 0
+            lengths = np.fromfile(self.folder / "lengths", np.int32, sequences)
             size = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-            if lengths.size < documents or os.fstat(self._bin.fileno()).st_size < size:
+            whole = ends.size == documents + 1 and lengths.size == sequences
+            if not whole or os.fstat(self._bin.fileno()).st_size < size:
                 raise DataError(f"{self.folder}: damaged", hint="remove it to start over")
+            os.truncate(self.folder / "ends", ends.nbytes)
             os.truncate(self.folder / "lengths", lengths.nbytes)
             self._bin.truncate(size)
             self._bin.seek(size)
-        self._lengths, self._ends = array("i", lengths.tobytes()), array("q", [0])
-        self._ends.frombytes(np.arange(1, documents + 1, dtype=np.int64).tobytes())
+        self._lengths, self._ends = array("i", lengths.tobytes()), array("q", ends.tobytes())
         self._lasts = True
         return np.memmap(self.folder / "bin", self.dtype, "r") if size else np.empty(0, self.dtype)
 

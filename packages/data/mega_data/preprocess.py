@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,9 +29,10 @@ from mega_data.commit import settle
 from mega_data.engines import Engine, in_processes, on_ray
 from mega_data.indexed import data_prefix
 from mega_data.info import DataInfo, ShardInfo, data_files, prepare_output, quarantine_path, read_info, refuse_inputs
-from mega_data.output import Arrays, Output
+from mega_data.output import Output, Sequences
 from mega_data.shards import Shard, cut, failure_noted, finished, join
 from mega_data.sources import LeftOut, Source, find_sources
+from mega_data.split_sentences import SentenceEncoder
 from mega_data.tokenizer import Tokenizer, one_thread_per_call
 from mega_data.unpack import STDIN
 
@@ -54,10 +55,12 @@ def preprocess(
     shard: Shard | None = None,
     engine: Engine = "threads",
     shards: int | None = None,
+    sentences: str | None = None,
 ) -> DataInfo:
     """Tokenize `inputs` (see `find_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.info`.
 
-    A document is one sequence of the data set; documents without a token are left out and counted. `append_eod` ends
+    A document is one sequence of the data set, or with `sentences`, a language such as `en`, as many as it has
+    sentences; documents without a token are left out and counted. `append_eod` ends
     each with the tokenizer's end token; a special token that a text spells stays text without `parse_special_tokens`.
     `workers` is the number of encoding threads, by default the usable cores. With `on_bad_line="skip"` bad lines go
     into `PREFIX.quarantine.jsonl` instead of stopping the run.
@@ -76,7 +79,7 @@ def preprocess(
     """
     job = Job(
         tuple(inputs), Path(tokenizer_path), data_prefix(Path(output_prefix)),
-        json_key, append_eod, parse_special_tokens, on_bad_line, overwrite,
+        json_key, append_eod, parse_special_tokens, on_bad_line, overwrite, sentences,
     )  # fmt: skip
     if settled := job.check():
         return settled
@@ -86,6 +89,9 @@ def preprocess(
     if engine == "threads":
         return job.make(job.whole, job.sources, job.made_from, workers or usable_cores())
     return _spread(job, engine, shards, workers)
+
+
+Encode = Callable[[list[str]], list[Sequences]]
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ class Job:
     parse_special_tokens: bool
     on_bad_line: Literal["error", "skip"]
     overwrite: bool
+    sentences: str | None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -127,6 +134,7 @@ class Job:
         """What tells one run from another: a digest of all that decides about its tokens."""
         tokenizer = self.tokenizer
         settings = [tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key]
+        settings += [] if self.sentences is None else [self.sentences]
         files = [(source.name, source.kind, source.size, source.changed) for source in self.sources]
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
@@ -158,9 +166,9 @@ class Job:
                 end=None if self.parse_special_tokens else tokenizer.eos_token,
             )
             stack.enter_context(one_thread_per_call())
-            encoded = _encoded(good, tokenizer, output.dtype, workers)
-            for batch, arrays in stack.enter_context(contextlib.closing(encoded)):
-                output.add(batch, arrays)
+            encoded = _encoded(good, tokenizer, self.encoder(output.dtype), workers)
+            for batch, documents in stack.enter_context(contextlib.closing(encoded)):
+                output.add(batch, documents)
                 reading.show(batch.read)
             done = output.done
             if shard is not None:
@@ -173,6 +181,13 @@ class Job:
         reading.tell()
         _tell(output.info, output, tokenizer)
         return output.info
+
+    def encoder(self, dtype: np.dtype[Any]) -> Encode:
+        """What makes sequences of documents."""
+        if self.sentences is None:
+            return lambda texts: [[ids] for ids in self.tokenizer.encode_batch(texts, dtype)]
+        by_sentence = SentenceEncoder(self.tokenizer, self.sentences)
+        return lambda texts: by_sentence.encode(texts, dtype)
 
     def make_part(self, shard: Shard, workers: int) -> DataInfo:
         """Make the part of one shard, unless it is made already."""
@@ -233,13 +248,13 @@ def usable_cores() -> int:
 
 
 def _encoded(
-    batches: Iterable[Batch], tokenizer: Tokenizer, dtype: np.dtype[Any], workers: int
-) -> Generator[tuple[Batch, Arrays], None, None]:
+    batches: Iterable[Batch], tokenizer: Tokenizer, encode: Encode, workers: int
+) -> Generator[tuple[Batch, list[Sequences]], None, None]:
     """Each batch with its tokens, in order; at most `AHEAD` bytes per worker (or one batch) are under way."""
     if workers == 1:  # a thread of its own would cost more, in memory arenas, than it saves
-        yield from ((batch, _encode(batch, tokenizer, dtype)) for batch in batches)
+        yield from ((batch, _encode(batch, tokenizer, encode)) for batch in batches)
         return
-    pending: deque[tuple[Batch, Future[Arrays]]] = deque()
+    pending: deque[tuple[Batch, Future[list[Sequences]]]] = deque()
     under_way = 0
     failure: DataError | None = None
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
@@ -249,7 +264,7 @@ def _encoded(
                 while pending and under_way + batch.size > workers * AHEAD:
                     under_way -= pending[0][0].size
                     yield _finished(*pending.popleft())
-                pending.append((batch, pool.submit(_encode, batch, tokenizer, dtype)))
+                pending.append((batch, pool.submit(_encode, batch, tokenizer, encode)))
                 under_way += batch.size
                 while pending and pending[0][1].done():
                     under_way -= pending[0][0].size
@@ -264,24 +279,24 @@ def _encoded(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _finished(batch: Batch, future: Future[Arrays]) -> tuple[Batch, Arrays]:
+def _finished(batch: Batch, future: Future[list[Sequences]]) -> tuple[Batch, list[Sequences]]:
     return batch, future.result()
 
 
-def _encode(batch: Batch, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Arrays:
+def _encode(batch: Batch, tokenizer: Tokenizer, encode: Encode) -> list[Sequences]:
     if not batch.documents:
         return []
     try:
-        return tokenizer.encode_batch([document.text for document in batch.documents], dtype)
+        return encode([document.text for document in batch.documents])
     except BaseException as error:  # a panic in Rust is no Exception
-        raise _blame(batch, tokenizer, dtype, error) from error
+        raise _blame(batch, tokenizer, encode, error) from error
 
 
-def _blame(batch: Batch, tokenizer: Tokenizer, dtype: np.dtype[Any], error: BaseException) -> DataError:
+def _blame(batch: Batch, tokenizer: Tokenizer, encode: Encode, error: BaseException) -> DataError:
     """Find the document of a batch that the tokenizer fails on."""
     for document in batch.documents:
         try:
-            tokenizer.encode_batch([document.text], dtype)
+            encode([document.text])
         except BaseException as own:  # noqa: BLE001 - as above; it is told, not lost
             return DataError(f"{document.where}: the tokenizer {tokenizer.path} fails on this document ({own})")
     first, last = batch.documents[0], batch.documents[-1]
