@@ -35,8 +35,8 @@ class T5Config(Config):
     """T5's corruption of spans."""
 
     mask_probability: Share = Field(0.15, description="share of the tokens that leave the encoder's input")
-    mean_span: float = Field(3.0, ge=1, description="mean tokens of a span in order stable")
+    mean_span: float = Field(3.0, ge=1, description="mean tokens of a span, but in order megatron")
     short_probability: Probability = Field(0.1, description="share of shorter samples in order megatron")
     decoder_seq_length: PositiveInt | None = Field(
-        None, description="tokens the decoder sees at once; default in order stable: what seq_length brings"
+        None, description="tokens the decoder sees at once; default, but in order megatron: what seq_length brings"
     )

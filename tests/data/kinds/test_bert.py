@@ -1,4 +1,4 @@
-"""BERT's samples: Megatron's own, one by one, and those of the stable order."""
+"""BERT's samples: Megatron's own, one by one, and those of the other orders."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def test_a_blend_is_megatrons(tmp_path: Path, word_pieces: Tokenizer, their_toke
         assert_same(found[k], expected[k])
 
 
-# ---- the stable order
+# ---- the other orders
 
 
-def test_a_stable_sample_depends_on_seed_and_number_alone(tmp_path: Path, word_pieces: Tokenizer) -> None:
+def test_a_sample_depends_on_seed_and_number_alone(tmp_path: Path, word_pieces: Tokenizer) -> None:
     prefix = str(sentences(tmp_path / "d", 1))
     first, again, other = (ours(word_pieces, seed, train=prefix, split=[1])[0] for seed in (1, 1, 2))
     assert first is not None
@@ -102,7 +102,7 @@ def original(sample: BertSample) -> list[int]:
     return tokens
 
 
-def test_an_epoch_of_the_stable_order_has_every_sentence_once(tmp_path: Path, word_pieces: Tokenizer) -> None:
+def test_an_epoch_has_every_sentence_once(tmp_path: Path, word_pieces: Tokenizer) -> None:
     counts = [2, 20, 8, 1, 3, 14, 0, 12]  # the seventh token on, a sentence each
     with IndexedWriter(tmp_path / "d", "uint16") as writer:
         writer.add_documents(np.arange(7, 7 + sum(counts)), np.ones(sum(counts)), counts)
@@ -120,9 +120,10 @@ def test_an_epoch_of_the_stable_order_has_every_sentence_once(tmp_path: Path, wo
         assert sorted(seen) == [token for token in range(7, 7 + sum(counts)) if token != alone]
         orders.add(tuple(seen))
     assert len(orders) == 3
+    assert data.epochs(k) == {str(tmp_path / "d"): 3}
 
 
-def test_stable_samples_are_masked_and_paired_as_they_should_be(tmp_path: Path, word_pieces: Tokenizer) -> None:
+def test_samples_are_masked_and_paired_as_they_should_be(tmp_path: Path, word_pieces: Tokenizer) -> None:
     data = ours(word_pieces, 1, train=str(sentences(tmp_path / "d", 1, documents=200)), split=[1])[0]
     assert data is not None
     samples: list[BertSample] = [data[k] for k in range(2000)]
@@ -148,8 +149,11 @@ def test_stable_samples_are_masked_and_paired_as_they_should_be(tmp_path: Path, 
 def test_documents_of_one_sentence_are_refused(tmp_path: Path, word_pieces: Tokenizer) -> None:
     with IndexedWriter(tmp_path / "d", "uint16") as writer:
         writer.add_documents(np.arange(30), np.full(3, 10))
-    with pytest.raises(DataError, match="d: none of 3 documents has 2 sentences or more"):
-        ours(word_pieces, 1, train=str(tmp_path / "d"), split=[1])
+    data = ours(word_pieces, 1, train=str(tmp_path / "d"), split=[1])[0]
+    assert data is not None
+    with pytest.raises(DataError, match="d: none of 3 documents has 2 sentences or more") as refused:
+        data[0]
+    assert "--split-sentences" in str(refused.value.hint)
 
 
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:

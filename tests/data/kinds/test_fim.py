@@ -15,7 +15,7 @@ from mega_data.dataset import build_datasets
 from mega_data.indexed import IndexedWriter
 from mega_data.kinds.base import Sample, Setting
 from mega_data.kinds.fim import FimSamples, fim
-from mega_data.kinds.masking import stable_random
+from mega_data.kinds.masking import drawn_random
 from mega_data.kinds.text import text
 from mega_data.parts import Parts
 from mega_data.preprocess import preprocess
@@ -87,23 +87,23 @@ def by_the_rule(
 
 @pytest.mark.parametrize("cut", ["character", "token"])
 @pytest.mark.parametrize("spm_rate", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("order", ["stable", "megatron"])
+@pytest.mark.parametrize("order", ["shuffled", "stable", "megatron"])
 def test_samples_follow_the_rule(
     tmp_path: Path, code: Path, coder: Tokenizer, cut: str, spm_rate: float, order: str
 ) -> None:
     settings = {"rate": 0.7, "spm_rate": spm_rate, "cut": cut}
     found, plain = samples(code, coder, tmp_path, fim=settings, order=order)
     changed = 0
-    for k in range(100):
+    for k in range(60):
         before = [*plain[k].tokens.tolist(), int(plain[k].labels[-1])]
-        expected = by_the_rule(before, coder, stable_random(found.identity, k), spm_rate, cut)[: S + 1]
+        expected = by_the_rule(before, coder, drawn_random(found.identity, k), spm_rate, cut)[: S + 1]
         filled = [*expected, *[303] * (S + 1 - len(expected))]
         sample = found[k]
         assert [*sample.tokens.tolist(), int(sample.labels[-1])] == filled
         assert sample.labels[:-1].tolist() == sample.tokens[1:].tolist()
         assert sample.loss_weights.tolist() == [float(i + 1 < len(expected)) for i in range(S)]
         changed += filled != before
-    assert changed > 70
+    assert changed > 40
 
 
 def test_a_window_that_becomes_shorter_is_filled_without_loss(tmp_path: Path, coder: Tokenizer) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from mega_data.indexed import Tokens
 from mega_data.kinds.base import Setting
-from mega_data.kinds.cuts import Cuts, cuts
+from mega_data.kinds.cuts import Cuts, DrawnCuts, MegatronCuts
 from mega_data.kinds.masking import Random, WholeWords, inverse_ngram, special_token
 from mega_data.parts import Part
 
@@ -41,30 +42,42 @@ class BertSample:
 
 
 class BertSamples:
-    """Samples of one data set of sentences."""
+    """Samples of one data set of sentences.
+
+    Raises:
+        DataError: when the tokenizer lacks one of BERT's special tokens; on the first sample, when no document can be
+            used.
+    """
 
     def __init__(self, part: Part, setting: Setting, wanted: int) -> None:
         config, tokenizer = setting.config, setting.tokenizer
-        self._reader, self._seq_length, self._pairs = part.reader, config.seq_length, config.bert.sentence_pairs
+        self._part, self._config, self._tokenizer = part, config, tokenizer
         self._cls = special_token(tokenizer, "[CLS]", "<s>")
         self._sep = special_token(tokenizer, "[SEP]", "</s>")
         self._mask = special_token(tokenizer, "[MASK]", "<mask>")
         pad = special_token(tokenizer, "[PAD]", "<pad>")
-        # Megatron takes padding for what it is by the token, wherever that comes from.
-        self._pad = pad if config.order == "megatron" else -1
+        megatron = config.sample_order == "megatron"
+        self._pad = pad if megatron else -1  # Megatron takes the token for padding, wherever it comes from
         self._vocabulary = sorted(tokenizer.backend.get_vocab(with_added_tokens=True).values())
         self._words = WholeWords(
             tokenizer, (self._cls, self._sep), config.bert.mask_probability, inverse_ngram(LONGEST)
         )
-        self._cuts: Cuts = cuts(
-            part,
-            setting,
-            wanted,
-            tokens=config.seq_length - 3,
-            least=2 if self._pairs else 1,
-            short_probability=config.bert.short_probability,
-        )
-        self.identity = f"bert {config.bert!r} tokenizer={tokenizer.fingerprint} {self._cuts.identity}"
+        cut = config.seq_length - 3, 2 if config.bert.sentence_pairs else 1, config.bert.short_probability
+        self._cuts: Cuts = MegatronCuts(part, setting, wanted, *cut) if megatron else DrawnCuts(part, setting, *cut)
+
+    @cached_property
+    def identity(self) -> str:
+        """See `Samples`."""
+        return f"bert {self._config.bert!r} tokenizer={self._tokenizer.fingerprint} {self._cuts.identity}"
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """See `Samples`."""
+        return self._cuts.samples_per_epoch
+
+    def work(self, k: int) -> int:
+        """See `Samples`."""
+        return self._config.seq_length**2
 
     def __getitem__(self, k: int, /) -> BertSample:
         first, last, length, random = self._cuts[k]
@@ -73,22 +86,22 @@ class BertSamples:
         a, b = trimmed(a, b, length, random)
         end = [self._sep] if b.size else []
         found = np.concatenate([[self._cls], a, [self._sep], b, end]).astype(np.int64)
-        tokens, types = (np.zeros(self._seq_length, np.int64) for _ in range(2))
+        tokens, types = (np.zeros(self._config.seq_length, np.int64) for _ in range(2))
         tokens[: found.size] = found
         types[a.size + 2 : found.size] = 1
-        labels = np.full(self._seq_length, -1)
+        labels = np.full(self._config.seq_length, -1)
         for run in self._words.draw(found, length, random):
             labels[run] = found[run]
             for place in run.tolist():
                 tokens[place] = self._instead(int(found[place]), random)
-        present = (np.arange(self._seq_length) < found.size) & (tokens != self._pad)
+        present = (np.arange(self._config.seq_length) < found.size) & (tokens != self._pad)
         weights = (labels >= 0).astype(np.float32)
         return BertSample(tokens, types, labels, weights, present, swapped, truncated)
 
     def _segments(self, first: int, last: int, random: Random) -> tuple[Tokens, Tokens, bool]:
         """The sentences before and after a place between two, half the time in the other order."""
-        sentences = [self._reader.read(i) for i in range(first, last)]
-        if not self._pairs:
+        sentences = [self._part.reader.read(i) for i in range(first, last)]
+        if not self._config.bert.sentence_pairs:
             return np.concatenate(sentences), np.empty(0, np.int64), False
         pivot = random.randint(1, len(sentences)) if len(sentences) > 2 else 1
         a, b = np.concatenate(sentences[:pivot]), np.concatenate(sentences[pivot:])

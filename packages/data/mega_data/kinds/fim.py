@@ -8,13 +8,15 @@ keeps its length: what is too much at its end is left out, and what is too littl
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import ConfigError
 from mega_data.kinds.base import Sample, Setting
-from mega_data.kinds.masking import Random, stable_random
-from mega_data.kinds.text import DocumentRules, Windows, windows
+from mega_data.kinds.masking import Random, drawn_random
+from mega_data.kinds.text import DocumentRules, windows
 from mega_data.objectives import FimConfig
 from mega_data.parts import Part
 from mega_data.tokenizer import Tokenizer
@@ -87,15 +89,30 @@ class FillInTheMiddle:
 class FimSamples:
     """Samples of one data set."""
 
-    def __init__(self, text: Windows, rules: DocumentRules, setting: Setting) -> None:
-        self._windows, self._rules = text, rules
-        config, tokenizer = setting.config.fim, setting.text_tokenizer
-        self._fim = FillInTheMiddle(config, tokenizer, setting.eod)
-        self.identity = f"fim {config!r} {self._fim.tokens} tokenizer={tokenizer.fingerprint} {text.identity}"
+    def __init__(self, part: Part, setting: Setting, wanted: int) -> None:
+        self._config, self._tokenizer = setting.config, setting.text_tokenizer
+        self._rules = DocumentRules.of(setting)
+        self._fim = FillInTheMiddle(self._config.fim, self._tokenizer, setting.eod)
+        self._windows = windows(part, setting, wanted, self._config.seq_length)
+
+    @cached_property
+    def identity(self) -> str:
+        """See `Samples`."""
+        tokens, tokenizer = self._fim.tokens, self._tokenizer.fingerprint
+        return f"fim {self._config.fim!r} {tokens} tokenizer={tokenizer} {self._windows.identity}"
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """See `Samples`."""
+        return self._windows.samples_per_epoch
+
+    def work(self, k: int) -> int:
+        """See `Samples`."""
+        return self._config.seq_length**2
 
     def __getitem__(self, k: int, /) -> Sample:
         window = self._windows[k]
-        found = self._rearranged(window, stable_random(self.identity, k))[: window.size]
+        found = self._rearranged(window, drawn_random(self.identity, k))[: window.size]
         filled = np.pad(found, (0, window.size - found.size), constant_values=self._fim.pad)
         sample = self._rules.sample(filled)
         sample.loss_weights[max(found.size - 1, 0) :] = 0
@@ -114,4 +131,4 @@ class FimSamples:
 
 def fim(part: Part, setting: Setting, wanted: int) -> FimSamples:
     """The kind `fim`, in the order of the run."""
-    return FimSamples(windows(part, setting, wanted), DocumentRules.of(setting), setting)
+    return FimSamples(part, setting, wanted)

@@ -24,7 +24,7 @@ def megatron_random(seed: int, k: int) -> Random:
     return Random((seed + k) % (1 << 32))
 
 
-def stable_random(identity: str, k: int) -> Random:
+def drawn_random(identity: str, k: int) -> Random:
     """A stream of its own for each sample of each data set."""
     return Random(np.random.PCG64(xxhash.xxh3_64_intdigest(f"{identity} sample={k}".encode())))
 

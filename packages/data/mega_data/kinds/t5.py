@@ -1,6 +1,6 @@
 """T5's data: spans leave the encoder's text, a sentinel in the place of each, and the decoder is to tell them.
 
-Order `megatron` hides whole words of sentences as Megatron does. Order `stable` hides spans of running text as T5 was
+Order `megatron` hides whole words of sentences as Megatron does; the other orders hide spans of running text, as T5 was
 trained (Raffel et al., 2020, section 3.1.4).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +17,9 @@ import numpy.typing as npt
 from mega_common.errors import DataError
 from mega_data.kinds.base import Setting
 from mega_data.kinds.cuts import MegatronCuts
-from mega_data.kinds.masking import Random, WholeWords, geometric_ngram, special_token, stable_random
+from mega_data.kinds.masking import Random, WholeWords, drawn_random, geometric_ngram, special_token
+from mega_data.kinds.text import windows
 from mega_data.parts import Part
-from mega_data.sample_index import StableSamples
 from mega_data.tokenizer import Tokenizer
 
 Ints = npt.NDArray[np.int64]
@@ -107,28 +108,41 @@ def _padded(tokens: list[int], size: int, fill: int) -> Ints:
 
 
 class MegatronT5Samples:
-    """Samples of one data set of sentences, bit-identical to Megatron's."""
+    """Samples of one data set of sentences, bit-identical to Megatron's.
+
+    Raises:
+        DataError: when the tokenizer lacks a special token; on the first sample, when no document can be used.
+    """
 
     def __init__(self, part: Part, setting: Setting, wanted: int) -> None:
         config, tokenizer = setting.config, setting.tokenizer
         assert config.t5.decoder_seq_length is not None, "checked with the configuration"
-        self._reader = part.reader
+        self._part, self._config, self._tokenizer = part, config, tokenizer
         self._pad = special_token(tokenizer, "[PAD]", "<pad>")
         apart = special_token(tokenizer, "[CLS]", "<s>"), special_token(tokenizer, "[SEP]", "</s>")
         self._words = WholeWords(tokenizer, apart, config.t5.mask_probability, geometric_ngram(LONGEST))
-        self._corruption = Corruption(
-            tokenizer,
-            special_token(tokenizer, "[BOS]", "<s>", "<bos>"),
-            special_token(tokenizer, "[EOS]", "</s>", "<eos>"),
-            (config.seq_length, config.t5.decoder_seq_length),
-        )
-        short = config.t5.short_probability
-        self._cuts = MegatronCuts(part, setting, wanted, tokens=config.seq_length - 2, least=1, short_probability=short)
-        self.identity = f"t5 {config.t5!r} tokenizer={tokenizer.fingerprint} {self._cuts.identity}"
+        start = special_token(tokenizer, "[BOS]", "<s>", "<bos>")
+        end = special_token(tokenizer, "[EOS]", "</s>", "<eos>")
+        self._corruption = Corruption(tokenizer, start, end, (config.seq_length, config.t5.decoder_seq_length))
+        self._cuts = MegatronCuts(part, setting, wanted, config.seq_length - 2, 1, config.t5.short_probability)
+
+    @cached_property
+    def identity(self) -> str:
+        """See `Samples`."""
+        return f"t5 {self._config.t5!r} tokenizer={self._tokenizer.fingerprint} {self._cuts.identity}"
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """See `Samples`."""
+        return self._cuts.samples_per_epoch
+
+    def work(self, k: int) -> int:
+        """See `Samples`."""
+        return self._config.seq_length**2
 
     def __getitem__(self, k: int, /) -> T5Sample:
         first, last, length, random = self._cuts[k]
-        tokens = np.concatenate([self._reader.read(i) for i in range(first, last)])
+        tokens = np.concatenate([self._part.reader.read(i) for i in range(first, last)])
         runs = self._words.draw(tokens[:length], length, random)
         found = self._corruption.sample(tokens[:length], runs, end=False, truncated=tokens.size > length)
         # Megatron takes padding for what it is by the token, wherever that comes from.
@@ -136,24 +150,39 @@ class MegatronT5Samples:
         return replace(found, encoder_mask=masks, decoder_mask=found.decoder_mask & (found.decoder_tokens != self._pad))
 
 
-class StableT5Samples:
-    """Samples of running text: a window of as many tokens as the encoder's room allows, with random spans hidden."""
+class T5Samples:
+    """Samples of running text: a window of as many tokens as the encoder's room allows, with random spans hidden.
 
-    def __init__(self, part: Part, setting: Setting) -> None:
-        config, tokenizer, seed = setting.config, setting.tokenizer, setting.seed
+    Raises:
+        DataError: when the tokenizer lacks a special token, or the part is empty.
+    """
+
+    def __init__(self, part: Part, setting: Setting, wanted: int) -> None:
+        config, tokenizer = setting.config, setting.tokenizer
+        self._config, self._tokenizer = config, tokenizer
         self._spans = Spans.fitting(config.seq_length, config.t5.mask_probability, config.t5.mean_span)
-        targets = self._spans.hidden + self._spans.count + 1
-        self._corruption = Corruption(
-            tokenizer,
-            special_token(tokenizer, "<pad>", "[PAD]"),
-            special_token(tokenizer, "</s>", "[EOS]", "<eos>"),
-            (config.seq_length, config.t5.decoder_seq_length or targets),
-        )
-        self._windows = StableSamples(part.reader, part.first, part.last, seq_length=self._spans.tokens, seed=seed)
-        self.identity = f"t5 {self._spans} {config.t5!r} tokenizer={tokenizer.fingerprint} {self._windows.identity}"
+        room = config.t5.decoder_seq_length or self._spans.hidden + self._spans.count + 1
+        start = special_token(tokenizer, "<pad>", "[PAD]")
+        end = special_token(tokenizer, "</s>", "[EOS]", "<eos>")
+        self._corruption = Corruption(tokenizer, start, end, (config.seq_length, room))
+        self._windows = windows(part, setting, wanted, self._spans.tokens)
+
+    @cached_property
+    def identity(self) -> str:
+        """See `Samples`."""
+        return f"t5 {self._spans} {self._config.t5!r} tokenizer={self._tokenizer.fingerprint} {self._windows.identity}"
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """See `Samples`."""
+        return self._windows.samples_per_epoch
+
+    def work(self, k: int) -> int:
+        """See `Samples`."""
+        return self._config.seq_length**2
 
     def __getitem__(self, k: int, /) -> T5Sample:
-        runs = self._spans.draw(stable_random(self.identity, k))
+        runs = self._spans.draw(drawn_random(self.identity, k))
         return self._corruption.sample(self._windows[k][:-1], runs, end=True)
 
 
@@ -197,8 +226,7 @@ def _parted(total: int, parts: int, random: Random) -> Ints:
     return np.diff(cuts, prepend=0, append=total)
 
 
-def t5(part: Part, setting: Setting, wanted: int) -> MegatronT5Samples | StableT5Samples:
+def t5(part: Part, setting: Setting, wanted: int) -> MegatronT5Samples | T5Samples:
     """The kind `t5`, in the order of the run."""
-    if setting.config.order == "megatron":
-        return MegatronT5Samples(part, setting, wanted)
-    return StableT5Samples(part, setting)
+    made = MegatronT5Samples if setting.config.sample_order == "megatron" else T5Samples
+    return made(part, setting, wanted)
