@@ -22,7 +22,7 @@ def sentences(prefix: Path, seed: int, *, documents: int = 30, most: int = 12, l
     lengths[random.random(lengths.size) < 0.01] = 600
     tokens = random.integers(len(SPECIAL), len(SPECIAL + WORDS), lengths.sum())
     with IndexedWriter(prefix, "uint16") as writer:
-        writer.add_documents(tokens, lengths, counts)
+        writer.add_documents(tokens, lengths, sequences=counts)
     return prefix
 
 

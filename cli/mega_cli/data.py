@@ -13,7 +13,10 @@ from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.log import human
 
 if TYPE_CHECKING:
+    from mega_data.chat.prepare import ChatOptions
     from mega_data.inspect import Inspection
+
+CHAT = "Conversations"
 
 app = typer.Typer(help="Text to tokens, and what one does with token files.", no_args_is_help=True)
 
@@ -63,6 +66,43 @@ def preprocess(
     language: Annotated[
         str | None, typer.Option(help="Of the text, by whose rules sentences end.", show_default="en")
     ] = None,
+    kind: Annotated[
+        Literal["text", "conversations", "pairs"],
+        typer.Option(
+            help="What a document is: a text, a conversation, or a chosen and a rejected one.", rich_help_panel=CHAT
+        ),
+    ] = "text",
+    loss_on: Annotated[
+        Literal["answers", "last", "all"] | None,
+        typer.Option(
+            help="What of a conversation is learned: each answer, the last, or all of it.",
+            rich_help_panel=CHAT,
+            show_default="answers",
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens to keep of a conversation, from its begin.", rich_help_panel=CHAT)
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A chat template in Jinja, in place of the tokenizer's.", rich_help_panel=CHAT
+        ),
+    ] = None,
+    template_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="What the template is given, as YAML; may be repeated.", rich_help_panel=CHAT
+        ),
+    ] = None,
+    turn_weights: Annotated[
+        bool,
+        typer.Option(
+            "--turn-weights",
+            help="Answers may weigh other than 0 or 1: multiples of 0.01 up to 2.55.",
+            rich_help_panel=CHAT,
+        ),
+    ] = False,
     shard: Annotated[
         str | None,
         typer.Option(metavar="I/N", help="Read only the I-th (from 1) of N shares of the input, as one of N jobs."),
@@ -76,7 +116,7 @@ def preprocess(
         typer.Option(min=1, help="Number of parts, with an engine that makes parts.", show_default="one for 256 MiB"),
     ] = None,
 ) -> None:
-    """Tokenize text into a data set for training.
+    """Tokenize text or conversations into a data set for training.
 
     By its name, whatever its case, a file is read as JSON lines (.jsonl, .ndjson), JSON (.json: lines, an array, objects
     over many lines), CSV with a header (.csv, .tsv) or Parquet (.parquet). Any other is JSON lines, JSON or Parquet if
@@ -85,6 +125,10 @@ def preprocess(
 
     A folder is its files but hidden ones, README and licences beside data files, other splits than train, links to
     folders, data sets of mega's own and what is no UTF-8 text: what is left out is named at the end.
+
+    Conversations are records with messages (OpenAI's form), conversations (ShareGPT's), or prompt with completion or
+    response; pairs have chosen and rejected. tools may stand beside them. The tokenizer's chat template makes text of
+    them, and says what the answers are, if by {% generation %}; else they are what each adds to the text before it.
 
     A run that was ended goes on where it was when it is started again.
 
@@ -107,6 +151,13 @@ def preprocess(
         )
     if language is not None and not split_sentences:
         raise ConfigError("--language: says where sentences end", hint="give --split-sentences too")
+    chat = _chat_options(kind, loss_on, max_length, chat_template, template_option, turn_weights)
+    if chat is not None and (append_eod or parse_special_tokens or split_sentences or json_key != "text"):
+        raise ConfigError(
+            f"--kind {kind}: takes no --append-eod, --parse-special-tokens, --split-sentences or --json-key",
+            hint="a conversation ends as its template says, and is read from a whole record",
+        )
+
     info = run(
         [*input, *(more or [])],
         tokenizer,
@@ -117,6 +168,7 @@ def preprocess(
         workers=workers,
         on_bad_line=on_bad_line,
         overwrite=overwrite,
+        chat=chat,
         shard=Shard.parse(shard) if shard else None,
         engine=engine,
         shards=shards,
@@ -124,6 +176,42 @@ def preprocess(
     )
     made = f"{output}, part {info.shard.number} of {info.shard.of}" if info.shard else f"{output}"
     typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
+
+
+def _chat_options(
+    kind: Literal["text", "conversations", "pairs"],
+    loss_on: Literal["answers", "last", "all"] | None,
+    max_length: int | None,
+    chat_template: Path | None,
+    template_option: list[str] | None,
+    turn_weights: bool,
+) -> ChatOptions | None:
+    """The options that belong to conversations; None for text, which takes none of them."""
+    import yaml
+
+    from mega_data.chat.prepare import ChatOptions
+
+    if kind == "text":
+        if loss_on or max_length or chat_template or template_option or turn_weights:
+            raise ConfigError(
+                "--loss-on, --max-length, --chat-template, --template-option and --turn-weights are for conversations",
+                hint="say --kind conversations or --kind pairs",
+            )
+        return None
+    options = {}
+    for one in template_option or []:
+        key, equals, value = one.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"--template-option {one}: not of the form KEY=VALUE", hint="enable_thinking=false")
+        options[key] = yaml.safe_load(value)
+    return ChatOptions(
+        kind=kind,
+        loss_on=loss_on or "answers",
+        max_length=max_length,
+        template=chat_template,
+        template_options=options,
+        turn_weights=turn_weights,
+    )
 
 
 @app.command(epilog="Example: mega data train-tokenizer --input corpus/*.jsonl --vocab-size 32000 --output tok/")

@@ -13,7 +13,7 @@ from mega_common.config import Config, Problem
 from mega_data.objectives import BertConfig, FimConfig, T5Config
 
 Order = Literal["shuffled", "stable", "megatron"]
-KindName = Literal["text", "documents", "fim", "bert", "t5"]
+KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert", "t5"]
 
 
 class Source(Config):
@@ -84,8 +84,9 @@ class DataConfig(Config):
     seq_length: PositiveInt = Field(1024, description="tokens the model sees at once")
     kind: KindName = Field(
         "text",
-        description="text: windows of running text; documents: whole ones, packed; fim: text with middles to fill in;"
-        " bert: masked words of sentences in pairs; t5: spans for a decoder to tell",
+        description="text: windows of running text; documents: whole ones, packed; conversations: those, with the weights of "
+        "their mask; pairs: a chosen and a rejected answer; fim: text with middles to fill in; bert: masked words of sentences "
+        "in pairs; t5: spans for a decoder to tell",
     )
     fim: FimConfig = FimConfig()
     bert: BertConfig = BertConfig()
@@ -168,7 +169,7 @@ class DataConfig(Config):
             return
         if len(self.kinds) > 1:
             rule = f"{' and '.join(sorted(self.kinds))} make samples that no one model takes"
-            yield Problem("kind", rule, self.kind, "text, documents and fim mix")
+            yield Problem("kind", rule, self.kind, "bert and t5 mix with no other kind")
         least = {"bert": 5, "t5": 4}[min(alone)]
         if self.seq_length < least:
             yield Problem("seq_length", f"leaves no room for text in a sample of {min(alone)}", self.seq_length)

@@ -99,8 +99,8 @@ def build_datasets(
     """The train, valid and test sets of a run.
 
     `samples` says how many samples the run will read of "train", "valid" and "test"; order `megatron` depends on it,
-    order `stable` does not. `tokenizer` is that of the data, which the kinds `fim`, `bert` and `t5` need. Valid and test are None
-    when none is asked for or `split` gives them nothing.
+    order `stable` does not. `tokenizer` is that of the data, which the kinds `fim`, `bert` and `t5` need; by default the one that
+    `config` names. Valid and test are None when none is asked for or `split` gives them nothing.
 
     Raises:
         ConfigError: when a rule about documents is on and `eod` is None.

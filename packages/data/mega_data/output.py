@@ -20,12 +20,21 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
-from mega_common.files import write_json
+from mega_common.files import sha256_file, write_json
 from mega_common.log import ProgressBar, logger
 from mega_data.batches import Batch, Progress
 from mega_data.commit import commit
 from mega_data.indexed import CHUNK, IndexedWriter, best_dtype, refusals
-from mega_data.info import DataInfo, ShardInfo, Skipped, TokenizerInfo, little_endian, quarantine_path, write_info
+from mega_data.info import (
+    ChatInfo,
+    DataInfo,
+    ShardInfo,
+    Skipped,
+    TokenizerInfo,
+    little_endian,
+    quarantine_path,
+    write_info,
+)
 from mega_data.readers import Rejected
 from mega_data.tokenizer import Tokenizer
 
@@ -52,12 +61,19 @@ class Output:
         made_from: str,
         *,
         lasting: bool,
+        chat: ChatInfo | None = None,
         shard: ShardInfo | None = None,
     ) -> None:
         self.prefix, self.tokenizer, self.append_eod, self.lasting = prefix, tokenizer, append_eod, lasting
-        self.shard = shard
+        self.chat, self.shard = chat, shard
         self.dtype = best_dtype(tokenizer.vocab_size)
-        self.writer = IndexedWriter(prefix, self.dtype, resume=True, wait=shard is not None)
+        self.writer = IndexedWriter(
+            prefix,
+            self.dtype,
+            resume=True,
+            wait=shard is not None,
+            masked=chat is not None,
+        )
         self.done = Progress(made_from)
         self.tokens = 0
         self._record, self._bad_lines = self.writer.folder / "progress.json", self.writer.folder / "quarantine.jsonl"
@@ -115,6 +131,7 @@ class Output:
         if full:
             self._write(full)
         self.done.empty += len(documents) - len(full)
+        self.done.cut += batch.cut
         self.done.text_bytes += sum(document.size for document in batch.documents)
         self.done.ends += batch.ends
         self.done.source, self.done.items = batch.upto
@@ -125,8 +142,12 @@ class Output:
         counts = [len(document) for document in documents]
         lengths = np.array([sequence.size for document in documents for sequence in document])
         lengths[np.cumsum(counts) - 1] += self._end.size
-        tokens = np.concatenate([part for document in documents for part in (*document, self._end)])
-        self.writer.add_documents(tokens, lengths, counts)
+        if self.chat is None:
+            tokens, mask = np.concatenate([part for document in documents for part in (*document, self._end)]), None
+        else:
+            both = np.concatenate([sequence for document in documents for sequence in document])
+            tokens, mask = np.ascontiguousarray(both["token"]), both["mask"]
+        self.writer.add_documents(tokens, lengths, mask, counts)
         self._digest.update(tokens.data)
         self.done.documents += len(documents)
         self.tokens += tokens.size
@@ -179,6 +200,10 @@ class Output:
         with refusals(self.prefix):
             self._flush_quarantine()
             self.writer.finish()
+            chat = self.chat
+            if chat is not None:
+                mask_sha256 = sha256_file(self.writer.folder / "mask.bin")
+                chat = chat.model_copy(update={"cut": self.done.cut, "mask_sha256": mask_sha256})
             self.info = write_info(
                 self.prefix,
                 folder=self.writer.folder,
@@ -190,6 +215,7 @@ class Output:
                 text_bytes=self.done.text_bytes,
                 skipped=Skipped(bad=self.done.bad, empty=self.done.empty, binary=self.done.left_out),
                 bin_sha256=self._digest.hexdigest(),
+                chat=chat,
                 shard=self.shard,
             )
             self._close_quarantine()

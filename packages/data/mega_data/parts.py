@@ -16,6 +16,7 @@ from mega_data.config import DataConfig, Source
 from mega_data.document_order import token_range
 from mega_data.indexed import IndexedReader, data_prefix
 from mega_data.limits import allow_open_files
+from mega_data.mask import kind_of
 
 SPLITS = ("train", "valid", "test")
 LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
@@ -129,8 +130,8 @@ class Parts:
 
     def _cut(self, name: str, source: Source, paths: Sequence[Path], bounds: Bounds) -> Iterator[Part]:
         for path in paths:
-            reader = self._readers[path]
-            kind = source.kind or self._config.kind
+            reader, kind = self._readers[path], source.kind or self._config.kind
+            check_kind(reader, kind)
             first, last = (_sequence_at(bound, reader, kind) for bound in bounds)
             if reader.lengths[first:last].any():
                 yield Part(reader, first, last, source.weight, kind, source)
@@ -163,6 +164,20 @@ def _sequence_at(bound: float, reader: IndexedReader, kind: str) -> int:
     if kind in OF_SENTENCES:
         return int(reader.document_index[round(bound * float(reader.document_index.size - 1))])
     return round(bound * float(len(reader)))
+
+
+def check_kind(reader: IndexedReader, kind: str) -> None:
+    """Refuse conversations as text, which would count their questions in the loss, and text as conversations.
+
+    Raises:
+        DataError: as said.
+    """
+    made, ours = kind_of(reader), kind if kind in ("conversations", "pairs") else "text"
+    if ours != made:
+        raise DataError(
+            f"{reader.prefix}: holds {made}, and its kind in this run is {kind}",
+            hint=f"set data.kind: {made}, or kind: {made} beside its path",
+        )
 
 
 def split_bounds(shares: Sequence[float]) -> list[Bounds | None]:

@@ -347,6 +347,9 @@ class RunConfig(Config):
         if encoded := sorted(data.kinds & {"bert", "t5"}):
             rule = "is data for an encoder, and every model here is a decoder"
             yield Problem("data.kind", rule, encoded[0], "text or fim; mega_data reads such samples for other programs")
+        if "pairs" in data.kinds:
+            rule = "has no loss to train with yet: preference pairs can be made and shown"
+            yield Problem("data.kind", rule, "pairs", "conversations, made of the chosen answers")
         yield from model_problems(self)
         yield from fp8_problems(self)
         if self.kernels.linear == "te" and self.precision == "fp8":

@@ -105,7 +105,7 @@ def original(sample: BertSample) -> list[int]:
 def test_an_epoch_has_every_sentence_once(tmp_path: Path, word_pieces: Tokenizer) -> None:
     counts = [2, 20, 8, 1, 3, 14, 0, 12]  # the seventh token on, a sentence each
     with IndexedWriter(tmp_path / "d", "uint16") as writer:
-        writer.add_documents(np.arange(7, 7 + sum(counts)), np.ones(sum(counts)), counts)
+        writer.add_documents(np.arange(7, 7 + sum(counts)), np.ones(sum(counts)), sequences=counts)
     bert = {"short_probability": 0}
     data = ours(word_pieces, 1, train=str(tmp_path / "d"), split=[1], bert=bert, seq_length=9)[0]
     assert data is not None

@@ -63,7 +63,7 @@ class Setting:
     Attributes:
         eod: the token that ends a document, if the tokenizer has one.
         cache: a folder for indices.
-        known_tokenizer: the tokenizer of the data, if it is known.
+        known_tokenizer: the tokenizer of the data, where it was found already.
     """
 
     config: DataConfig
@@ -72,19 +72,21 @@ class Setting:
     cache: Path
     known_tokenizer: Tokenizer | None = None
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the data, for kinds that need one.
+        """The tokenizer of the data, for kinds that need one: the one that is known, else the one the run names.
 
         Raises:
-            ConfigError: when it is not known.
+            ConfigError: when there is neither.
         """
-        if self.known_tokenizer is None:
+        if self.known_tokenizer is not None:
+            return self.known_tokenizer
+        if self.config.tokenizer is None:
             raise ConfigError(
                 f"data.kind = {self.config.kind}: needs the tokenizer of the data",
                 hint="data.tokenizer names its folder",
             )
-        return self.known_tokenizer
+        return Tokenizer(self.config.tokenizer)
 
     @cached_property
     def text_tokenizer(self) -> Tokenizer:

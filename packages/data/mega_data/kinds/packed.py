@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ from mega_data.index_cache import Arrays, cached_arrays
 from mega_data.indexed import IndexedReader
 from mega_data.kinds.base import Sample, Setting
 from mega_data.kinds.best_fit import best_fit
+from mega_data.mask import LossWeights
 from mega_data.parts import Part
 from mega_data.permutation import permuted, permuted_many
 
@@ -88,13 +88,13 @@ class PackedSamples:
     through a memory map.
 
     Args:
-        weights: of each token as a label, [tokens] beside the reader's tokens; None: all 1.
+        weights: of each token as a label, beside the reader's tokens; None: all 1.
 
     Raises:
         DataError: on the first sample, when no document fits.
     """
 
-    def __init__(self, part: Part, setting: Setting, *, weights: npt.NDArray[Any] | None = None) -> None:
+    def __init__(self, part: Part, setting: Setting, *, weights: LossWeights | None = None) -> None:
         self._part, self._setting, self._weights = part, setting, weights
         self._seq_length = setting.config.seq_length
 
@@ -105,6 +105,7 @@ class PackedSamples:
         return (
             f"packed seed={setting.seed} seq={self._seq_length} long={setting.config.long_documents}"
             f" data={part.reader.fingerprint} range={part.first}:{part.last}"
+            + ("" if self._weights is None else f" weights={self._weights.fingerprint}")
         )
 
     @cached_property
@@ -180,15 +181,15 @@ def document_bounds(
     return edges[:-1], edges[1:]
 
 
-def documents(part: Part, setting: Setting, wanted: int) -> PackedSamples:
-    """The kind `documents`.
+def documents(part: Part, setting: Setting, _: int, *, weights: LossWeights | None = None) -> PackedSamples:
+    """The kind `documents`; with the weights of their tokens, `conversations`.
 
     Raises:
         ConfigError: in order `megatron`, which knows no packing.
     """
     if setting.config.sample_order == "megatron":
         raise ConfigError(
-            f"{part.reader.prefix}: kind documents in data.order: megatron, which has no packing",
+            f"{part.reader.prefix}: kind {part.kind} in data.order: megatron, which has no packing",
             hint="set data.order: stable",
         )
-    return PackedSamples(part, setting)
+    return PackedSamples(part, setting, weights=weights)
