@@ -276,6 +276,13 @@ class TestConfig:
         with pytest.raises(ConfigError, match=message):
             CleanConfig.parse(raw)
 
+    def test_of_a_list_of_one_the_brackets_may_be_left_out(self) -> None:
+        config = CleanConfig.parse({"language": {"keep": "en"}, "duplicates": {"against": "cleaned/wiki"}})
+        assert config.language is not None
+        assert config.language.keep == ["en"]
+        assert config.duplicates is not None
+        assert config.duplicates.against == [Path("cleaned/wiki")]
+
     def test_a_bare_key_switches_a_rule_on_and_false_off(self) -> None:
         config = CleanConfig.parse({"c4": None, "pii": True, "length": False, "duplicates": {"minhash": None}})
         assert config.c4 is not None

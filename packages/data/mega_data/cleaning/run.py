@@ -81,8 +81,8 @@ def clean(
     changed were before, all as JSON lines; `fingerprints/` is what later runs compare with (`duplicates.against`).
     `folder` is where a module for `filter` may stand. The result does not depend on the number of `workers`.
 
-    Memory: a few hundred bytes for each of the `AHEAD` * `BATCH` bytes of text per worker (more for a document that is
-    longer than that alone), and about 50 bytes a document while duplicates are looked for.
+    Memory: for a worker 100 MB and up to 60 bytes for each byte of the longest document, for the documents that wait
+    (`AHEAD` batches of `BATCH` bytes a worker) some ten MB each, and 50 bytes a document while duplicates are looked for.
 
     Raises:
         DataError: naming file and line of a bad document, or what cannot be read or written.
