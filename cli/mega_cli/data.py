@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from mega_cli.data_show import show
 from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.log import human
 
 if TYPE_CHECKING:
+    from mega_data.chat.prepare import ChatOptions
     from mega_data.inspect import Inspection
+
+CHAT = "Conversations"
 
 app = typer.Typer(help="Text to tokens, and what one does with token files.", no_args_is_help=True)
 
@@ -57,6 +61,49 @@ def preprocess(
     ] = None,
     on_bad_line: OnBadLine = "error",
     overwrite: Overwrite = False,
+    split_sentences: Annotated[
+        bool, typer.Option("--split-sentences", help="Make each sentence a sequence, as BERT's data has it.")
+    ] = False,
+    language: Annotated[
+        str | None, typer.Option(help="Of the text, by whose rules sentences end.", show_default="en")
+    ] = None,
+    kind: Annotated[
+        Literal["text", "conversations", "pairs"],
+        typer.Option(
+            help="What a document is: a text, a conversation, or a chosen and a rejected one.", rich_help_panel=CHAT
+        ),
+    ] = "text",
+    loss_on: Annotated[
+        Literal["answers", "last", "all"] | None,
+        typer.Option(
+            help="What of a conversation is learned: each answer, the last, or all of it.",
+            rich_help_panel=CHAT,
+            show_default="answers",
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens to keep of a conversation, from its begin.", rich_help_panel=CHAT)
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A chat template in Jinja, in place of the tokenizer's.", rich_help_panel=CHAT
+        ),
+    ] = None,
+    template_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="What the template is given, as YAML; may be repeated.", rich_help_panel=CHAT
+        ),
+    ] = None,
+    turn_weights: Annotated[
+        bool,
+        typer.Option(
+            "--turn-weights",
+            help="Answers may weigh other than 0 or 1: multiples of 0.01 up to 2.55.",
+            rich_help_panel=CHAT,
+        ),
+    ] = False,
     shard: Annotated[
         str | None,
         typer.Option(metavar="I/N", help="Read only the I-th (from 1) of N shares of the input, as one of N jobs."),
@@ -69,8 +116,12 @@ def preprocess(
         int | None,
         typer.Option(min=1, help="Number of parts, with an engine that makes parts.", show_default="one for 256 MiB"),
     ] = None,
+    encoder: Annotated[
+        Literal["auto", "tokenizers", "fastokens"],
+        typer.Option(help="The library that encodes; auto takes fastokens where it is installed and agrees."),
+    ] = "auto",
 ) -> None:
-    """Tokenize text into a data set for training.
+    """Tokenize text or conversations into a data set for training.
 
     By its name, whatever its case, a file is read as JSON lines (.jsonl, .ndjson), JSON (.json: lines, an array, objects
     over many lines), CSV with a header (.csv, .tsv) or Parquet (.parquet). Any other is JSON lines, JSON or Parquet if
@@ -79,6 +130,10 @@ def preprocess(
 
     A folder is its files but hidden ones, README and licences beside data files, other splits than train, links to
     folders, data sets of mega's own and what is no UTF-8 text: what is left out is named at the end.
+
+    Conversations are records with messages (OpenAI's form), conversations (ShareGPT's), or prompt with completion or
+    response; pairs have chosen and rejected. tools may stand beside them. The tokenizer's chat template makes text of
+    them, and says what the answers are, if by {% generation %}; else they are what each adds to the text before it.
 
     A run that was ended goes on where it was when it is started again.
 
@@ -89,6 +144,9 @@ def preprocess(
     --engine processes makes parts on this machine, for when it has more cores than one process keeps busy (some 16);
     --engine ray on the Ray cluster of RAY_ADDRESS, whose machines see the same files. A part that cannot be made is told
     at the end, when the others are made; the same command then makes only what is missing.
+
+    The package fastokens encodes the same tokens many times as fast. It is compared with tokenizers on the begin of the
+    corpus and a two-hundredth of the rest; at the first difference the work begins again without it.
     """
     from mega_data.preprocess import preprocess as run
     from mega_data.shards import Shard
@@ -99,6 +157,15 @@ def preprocess(
         raise ConfigError(
             "--shards: threads make no parts", hint="--engine processes, or --shard I/N for one of N jobs"
         )
+    if language is not None and not split_sentences:
+        raise ConfigError("--language: says where sentences end", hint="give --split-sentences too")
+    chat = _chat_options(kind, loss_on, max_length, chat_template, template_option, turn_weights)
+    if chat is not None and (append_eod or parse_special_tokens or split_sentences or json_key != "text"):
+        raise ConfigError(
+            f"--kind {kind}: takes no --append-eod, --parse-special-tokens, --split-sentences or --json-key",
+            hint="a conversation ends as its template says, and is read from a whole record",
+        )
+
     info = run(
         [*input, *(more or [])],
         tokenizer,
@@ -109,12 +176,51 @@ def preprocess(
         workers=workers,
         on_bad_line=on_bad_line,
         overwrite=overwrite,
+        chat=chat,
         shard=Shard.parse(shard) if shard else None,
         engine=engine,
         shards=shards,
+        encoder=encoder,
+        sentences=(language or "en") if split_sentences else None,
     )
     made = f"{output}, part {info.shard.number} of {info.shard.of}" if info.shard else f"{output}"
     typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
+
+
+def _chat_options(
+    kind: Literal["text", "conversations", "pairs"],
+    loss_on: Literal["answers", "last", "all"] | None,
+    max_length: int | None,
+    chat_template: Path | None,
+    template_option: list[str] | None,
+    turn_weights: bool,
+) -> ChatOptions | None:
+    """The options that belong to conversations; None for text, which takes none of them."""
+    import yaml
+
+    from mega_data.chat.prepare import ChatOptions
+
+    if kind == "text":
+        if loss_on or max_length or chat_template or template_option or turn_weights:
+            raise ConfigError(
+                "--loss-on, --max-length, --chat-template, --template-option and --turn-weights are for conversations",
+                hint="say --kind conversations or --kind pairs",
+            )
+        return None
+    options = {}
+    for one in template_option or []:
+        key, equals, value = one.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"--template-option {one}: not of the form KEY=VALUE", hint="enable_thinking=false")
+        options[key] = yaml.safe_load(value)
+    return ChatOptions(
+        kind=kind,
+        loss_on=loss_on or "answers",
+        max_length=max_length,
+        template=chat_template,
+        template_options=options,
+        turn_weights=turn_weights,
+    )
 
 
 @app.command(epilog="Example: mega data train-tokenizer --input corpus/*.jsonl --vocab-size 32000 --output tok/")
@@ -240,6 +346,11 @@ def _report(found: Inspection) -> list[str]:
     return lines
 
 
+app.command(
+    epilog="Examples: mega data show data/chat --sample 7\n\nmega data show --run run.yaml --sample 7 --json | jq"
+)(show)
+
+
 @app.command(epilog="Example: mega data report data/wiki data/code clean/ --output report.html")
 def report(
     paths: Annotated[list[Path], typer.Argument(metavar="PREFIX|FOLDER...")],
@@ -274,6 +385,26 @@ def merge(
     from mega_data.merge import merge as run
 
     info = run(prefixes, output, mixed=mixed, overwrite=overwrite)
+    typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens")
+
+
+@app.command(epilog="Example: mega data shuffle data/wiki --output data/wiki-shuffled --seed 1")
+def shuffle(
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX")],
+    output: Annotated[Path, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.info.")],
+    seed: Annotated[int, typer.Option(min=0, help="What draws the order.")] = 1234,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a data set with its documents in another order, drawn by a seed.
+
+    For data larger than memory: it needs room on disk for the data twice, beside the output, while it runs.
+
+    A run shuffles documents as it reads them (data.order: shuffled). On disks that are slow to seek it is faster to
+    shuffle once, and to read the result from begin to end with data.order: stable.
+    """
+    from mega_data.shuffle import shuffle as run
+
+    info = run(prefix, output, seed=seed, overwrite=overwrite)
     typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens")
 
 

@@ -96,7 +96,7 @@ def inspect(
 
 
 def tokenizer_of(info: DataInfo | None) -> Tokenizer | None:
-    """The tokenizer that a data set was made with, None if it is not there any more or changed."""
+    """The tokenizer that a data set was made with, if it is still there and unchanged."""
     if info is None or info.tokenizer is None or not Path(info.tokenizer.path).is_file():
         return None
     tokenizer = Tokenizer(Path(info.tokenizer.path))

@@ -7,6 +7,7 @@ it came from. What to do about a `Rejected` is the caller's business.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
 import json
@@ -18,7 +19,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_common.errors import DataError
-from mega_data.sources import ABSENT, BOM, Kind, LeftOut, Source, describe, find_sources, kind_by_content, lookup
+from mega_data.chat.template import Rendered
+from mega_data.sources import (
+    ABSENT,
+    BOM,
+    WHOLE,
+    Kind,
+    LeftOut,
+    Source,
+    describe,
+    find_sources,
+    kind_by_content,
+    lookup,
+)
 from mega_data.unpack import DAMAGE, Advance, head, opened, package
 
 BLOCK = 1 << 20
@@ -30,12 +43,14 @@ class Document(NamedTuple):
     """A text of `size` UTF-8 bytes, and where it stands (`line` counts from 1; rows, records and JSON values too).
 
     `record` is all that stands there beside the text, where `read` was asked for it and the format has more.
+    `chats` are the conversations that a record was; there is no other text then.
     """
 
     text: str
     size: int
     file: str
     line: int
+    chats: tuple[Rendered, ...] = ()
     record: dict[str, Any] | None = None
 
     @property
@@ -247,16 +262,17 @@ def _read_csv(stream: io.BufferedReader, source: Source, key: str, whole: bool) 
     rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter="\t" if tab else ",")
     try:
         header = next(rows, [])
-        if key not in header:
+        if key not in header and key != WHOLE:
             if source.found:
                 yield Rejected(f"no column {key!r}", "", source.name, 1, left_out=True)
                 return
             raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(header)}")
-        column = header.index(key)
+        column = -1 if key == WHOLE else header.index(key)
         for row in rows:
             if len(row) > column:
-                record = dict(zip(header, row, strict=False)) if whole else None
-                yield _with(_checked(row[column], key, source.name, rows.line_num), record)
+                record = dict(zip(header, row, strict=False)) if whole or key == WHOLE else {}
+                value = lookup(record, key) if key == WHOLE else row[column]
+                yield _with(_checked(value, key, source.name, rows.line_num), record if whole else None)
             elif row:
                 yield Rejected(f"no column {key!r} in this row", str(row), source.name, rows.line_num)
     except UnicodeDecodeError:
@@ -286,13 +302,16 @@ def _read_parquet(source: Source, key: str, advance: Advance, whole: bool) -> It
     arrow = package("pyarrow", "Parquet files")
     line = 0
     try:
-        with parquet.ParquetFile(source.name) as file:
+        with contextlib.ExitStack() as stack:
+            remote = "://" in source.name
+            where = stack.enter_context(opened(source.name, lambda _: None)) if remote else source.name
+            file = stack.enter_context(parquet.ParquetFile(where))
             names = _leaves(file.schema_arrow, arrow.types.is_struct)
-            if key not in names:
+            if key not in names and key != WHOLE:
                 raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(names)}")
+            columns = None if whole or key == WHOLE else [key]
             rows = max(file.metadata.num_rows, 1)
             groups, line = _row_groups(file.metadata, source)
-            columns = None if whole else [key]
             for batch in file.iter_batches(columns=columns, batch_size=256, row_groups=groups):
                 for record in batch.to_pylist():
                     line += 1

@@ -20,9 +20,10 @@ from typing import Any
 from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.files import write_json
 from mega_data.commit import settle
-from mega_data.indexed import IndexedReader, IndexedWriter, idx_path, refusals
+from mega_data.indexed import IndexedReader, IndexedWriter, idx_path
 from mega_data.info import DataInfo, data_files, quarantine_path, read_info
 from mega_data.merge import append_all
+from mega_data.partial import refusals
 from mega_data.sources import Kind, Source, kind_by_content
 from mega_data.unpack import head, is_plain, opened
 
@@ -139,7 +140,7 @@ def join(whole: Path, sources: Sequence[Source], shard: Shard, key: str, made_fr
     infos = [info for prefix in prefixes if (info := read_info(prefix))]
     if not sum(info.documents for info in infos):
         raise DataError(f"{sources[0].name}: not one document with text in {len(sources)} file(s)")
-    with IndexedWriter(whole, infos[0].dtype, wait=True) as writer:
+    with IndexedWriter(whole, infos[0].dtype, wait=True, masked=infos[0].chat is not None) as writer:
         if not all(idx_path(prefix).exists() for prefix in prefixes):  # joined by another, which was waited for
             writer.abort()
             return read_info(whole)
@@ -148,7 +149,9 @@ def join(whole: Path, sources: Sequence[Source], shard: Shard, key: str, made_fr
         size = sum(info.tokens for info in infos) * writer.dtype.itemsize
         readers = map(IndexedReader, prefixes)
         first = infos[0]
-        return append_all(writer, readers, size, infos, first.tokenizer, first.append_eod, made_from, obsolete)
+        return append_all(
+            writer, readers, size, infos, first.tokenizer, first.append_eod, made_from, obsolete, chat=first.chat
+        )
 
 
 def _join_bad_lines(

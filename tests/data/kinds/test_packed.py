@@ -14,6 +14,7 @@ from mega_data.dataset import build_datasets
 from mega_data.indexed import IndexedReader, IndexedWriter
 from mega_data.kinds.base import Sample, Setting
 from mega_data.kinds.packed import PackedSamples
+from mega_data.mask import LossWeights
 from mega_data.parts import Part
 
 S = 16
@@ -71,9 +72,20 @@ def test_what_is_no_document_is_padding_and_an_end_of_its_own(tmp_path: Path) ->
     assert packed(data_set(tmp_path / "d", [5, 8])).work(0) == 16 + 49
 
 
+class Weights(LossWeights):
+    """Of token t: t."""
+
+    fingerprint = "theirs"
+
+    def __init__(self) -> None: ...
+
+    def __getitem__(self, tokens: slice) -> Any:
+        return np.arange(tokens.start, tokens.stop, dtype=np.float32)
+
+
 def test_weights_beside_the_tokens_are_those_of_the_labels(tmp_path: Path) -> None:
     reader = data_set(tmp_path / "d", [5, 8])
-    samples = packed(reader, weights=np.arange(13, dtype=np.float16))
+    samples = packed(reader, weights=Weights())
     assert samples[0].loss_weights.tolist() == [1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12, 0, 0, 0, 0, 0]
 
 
