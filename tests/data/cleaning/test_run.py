@@ -125,6 +125,37 @@ def test_a_change_of_the_rules_starts_over(tmp_path: Path, monkeypatch: pytest.M
     assert [record["text"] for record in lines(tmp_path / "out" / "kept")] == ["one"]
 
 
+def test_a_kill_just_after_the_output_appeared_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = jsonl(tmp_path / "a.jsonl", "one", "two", "one")
+    with monkeypatch.context() as context:
+        context.setattr(module.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            cleaned(tmp_path, [source], EXACT)
+    assert cleaned(tmp_path, [source], EXACT, overwrite=True)["kept"]["documents"] == 2
+    assert [record["text"] for record in lines(tmp_path / "out" / "kept")] == ["one", "two"]
+
+
+def test_a_changed_filter_is_another_run(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", "one", "two")
+    for answer, kept in (("True", 2), ("record['id'] == 0", 1)):
+        (tmp_path / "mine.py").write_text(f"def keep(record):\n    return {answer}\n")
+        summary = cleaned(tmp_path, [source], {"filter": "mine:keep"}, folder=tmp_path, overwrite=True)
+        assert summary["kept"]["documents"] == kept
+
+
+def test_a_worker_that_is_killed_is_told_of(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", "one")
+    (tmp_path / "mine.py").write_text("import os\ndef keep(record):\n    os.kill(os.getpid(), 9)\n")
+    with pytest.raises(DataError, match=r"ended from outside(?s:.*)fewer --workers"):
+        cleaned(tmp_path, [source], {"filter": "mine:keep"}, folder=tmp_path, workers=2)
+
+
+def test_no_document_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(DataError, match=r"a\.jsonl: not one document"):
+        cleaned(tmp_path, [tmp_path / "a.jsonl"], EXACT)
+
+
 def test_duplicates_across_and_within_inputs(tmp_path: Path) -> None:
     a, b = jsonl(tmp_path / "a.jsonl", "one", "two", "one"), jsonl(tmp_path / "b.jsonl", "one", "three", "three")
     across = cleaned(tmp_path, [a, b], EXACT)
@@ -275,6 +306,13 @@ class TestConfig:
     def test_mistakes_are_told(self, raw: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             CleanConfig.parse(raw)
+
+    def test_of_a_list_of_one_the_brackets_may_be_left_out(self) -> None:
+        config = CleanConfig.parse({"language": {"keep": "en"}, "duplicates": {"against": "cleaned/wiki"}})
+        assert config.language is not None
+        assert config.language.keep == ["en"]
+        assert config.duplicates is not None
+        assert config.duplicates.against == [Path("cleaned/wiki")]
 
     def test_a_bare_key_switches_a_rule_on_and_false_off(self) -> None:
         config = CleanConfig.parse({"c4": None, "pii": True, "length": False, "duplicates": {"minhash": None}})

@@ -11,6 +11,13 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_
 
 from mega_common.config import Config, Problem
 
+
+def _listed(raw: Any) -> Any:
+    return [raw] if isinstance(raw, str | Path) else raw
+
+
+Listed = BeforeValidator(_listed)  # of one, the brackets may be left out
+Strings = Annotated[list[str], Listed]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Shares = dict[PositiveInt, Share]
 
@@ -36,7 +43,7 @@ class Length(Section):
 class Language(Section):
     """Which languages stay, by ISO 639-1 code, and who tells them."""
 
-    keep: list[str] = Field(description="codes such as en, de, zh", min_length=1)
+    keep: Strings = Field(description="codes such as en, de, zh", min_length=1)
     detector: Literal["lingua", "fasttext"] = "lingua"
     model: Path | None = Field(None, description="fasttext's model file, such as lid.176.ftz")
     min_confidence: Share = Field(0.65, description="below it a document goes; 0.65 as FineWeb")
@@ -63,7 +70,7 @@ class GopherQuality(Section):
     max_ellipsis_lines: Share = 0.3
     min_alphabetic_words: Share = Field(0.8, description="words with a letter in them")
     min_stop_words: NonNegativeInt = Field(2, description="how many different ones of the stop words")
-    stop_words: list[str] = ["the", "be", "to", "of", "and", "that", "have", "with"]
+    stop_words: Strings = ["the", "be", "to", "of", "and", "that", "have", "with"]
 
 
 class GopherRepetition(Section):
@@ -98,7 +105,9 @@ class C4(Section):
 class Pii(Section):
     """Personal data, found by patterns: replaced by its kind in angle brackets, or a reason to drop the document."""
 
-    kinds: list[Literal["email", "ip", "phone", "card", "iban"]] = Field(["email", "ip"], min_length=1)
+    kinds: Annotated[list[Literal["email", "ip", "phone", "card", "iban"]], Listed] = Field(
+        ["email", "ip"], min_length=1
+    )
     patterns: dict[str, str] = Field({}, description="further kinds: a name, and a regular expression")
     action: Literal["mask", "drop"] = "mask"
 
@@ -114,8 +123,8 @@ class Pii(Section):
 class Decontaminate(Section):
     """Documents that share a run of words with an evaluation set go; 13 words as Brown et al. 2020 (arXiv:2005.14165), C."""
 
-    against: list[str] = Field(description="evaluation sets: files, globs, folders, hf:NAME", min_length=1)
-    json_keys: list[str] = Field(["text"], description="their keys or columns with text", min_length=1)
+    against: Strings = Field(description="evaluation sets: files, globs, folders, hf:NAME", min_length=1)
+    json_keys: Strings = Field(["text"], description="their keys or columns with text", min_length=1)
     ngram: PositiveInt = 13
 
 
@@ -143,7 +152,9 @@ class Duplicates(Section):
     exact: bool = True
     minhash: Annotated[MinHash | None, BeforeValidator(_optional)] = None
     between_inputs: bool = Field(True, description="false: only within each --input")
-    against: list[Path] = Field([], description="folders that `mega data clean` wrote: what they keep goes here")
+    against: Annotated[list[Path], Listed] = Field(
+        [], description="folders that `mega data clean` wrote: what they keep goes here"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -23,12 +23,13 @@ from mega_data.readers import Document, Rejected
 
 
 class Settings(NamedTuple):
-    """What a process needs to judge: the configuration as JSON, the key of the text, where files stand."""
+    """What a process needs to judge: the configuration as JSON, the key of the text, where files stand, which run it is."""
 
     config: str
     json_key: str
     folder: str
     ngrams: str
+    made_from: str
 
 
 @dataclass

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
+from mega_common.files import atomic_file
 from mega_data.cleaning.config import Duplicates
 from mega_data.cleaning.fingerprints import Signatures, algorithm
 from mega_data.cleaning.journal import Journal
@@ -107,9 +108,8 @@ def keep_fingerprints(work: Path, wanted: Duplicates, first: int) -> dict[str, A
     """Write the fingerprints of the documents that stay, of number `first` on, into the result; return their kinds."""
     kept = first + np.flatnonzero(np.load(work / "rules.npy", mmap_mode="r")[first:] == 0)
     folder = work / "result" / "fingerprints"
-    folder.mkdir(parents=True, exist_ok=True)
     for name, array in _arrays(work, wanted):
-        with open(folder / f"{name}.bin", "wb") as stream:
+        with atomic_file(folder / f"{name}.bin") as stream:
             for start in range(0, len(kept), CHUNK):
                 stream.write(array[kept[start : start + CHUNK]].tobytes())
     return kinds(wanted)

@@ -24,7 +24,7 @@ def own(name: str, folder: Path) -> Rule:
 
     def judge(_: Text, record: Record) -> Drop | None:
         try:
-            answer = judge_record(record)
+            answer = judge_record(dict(record))
         except Exception as error:
             raise DataError(f"filter {name} fails with {type(error).__name__}: {error}") from error
         if isinstance(answer, str):

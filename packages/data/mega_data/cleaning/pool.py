@@ -8,8 +8,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 from typing import TypeVar
+
+from mega_common.errors import DataError
 
 AHEAD = 4  # items per process that wait or are under way
 
@@ -20,7 +23,11 @@ Result = TypeVar("Result")
 def in_order(
     call: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Each item and what `call` makes of it; by `workers` processes, or by this one if it is one."""
+    """Each item and what `call` makes of it; by `workers` processes, or by this one if it is one.
+
+    Raises:
+        DataError: when a process is gone, and what `call` raises.
+    """
     if workers == 1:
         yield from ((item, call(item)) for item in items)
         return
@@ -39,7 +46,12 @@ def in_order(
 
 def _first(pending: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Result]:
     item, future = pending.popleft()
-    return item, future.result()
+    try:
+        return item, future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process was ended from outside, for want of memory perhaps", hint="try fewer --workers"
+        ) from error
 
 
 def _start() -> None:

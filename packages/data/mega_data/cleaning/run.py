@@ -81,8 +81,8 @@ def clean(
     changed were before, all as JSON lines; `fingerprints/` is what later runs compare with (`duplicates.against`).
     `folder` is where a module for `filter` may stand. The result does not depend on the number of `workers`.
 
-    Memory: a few hundred bytes for each of the `AHEAD` * `BATCH` bytes of text per worker (more for a document that is
-    longer than that alone), and about 50 bytes a document while duplicates are looked for.
+    Memory: for a worker 100 MB and up to 60 bytes for each byte of the longest document, for the documents that wait
+    (`AHEAD` batches of `BATCH` bytes a worker) some ten MB each, and 50 bytes a document while duplicates are looked for.
 
     Raises:
         DataError: naming file and line of a bad document, or what cannot be read or written.
@@ -122,6 +122,20 @@ def _working(work: Path) -> Iterator[None]:
         raise
 
 
+def _made_from(config: CleanConfig, key: str, folder: Path, sources: list[tuple[str, Source]]) -> str:
+    """What tells one run from another: a digest of all that decides about its result, by names, sizes and times of files."""
+    files = [(name, s.name, s.kind, s.size, s.changed) for name, s in sources]
+    if config.decontaminate is not None:
+        against = find_sources(config.decontaminate.against, config.decontaminate.json_keys[0])
+        files += [("", s.name, s.kind, s.size, s.changed) for s in against]
+    read = [earlier / "summary.json" for earlier in config.duplicates.against] if config.duplicates else []
+    read += [config.c4.bad_words] if config.c4 and config.c4.bad_words else []
+    read += [config.language.model] if config.language and config.language.model else []
+    read += [folder / f"{config.filter.partition(':')[0]}.py"] if config.filter else []
+    times = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in read if path.exists()]
+    return hashlib.sha256(json.dumps([config.model_dump_json(), key, files, times]).encode()).hexdigest()
+
+
 class Run:
     """One cleaning, in the folder `work`."""
 
@@ -130,17 +144,11 @@ class Run:
     ) -> None:
         self.work, self.sources, self.config, self.workers = work, sources, config, workers
         self.inputs = list(dict.fromkeys(name for name, _ in sources))
-        self.settings = Settings(config.model_dump_json(exclude_none=True), key, str(folder), str(work / "ngrams.npy"))
-        self.state = State(self._made_from())
+        self.state = State(_made_from(config, key, folder, sources))
+        self.settings = Settings(
+            config.model_dump_json(exclude_none=True), key, str(folder), str(work / "ngrams.npy"), self.state.made_from
+        )
         self.journal = Journal(work)
-
-    def _made_from(self) -> str:
-        """What tells one run from another: a digest of all that decides about its result."""
-        files = [(name, s.name, s.kind, s.size, s.changed) for name, s in self.sources]
-        against = self.config.duplicates.against if self.config.duplicates else []
-        summaries = [folder / "summary.json" for folder in against]
-        earlier = [path.stat().st_mtime_ns for path in summaries if path.exists()]
-        return hashlib.sha256(json.dumps([self.settings[:3], files, earlier]).encode()).hexdigest()
 
     def begin(self) -> None:
         """Take up what an interrupted run of the same inputs and settings left, or start anew.
@@ -151,7 +159,9 @@ class Run:
         left, record = None, self.work / "progress.json"
         with contextlib.suppress(OSError, ValidationError):  # none, or one that another version wrote
             left = TypeAdapter(State).validate_json(record.read_bytes())
-        if left and left.made_from == self.state.made_from and all(source.again for _, source in self.sources):
+        result = self.work / "result"  # which, once it became the output, is not there any more
+        same = left is not None and left.made_from == self.state.made_from and result.is_dir()
+        if left is not None and same and all(source.again for _, source in self.sources):
             self.state = left
             self.journal.begin(left.sizes)
             logger.info("going on after the %s documents that an interrupted run kept", f"{left.documents:,}")
@@ -160,6 +170,7 @@ class Run:
             if self.config.duplicates is not None:
                 self.state.documents = take_up(self.config.duplicates, self.journal)
                 self.state.starts = [self.state.documents]
+        result.mkdir(exist_ok=True)
         if self.config.decontaminate is not None:
             np.save(self.settings.ngrams, evaluation_ngrams(self.config.decontaminate))
         Judge(self.settings)
@@ -182,6 +193,8 @@ class Run:
                 if time.monotonic() - recorded > EVERY:
                     self._record()
                     recorded = time.monotonic()
+            if not self.state.tally.read:
+                raise DataError(f"{', '.join(self.inputs)}: not one document")
             self.state.finished = True
             self._record()
         reading.tell()
