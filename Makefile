@@ -24,7 +24,7 @@ demo: $(VENV)/.done  ## text -> tokens -> trained model -> HuggingFace folder ->
 	$(BIN)/mega demo
 
 test: $(VENV)/.done  ## every test that this machine can run, but a few long ones
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-long: $(VENV)/.done  ## those: a real pretrained model, machines that restart, the largest sweeps for equal bits
 	$(BIN)/python -m pytest -m long

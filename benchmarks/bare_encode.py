@@ -1,13 +1,12 @@
 """The tokenizer library's own loop, for `preprocess.py` to be judged against: it imports nothing of mega.
 
-    python benchmarks/bare_encode.py TOKENIZER.json CORPUS.jsonl CORES
+    python benchmarks/bare_encode.py TOKENIZER.json CORPUS.jsonl
 
 Prints the wall and processor seconds (user and system) of `encode_batch_fast` over the documents in memory, a megabyte a
 batch, results thrown away, with every setting of the library as it comes; loading is not counted.
 """
 
 import json
-import os
 import resource
 import sys
 import time
@@ -17,8 +16,7 @@ from tokenizers import Tokenizer
 BATCH = 1 << 20
 
 
-def main(tokenizer_file: str, corpus: str, cores: int) -> None:
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+def main(tokenizer_file: str, corpus: str) -> None:
     tokenizer = Tokenizer.from_file(tokenizer_file)
     groups: list[list[str]] = [[]]
     size = 0
@@ -38,4 +36,4 @@ def main(tokenizer_file: str, corpus: str, cores: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2])

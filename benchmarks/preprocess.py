@@ -74,7 +74,6 @@ def read_text(path: Path) -> str:
 
 def run_ours(folder: Path, side: str, cores: int) -> None:
     """Print wall and processor seconds of one `preprocess`."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     source = folder / {"jsonl": "corpus.jsonl", "folder": "corpus"}[side]
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     preprocess([source], folder / "tokenizer", folder / "out", append_eod=True, workers=cores, overwrite=True)
@@ -84,12 +83,13 @@ def run_ours(folder: Path, side: str, cores: int) -> None:
 
 
 def measure(folder: Path, side: str, cores: int) -> dict[str, float]:
-    """One run of one side in a process of its own; the library's threads as many as the cores."""
+    """One run of one side in a process of its own, which has these cores from its start: numpy makes a thread a core."""
     parallelism = "true" if cores > 1 else "false"
     environment = {**os.environ, "RAYON_NUM_THREADS": str(cores), "TOKENIZERS_PARALLELISM": parallelism}
-    bare = [HERE / "bare_encode.py", folder / "tokenizer" / "tokenizer.json", folder / "corpus.jsonl", cores]
+    bare = [HERE / "bare_encode.py", folder / "tokenizer" / "tokenizer.json", folder / "corpus.jsonl"]
     ours = [__file__, "--side", side, "--folder", folder, "--cores", cores]
     command = [sys.executable, *map(str, bare if side == "bare" else ours)]
+    command = ["taskset", "--cpu-list", ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores])), *command]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     found: dict[str, float] = json.loads(done.stdout)
     return found

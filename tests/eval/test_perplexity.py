@@ -12,7 +12,7 @@ from tiny_models import save_tiny, variant
 from mega_ckpt.convert import convert
 from mega_ckpt.families import family_named
 from mega_common.errors import CheckpointError, DataError
-from mega_data.gpt_dataset import sequential
+from mega_data.dataset import sequential
 from mega_data.indexed import IndexedWriter
 from mega_data.info import TokenizerInfo, write_info
 from mega_data.tokenizer import Tokenizer, train_tokenizer

@@ -160,7 +160,7 @@ def _mean_of_means() -> Any:
 
 def _own_tokens() -> AbstractContextManager[Any]:
     """Those of a data rank, and of a context rank about its share."""
-    return swap(step, "count_tokens", lambda batch, *more: [batch.loss_mask.sum() / more[-1].cp.size])
+    return swap(step, "count_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size])
 
 
 def _tokens_of_every_rank() -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,6 +33,8 @@ from mega_trainer.step import StepResult, train_step
 
 FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
 Held = Mapping[str, Sharded]
+# The batch of a step: configuration, number of the step, data rank, data ranks, whether attention is closed.
+Batches = Callable[[RunConfig, int, int, int, bool], StepBatch]
 
 
 @dataclass
@@ -56,7 +58,7 @@ class Outcome:
 
 @dataclass
 class Trainer:
-    """The parts of a run that the trainer itself is made of, on synthetic batches."""
+    """The parts of a run that the trainer itself is made of, on synthetic batches or those of another function alike."""
 
     case: Case
     config: RunConfig
@@ -64,9 +66,17 @@ class Trainer:
     executor: Executor
     optimizer: Optimizer
     state: TrainState
+    batches: Batches
 
     @classmethod
-    def make(cls, case: Case, rank: int = 0, maker: GroupMaker | None = None, log: CommLog | None = None) -> Trainer:
+    def make(
+        cls,
+        case: Case,
+        rank: int = 0,
+        maker: GroupMaker | None = None,
+        log: CommLog | None = None,
+        batches: Batches | None = None,
+    ) -> Trainer:
         """This rank's trainer. A collective call among the ranks of the case."""
         config = RunConfig.parse(case.raw, source=str(case))
         groups = build.connect(config, Ranks(rank, case.ranks), maker, log)
@@ -78,12 +88,12 @@ class Trainer:
         for stage in state.stages.values():
             init_weights(stage, config.train.seed)
         state.optimizer.reload_main()
-        return cls(case, config, groups, executor, state.optimizer, state)
+        return cls(case, config, groups, executor, state.optimizer, state, batches or synthetic)
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the batch of the step at hand, or of another."""
         number = self.state.step if number is None else number
-        batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
+        batch = self.batches(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
         settings = self.config.optimizer
         tokens = step.count_tokens(batch, self.config.model.mtp_layers, self.groups)
@@ -109,20 +119,20 @@ class Trainer:
 
 
 def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool = True) -> StepBatch:
-    """Samples that depend on the step alone: random tokens, documents of uneven length, uneven loss masks."""
+    """Samples that depend on the step alone: random tokens, documents of uneven length, uneven weights of the losses."""
     begin, length = config.batch.consumed(step), config.data.seq_length
     count = config.batch.at(begin)
     rng = np.random.default_rng([7, step])
     tokens = rng.integers(0, config.model.vocab_size, (count, length + 1))
     documents = np.cumsum(rng.random((count, length)) < 0.15, axis=1).astype(np.int32)
     keep = rng.random((count, 1)) * 0.9 + 0.05  # from nearly none to nearly all of a sample's tokens count
-    mask = rng.random((count, length)) < keep
+    weights = (rng.random((count, length)) < keep) * rng.choice([0.5, 1.0, 2.0], (count, length)).astype(np.float32)
     starts = np.array([[np.flatnonzero(row == row[i])[0] for i in range(length)] for row in documents])
     own = slice(rank * count // ranks, (rank + 1) * count // ranks)
     return StepBatch(
         tokens=tokens[own, :-1],
         labels=tokens[own, 1:],
-        loss_mask=mask[own],
+        loss_weights=weights[own],
         position_ids=(np.arange(length) - starts)[own],
         document_ids=documents[own] if closed else None,
         sample_ids=np.arange(begin, begin + count)[own],
@@ -237,20 +247,27 @@ def make_groups(cases: Iterable[Case]) -> GroupMaker:
     return maker
 
 
-def alone(work: Sequence[tuple[Case, int]]) -> list[Outcome]:
+def alone(work: Sequence[tuple[Case, int]], batches: Batches | None = None) -> list[Outcome]:
     """What each case computes in one process, in so many steps. The ranks share the work: a collective call of all."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     everyone: list[list[Outcome]] = [[]] * ranks
-    dist.all_gather_object(everyone, [Trainer.make(one).run(steps) for one, steps in work[rank::ranks]])
+    dist.all_gather_object(
+        everyone, [Trainer.make(one, batches=batches).run(steps) for one, steps in work[rank::ranks]]
+    )
     return [everyone[number % ranks][number // ranks] for number in range(len(work))]
 
 
 class References:
     """What one process computes, each case once. A collective call of all ranks."""
 
-    def __init__(self, cases: Iterable[tuple[Case, int]]) -> None:
-        work = {_key(one, steps): (one.single, steps) for one, steps in cases}
-        self._made = dict(zip(work, alone(list(work.values())), strict=True))
+    def __init__(
+        self,
+        cases: Iterable[tuple[Case, int]],
+        single: Callable[[Case], Case] = lambda case: case.single,
+        batches: Batches | None = None,
+    ) -> None:
+        work = {_key(one, steps): (single(one), steps) for one, steps in cases}
+        self._made = dict(zip(work, alone(list(work.values()), batches), strict=True))
 
     def of(self, case: Case, steps: int = STEPS) -> Outcome:
         """The outcome of `case` in one process."""
@@ -272,20 +289,26 @@ class Found:
 
 def sweep(cases: Sequence[Case]) -> list[Found | None]:
     """On each of the ranks: every case in turn, by the first ranks it needs."""
-    rank, maker, references = dist.get_rank(), make_groups(cases), References((one, one.steps) for one in cases)
+    return sweep_against(cases, References((one, one.steps) for one in cases))
+
+
+def sweep_against(cases: Sequence[Case], references: References, batches: Batches | None = None) -> list[Found | None]:
+    """Every case in turn, by the first ranks it needs, held against what one process computed."""
+    rank, maker = dist.get_rank(), make_groups(cases)
     out: list[Found | None] = []
     with ProgressBar("parity", total=len(cases), unit="layouts", every=5 if rank == 0 else float("inf")) as bar:
         for case in cases:
             try:
-                out.append(_found(case, rank, maker, references) if rank < case.ranks else None)
+                out.append(_found(case, rank, maker, references, batches) if rank < case.ranks else None)
             except Exception as error:
                 raise AssertionError(f"{case} on rank {rank}") from error
             bar.advance(1)
     return out
 
 
-def _found(case: Case, rank: int, maker: GroupMaker, references: References) -> Found:
-    mine, reference = Trainer.make(case, rank, maker).run(case.steps), references.of(case, case.steps)
+def _found(case: Case, rank: int, maker: GroupMaker, references: References, batches: Batches | None) -> Found:
+    mine = Trainer.make(case, rank, maker, batches=batches).run(case.steps)
+    reference = references.of(case, case.steps)
     held = places(mine)
     shapes = {name: tuple(it.shape) for name, it in reference.tensors.items()}
     shapes |= {f"gradients/{name}": tuple(it.shape) for name, it in reference.gradients.items()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mega_common.errors import DataError
 from mega_common.log import ProgressBar, human, logger
+from mega_data.encoder import Choice
 from mega_data.readers import Document, Rejected, read
 from mega_data.sources import Kind, LeftOut, Source, describe
 from mega_data.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ class Batch:
         rejected: what of no use came before or between the documents.
         size: bytes of text to encode.
         ends: how many of the documents spell the end token.
+        cut: how many answers lost something to the length limit; known when they are encoded.
         upto: what of the inputs is done with this batch.
         read: bytes of all inputs that were read for it and those before.
     """
@@ -35,6 +37,7 @@ class Batch:
     rejected: list[Rejected] = field(default_factory=list)
     size: int = 0
     ends: int = 0
+    cut: int = 0
     upto: Place = (0, 0)
     read: float = 0
     goes_on: bool = False
@@ -44,7 +47,8 @@ class Batch:
 class Progress:
     """How far a run came: `items` of source number `source`, after all before it; and what came of them.
 
-    `made_from` tells a run from one with other inputs or settings; `quarantined` counts bytes.
+    `made_from` tells a run from one with other inputs or settings; `quarantined` counts bytes, and `encoder`
+    is the one that was asked for, or had to be.
     """
 
     made_from: str
@@ -56,25 +60,35 @@ class Progress:
     bad: int = 0
     left_out: int = 0
     ends: int = 0
+    cut: int = 0
     quarantined: int = 0
+    encoder: Choice = "auto"
 
 
 class Reading:
     """All sources one after another, from where an interrupted run was, and the progress of that in bytes."""
 
     def __init__(
-        self, sources: Sequence[Source], json_key: str, left_out: LeftOut, done: Progress, bar: ProgressBar
+        self,
+        sources: Sequence[Source],
+        json_key: str,
+        left_out: LeftOut,
+        done: Progress,
+        bar: ProgressBar,
+        *,
+        whole: bool = False,
     ) -> None:
-        self.sources, self.json_key, self.left_out, self.bar = sources, json_key, left_out, bar
+        self.sources, self.json_key, self.left_out, self.bar, self.whole = sources, json_key, left_out, bar, whole
         self.start = done.source, done.items
         self.kinds: Counter[Kind] = Counter()
-        self.read = float(sum(source.size for source in sources[: done.source]))
+        self.lines = 0  # of the last source that was read to its end
+        self.read = float(sum(source.bytes for source in sources[: done.source]))
         self._shown = 0.0
 
     def items(self) -> Iterator[tuple[Place, Document | Rejected]]:
         """What is read, and the place after it."""
         for number, source in enumerate(self.sources[self.start[0] :], self.start[0]):
-            for count, item in enumerate(read(source, self.json_key, self._advance, self._tell_kind), 1):
+            for count, item in enumerate(self._read(source), 1):
                 if isinstance(item, Rejected) and item.left_out:
                     self.left_out.add(item.reason, [item.file])
                 if (number, count) > self.start:
@@ -92,6 +106,12 @@ class Reading:
         describe(self.kinds)
         self.left_out.tell()
 
+    def _read(self, source: Source) -> Iterator[Document | Rejected]:
+        return read(source, self.json_key, self._advance, self._tell_kind, self._tell_lines, whole=self.whole)
+
+    def _tell_lines(self, count: int) -> None:
+        self.lines = count
+
     def _advance(self, count: int) -> None:
         self.read += count
 
@@ -99,9 +119,20 @@ class Reading:
         self.kinds[kind] += 1
 
 
-def batches(reading: Reading, tokenizer: Tokenizer, *, refuse: Path | None, end: str | None) -> Iterator[Batch]:
+Prepare = Callable[[Document | Rejected], Document | Rejected]
+
+
+def batches(
+    reading: Reading,
+    tokenizer: Tokenizer,
+    *,
+    refuse: Path | None,
+    end: str | None,
+    prepare: Prepare | None = None,
+) -> Iterator[Batch]:
     """Documents in batches of about `BATCH` bytes; a long one comes alone, in pieces.
 
+    `prepare` makes what is encoded of what is read.
     `refuse`: where bad lines would go if they did not end the run, None to let them pass. Documents with `end` in their
     text are counted.
 
@@ -109,7 +140,8 @@ def batches(reading: Reading, tokenizer: Tokenizer, *, refuse: Path | None, end:
         DataError: at a bad line that is not let pass, and where the readers do.
     """
     batch, before = Batch(), reading.read
-    for place, item in reading.items():
+    for place, read_item in reading.items():
+        item = prepare(read_item) if prepare else read_item
         size = item.size if isinstance(item, Document) else len(item.content)
         long = isinstance(item, Document) and len(item.text) > PIECE
         if (batch.documents or batch.rejected) and (long or batch.size + size > BATCH):

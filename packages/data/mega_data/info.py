@@ -12,7 +12,8 @@ import numpy as np
 from mega_common.config import Config
 from mega_common.errors import DataError
 from mega_common.files import sha256_file, write_json
-from mega_data.indexed import bin_path, data_prefix, idx_path
+from mega_data.fetch import local_prefix
+from mega_data.indexed import bin_path, data_prefix, idx_path, mask_names
 from mega_data.tokenizer import Tokenizer
 
 LARGEST = 1 << 16  # bytes that a description may have; a corpus of the same name is not read to find out
@@ -45,6 +46,42 @@ class Skipped(Config):
     binary: int = 0
 
 
+class ChatInfo(Config):
+    """How conversations became tokens and, beside them, the bytes of `PREFIX.mask`: the weights of tokens in the loss.
+
+    Attributes:
+        kind: conversations are a sequence each; pairs are two in a document, the chosen one first.
+        loss_on: what counts.
+        one: the byte that stands for weight 1; others are shares and multiples of it.
+        template: fingerprint of the chat template; `marked`: whether it says itself what an answer is.
+        max_length: tokens that were kept of each; `cut`: answers that lost something to that.
+        mask_sha256: of `PREFIX.mask.bin`, hex.
+    """
+
+    kind: Literal["conversations", "pairs"]
+    loss_on: Literal["answers", "last", "all"]
+    one: int
+    template: str
+    marked: bool
+    max_length: int | None = None
+    cut: int = 0
+    mask_sha256: str = ""
+
+
+class ShardInfo(Config):
+    """Of which whole a data set is one part (`mega_data.shards`), and what joining them needs.
+
+    Attributes:
+        made_from: a digest of all inputs and settings, which all parts share.
+        lines: lines read of the file that the next part goes on with.
+    """
+
+    number: int
+    of: int
+    made_from: str
+    lines: int = 0
+
+
 class DataInfo(Config):
     """What a data set is. `tokenizer` and `append_eod` are None where data sets that differ were merged.
 
@@ -61,6 +98,8 @@ class DataInfo(Config):
     skipped: Skipped = Skipped()
     bin_sha256: str
     idx_sha256: str
+    chat: ChatInfo | None = None
+    shard: ShardInfo | None = None
 
 
 def info_path(prefix: Path) -> Path:
@@ -93,12 +132,12 @@ def quarantine_path(prefix: Path) -> Path:
 
 
 def read_info(prefix: Path) -> DataInfo | None:
-    """The description of a data set, None when it has none (other people's tools write none).
+    """The description of a data set, by its prefix or URL; None when it has none (other people's tools write none).
 
     Raises:
         DataError, ConfigError: when `PREFIX.info` is there and is not one.
     """
-    path = info_path(prefix)
+    path = info_path(local_prefix(prefix))
     if not path.exists():
         return None
     try:
@@ -110,16 +149,19 @@ def read_info(prefix: Path) -> DataInfo | None:
     return DataInfo.parse(raw, source=str(path))
 
 
-def write_info(prefix: Path, **fields: Any) -> DataInfo:
-    """Describe the finished `.bin` and `.idx`, whose checksum is taken here, and return the description.
+def write_info(prefix: Path, *, folder: Path | None = None, **fields: Any) -> DataInfo:
+    """Describe a finished `.bin` and `.idx`, whose checksum is taken here, and return the description.
+
+    `folder`: where they are while they have no names yet, as `idx` and what is written here as `info`.
 
     Raises:
         DataError: when the disk refuses.
     """
-    path = info_path(prefix)
+    path, index = (folder / "info", folder / "idx") if folder else (info_path(prefix), idx_path(prefix))
     try:
-        info = DataInfo(idx_sha256=sha256_file(idx_path(prefix)), **fields)
-        write_json(path, info.model_dump())
+        info = DataInfo(idx_sha256=sha256_file(index), **fields)
+        absent = {name for name in ("chat", "shard") if getattr(info, name) is None}
+        write_json(path, info.model_dump(exclude=absent))
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror})") from error
     return info
@@ -145,7 +187,8 @@ def prepare_output(prefix: Path, overwrite: bool) -> None:
 
 def data_files(prefix: Path) -> list[Path]:
     """Every file that a data set may have."""
-    return [bin_path(prefix), idx_path(prefix), info_path(prefix), quarantine_path(prefix)]
+    beside = [info_path(prefix), quarantine_path(prefix), *mask_names(prefix).values()]
+    return [bin_path(prefix), idx_path(prefix), *beside]
 
 
 def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mega_common.errors import DataError
 from mega_common.files import sha256_file
 from mega_common.log import ProgressBar
+from mega_data.commit import commit, settle
 from mega_data.indexed import IndexedReader, IndexedWriter, bin_path, data_prefix, idx_path
 from mega_data.info import (
+    ChatInfo,
     DataInfo,
     Skipped,
     TokenizerInfo,
     data_files,
-    forget,
     little_endian,
     prepare_output,
     read_info,
@@ -23,6 +23,7 @@ from mega_data.info import (
     write_info,
 )
 from mega_data.limits import allow_open_files
+from mega_data.mask import open_mask
 
 
 def merge(prefixes: Sequence[Path], output: Path, *, mixed: bool = False, overwrite: bool = False) -> DataInfo:
@@ -35,6 +36,7 @@ def merge(prefixes: Sequence[Path], output: Path, *, mixed: bool = False, overwr
         DataError: when a data set is damaged, they do not fit together, or the output exists.
     """
     output = data_prefix(Path(output))
+    settle(output)
     prepare_output(output, overwrite)
     allow_open_files(2 * len(prefixes))
     readers = [IndexedReader(Path(prefix)) for prefix in prefixes]
@@ -47,29 +49,58 @@ def merge(prefixes: Sequence[Path], output: Path, *, mixed: bool = False, overwr
                 f"{reader.prefix} holds {reader.dtype} tokens, {readers[0].prefix} {readers[0].dtype}",
                 hint="the dtype follows from the vocabulary: tokenize both with the same tokenizer",
             )
-    with contextlib.ExitStack() as stack:
-        bytes_in_all = sum(reader.tokens.nbytes for reader in readers)
-        bar = stack.enter_context(ProgressBar("merging", total=bytes_in_all or None, unit="bytes"))
-        writer = stack.enter_context(IndexedWriter(output, readers[0].dtype))
-        for reader in readers:
-            writer.append(reader, bar)
-        forget(output)
     known = [info for info in infos if info is not None]
-    return write_info(
-        output,
+    chat = _common_chat(readers, infos)
+    with IndexedWriter(output, readers[0].dtype, masked=chat is not None) as writer:
+        return append_all(
+            writer, readers, sum(r.tokens.nbytes for r in readers), known, tokenizer, append_eod, chat=chat
+        )
+
+
+def append_all(
+    writer: IndexedWriter,
+    readers: Iterable[IndexedReader],
+    size: int,
+    infos: Sequence[DataInfo],
+    tokenizer: TokenizerInfo | None,
+    append_eod: bool | None,
+    made_from: str = "",
+    obsolete: Iterable[Path] = (),
+    *,
+    chat: ChatInfo | None = None,
+) -> DataInfo:
+    """Put data sets of `size` bytes of tokens into a writer and make that appear (`commit`).
+
+    The description adds up those of `infos`.
+    """
+    documents = tokens = 0
+    with ProgressBar("merging", total=size or None, unit="bytes") as bar:
+        for reader in readers:
+            writer.append(reader, bar, None if chat is None else open_mask(reader).tokens)
+            documents, tokens = documents + reader.document_index.size - 1, tokens + reader.num_tokens
+    writer.finish()
+    if chat is not None:
+        cut = sum(info.chat.cut for info in infos if info.chat)
+        chat = chat.model_copy(update={"cut": cut, "mask_sha256": sha256_file(writer.folder / "mask.bin")})
+    info = write_info(
+        writer.prefix,
+        folder=writer.folder,
         tokenizer=tokenizer,
         append_eod=append_eod,
-        dtype=little_endian(readers[0].dtype),
-        documents=sum(reader.document_index.size - 1 for reader in readers),
-        tokens=sum(reader.num_tokens for reader in readers),
-        text_bytes=sum(info.text_bytes for info in known),
+        dtype=little_endian(writer.dtype),
+        documents=documents,
+        tokens=tokens,
+        text_bytes=sum(info.text_bytes for info in infos),
         skipped=Skipped(
-            bad=sum(info.skipped.bad for info in known),
-            empty=sum(info.skipped.empty for info in known),
-            binary=sum(info.skipped.binary for info in known),
+            bad=sum(info.skipped.bad for info in infos),
+            empty=sum(info.skipped.empty for info in infos),
+            binary=sum(info.skipped.binary for info in infos),
         ),
-        bin_sha256=sha256_file(bin_path(output)),
+        bin_sha256=sha256_file(writer.folder / "bin"),
+        chat=chat,
     )
+    commit(writer, made_from, obsolete)
+    return info
 
 
 def _common(
@@ -94,3 +125,22 @@ def _common(
         tokenizers[0] if len(set(prints)) == 1 else None,
         ends[0] if len(set(ends)) == 1 else None,
     )
+
+
+def _common_chat(readers: Sequence[IndexedReader], infos: Sequence[DataInfo | None]) -> ChatInfo | None:
+    """What all say of their conversations; None where none has any."""
+    chats = [info.chat if info else None for info in infos]
+    first = chats[0]
+    for reader, chat in zip(readers, chats, strict=True):
+        if (chat and chat.kind) != (first and first.kind):
+            raise DataError(
+                f"{reader.prefix} has {chat.kind if chat else 'text'}, {readers[0].prefix}"
+                f" {first.kind if first else 'text'}",
+                hint="a run reads both without merging them: data.train takes several, each with its kind",
+            )
+        if chat and first and chat.one != first.one:
+            raise DataError(
+                f"{reader.prefix}: the byte {chat.one} of its mask stands for weight 1, in {readers[0].prefix} {first.one}",
+                hint="make both with --turn-weights, or both without",
+            )
+    return first

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -20,15 +20,27 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
-from mega_common.files import write_json
+from mega_common.files import sha256_file, write_json
 from mega_common.log import ProgressBar, logger
 from mega_data.batches import Batch, Progress
+from mega_data.commit import commit
+from mega_data.encoder import Differs
 from mega_data.indexed import CHUNK, IndexedWriter, best_dtype
-from mega_data.info import DataInfo, Skipped, TokenizerInfo, forget, little_endian, quarantine_path, write_info
+from mega_data.info import (
+    ChatInfo,
+    DataInfo,
+    ShardInfo,
+    Skipped,
+    TokenizerInfo,
+    little_endian,
+    quarantine_path,
+    write_info,
+)
+from mega_data.partial import refusals
 from mega_data.readers import Rejected
 from mega_data.tokenizer import Tokenizer
 
-Arrays = list[npt.NDArray[Any]]
+Sequences = list[npt.NDArray[Any]]  # tokens of those that a document is written as
 
 EVERY = 5.0  # seconds between two records of how far a run came
 
@@ -36,21 +48,41 @@ EVERY = 5.0  # seconds between two records of how far a run came
 class Output:
     """Documents are put together from pieces, ended, written and counted, in the order of the inputs.
 
-    As a context: the data set appears on leaving it without an error. With `lasting`, what `record` noted stays after an
-    error, and `begin` goes on there.
+    As a context: the data set appears on leaving it without an error, and `info` is its description. With `lasting`,
+    what `record` noted stays after an error, and `begin` goes on there. A `shard` waits for another process that makes
+    it, as the one may be that was lost.
     """
 
-    def __init__(self, prefix: Path, tokenizer: Tokenizer, append_eod: bool, made_from: str, lasting: bool) -> None:
+    info: DataInfo
+
+    def __init__(
+        self,
+        prefix: Path,
+        tokenizer: Tokenizer,
+        append_eod: bool,
+        made_from: str,
+        *,
+        lasting: bool,
+        chat: ChatInfo | None = None,
+        shard: ShardInfo | None = None,
+    ) -> None:
         self.prefix, self.tokenizer, self.append_eod, self.lasting = prefix, tokenizer, append_eod, lasting
+        self.chat, self.shard = chat, shard
         self.dtype = best_dtype(tokenizer.vocab_size)
-        self.writer = IndexedWriter(prefix, self.dtype, resume=True)
+        self.writer = IndexedWriter(
+            prefix,
+            self.dtype,
+            resume=True,
+            wait=shard is not None,
+            masked=chat is not None,
+        )
         self.done = Progress(made_from)
         self.tokens = 0
         self._record, self._bad_lines = self.writer.folder / "progress.json", self.writer.folder / "quarantine.jsonl"
         self._quarantine: IO[bytes] | None = None
         self._end = np.full(int(append_eod), tokenizer.eos_id or 0, self.dtype)
         self._digest = hashlib.sha256()
-        self._begun: Arrays = []
+        self._begun: list[Sequences] = []
         self._recorded = time.monotonic()
 
     def begin(self) -> Progress:
@@ -61,7 +93,7 @@ class Output:
         """
         left = self._left_by_another()
         if left is None:
-            with self._refusals(self.writer.folder):
+            with refusals(self.writer.folder):
                 self.writer.clear()
             return self.done
         self.done = left
@@ -87,32 +119,39 @@ class Output:
             return None
         return left
 
-    def add(self, batch: Batch, arrays: Arrays) -> None:
-        """Write a batch and its tokens, one array a document, and now and then how far that is."""
+    def add(self, batch: Batch, documents: Sequence[Sequences]) -> None:
+        """Write a batch, the tokens of the sequences of each document, and now and then how far that is."""
         for item in batch.rejected:
             self._reject(item)
         if batch.goes_on:
-            self._begun += arrays
+            self._begun += documents
             return
         if self._begun:
-            arrays = [np.concatenate([*self._begun, arrays[0]]), *arrays[1:]]
+            documents = [_joined([*self._begun, documents[0]]), *documents[1:]]
             self._begun = []
-        full = [array for array in arrays if array.size]
+        full = [found for document in documents if (found := [sequence for sequence in document if sequence.size])]
         if full:
             self._write(full)
-        self.done.empty += len(arrays) - len(full)
+        self.done.empty += len(documents) - len(full)
+        self.done.cut += batch.cut
         self.done.text_bytes += sum(document.size for document in batch.documents)
         self.done.ends += batch.ends
         self.done.source, self.done.items = batch.upto
         if time.monotonic() - self._recorded > EVERY:
             self.record()
 
-    def _write(self, arrays: Arrays) -> None:
-        lengths = np.array([array.size + self._end.size for array in arrays])
-        tokens = np.concatenate([part for array in arrays for part in (array, self._end)])
-        self.writer.add_documents(tokens, lengths)
+    def _write(self, documents: Sequence[Sequences]) -> None:
+        counts = [len(document) for document in documents]
+        lengths = np.array([sequence.size for document in documents for sequence in document])
+        lengths[np.cumsum(counts) - 1] += self._end.size
+        if self.chat is None:
+            tokens, mask = np.concatenate([part for document in documents for part in (*document, self._end)]), None
+        else:
+            both = np.concatenate([sequence for document in documents for sequence in document])
+            tokens, mask = np.ascontiguousarray(both["token"]), both["mask"]
+        self.writer.add_documents(tokens, lengths, mask, counts)
         self._digest.update(tokens.data)
-        self.done.documents += len(arrays)
+        self.done.documents += len(documents)
         self.tokens += tokens.size
 
     def _reject(self, item: Rejected) -> None:
@@ -121,7 +160,7 @@ class Output:
             return
         self.done.bad += 1
         record = {"file": item.file, "line": item.line, "reason": item.reason, "content": item.content}
-        with self._refusals(quarantine_path(self.prefix)):
+        with refusals(quarantine_path(self.prefix)):
             if self._quarantine is None:
                 self._quarantine = open(self._bad_lines, "ab")  # noqa: SIM115 - closed on leaving
                 self._quarantine.truncate(self.done.quarantined)
@@ -131,7 +170,7 @@ class Output:
         """Make what was added so far last. Between two pieces of a document that has to wait."""
         if not self.lasting or self._begun:
             return
-        with self._refusals(self.writer.folder):
+        with refusals(self.writer.folder):
             self._flush_quarantine()
             self.writer.sync()
             write_json(self._record, dataclasses.asdict(self.done))
@@ -143,43 +182,53 @@ class Output:
             os.fsync(self._quarantine.fileno())
             self.done.quarantined = self._quarantine.tell()
 
-    def describe(self) -> DataInfo:
-        """Write the description of the finished data set."""
-        return write_info(
-            self.prefix,
-            tokenizer=TokenizerInfo.of(self.tokenizer),
-            append_eod=self.append_eod,
-            dtype=little_endian(self.dtype),
-            documents=self.done.documents,
-            tokens=self.tokens,
-            text_bytes=self.done.text_bytes,
-            skipped=Skipped(bad=self.done.bad, empty=self.done.empty, binary=self.done.left_out),
-            bin_sha256=self._digest.hexdigest(),
-        )
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Differs):  # none of its tokens can be trusted
+            self._record.unlink(missing_ok=True)
         if kind is not None:
             self._keep()
             return
         try:
-            with self._refusals(quarantine_path(self.prefix)):
-                self._flush_quarantine()
-                forget(self.prefix)
-                if self._bad_lines.exists():
-                    os.replace(self._bad_lines, quarantine_path(self.prefix))
+            self._finish()
         except BaseException:
             self._keep()
             raise
-        finally:
-            if self._quarantine is not None:
-                with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
-                    self._quarantine.close()
-        self.writer.close()
+
+    def _finish(self) -> None:
+        """Make the data set appear, all its files together."""
+        with refusals(self.prefix):
+            self._flush_quarantine()
+            self.writer.finish()
+            chat = self.chat
+            if chat is not None:
+                mask_sha256 = sha256_file(self.writer.folder / "mask.bin")
+                chat = chat.model_copy(update={"cut": self.done.cut, "mask_sha256": mask_sha256})
+            self.info = write_info(
+                self.prefix,
+                folder=self.writer.folder,
+                tokenizer=TokenizerInfo.of(self.tokenizer),
+                append_eod=self.append_eod,
+                dtype=little_endian(self.dtype),
+                documents=self.done.documents,
+                tokens=self.tokens,
+                text_bytes=self.done.text_bytes,
+                skipped=Skipped(bad=self.done.bad, empty=self.done.empty, binary=self.done.left_out),
+                bin_sha256=self._digest.hexdigest(),
+                chat=chat,
+                shard=self.shard,
+            )
+            self._close_quarantine()
+            commit(self.writer, self.done.made_from)
+
+    def _close_quarantine(self) -> None:
+        if self._quarantine is not None:
+            with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
+                self._quarantine.close()
 
     def _keep(self) -> None:
         """After an error: a run that was long enough to be recorded once keeps what it has."""
@@ -187,11 +236,14 @@ class Output:
             with contextlib.suppress(DataError):
                 self.record()
             logger.info("%s: what is done is kept, and the same command goes on with it", self.writer.folder)
+        self._close_quarantine()
         self.writer.abort()
 
-    @contextlib.contextmanager
-    def _refusals(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written ({error.strerror})") from error
+
+def _joined(pieces: Sequence[Sequences]) -> Sequences:
+    """The sequences of a document that was encoded in pieces: each goes on with what the one before ended in."""
+    parts: list[Sequences] = [[]]
+    for first, *others in filter(None, pieces):
+        parts[-1].append(first)
+        parts += [[sequence] for sequence in others]
+    return [np.concatenate(sequence) for sequence in parts if sequence]

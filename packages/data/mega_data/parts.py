@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from glob import glob
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,24 +13,48 @@ import numpy as np
 from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig, Source
-from mega_data.indexed import IndexedReader
+from mega_data.document_order import token_range
+from mega_data.fetch import local_prefix
+from mega_data.indexed import IndexedReader, OpenFiles, data_prefix
+from mega_data.info import read_info
 from mega_data.limits import allow_open_files
-from mega_data.sample_index import token_range
+from mega_data.mask import kind_of
 
 SPLITS = ("train", "valid", "test")
 LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
-FILES = 5  # that a data set may take: tokens, index, and an index in Megatron's order for each split
+MOST = 1000  # data sets whose files are open at a time
+CHECKED = 1 << 28  # bytes of indices that are checked on opening; where there are more, each when it is first read
+OF_SENTENCES = ("bert", "t5")  # kinds whose data sets are cut between documents, for their sequences are sentences
 Bounds = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Part:
-    """The sequences [first, last) of a data set, and its weight in the blend."""
+    """The sequences [first, last) of a data set, its weight in the blend, and what kind of data it is.
+
+    Attributes:
+        source: what the configuration says of it.
+        share: a factor of its weights: for its size, or its part of what a glob matches.
+    """
 
     reader: IndexedReader
     first: int
     last: int
     weight: float | None
+    kind: str
+    source: Source | None = None
+    share: float = 1.0
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """Its weight in the blend from each number of training tokens on, 0 among them."""
+        told = {0: self.weight or 1.0} if self.source is None else self.source.weights
+        return {tokens: weight * self.share for tokens, weight in told.items()}
+
+    def limit(self, samples_per_epoch: Callable[[], float]) -> int | None:
+        """Samples that a run may read of it, of which so many come to one pass."""
+        most = None if self.source is None else self.source.max_epochs
+        return None if most is None else max(1, int(most * samples_per_epoch()))
 
     @property
     def tokens(self) -> int:
@@ -56,6 +81,7 @@ class Parts:
         self._config, self._eod = config, eod
         self._bounds = dict(zip(SPLITS, split_bounds(config.shares), strict=True))
         self._readers: dict[Path, IndexedReader] = {}
+        self._files = OpenFiles(allow_open_files(2 * MOST) // 2)
 
     def of(self, name: str) -> list[Part]:
         """The parts of split `name`; none when `split` gives it nothing.
@@ -67,9 +93,11 @@ class Parts:
         bounds = (0.0, 1.0) if name != "train" and own is not None else self._bounds[name]
         if bounds is None:
             return []
-        sources = own or self._config.train
-        self._open(sources)
-        parts = list(self._cut(name, sources, bounds))
+        sources = [(source, matching(source)) for source in own or self._config.train]
+        self._open([path for _, paths in sources for path in paths])
+        parts = [
+            part for source, paths in sources for part in self._shared(list(self._cut(name, source, paths, bounds)))
+        ]
         if not parts:
             raise DataError(
                 f"data.split = {self._config.split} leaves no sequence for {name}",
@@ -77,13 +105,34 @@ class Parts:
             )
         return parts
 
-    def _open(self, sources: Sequence[Source]) -> None:
-        new = {source.path: None for source in sources if source.path not in self._readers}
-        allow_open_files(FILES * (len(self._readers) + len(new)))
+    def _shared(self, parts: list[Part]) -> list[Part]:
+        """The parts of one source, with their shares of its weight."""
+        temperature = self._config.temperature
+        if temperature is None and not (parts and parts[0].source and parts[0].source.is_glob):
+            return parts
+        tokens = [part.tokens for part in parts]
+        size = 1.0 if temperature is None else sum(tokens) ** (1 / temperature)
+        return [
+            replace(part, share=size * own / sum(tokens)) if len(parts) > 1 else replace(part, share=size)
+            for part, own in zip(parts, tokens, strict=True)
+        ]
+
+    def _open(self, paths: Sequence[Path]) -> None:
+        new = dict.fromkeys(path for path in paths if path not in self._readers)
         wrong = []
         for path in new:
             try:
-                self._readers[path] = reader = IndexedReader(path)
+                self._readers[path] = IndexedReader(local_prefix(path, self._config.cache), self._files)
+            except DataError as error:
+                wrong.append(error)
+        opened = [self._readers[path] for path in new if path in self._readers]
+        at_once = sum(reader.index_bytes for reader in opened) <= CHECKED
+        if not at_once:
+            logger.info("%d data sets: the index of each is checked when it is first read", len(opened))
+        for reader in opened:
+            try:
+                if at_once:
+                    reader.check()
                 check_ends(reader, self._eod, self._rules)
             except DataError as error:
                 wrong.append(error)
@@ -92,17 +141,56 @@ class Parts:
         if wrong:
             raise DataError(f"{len(wrong)} data sets cannot be used:\n" + "\n".join(str(error) for error in wrong))
 
-    def _cut(self, name: str, sources: Sequence[Source], bounds: Bounds) -> Iterator[Part]:
-        for source in sources:
-            reader = self._readers[source.path]
-            # Python's rounding, half to even, of the very product that Megatron rounds.
-            first, last = (round(bound * float(len(reader))) for bound in bounds)
-            if reader.lengths[first:last].any():
-                yield Part(reader, first, last, source.weight)
+    def _cut(self, name: str, source: Source, paths: Sequence[Path], bounds: Bounds) -> Iterator[Part]:
+        for path in paths:
+            reader, kind = self._readers[path], source.kind or self._config.kind
+            check_kind(reader, kind)
+            first, last = (_sequence_at(bound, reader, kind) for bound in bounds)
+            if reader.position(first) < reader.position(last):
+                yield Part(reader, first, last, source.weight, kind, source)
             elif name == "train":
-                raise DataError(f"{source.path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
+                raise DataError(f"{path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
             else:
-                logger.warning("%s: none of its %d sequences is for %s; left out", source.path, len(reader), name)
+                logger.warning("%s: none of its %d sequences is for %s; left out", path, len(reader), name)
+
+
+def matching(source: Source) -> list[Path]:
+    """The prefixes of the data sets that a source stands for, sorted.
+
+    Raises:
+        DataError: when it is a glob that nothing matches.
+    """
+    if not source.is_glob:
+        return [data_prefix(source.path)]
+    pattern = str(data_prefix(source.path)) + ".idx"
+    found = [Path(name).with_suffix("") for name in sorted(glob(pattern, recursive=True))]
+    if not found:
+        raise DataError(f"{source.path}: no data set matches", hint="it is to match the names without .bin and .idx")
+    return found
+
+
+def _sequence_at(bound: float, reader: IndexedReader, kind: str) -> int:
+    """The sequence that a share `bound` of a data set ends before.
+
+    Python's rounding, half to even, of the very product that Megatron rounds.
+    """
+    if kind in OF_SENTENCES:
+        return int(reader.document_index[round(bound * float(reader.document_index.size - 1))])
+    return round(bound * float(len(reader)))
+
+
+def check_kind(reader: IndexedReader, kind: str) -> None:
+    """Refuse conversations as text, which would count their questions in the loss, and text as conversations.
+
+    Raises:
+        DataError: as said.
+    """
+    made, ours = kind_of(reader), kind if kind in ("conversations", "pairs") else "text"
+    if ours != made:
+        raise DataError(
+            f"{reader.prefix}: holds {made}, and its kind in this run is {kind}",
+            hint=f"set data.kind: {made}, or kind: {made} beside its path",
+        )
 
 
 def split_bounds(shares: Sequence[float]) -> list[Bounds | None]:
@@ -117,13 +205,16 @@ def split_bounds(shares: Sequence[float]) -> list[Bounds | None]:
 def check_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
     """Look whether documents are told apart by the token `eod`, where `rules` depend on that.
 
-    Some documents are looked at, not all. One that begins with the token is told apart as well.
+    Some documents are looked at, not all, and none where the data set's description tells. One that begins with the token is told apart as well.
 
     Raises:
         DataError: when none is, and a boundary was asked for.
     """
-    documents = reader.document_index.size - 1
+    documents = reader.documents
     if not rules or not documents:
+        return
+    info = read_info(reader.prefix)
+    if info is not None and info.append_eod and info.tokenizer is not None and info.tokenizer.eos_id == eod:
         return
     looked_at = np.unique(np.linspace(0, documents - 1, LOOKED_AT).astype(np.int64))
     without = sum(not _told_apart(reader, int(document), eod) for document in looked_at)
@@ -142,37 +233,7 @@ def check_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> 
 
 def _told_apart(reader: IndexedReader, document: int, eod: int | None) -> bool:
     first, last = (int(bound) for bound in reader.document_index[document : document + 2])
-    if not reader.lengths[first:last].any():
+    begin, end = reader.position(first), reader.position(last)
+    if begin == end:
         return True
-    begin, end = token_range(reader, first, last)
     return eod in (int(reader.tokens[begin]), int(reader.tokens[end - 1]))
-
-
-@dataclass(frozen=True)
-class Use:
-    """How much of a data set a run reads: `samples` of a split, which are its tokens there `epochs` times."""
-
-    split: str
-    prefix: Path
-    documents: int
-    tokens: int
-    samples: float
-    epochs: float
-
-
-def planned_use(config: DataConfig, samples: Mapping[str, int], eod: int | None) -> list[Use]:
-    """What a run that reads `samples` of each split reads of each data set; nothing is built for it.
-
-    Raises:
-        ConfigError, DataError: as when the data is loaded.
-    """
-    parts, found = Parts(config, eod), []
-    for name in SPLITS:
-        chosen = parts.of(name) if name == "train" or samples.get(name) else []
-        total = sum(part.weight or 1.0 for part in chosen)
-        for part in chosen:
-            share = samples.get(name, 0) * (part.weight or 1.0) / total
-            documents = part.reader.document_index.size - 1
-            epochs = share * config.seq_length / part.tokens
-            found.append(Use(name, part.reader.prefix, documents, part.tokens, share, epochs))
-    return found

@@ -8,27 +8,40 @@ order of the documents, so the files do not depend on the number of workers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from mega_common.errors import DataError
+from mega_common.errors import DataError, MegaError
 from mega_common.log import ProgressBar, human, logger
 from mega_data.batches import Batch, Reading, batches
+from mega_data.chat.prepare import ChatOptions, Chats
+from mega_data.commit import settle
+from mega_data.encoder import Choice, Differs, Encoder, choose_encoder
+from mega_data.engines import Engine, in_processes, on_ray
 from mega_data.indexed import data_prefix
-from mega_data.info import DataInfo, data_files, prepare_output, quarantine_path, refuse_inputs
-from mega_data.output import Arrays, Output
-from mega_data.sources import LeftOut, Source, find_sources
+from mega_data.info import DataInfo, ShardInfo, data_files, prepare_output, quarantine_path, read_info, refuse_inputs
+from mega_data.output import Output, Sequences
+from mega_data.readers import Document
+from mega_data.shards import Shard, cut, failure_noted, finished, join
+from mega_data.sources import WHOLE, LeftOut, Source, find_sources
+from mega_data.split_sentences import SentenceEncoder
 from mega_data.tokenizer import Tokenizer, one_thread_per_call
+from mega_data.unpack import STDIN
 
 AHEAD = 1 << 22  # bytes of text per worker that may wait or be under way
+PART = 1 << 28  # bytes of input that an engine makes a part of: a minute or two of one core
+MOST_PARTS = 1000  # each is a few files, until they are joined
 
 
 def preprocess(
@@ -42,67 +55,237 @@ def preprocess(
     workers: int | None = None,
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
+    encoder: Choice = "auto",
+    chat: ChatOptions | None = None,
+    shard: Shard | None = None,
+    engine: Engine = "threads",
+    shards: int | None = None,
+    sentences: str | None = None,
 ) -> DataInfo:
     """Tokenize `inputs` (see `find_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.info`.
 
-    A document is one sequence of the data set; documents without a token are left out and counted. `append_eod` ends
+    A document is one sequence of the data set, or with `sentences`, a language such as `en`, as many as it has
+    sentences; documents without a token are left out and counted. `append_eod` ends
     each with the tokenizer's end token; a special token that a text spells stays text without `parse_special_tokens`.
     `workers` is the number of encoding threads, by default the usable cores. With `on_bad_line="skip"` bad lines go
-    into `PREFIX.quarantine.jsonl` instead of stopping the run.
+    into `PREFIX.quarantine.jsonl` instead of stopping the run. The `encoder` decides about speed alone (see
+    `choose_encoder`).
 
     Until everything is written no file has its final name, whatever ends the run. A run that was ended goes on where it
     was when it is started again, if its inputs are files and they did not change; the data set is the same then.
 
+    With `chat` whole records are read, as conversations or pairs of them (`mega_data.chat.records`), and their tokens'
+    weights in the loss are written too (`PREFIX.mask.bin`, `PREFIX.mask.idx`). A special token that the text of a
+    conversation spells is that token, as for transformers. Conversations of which nothing that counts is left within
+    the length limit are left out and counted as empty.
+
+    A `shard` makes only its part (see `mega_data.shards`); what is returned describes that, or the whole if it was the
+    last part that was missing. With the `engine` processes or ray this makes all parts, as many as `shards` says and by
+    default one for each `PART` bytes of input; `workers` is the number of parts that are made at once.
+
     Raises:
-        DataError: naming file and line of a bad document, or what cannot be read or written.
-        MissingPackageError: when an input's format needs a package that is not installed.
+        DataError: naming file and line of a bad document, or what cannot be read or written; with the reason of each
+            part that could not be made, when all others are.
+        MissingPackageError: when an input's format, or the engine, needs a package that is not installed.
     """
-    output_prefix = data_prefix(Path(output_prefix))
-    prepare_output(output_prefix, overwrite)
-    tokenizer = Tokenizer(tokenizer_path, specials_as_text=not parse_special_tokens)
-    if append_eod and tokenizer.eos_id is None:
-        raise DataError(
-            f"{tokenizer.path}: names no end-of-text token to append",
-            hint="put `eos_token` into tokenizer_config.json beside it",
-        )
-    left_out = LeftOut()
-    sources = find_sources(inputs, json_key, left_out)
-    refuse_inputs(data_files(output_prefix), [tokenizer.path, *(Path(source.name) for source in sources)])
-    settings = [tokenizer.fingerprint, tokenizer.eos_id, append_eod, parse_special_tokens, json_key]
-    lasting = all(source.again for source in sources)
-    with contextlib.ExitStack() as stack:
-        output = stack.enter_context(
-            Output(output_prefix, tokenizer, append_eod, _made_from(settings, sources), lasting)
-        )
-        bar = stack.enter_context(ProgressBar("tokenizing", total=sum(s.size for s in sources) or None, unit="bytes"))
-        reading = Reading(sources, json_key, left_out, output.begin(), bar)
-        good = batches(
-            reading,
-            tokenizer,
-            refuse=None if on_bad_line == "skip" else quarantine_path(output_prefix),
-            end=None if parse_special_tokens else tokenizer.eos_token,
-        )
-        stack.enter_context(one_thread_per_call())
-        encoded = _encoded(good, tokenizer, output.dtype, workers or usable_cores())
-        for batch, arrays in stack.enter_context(contextlib.closing(encoded)):
-            output.add(batch, arrays)
-            reading.show(batch.read)
-        done = output.done
-        if not done.documents:
+    job = Job(
+        tuple(inputs), Path(tokenizer_path), data_prefix(Path(output_prefix)),
+        WHOLE if chat else json_key, append_eod, parse_special_tokens or chat is not None, on_bad_line, overwrite,
+        encoder, chat, sentences,
+    )  # fmt: skip
+    if settled := job.check():
+        return settled
+    if shard is not None:
+        part = job.make_part(shard, workers or usable_cores())
+        return job.join(shard) or part
+    if engine == "threads":
+        return job.make(job.whole, job.sources, job.made_from, workers or usable_cores())
+    return _spread(job, engine, shards, workers)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A data set to make: from what, how, and where it goes."""
+
+    inputs: tuple[str | Path, ...]
+    tokenizer_path: Path
+    whole: Path
+    json_key: str
+    append_eod: bool
+    parse_special_tokens: bool
+    on_bad_line: Literal["error", "skip"]
+    overwrite: bool
+    encoder: Choice = "auto"
+    chat: ChatOptions | None = None
+    sentences: str | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded."""
+        tokenizer = Tokenizer(self.tokenizer_path, specials_as_text=not self.parse_special_tokens)
+        if self.append_eod and tokenizer.eos_id is None:
             raise DataError(
-                f"{', '.join(map(str, inputs))}: not one document with text in {len(sources)} file(s)",
-                hint=f"{done.bad} bad lines, {done.empty} empty documents, {done.left_out} files that are no text",
+                f"{tokenizer.path}: names no end-of-text token to append",
+                hint="put `eos_token` into tokenizer_config.json beside it",
             )
-    info = output.describe()
-    reading.tell()
-    _tell(info, output, tokenizer)
+        return tokenizer
+
+    @cached_property
+    def chats(self) -> Chats | None:
+        """What makes texts of conversations."""
+        return Chats(self.chat, self.tokenizer) if self.chat else None
+
+    @cached_property
+    def left_out(self) -> LeftOut:
+        """What of the inputs is not read."""
+        return LeftOut()
+
+    @cached_property
+    def sources(self) -> list[Source]:
+        """All that is read."""
+        return find_sources(self.inputs, self.json_key, self.left_out)
+
+    @cached_property
+    def made_from(self) -> str:
+        """What tells one run from another: a digest of all that decides about its tokens."""
+        tokenizer = self.tokenizer
+        settings: list[Any] = [
+            tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key,
+        ]  # fmt: skip
+        settings += [self.chats.info.model_dump()] if self.chats else []
+        settings += [] if self.sentences is None else [self.sentences]
+        files = [(source.name, source.kind, source.size, source.changed) for source in self.sources]
+        return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
+
+    def check(self) -> DataInfo | None:
+        """Whether the data set may be made; it is, already, if a kill left nothing to do but its names."""
+        if settle(self.whole) == self.made_from and (info := read_info(self.whole)):
+            return info
+        prepare_output(self.whole, self.overwrite)
+        refuse_inputs(data_files(self.whole), [self.tokenizer.path, *(Path(source.name) for source in self.sources)])
+        return None
+
+    def make(
+        self, prefix: Path, sources: Sequence[Source], made_from: str, workers: int, shard: ShardInfo | None = None
+    ) -> DataInfo:
+        """Read, encode and write all of `sources`, from where an interrupted run was."""
+        try:
+            return self._make(prefix, sources, made_from, workers, shard, self.encoder)
+        except Differs as error:
+            if not all(source.again for source in sources):
+                raise DataError(
+                    f"{error.where}: fastokens makes other tokens than tokenizers, and what is read cannot be read again",
+                    hint="--encoder tokenizers",
+                ) from None
+            logger.warning("%s: fastokens makes other tokens than tokenizers: starting over without it", error.where)
+            return self._make(prefix, sources, made_from, workers, shard, "tokenizers")
+
+    def _make(
+        self,
+        prefix: Path,
+        sources: Sequence[Source],
+        made_from: str,
+        workers: int,
+        shard: ShardInfo | None,
+        choice: Choice,
+    ) -> DataInfo:
+        tokenizer, chats = self.tokenizer, self.chats
+        lasting = all(source.again for source in sources)
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(
+                Output(
+                    prefix,
+                    tokenizer,
+                    self.append_eod,
+                    made_from,
+                    lasting=lasting,
+                    chat=chats.info if chats else None,
+                    shard=shard,
+                )
+            )
+            size = sum(source.bytes for source in sources)
+            bar = stack.enter_context(ProgressBar("tokenizing", total=size or None, unit="bytes"))
+            done = output.begin()
+            done.encoder = done.encoder if choice == "auto" else choice  # what was given up stays so
+            by_sentence = SentenceEncoder(tokenizer, self.sentences) if self.sentences else None
+            encoder = (
+                tokenizer if chats or by_sentence else choose_encoder(done.encoder, tokenizer, size, again=lasting)
+            )
+            reading = Reading(sources, self.json_key, self.left_out, done, bar)
+            good = batches(
+                reading,
+                tokenizer,
+                refuse=None if self.on_bad_line == "skip" else quarantine_path(prefix),
+                end=None if self.parse_special_tokens else tokenizer.eos_token,
+                prepare=chats.prepare if chats else None,
+            )
+            stack.enter_context(one_thread_per_call())
+            encoded = _encoded(good, Encoding(encoder, chats, by_sentence), output.dtype, workers)
+            for batch, documents in stack.enter_context(contextlib.closing(encoded)):
+                output.add(batch, documents)
+                reading.show(batch.read)
+            if shard is not None:
+                output.shard = shard.model_copy(update={"lines": reading.lines})
+            elif not done.documents:
+                raise DataError(
+                    f"{sources[0].name}: not one document with text in {len(sources)} file(s)",
+                    hint=f"{done.bad} bad lines, {done.empty} empty documents, {done.left_out} files that are no text",
+                )
+        reading.tell()
+        _tell(output.info, output, tokenizer)
+        return output.info
+
+    def make_part(self, shard: Shard, workers: int) -> DataInfo:
+        """Make the part of one shard, unless it is made already."""
+        if any(source.name == STDIN for source in self.sources):
+            raise DataError("standard input cannot be read in parts", hint="give files, globs or folders")
+        prefix = shard.prefix(self.whole)
+        if made := finished(prefix, self.made_from):
+            return made
+        about = ShardInfo(number=shard.number, of=shard.of, made_from=self.made_from)
+        with failure_noted(prefix):
+            sources = cut(self.sources, shard, self.json_key)
+            return self.make(prefix, sources, f"{self.made_from} {shard}", workers, about)
+
+    def attempt(self, shard: Shard) -> str | None:
+        """Make the part of one shard by this thread; why it cannot be made, if so."""
+        try:
+            self.make_part(shard, workers=1)
+        except MegaError as error:
+            return str(error)
+        return None
+
+    def join(self, shard: Shard) -> DataInfo | None:
+        """Make the whole of the parts, if all are made."""
+        return join(self.whole, self.sources, shard, self.json_key, self.made_from)
+
+
+def _spread(job: Job, engine: Engine, count: int | None, workers: int | None) -> DataInfo:
+    """Make all parts by an engine, and the whole of them."""
+    size = sum(source.bytes for source in job.sources)
+    shards = Shard(1, count or min(max(-(-size // PART), 1), MOST_PARTS)).all
+    left = [shard for shard in shards if not finished(shard.prefix(job.whole), job.made_from)]
+    make = dataclasses.replace(job).attempt  # without what was loaded here
+    answers = (
+        in_processes(make, left, workers or usable_cores()) if engine == "processes" else on_ray(make, left, workers)
+    )
+    reasons: dict[Shard, str] = {}
+    with ProgressBar("making parts", total=len(shards), unit="parts") as bar, contextlib.closing(answers):
+        bar.advance(len(shards) - len(left))
+        for shard, reason in answers:
+            bar.advance(1)
+            if reason is not None:
+                reasons[shard] = reason
+                logger.warning("%s, part %s: %s", job.whole, shard, reason)
+    if reasons:
+        raise DataError(
+            f"{job.whole}: {len(reasons)} of {len(shards)} parts could not be made, {min(reasons.values())}",
+            hint="the others are kept: the same command makes only what is missing",
+        )
+    info = job.join(shards[0])
+    if info is None:
+        raise DataError(f"{job.whole}: parts are gone that were made", hint="was another run removing them?")
     return info
-
-
-def _made_from(settings: list[Any], sources: Sequence[Source]) -> str:
-    """What tells one run from another: a digest of all that decides about its tokens."""
-    files = [(source.name, source.kind, source.size, source.changed) for source in sources]
-    return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
 
 def usable_cores() -> int:
@@ -110,16 +293,34 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """How documents become tokens."""
+
+    encoder: Encoder
+    chats: Chats | None
+    by_sentence: SentenceEncoder | None
+
+    def encode(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> tuple[list[Sequences], int]:
+        """The sequences of each document, and how many answers the length limit cut."""
+        if self.chats:
+            return self.chats.encoder.encode([document.chats for document in documents], dtype)
+        texts = [document.text for document in documents]
+        if self.by_sentence:
+            return self.by_sentence.encode(texts, dtype), 0
+        return [[ids] for ids in self.encoder.encode_batch(texts, dtype)], 0
+
+
 def _encoded(
-    batches: Iterable[Batch], tokenizer: Tokenizer, dtype: np.dtype[Any], workers: int
-) -> Generator[tuple[Batch, Arrays], None, None]:
+    batches: Iterable[Batch], encoding: Encoding, dtype: np.dtype[Any], workers: int
+) -> Generator[tuple[Batch, list[Sequences]], None, None]:
     """Each batch with its tokens, in order; at most `AHEAD` bytes per worker (or one batch) are under way."""
     if workers == 1:  # a thread of its own would cost more, in memory arenas, than it saves
-        yield from ((batch, _encode(batch, tokenizer, dtype)) for batch in batches)
+        yield from ((batch, _encode(batch, encoding, dtype)) for batch in batches)
         return
-    pending: deque[tuple[Batch, Future[Arrays]]] = deque()
+    pending: deque[tuple[Batch, Future[list[Sequences]]]] = deque()
     under_way = 0
-    failure: DataError | None = None
+    failure: MegaError | None = None
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     try:
         try:
@@ -127,12 +328,12 @@ def _encoded(
                 while pending and under_way + batch.size > workers * AHEAD:
                     under_way -= pending[0][0].size
                     yield _finished(*pending.popleft())
-                pending.append((batch, pool.submit(_encode, batch, tokenizer, dtype)))
+                pending.append((batch, pool.submit(_encode, batch, encoding, dtype)))
                 under_way += batch.size
                 while pending and pending[0][1].done():
                     under_way -= pending[0][0].size
                     yield _finished(*pending.popleft())
-        except DataError as error:  # of the batch that would come next: what is under way is worth keeping
+        except MegaError as error:  # of the batch that would come next: what is under way is worth keeping
             failure = error
         while pending:
             yield _finished(*pending.popleft())
@@ -142,28 +343,33 @@ def _encoded(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _finished(batch: Batch, future: Future[Arrays]) -> tuple[Batch, Arrays]:
+def _finished(batch: Batch, future: Future[list[Sequences]]) -> tuple[Batch, list[Sequences]]:
     return batch, future.result()
 
 
-def _encode(batch: Batch, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Arrays:
+def _encode(batch: Batch, encoding: Encoding, dtype: np.dtype[Any]) -> list[Sequences]:
     if not batch.documents:
         return []
     try:
-        return tokenizer.encode_batch([document.text for document in batch.documents], dtype)
+        found, batch.cut = encoding.encode(batch.documents, dtype)
+    except Differs as error:
+        error.where = batch.documents[error.index].where
+        raise
     except BaseException as error:  # a panic in Rust is no Exception
-        raise _blame(batch, tokenizer, dtype, error) from error
+        raise _blame(batch, encoding, dtype, error) from error
+    return found
 
 
-def _blame(batch: Batch, tokenizer: Tokenizer, dtype: np.dtype[Any], error: BaseException) -> DataError:
+def _blame(batch: Batch, encoding: Encoding, dtype: np.dtype[Any], error: BaseException) -> DataError:
     """Find the document of a batch that the tokenizer fails on."""
+    path = encoding.encoder.path
     for document in batch.documents:
         try:
-            tokenizer.encode_batch([document.text], dtype)
+            encoding.encode([document], dtype)
         except BaseException as own:  # noqa: BLE001 - as above; it is told, not lost
-            return DataError(f"{document.where}: the tokenizer {tokenizer.path} fails on this document ({own})")
+            return DataError(f"{document.where}: the tokenizer {path} fails on this document ({own})")
     first, last = batch.documents[0], batch.documents[-1]
-    return DataError(f"{first.where} to {last.where}: the tokenizer {tokenizer.path} fails on this batch ({error})")
+    return DataError(f"{first.where} to {last.where}: the tokenizer {path} fails on this batch ({error})")
 
 
 def _tell(info: DataInfo, output: Output, tokenizer: Tokenizer) -> None:
@@ -172,6 +378,8 @@ def _tell(info: DataInfo, output: Output, tokenizer: Tokenizer) -> None:
         logger.warning("%d bad lines are in %s", info.skipped.bad, quarantine_path(output.prefix))
     if info.skipped.empty:
         logger.warning("%d empty documents were left out", info.skipped.empty)
+    if info.chat is not None and info.chat.cut:
+        logger.warning("%d answers were cut by the limit of %d tokens", info.chat.cut, info.chat.max_length)
     if output.done.ends:
         logger.warning(
             "%d documents spell the end token %r: it is text there; --parse-special-tokens takes it for the token",

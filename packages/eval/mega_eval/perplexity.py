@@ -20,9 +20,10 @@ import torch
 from mega_common.errors import CheckpointError, DataError
 from mega_common.files import atomic_file
 from mega_common.log import ProgressBar
-from mega_data.gpt_dataset import Sample, SequentialDataset, sequential
+from mega_data.dataset import SequentialDataset, sequential
 from mega_data.indexed import IndexedReader
 from mega_data.info import TokenizerInfo, read_info
+from mega_data.kinds.base import Sample
 from mega_data.tokenizer import Tokenizer
 from mega_eval.load import check_length
 from mega_trainer.model.decoder import Decoder
@@ -112,23 +113,23 @@ def window_losses(model: Decoder, windows: SequentialDataset, batch_size: int) -
     """Each window's sum of losses in nats, and how many tokens it predicts."""
     for start in range(0, len(windows), batch_size):
         samples = [windows[number] for number in range(start, min(start + batch_size, len(windows)))]
-        yield from zip(_batch_losses(model, samples), (int(s.loss_mask.sum()) for s in samples), strict=True)
+        yield from zip(_batch_losses(model, samples), (int(s.loss_weights.sum()) for s in samples), strict=True)
 
 
 @torch.inference_mode()
 def _batch_losses(model: Decoder, samples: Sequence[Sample]) -> list[float]:
     device = model.head_weight.device
-    tokens, labels, mask = (
+    tokens, labels, weights = (
         torch.from_numpy(np.stack(arrays)).to(device)
-        for arrays in zip(*((s.tokens, s.labels, s.loss_mask) for s in samples), strict=True)
+        for arrays in zip(*((s.tokens, s.labels, s.loss_weights) for s in samples), strict=True)
     )
     positions = torch.arange(tokens.shape[1], device=device)[None]
     x = model(model.embed(tokens, positions), model.context(positions))
     out = []
     for row in range(len(samples)):  # one by one: the head works in chunks of tokens, which are to be the same
         part = slice(row, row + 1)
-        _, losses = model.loss(x[part], labels[part], mask[part].float())
-        out.append(losses[mask[part]].double().sum().item())
+        _, losses = model.loss(x[part], labels[part], weights[part])
+        out.append(losses[weights[part] > 0].double().sum().item())
     return out
 
 

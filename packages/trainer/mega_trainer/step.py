@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,7 +161,8 @@ def own_counts(batch: StepBatch | None, further: int, groups: Groups) -> list[fl
     """This rank's part in `count_tokens`, as its masks in host memory tell: that of the first who has these samples."""
     if batch is None or any(group.rank for group in (groups.tp, groups.cp, groups.pp)):
         return [0.0] * (1 + further)
-    return [float(batch.loss_mask.sum()), *(float(further_weights(batch, k + 1).sum()) for k in range(further))]
+    weights = [batch.loss_weights, *(further_weights(batch, k + 1) for k in range(further))]
+    return [float(each.sum(dtype=np.float64)) for each in weights]
 
 
 def weigh_ahead(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:

@@ -52,7 +52,7 @@ from mega_trainer.plan.flops import count_parameters
 from mega_trainer.profile import Profiler
 from mega_trainer.ranks import Ranks
 from mega_trainer.run_folder import claimed, make_run_folder
-from mega_trainer.state import Saver, TrainState, starting_point, weights_of
+from mega_trainer.state import Saver, TrainState, continued, starting_point, weights_of
 from mega_trainer.step import count_tokens, evaluate, own_counts, train_step
 from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
 from mega_trainer.watch import Watch
@@ -105,11 +105,13 @@ def train(
     config: RunConfig, ranks: Ranks, groups: Groups, needs: Callable[[], Needs], store: Store | None
 ) -> TrainState:
     """The run itself, in folders that are its own; `needs` is what a message about full memory tells."""
+    config = continued(config)
     limits, device = Limits(config.train), ready_device(config, ranks, groups)
     profiler = Profiler(config, device, ranks.rank)
     state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
-    train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
+    train_data, valid_data = load_data(config, tokenizer)
+    state.read = train_data.read
     if not begin(state, groups.world, tokenizer):
         return state
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
@@ -151,6 +153,7 @@ def train(
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
                 valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
                 mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
+                epochs=train_data.epochs,
             )  # fmt: skip
             stopping, failed, *tokens = result.riders
             if failed:

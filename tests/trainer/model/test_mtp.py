@@ -38,7 +38,7 @@ def samples(documents: bool = True) -> StepBatch:
     return StepBatch(
         tokens=tokens[:, :-1],
         labels=tokens[:, 1:],
-        loss_mask=rng.random((B, S)) < 0.7,
+        loss_weights=(rng.random((B, S)) < 0.7).astype(np.float32),
         position_ids=np.broadcast_to(np.arange(S), (B, S)),
         document_ids=np.cumsum(rng.random((B, S)) < 0.3, axis=1).astype(np.int32) if documents else None,
         sample_ids=np.arange(B),
@@ -69,7 +69,7 @@ def test_each_label_is_the_one_so_many_places_on_and_counts_where_it_can_be_know
             for i in range(S):
                 there = i + places
                 known = there < S and (not documents or drawn.document_ids[b, i] == drawn.document_ids[b, there])
-                assert ahead.weights[b, i] == (known and drawn.loss_mask[b, there])
+                assert ahead.weights[b, i] == (known and drawn.loss_weights[b, there])
                 if there < S:
                     assert ahead.tokens[b, i] == drawn.tokens[b, there]
                     assert ahead.labels[b, i] == drawn.labels[b, there]

@@ -83,6 +83,12 @@ def info_of(parameter: Tensor) -> ParamInfo:
     return info
 
 
+def is_matrix(parameter: Tensor) -> bool:
+    """Whether it multiplies vectors: no bias and no norm, of which experts and heads have stacks."""
+    names = [piece.name for piece in info_of(parameter).pieces]
+    return parameter.dim() > 1 and not any(name.endswith((".bias", "norm.weight")) for name in names)
+
+
 def main_grad_of(weight: Tensor) -> MainGrad | None:
     """What takes the gradient of a parameter whose gradients lie in a flat buffer; others return theirs to autograd."""
     taker: MainGrad | None = getattr(weight, "main_grad", None)

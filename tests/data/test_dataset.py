@@ -8,8 +8,9 @@ import pytest
 
 from mega_common.errors import ConfigError, DataError
 from mega_data.config import DataConfig
-from mega_data.gpt_dataset import DocumentRules, GPTDataset, build_datasets, sequential
+from mega_data.dataset import BlendedDataset, build_datasets, sequential
 from mega_data.indexed import IndexedReader, IndexedWriter
+from mega_data.kinds.text import DocumentRules
 from mega_data.parts import split_bounds
 
 EOD = 0
@@ -29,7 +30,7 @@ def config(**fields: Any) -> DataConfig:
     return DataConfig.parse({"seq_length": 32, **fields})
 
 
-def tokens(dataset: GPTDataset | None, count: int) -> np.ndarray:
+def tokens(dataset: BlendedDataset | None, count: int) -> np.ndarray:
     assert dataset is not None
     return np.stack([dataset[k].tokens for k in range(count)])
 
@@ -52,7 +53,7 @@ def megatrons(sizes: tuple[int, int, int], seed: int, **fields: Any) -> list[Any
     return list(builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, sizes, lambda: True, settings).build())
 
 
-def same(ours: GPTDataset | None, theirs: Any, count: int) -> bool:
+def same(ours: BlendedDataset | None, theirs: Any, count: int) -> bool:
     expected = np.stack([theirs[k]["tokens"].numpy() for k in range(count)])
     return np.array_equal(tokens(ours, count), expected)
 
@@ -125,7 +126,7 @@ def test_masks_and_positions_are_megatrons(tmp_path: Path, positions: bool, atte
     for k in range(50):
         mine, other = ours[k], theirs[k]
         assert np.array_equal(mine.labels, other["labels"])
-        assert np.array_equal(mine.loss_mask, other["loss_mask"].bool())
+        assert np.array_equal(mine.loss_weights, other["loss_mask"])
         assert np.array_equal(mine.position_ids, other["position_ids"])
         assert (mine.document_ids is not None) == attention
         allowed = np.tril(np.ones((32, 32), bool))
@@ -134,18 +135,29 @@ def test_masks_and_positions_are_megatrons(tmp_path: Path, positions: bool, atte
         assert np.array_equal(~allowed, other["attention_mask"][0].numpy())
 
 
-# ---- the stable order
+# ---- the orders of mega
 
 
-def test_stable_order_has_no_end_and_needs_no_total(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["stable", "shuffled"])
+def test_orders_but_megatrons_have_no_end_and_need_no_total(tmp_path: Path, order: str) -> None:
     train = [data_set(tmp_path / "a", 100, 1), {"path": data_set(tmp_path / "b", 50, 2), "weight": 0.5}]
-    short, long = (build_datasets(config(train=train), seed=5, samples={"train": n}, eod=None)[0] for n in (10, 10_000))
+    short, long = (
+        build_datasets(config(train=train, order=order), seed=5, samples={"train": n}, eod=None)[0]
+        for n in (10, 10_000)
+    )
     assert np.array_equal(tokens(short, 400), tokens(long, 400))
     assert short.fingerprint == long.fingerprint
     assert short[10**9].tokens.shape == (32,)
     assert short[3].labels[:-1].tolist() == short[3].tokens[1:].tolist()
     assert short[3].document_ids is None
-    assert not (tmp_path / ".cache").exists()
+    assert (tmp_path / ".cache").exists() == (order == "shuffled")
+
+
+def test_fingerprint_of_the_stable_order_is_fixed_for_ever(tmp_path: Path) -> None:
+    """A change would tell every run that goes on that its data is another's."""
+    train = [data_set(tmp_path / "a", 100, 1), {"path": data_set(tmp_path / "b", 50, 2), "weight": 0.5}]
+    made = build_datasets(config(train=train, order="stable"), seed=5, samples={"train": 1}, eod=None)[0]
+    assert made.fingerprint == "4e8c596fd3c2316511606489d8ed9efe"
 
 
 def test_fingerprint_tells_what_matters(tmp_path: Path) -> None:
@@ -209,7 +221,7 @@ def test_document_rules_by_hand() -> None:
     sample = DocumentRules(9, True, True, True).sample(np.array([1, 9, 2, 3, 9, 9, 4, 5]))
     assert sample.tokens.tolist() == [1, 9, 2, 3, 9, 9, 4]
     assert sample.labels.tolist() == [9, 2, 3, 9, 9, 4, 5]
-    assert sample.loss_mask.tolist() == [True, False, True, True, False, False, True]
+    assert sample.loss_weights.tolist() == [1, 0, 1, 1, 0, 0, 1]
     assert sample.position_ids.tolist() == [0, 1, 0, 1, 2, 0, 0]
     assert sample.document_ids is not None
     assert sample.document_ids.tolist() == [0, 0, 1, 1, 1, 2, 3]
@@ -225,8 +237,8 @@ def test_sequential_predicts_every_token_once(tmp_path: Path, seq_length: int) -
     dataset = sequential(tmp_path / "d", seq_length)
     samples = [dataset[k] for k in range(len(dataset))]
     assert all(sample.tokens.shape == sample.labels.shape == (seq_length,) for sample in samples)
-    assert np.concatenate([s.labels[s.loss_mask] for s in samples]).tolist() == list(range(101, 130))
-    assert np.concatenate([s.tokens[s.loss_mask] for s in samples]).tolist() == list(range(100, 129))
+    assert np.concatenate([s.labels[s.loss_weights > 0] for s in samples]).tolist() == list(range(101, 130))
+    assert np.concatenate([s.tokens[s.loss_weights > 0] for s in samples]).tolist() == list(range(100, 129))
     assert dataset.num_labels == 29
     with pytest.raises(IndexError):
         dataset[len(dataset)]

@@ -7,17 +7,28 @@ endpoint, who one is) come from its client: environment variables or fsspec's co
 from __future__ import annotations
 
 import contextlib
+import glob
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import fsspec
 
-from mega_common.errors import CheckpointError, MegaError, MissingPackageError
+from mega_common.errors import ConfigError, MegaError, MissingPackageError
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<path>.+)")
+
+
+READ_AHEAD = 1 << 23  # bytes that are asked for at once
+
+
+class Stamp(NamedTuple):
+    """How long an object is, and what its store calls the content or when it was put, empty where it does not tell."""
+
+    size: int
+    state: str
 
 
 class RemoteError(MegaError):
@@ -25,7 +36,7 @@ class RemoteError(MegaError):
 
 
 class Remote(str):
-    """A place on an object store: its URL. Has of `pathlib.Path` what readers of a checkpoint need.
+    """A place on an object store: its URL. Has of `pathlib.Path` what readers of checkpoints and data need.
 
     Raises:
         RemoteError: from every method, when the store cannot be asked.
@@ -102,11 +113,28 @@ class Remote(str):
 
     def stamps(self) -> dict[str, str]:
         """{name below this place: length and what the store calls the content, or when it was put}."""
-        told = ("ETag", "LastModified", "created", "mtime")
-        return {
-            name: f"{entry['size']} bytes " + str(next((entry[key] for key in told if entry.get(key)), ""))
-            for name, entry in self._below().items()
-        }
+        return {name: f"{entry['size']} bytes {_state(entry)}" for name, entry in self._below().items()}
+
+    def open(self) -> IO[bytes]:
+        """An object to read from anywhere in it.
+
+        Raises:
+            FileNotFoundError: when there is none.
+        """
+        with self._asked() as (files, path):
+            return files.open(path, "rb", block_size=READ_AHEAD, cache_type="readahead")  # type: ignore[no-any-return]
+
+    def matches(self) -> dict[str, Stamp]:
+        """{URL: size and state} of all objects that a glob matches, sorted by name, or of all below this place."""
+        with self._asked() as (files, path):
+            found = files.glob(path, detail=True) if glob.has_magic(path) else files.find(path, detail=True)
+            return {
+                f"{self}{name[len(path) :]}" if name.startswith(path) else str(files.unstrip_protocol(name)): Stamp(
+                    int(entry["size"] or 0), _state(entry)
+                )
+                for name, entry in sorted(found.items())
+                if entry["type"] == "file"
+            }
 
     def open_new(self) -> IO[bytes]:
         """An object to write in parts; closing it makes it appear, discarding it does not."""
@@ -139,6 +167,11 @@ class Remote(str):
             yield files, path
 
 
+def _state(entry: Mapping[str, Any]) -> str:
+    told = ("ETag", "etag", "LastModified", "updated", "created", "mtime", "blob_id")
+    return str(next((entry[key] for key in told if entry.get(key)), ""))
+
+
 @contextlib.contextmanager
 def in_words(place: Remote, *, writing: bool = False) -> Iterator[None]:
     """Turn what a store's client raises into one sentence. The errors of the clients share no base class.
@@ -151,7 +184,8 @@ def in_words(place: Remote, *, writing: bool = False) -> Iterator[None]:
         raise
     except ImportError as error:
         raise MissingPackageError(
-            f"{place}: {error}", hint="for s3://: pip install 'packages/ckpt[s3]'; else the package that fsspec names"
+            f"{place}: {error}",
+            hint="for s3://: pip install s3fs, for gs://: pip install gcsfs; else the package that fsspec names",
         ) from error
     except Exception as error:
         if isinstance(error, FileNotFoundError) and not writing:
@@ -170,7 +204,7 @@ def place(path: str | Path) -> Place:
     """What a user calls a folder: a path here, or a URL such as s3://bucket/run.
 
     Raises:
-        CheckpointError: when the URL's protocol is none that fsspec knows.
+        ConfigError: when the URL's protocol is none that fsspec knows.
     """
     if isinstance(path, (Path, Remote)):
         return path
@@ -180,7 +214,7 @@ def place(path: str | Path) -> Place:
     if found["protocol"] in ("file", "local"):
         return Path(found["path"])
     if found["protocol"] not in _protocols():
-        raise CheckpointError(f"{path}: no object store is called {found['protocol']}://", hint="s3://, gs://, az://")
+        raise ConfigError(f"{path}: no object store is called {found['protocol']}://", hint="s3://, gs://, az://")
     return Remote(path.rstrip("/"))
 
 

@@ -1,0 +1,99 @@
+"""What a kind of training data is: it makes samples out of one data set. A blend may mix the kinds that make the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_common.errors import ConfigError
+from mega_data.config import DataConfig
+from mega_data.parts import Part
+from mega_data.tokenizer import Tokenizer
+
+Made_co = TypeVar("Made_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence of S inputs and what is to be predicted at each.
+
+    Attributes:
+        tokens: int64 [S].
+        labels: int64 [S], the token that follows each.
+        loss_weights: fp32 [S], the weight of each label in the loss; 0 where none is taken.
+        position_ids: int64 [S].
+        document_ids: int32 [S], number of the document within the sample, from 0; None where attention is not reset.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    loss_weights: npt.NDArray[np.float32]
+    position_ids: npt.NDArray[np.int64]
+    document_ids: npt.NDArray[np.int32] | None
+
+
+class Samples(Protocol[Made_co]):
+    """The samples of one data set: `Sample`, or what its kind makes instead. Nothing of it is read before it is asked for."""
+
+    @property
+    def identity(self) -> str:
+        """All that sample k depends on, in words: what a resumed run compares, by its digest."""
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Samples that come to one pass over the data set."""
+
+    def work(self, k: int, /) -> int:
+        """Pairs of tokens, about, that attention meets in sample `k`, told without reading its tokens: S squared where
+        documents are not closed to each other. The samples of a step are dealt to the ranks by it."""
+
+    def __getitem__(self, k: int, /) -> Made_co: ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the data sets of a split have in common.
+
+    Attributes:
+        eod: the token that ends a document, if the tokenizer has one.
+        cache: a folder for indices.
+        known_tokenizer: the tokenizer of the data, where it was found already.
+    """
+
+    config: DataConfig
+    seed: int
+    eod: int | None
+    cache: Path
+    known_tokenizer: Tokenizer | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the data, for kinds that need one: the one that is known, else the one the run names.
+
+        Raises:
+            ConfigError: when there is neither.
+        """
+        if self.known_tokenizer is not None:
+            return self.known_tokenizer
+        if self.config.tokenizer is None:
+            raise ConfigError(
+                f"data.kind = {self.config.kind}: needs the tokenizer of the data",
+                hint="data.tokenizer names its folder",
+            )
+        return Tokenizer(self.config.tokenizer)
+
+    @cached_property
+    def text_tokenizer(self) -> Tokenizer:
+        """The same, taking a special token that a text spells for text."""
+        return Tokenizer(self.tokenizer.path, specials_as_text=True)
+
+
+Kind: TypeAlias = Callable[[Part, Setting, int], Samples[Any]]
+"""Makes the samples of a part of a data set, of which the run will read so many (which only order `megatron` may
+depend on). Raises DataError when the data set is not of this kind, or nothing of it is in the part."""
