@@ -4,16 +4,17 @@
 
 Rank 0 of some layouts takes a step on fake tensors of a device that is not there, over a process group that sends nothing.
 A dispatch mode notes every read of a number, every operation whose shape depends on numbers, every copy to the host, and
-every copy from host memory that is not pinned, which waits too. Not counted: what goes on inside of FSDP2 (ZeRO-3).
+every copy from host memory that is not pinned, which waits too, also inside of FSDP2 (ZeRO-3); an event that the host would
+wait for ends the count.
 Experts on several ranks without `parallel.dispatch_bound` are not here: their host waits once a layer and micro-batch.
 """
 
 from __future__ import annotations
 
+import math
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -22,9 +23,10 @@ import record
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from mega_data.loader import StepBatch
@@ -33,11 +35,9 @@ from mega_trainer.batch import micro_batches
 from mega_trainer.config import RunConfig
 from mega_trainer.kernels import blocks, grouped
 from mega_trainer.model import loss
-from mega_trainer.model.builder import Builder
 from mega_trainer.optim import clip
-from mega_trainer.pipeline.run import Executor
 from mega_trainer.ranks import Ranks
-from mega_trainer.train import around_backward
+from mega_trainer.train import assemble
 
 GPU = "gpu"  # what the device that is not there is called
 READS = frozenset(
@@ -49,10 +49,15 @@ MODEL = {
 }  # fmt: skip
 LAYOUTS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
-    "data ranks, ZeRO-2": (4, {"zero": 2}),
-    "tensor ranks, sequence parallel": (4, {"tp": 2, "sp": True}),
-    "context ranks, all-gather": (4, {"cp": 2, "cp_kind": "allgather"}),
-    "context ranks, all-to-all": (4, {"cp": 2, "cp_kind": "alltoall"}),
+    "data ranks, ZeRO-2": (2, {"zero": 2}),
+    "tensor ranks, sequence parallel": (2, {"tp": 2, "sp": True}),
+    "context ranks, all-gather": (2, {"cp": 2, "cp_kind": "allgather"}),
+    "context ranks, all-to-all": (2, {"cp": 2, "cp_kind": "alltoall"}),
+    "context ranks, ring": (2, {"cp": 2}),
+    "ZeRO-3": (2, {"zero": 3, "zero3_layers": 1}),
+    "ZeRO-3, copies": (4, {"zero": 3, "zero3_shard": 2}),
+    "pipeline ranks": (2, {"pp": 2}),
+    "pipeline ranks, zero bubble": (2, {"pp": 2, "schedule": "zb-h1"}),
     "experts, all on each rank": (2, {}),
     "experts, spread, with a bound": (4, {"ep": 4, "dispatch_bound": 1.5}),
     "experts, spread and split, with a bound": (
@@ -100,6 +105,32 @@ def _pinned(tensor: Tensor) -> Tensor:
     return copy
 
 
+class _Event:
+    """Of a stream, for other streams alone."""
+
+    def record(self, stream: object = None) -> _Event:
+        return self
+
+
+class _Stream:
+    """Has nothing to do."""
+
+    def __init__(self, priority: int = 0) -> None: ...
+
+    def wait_event(self, event: _Event) -> None: ...
+
+    def wait_stream(self, stream: _Stream) -> None: ...
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+
+def _mesh(group: dist.ProcessGroup, device: str, real: Callable[..., DeviceMesh] = DeviceMesh.from_group) -> DeviceMesh:
+    """Ranks are numbers, and not fake ones."""
+    with unset_fake_temporarily(), _disable_current_modes():
+        return real(group, device)
+
+
 @contextmanager
 def fake_gpu(ranks: int) -> Iterator[None]:
     """Fake tensors on a device of no machine, as rank 0 of a group that sends nothing."""
@@ -112,6 +143,11 @@ def fake_gpu(ranks: int) -> Iterator[None]:
         stack.enter_context(mock.patch.object(step, "routing_metrics", return_value={}))  # every number here is one
         stack.enter_context(mock.patch.object(grouped, "_at_once", return_value=True))  # as CUDA
         stack.enter_context(mock.patch.object(grouped, "_zero_without_rows", return_value=False))
+        stack.enter_context(mock.patch.object(DeviceMesh, "from_group", _mesh))
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", return_value=[]))  # it knows no such device
+        streams = {"Stream": _Stream, "Event": _Event, "stream": nullcontext, "current_stream": _Stream}
+        for name, stand_in in {**streams, "current_device": lambda: 0}.items():
+            stack.enter_context(mock.patch.object(getattr(torch, GPU), name, stand_in, create=True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
     dist.destroy_process_group()
@@ -120,36 +156,31 @@ def fake_gpu(ranks: int) -> Iterator[None]:
 def count(name: str, *, documents: bool = True) -> dict[str, list[str]]:
     """What the host waits for in a training step after the first and in an evaluation, of one layout."""
     ranks, parallel = LAYOUTS[name]
+    dp = ranks // math.prod(parallel.get(degree, 1) for degree in ("tp", "pp", "cp"))
     raw = {
         "model": {**MODEL, "moe": EXPERTS} if name.startswith("experts") else MODEL,
         "data": {"train": [{"path": "none"}], "seq_length": 32}, "parallel": parallel,
-        "batch": {"micro": 1, "global": 8}, "precision": "bf16", "optimizer": {"clip_grad": 1.0},
+        "batch": {"micro": 1, "global": 2 * dp}, "precision": "bf16", "optimizer": {"clip_grad": 1.0},
     }  # fmt: skip
     config = RunConfig.parse(raw)
     with fake_gpu(ranks), HostWaits():
         device = torch.device(GPU, 0)
         groups = build.connect(config, Ranks(0, ranks))
-        schedule = build.build_schedule(config, groups)
-        builder = Builder(
-            config.model, groups, sp=config.parallel.sp, cp_kind=config.parallel.cp_kind,
-            dispatch_bound=config.parallel.dispatch_bound, dtype=build.dtype_of(config), device=device,
-        )  # fmt: skip
-        stages = build.build_stages(config, builder, schedule)
-        shared = build.share_stages(config, stages)
-        optimizer = build.build_optimizer(config, shared, groups)
-        executor = Executor(schedule, stages, groups.pp, 0, partial(around_backward, shared))
-        batch = samples(config.data.seq_length, 4 // groups.dp.size, documents=documents)
+        state, executor = assemble(config, groups, device)
+        batch = samples(config.data.seq_length, 2, documents=documents)
 
         def micro() -> Any:
             return list(micro_batches(batch, config, device, groups.cp))
 
         def train() -> None:
-            step.train_step(executor, optimizer, micro(), tokens=[99.0, 98.0], lr=1e-3, clip=1.0, riders=lambda: [0.0])
+            step.train_step(
+                executor, state.optimizer, micro(), tokens=[99.0, 98.0], lr=1e-3, clip=1.0, riders=lambda: [0.0]
+            )
 
         train()
         with HostWaits() as training:
             train()
-        for stage in stages.values():
+        for stage in state.stages.values():
             stage.eval()
         with HostWaits() as evaluation:
             step.evaluate(executor, [micro(), micro()])
@@ -167,14 +198,14 @@ def samples(length: int, number: int, *, documents: bool) -> StepBatch:
     )  # fmt: skip
 
 
-def count_all() -> dict[str, dict[str, list[str]]]:
-    """`count` of every layout. Once a process: the device's name is for good."""
+def count_all(names: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+    """`count` of each of these layouts. Once a process: the device's name is for good."""
     _setup_privateuseone_for_python_backend(GPU)
-    return {name: count(name) for name in LAYOUTS}
+    return {name: count(name) for name in names}
 
 
 def main() -> None:
-    rows = {name: {what: len(waits) for what, waits in found.items()} for name, found in count_all().items()}
+    rows = {name: {what: len(waits) for what, waits in found.items()} for name, found in count_all(LAYOUTS).items()}
     for name, row in rows.items():
         print(f"{name:36} {row}")
     record.write("host_waits", rows, ["torch"])

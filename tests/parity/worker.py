@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,21 +18,18 @@ from torch import Tensor
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
 from mega_common.log import ProgressBar
 from mega_data.loader import StepBatch
-from mega_trainer import build, step
+from mega_trainer import build, step, train
 from mega_trainer.batch import micro_batches
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
-from mega_trainer.guard import Guard
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, Groups, build_groups
-from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.ranks import Ranks
 from mega_trainer.state import TrainState
 from mega_trainer.step import StepResult, train_step
-from mega_trainer.train import around_backward
 
 FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
 Held = Mapping[str, Sharded]
@@ -83,21 +80,15 @@ class Trainer:
         """This rank's trainer. A collective call among the ranks of the case."""
         config = RunConfig.parse(case.raw, source=str(case))
         groups = build.connect(config, Ranks(rank, case.ranks), maker, log)
-        schedule = build.build_schedule(config, groups)
-        p, dtype = config.parallel, torch.float64 if case.wide else build.dtype_of(config)
-        builder = Builder(
-            config.model, groups, sp=p.sp, cp_kind=p.cp_kind, dispatch_bound=p.dispatch_bound, dtype=dtype
-        )
-        with mock.patch.object(build, "dtype_of", return_value=dtype):
-            stages = build.build_stages(config, builder, schedule)
-        shared = build.share_stages(config, stages)
-        optimizer = build.build_optimizer(config, shared, groups)
-        for stage in stages.values():
+        dtype = torch.float64 if case.wide else build.dtype_of(config)
+        with ExitStack() as stack:
+            for module in (build, train):
+                stack.enter_context(mock.patch.object(module, "dtype_of", return_value=dtype))
+            state, executor = train.assemble(config, groups, torch.device("cpu"))
+        for stage in state.stages.values():
             init_weights(stage, config.train.seed)
-        optimizer.reload_main()
-        executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
-        state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=build.loss_scale_of(config))
-        return cls(case, config, groups, executor, optimizer, state, batches or synthetic)
+        state.optimizer.reload_main()
+        return cls(case, config, groups, executor, state.optimizer, state, batches or synthetic)
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the batch of the step at hand, or of another."""

@@ -6,17 +6,20 @@ import torch.distributed as dist
 from host_waits import LAYOUTS, count_all
 from ranks import run_ranks
 
+COVERED = {"one rank", "experts, spread, with a bound"}  # by others, which do all that these do
+NAMES = [name for name in LAYOUTS if name not in COVERED]
+
 
 def alone() -> dict[str, dict[str, list[str]]]:
     """Counted in a rank's process, which ends after it."""
     dist.destroy_process_group()
-    return count_all()
+    return count_all(NAMES)
 
 
 def test_a_step_waits_once() -> None:
-    (found,) = run_ranks(alone, 1)
+    (found,) = run_ranks(alone, 1, timeout=200)
     once = {
         "training step": ["copy to the host: step.py train_step"],
         "evaluation": ["copy to the host: step.py evaluate"],
     }
-    assert found == dict.fromkeys(LAYOUTS, once)
+    assert found == dict.fromkeys(NAMES, once)

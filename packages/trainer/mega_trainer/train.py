@@ -75,7 +75,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
         faults_told(ranks.rank, lambda: "before the first step", needs),
         deterministic(config.deterministic),
     ):
-        return train(config, ranks, groups, store)
+        return train(config, ranks, groups, needs, store)
 
 
 def assemble(
@@ -101,14 +101,12 @@ def assemble(
     return state, executor
 
 
-def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) -> TrainState:
-    """The run itself, in folders that are its own."""
+def train(
+    config: RunConfig, ranks: Ranks, groups: Groups, needs: Callable[[], Needs], store: Store | None
+) -> TrainState:
+    """The run itself, in folders that are its own; `needs` is what a message about full memory tells."""
     config = continued(config)
-    needs = partial(Needs.of, config, ranks.world_size, groups.pp.rank)
-    limits, device = Limits(config.train), pick_device(config.device, ranks.local_rank)
-    if device.type == "cuda":
-        logger.info("environment: %s", told(config, os.environ))
-        warm_up(groups, device)
+    limits, device = Limits(config.train), ready_device(config, ranks, groups)
     profiler = Profiler(config, device, ranks.rank)
     state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
@@ -150,14 +148,11 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
             )  # fmt: skip
             state.advance(result)
             garbage.after(state.step)
-            valid = None
-            if valid_data is not None and config.due(state.step, config.train.eval_every):
-                valid = validate(
-                    executor, loader(valid_data, global_batch=config.batch.global_), config, device, groups
-                )
+            evaluates = valid_data is not None and config.due(state.step, config.train.eval_every)
             metrics.step(
-                state.step, state.consumed_samples, lr, result,
-                decoupled_lr=own_lr, valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
+                state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
+                valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
+                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
                 epochs=train_data.epochs,
             )  # fmt: skip
             stopping, failed, *tokens = result.riders
@@ -165,13 +160,22 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
                 saver.wait()
             if stopping:
                 logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
-            if stopping or config.due(state.step, config.checkpoint.every):
                 saver.save(state)
-            if stopping:
                 break
+            if config.due(state.step, config.checkpoint.every):
+                saver.save(state)
     all_reduce(torch.zeros(1), groups.world)  # leave together: a launcher ends the others soon after the first one
     conclude(state, (asked(state.step) or "a signal or limit of another rank") if stopping else None)
     return state
+
+
+def ready_device(config: RunConfig, ranks: Ranks, groups: Groups) -> torch.device:
+    """This rank's device, its communicators made before anything fills its memory."""
+    device = pick_device(config.device, ranks.local_rank)
+    if device.type == "cuda":
+        logger.info("environment: %s", told(config, os.environ))
+        warm_up(groups, device)
+    return device
 
 
 def with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
@@ -247,12 +251,12 @@ def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> bool:
     return True
 
 
-def validate(executor: Executor, loader: Loader, config: RunConfig, device: torch.device, groups: Groups) -> float:
+def validate(executor: Executor, loader: Callable[..., Loader], config: RunConfig, device: torch.device) -> float:
     """Mean loss per token over the first `eval_steps` global batches of the validation set, the same ones each time."""
     for stage in executor.stages.values():
         stage.eval()
-    batches = islice(loader, config.train.eval_steps)
-    loss = evaluate(executor, (list(micro_batches(batch, config, device, groups.cp)) for batch in batches))
+    batches = islice(loader(global_batch=config.batch.global_), config.train.eval_steps)
+    loss = evaluate(executor, (list(micro_batches(batch, config, device, executor.groups.cp)) for batch in batches))
     for stage in executor.stages.values():
         stage.train()
     return loss
