@@ -48,10 +48,13 @@ def settings_of(stage: Stage, base: Path) -> Settings | None:
 
 def named_files(settings: Settings) -> list[str]:
     """What a run reads beside its run.yaml: token data sets, a tokenizer, weights or a checkpoint to start from."""
+    from mega_data.indexed import bin_path, idx_path, mask_names  # here, as above
+
     data = settings["data"]
-    prefixes = [source["path"] for split in ("train", "valid", "test") for source in data[split] or ()]
+    sets = [Path(source["path"]) for split in ("train", "valid", "test") for source in data[split] or ()]
+    read = [str(path) for one in sets for path in (bin_path(one), idx_path(one), *mask_names(one).values())]
     others = (data["tokenizer"], settings["init_from"], settings["checkpoint"]["load"])
-    return [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")] + [name for name in others if name]
+    return read + [name for name in others if name]
 
 
 def settings_change(stage: Stage, before: Settings | None, now: Settings | None, *, done: bool) -> Verdict | None:

@@ -106,7 +106,16 @@ NAMED = {
 
 
 @pytest.mark.parametrize(
-    "name", ["tokens.bin", "tokens.idx", "held/out.bin", "tok/tokenizer.json", "weights/model.safetensors", "older/a"]
+    "name",
+    [
+        "tokens.bin",
+        "tokens.idx",
+        "tokens.mask.bin",
+        "held/out.bin",
+        "tok/tokenizer.json",
+        "weights/model.safetensors",
+        "older/a",
+    ],
 )
 def test_files_that_a_run_yaml_names_are_inputs(flow: Flow, name: str) -> None:
     flow.raw = {"stages": {"train": {"run": "train", "args": ["run.yaml"], "outputs": ["run/checkpoints"]}}}
