@@ -13,11 +13,12 @@ import errno
 import os
 import struct
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +92,7 @@ class IndexedWriter:
     never a mixture. What a kill left is cleared by the next writer, or with `resume` kept for `go_on`. With `wait` a
     writer of the same data set is waited for, and not an error.
 
-    With `masked` a byte for each token goes to `PREFIX.mask.bin` and `.idx`. A document has so many `sequences`.
+    With `masked` a byte for each token goes to `PREFIX.mask.bin` and `.idx`.
 
     Raises:
         DataError: when the dtype is not one of the format's, a token does not fit it, the disk refuses, or another
@@ -106,7 +107,6 @@ class IndexedWriter:
         resume: bool = False,
         wait: bool = False,
         masked: bool = False,
-        sequences: int = 1,
     ) -> None:
         self.prefix = data_prefix(Path(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -116,7 +116,7 @@ class IndexedWriter:
         self._code = codes[0]
         self._lengths = array("i")
         self._ends = array("q", [0])
-        self._lasts, self._sequences = False, sequences
+        self._lasts = False
         self.folder = partial_folder(self.prefix)
         with refusals(self.prefix):
             self._lock = hold(self.folder, wait=wait)
@@ -148,11 +148,12 @@ class IndexedWriter:
         """Make what was added so far last, for a later writer to `go_on` after it should this one end early."""
         with refusals(self.prefix):
             self._flush()
-            with open(self.folder / "lengths", "ab") as stream:
-                known = stream.tell() // self._lengths.itemsize
-                stream.write(self._lengths[known:].tobytes())
-                stream.flush()
-                os.fsync(stream.fileno())
+            for name, values in (("lengths", self._lengths), ("ends", self._ends)):
+                with open(self.folder / name, "ab") as stream:
+                    known = stream.tell() // values.itemsize
+                    stream.write(values[known:].tobytes())
+                    stream.flush()
+                    os.fsync(stream.fileno())
             fsync_folder(self.folder)
         self._lasts = True
 
@@ -163,18 +164,20 @@ class IndexedWriter:
             DataError: when less is there than that.
         """
         with refusals(self.prefix):
-            sequences = documents * self._sequences
+            ends = np.fromfile(self.folder / "ends", np.int64, documents + 1)
+            sequences = int(ends[-1]) if ends.size else 0
             lengths = np.fromfile(self.folder / "lengths", np.int32, sequences)
             tokens = int(lengths.sum(dtype=np.int64))
             size = tokens * self.dtype.itemsize
+            whole = ends.size == documents + 1 and lengths.size == sequences
             for stream, wanted in zip(self._streams, (size, tokens), strict=False):
-                if lengths.size < sequences or os.fstat(stream.fileno()).st_size < wanted:
+                if not whole or os.fstat(stream.fileno()).st_size < wanted:
                     raise DataError(f"{self.folder}: damaged", hint="remove it to start over")
                 stream.truncate(wanted)
                 stream.seek(wanted)
+            os.truncate(self.folder / "ends", ends.nbytes)
             os.truncate(self.folder / "lengths", lengths.nbytes)
-        self._lengths, self._ends = array("i", lengths.tobytes()), array("q", [0])
-        self._end_documents(0, sequences)
+        self._lengths, self._ends = array("i", lengths.tobytes()), array("q", ends.tobytes())
         self._lasts = True
         return np.memmap(self.folder / "bin", self.dtype, "r") if size else np.empty(0, self.dtype)
 
@@ -184,9 +187,16 @@ class IndexedWriter:
         self.add_documents(values, np.array([values.size]))
 
     def add_documents(
-        self, tokens: npt.ArrayLike, lengths: npt.ArrayLike, mask: npt.NDArray[np.uint8] | None = None
+        self,
+        tokens: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+        mask: Tokens | None = None,
+        sequences: npt.ArrayLike | None = None,
     ) -> None:
-        """Add many documents: the tokens of their sequences one after another, int[sum(lengths)], and the mask's bytes."""
+        """Add many documents: the tokens of their sequences one after another, int[sum(lengths)], and the mask's bytes.
+
+        Each has one sequence, or as many as `sequences` says.
+        """
         values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if values.ndim != 1 or sizes.sum() != values.size:
             raise ValueError(f"tokens of shape {values.shape} for documents of {sizes.sum()} tokens together")
@@ -195,16 +205,10 @@ class IndexedWriter:
         self._write(self._fitting(values), mask)
         first = len(self._lengths)
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
-        self._end_documents(first, first + sizes.size)
+        counts = np.ones(sizes.size, np.int64) if sequences is None else np.asarray(sequences, np.int64)
+        self._ends.frombytes((first + np.cumsum(counts)).tobytes())
 
-    def _end_documents(self, first: int, last: int) -> None:
-        """Note documents for the sequences [first, last)."""
-        ends = np.arange(first + self._sequences, last + 1, self._sequences, dtype=np.int64)
-        self._ends.frombytes(ends.tobytes())
-
-    def append(
-        self, reader: IndexedReader, bar: ProgressBar | None = None, mask: npt.NDArray[np.uint8] | None = None
-    ) -> None:
+    def append(self, reader: IndexedReader, bar: ProgressBar | None = None, mask: Tokens | None = None) -> None:
         """Add all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.
 
         Raises:
@@ -292,7 +296,7 @@ class IndexedWriter:
                 )
         return values.astype(self.dtype, copy=False)
 
-    def _write(self, values: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None) -> None:
+    def _write(self, values: npt.NDArray[Any], mask: Tokens | None) -> None:
         if (self._mask is None) != (mask is None) or (mask is not None and mask.size != values.size):
             raise ValueError(f"a mask of {None if mask is None else mask.size} bytes for {values.size} tokens")
         with refusals(self.prefix):
@@ -322,47 +326,167 @@ def _readable(prefix: Path) -> Iterator[None]:
         raise DataError(f"{prefix}: cannot be read ({error.strerror})", hint=hint) from error
 
 
+class OpenFiles:
+    """Keeps the files of so many data sets open, those that were opened last."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._readers: deque[IndexedReader] = deque()
+
+    def opened(self, reader: IndexedReader) -> None:
+        """Close what was opened first, where this one is one too many."""
+        self._readers.append(reader)
+        while len(self._readers) > self._most:
+            self._readers.popleft().close()
+
+
+class _Arrays(NamedTuple):
+    """What is mapped of a data set's two files."""
+
+    lengths: npt.NDArray[np.int32]
+    pointers: npt.NDArray[np.int64]
+    document_index: npt.NDArray[np.int64]
+    tokens: Tokens
+
+
 class IndexedReader:
     """A memory-mapped data set of S sequences; every claim of the index is checked against the files on opening.
 
+    With `files` only the header, the sizes and the ends of the index are read on opening, by a few small reads; the files
+    are mapped, and the first time checked, when something is asked of them, and closed again when `files` has others.
     A URL is fetched first (`local_prefix`).
 
     Attributes:
-        lengths: int32 [S], tokens of each sequence.
-        pointers: int64 [S], byte position of each sequence in the `.bin`.
-        document_index: int64 [documents + 1], the first sequence of each document, then S.
-        tokens: [num_tokens] in `dtype`, all sequences one after another.
+        documents: their number.
+        num_tokens: in all sequences.
 
     Raises:
         DataError: naming the file, what was expected and what was found.
     """
 
-    def __init__(self, prefix: Path) -> None:
+    def __init__(self, prefix: Path, files: OpenFiles | None = None) -> None:
         self.prefix = data_prefix(local_prefix(Path(prefix)))
-        self._bin, self._idx = bin_path(self.prefix), idx_path(self.prefix)
+        self._bin, self._idx, self._files = bin_path(self.prefix), idx_path(self.prefix), files
         for path in (self._idx, self._bin):
             if not path.is_file():
                 raise DataError(f"{path}: no such file", hint=self._nearby())
         with _readable(self.prefix):
-            code, sequences, bounds = self._read_header()
-            raw = np.memmap(self._idx, np.uint8, "r")
-            size = self._bin.stat().st_size
-        self.dtype = np.dtype(DTYPES[code])
-        at = HEADER.size
-        self.lengths = np.frombuffer(raw, "<i4", sequences, at)
-        self.pointers = np.frombuffer(raw, "<i8", sequences, at + 4 * sequences)
-        self.document_index = np.frombuffer(raw, "<i8", bounds, at + 12 * sequences)
-        self._check_index(size)
-        with _readable(self.prefix):
-            mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if size else np.empty(0, self.dtype)
-        self.tokens: Tokens = np.asarray(mapped)  # a plain array: slices of a memmap are slower
-        self.num_tokens = size // self.dtype.itemsize
+            code, self._sequences, bounds = self._read_header()
+            self._size = self._bin.stat().st_size
+        self._bounds, self.documents, self.dtype = bounds, max(0, bounds - 1), np.dtype(DTYPES[code])
+        self.num_tokens = self._size // self.dtype.itemsize
+        self._arrays: _Arrays | None = None
+        self._checked = False
+        if files is None:
+            self.check()
+        else:
+            self._check_ends()
 
-    def _nearby(self) -> str | None:
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """int32 [S], tokens of each sequence."""
+        return self._mapped().lengths
+
+    @property
+    def pointers(self) -> npt.NDArray[np.int64]:
+        """int64 [S], byte position of each sequence in the `.bin`."""
+        return self._mapped().pointers
+
+    @property
+    def document_index(self) -> npt.NDArray[np.int64]:
+        """int64 [documents + 1], the first sequence of each document, then S."""
+        return self._mapped().document_index
+
+    @property
+    def tokens(self) -> Tokens:
+        """[num_tokens] in `dtype`, all sequences one after another."""
+        return self._mapped().tokens
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the `.idx`: what checking it reads."""
+        return HEADER.size + 12 * self._sequences + 8 * (self.documents + 1)
+
+    def check(self) -> None:
+        """Hold the whole index against the files, once.
+
+        Raises:
+            DataError: as on opening.
+        """
+        self._mapped()
+
+    def position(self, i: int) -> int:
+        """Tokens before sequence `i`, or of all for i = S, by one small read where the files are not mapped."""
+        if i in (0, self._sequences):
+            return self.num_tokens if i else 0
+        if self._arrays is not None:
+            return int(self.pointers[i]) // self.dtype.itemsize
+        (pointer,) = self._at(HEADER.size + 4 * self._sequences + 8 * i, "<q")
+        return int(pointer) // self.dtype.itemsize
+
+    def close(self) -> None:
+        """Give the files, and what was read of them into memory, back until something is asked of them again."""
+        self._arrays = None
+
+    def _mapped(self) -> _Arrays:
+        arrays = self._arrays
+        if arrays is None:
+            arrays = self._arrays = self._map()
+            if self._files is not None:
+                self._files.opened(self)
+        return arrays
+
+    def _map(self) -> _Arrays:
+        if not self._checked:
+            self._check_index(*self._map_index())
+            self._checked = True
+        index = self._map_index()  # anew: the pages that a check has read are given back
+        with _readable(self.prefix):
+            mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if self._size else np.empty(0, self.dtype)
+        return _Arrays(*index, np.asarray(mapped))  # a plain array: slices of a memmap are slower
+
+    def _map_index(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        with _readable(self.prefix):
+            raw = np.memmap(self._idx, np.uint8, "r")
+        at, sequences = HEADER.size, self._sequences
+        return (
+            np.frombuffer(raw, "<i4", sequences, at),
+            np.frombuffer(raw, "<i8", sequences, at + 4 * sequences),
+            np.frombuffer(raw, "<i8", self._bounds, at + 12 * sequences),
+        )
+
+    def _at(self, offset: int, form: str) -> tuple[Any, ...]:
+        with _readable(self.prefix), open(self._idx, "rb", buffering=0) as stream:
+            return struct.unpack(form, os.pread(stream.fileno(), struct.calcsize(form), offset))
+
+    def _check_ends(self) -> None:
+        """That the last sequence ends where the `.bin` does, and the documents with the sequences."""
+        last, end, at = 0, 0, HEADER.size
+        if self._sequences:
+            (length,) = self._at(at + 4 * self._sequences - 4, "<i")
+            (last,) = self._at(at + 12 * self._sequences - 8, "<q")
+            end = last + length * self.dtype.itemsize
+        if end != self._size:
+            raise self._other_size(end)
+        if self._bounds and self._at(at + 12 * self._sequences + 8 * (self._bounds - 1), "<q") != (self._sequences,):
+            raise self._wrong_documents()
+
+    def _other_size(self, expected: int) -> DataError:
+        return DataError(
+            f"{self._bin}: {self._size:,} bytes, but {self._idx.name} describes {expected:,}",
+            hint="the two files are not of one run, or one is truncated; make or copy the data set anew",
+        )
+
+    def _wrong_documents(self) -> DataError:
+        return DataError(f"{self._idx}: the document index does not rise from 0 to the {len(self)} sequences")
+
+    def _nearby(self) -> str:
         """Megatron's tools add `_text_document` to the name they are given; people forget it."""
         names = sorted(path.name.removesuffix(".idx") for path in self.prefix.parent.glob("*.idx"))
         near = [name for name in names if name.startswith(self.prefix.name)] or names
-        return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}" if near else None
+        if near:
+            return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}"
+        return f"one is made of text by mega data preprocess --output {self.prefix}"
 
     def _read_header(self) -> tuple[int, int, int]:
         """Dtype code, sequence count and length of the document index."""
@@ -388,33 +512,31 @@ class IndexedReader:
             )
         return code, sequences, bounds
 
-    def _check_index(self, size: int) -> None:
+    def _check_index(
+        self, all_lengths: npt.NDArray[np.int32], pointers: npt.NDArray[np.int64], bounds: npt.NDArray[np.int64]
+    ) -> None:
         width, expected = self.dtype.itemsize, 0
         for start in range(0, len(self), CHUNK):
-            lengths = self.lengths[start : start + CHUNK].astype(np.int64)
+            lengths = all_lengths[start : start + CHUNK].astype(np.int64)
             if lengths.min() < 0:
                 raise DataError(f"{self._idx}: sequence {start + lengths.argmin()} has {lengths.min()} tokens")
             ends = expected + np.cumsum(lengths) * width
-            wrong = np.flatnonzero(self.pointers[start : start + CHUNK] != ends - lengths * width)
+            wrong = np.flatnonzero(pointers[start : start + CHUNK] != ends - lengths * width)
             if wrong.size:
                 i = int(wrong[0])
                 raise DataError(
-                    f"{self._idx}: sequence {start + i} is said to begin at byte {self.pointers[start + i]} of the"
+                    f"{self._idx}: sequence {start + i} is said to begin at byte {pointers[start + i]} of the"
                     f" .bin, but the lengths before it end at {ends[i] - lengths[i] * width}"
                 )
             expected = int(ends[-1])
-        if size != expected:
-            raise DataError(
-                f"{self._bin}: {size:,} bytes, but {self._idx.name} describes {expected:,}",
-                hint="the two files are not of one run, or one is truncated; make or copy the data set anew",
-            )
-        bounds = self.document_index
+        if self._size != expected:
+            raise self._other_size(expected)
         if not bounds.size or bounds[0] != 0 or bounds[-1] != len(self) or np.any(bounds[1:] < bounds[:-1]):
-            raise DataError(f"{self._idx}: the document index does not rise from 0 to the {len(self)} sequences")
+            raise self._wrong_documents()
 
     def __len__(self) -> int:
         """Number of sequences."""
-        return int(self.lengths.size)
+        return self._sequences
 
     @cached_property
     def fingerprint(self) -> str:
@@ -430,6 +552,7 @@ class IndexedReader:
         block = 4096 // self.dtype.itemsize
         for start in np.linspace(0, max(self.num_tokens - block, 0), 64).astype(np.int64):
             digest.update(np.ascontiguousarray(self.tokens[start : start + block]).data)
+        self.close()
         return digest.hexdigest()
 
     def read(self, i: int, offset: int = 0, length: int | None = None) -> Tokens:

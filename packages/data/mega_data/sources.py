@@ -86,18 +86,18 @@ class Source:
 class LeftOut:
     """What was left out of folders, by the reason."""
 
-    names: dict[str, list[str]] = field(default_factory=dict)
+    names: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def add(self, reason: str, paths: Iterable[Path | str]) -> None:
         """Take note of files."""
         for path in paths:
-            self.names.setdefault(reason, []).append(str(path))
+            self.names.setdefault(reason, {})[str(path)] = None  # once, if it is read anew
 
     def tell(self) -> None:
         """Log each reason with its first files."""
         for reason, names in self.names.items():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            logger.warning("left out, %s: %s%s", reason, ", ".join(names[:3]), more)
+            logger.warning("left out, %s: %s%s", reason, ", ".join(list(names)[:3]), more)
 
 
 def find_sources(inputs: Sequence[str | Path], json_key: str = "text", left_out: LeftOut | None = None) -> list[Source]:
