@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import record
@@ -18,7 +19,7 @@ from mega_data.tokenizer import train_tokenizer
 
 MIB = 1 << 20
 SHORT, LONG = 8, 32  # MiB of one document
-KINDS = {
+KINDS: dict[str, Callable[[], str]] = {
     "prose": lambda: " ".join("".join(random.choices("abcdefgh", k=random.randint(2, 9))) for _ in range(180_000)),
     "letters": lambda: "".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=MIB)),
     "digits": lambda: "".join(random.choices("0123456789", k=MIB)),
@@ -28,13 +29,15 @@ KINDS = {
     "Chinese": lambda: "".join(chr(random.randint(0x4E00, 0x9FFF)) for _ in range(MIB // 3)),
 }
 RUN = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from mega_data.preprocess import preprocess
+def most():  # not getrusage's, which begins with that of the process that started this one
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 source, tokenizer, output, workers = sys.argv[1:]
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = most()
 preprocess([source], Path(tokenizer), Path(output), workers=int(workers), overwrite=True)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(most() - before)
 """
 
 
