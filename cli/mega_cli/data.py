@@ -26,7 +26,10 @@ app = typer.Typer(help="Text to tokens, and what one does with token files.", no
 Input = Annotated[
     list[str],
     typer.Option(
-        "--input", "-i", metavar="FILE|GLOB|FOLDER|hf:NAME|-...", help="What to read; several, or repeated; - is stdin."
+        "--input",
+        "-i",
+        metavar="FILE|GLOB|FOLDER|URL|hf:NAME|-...",
+        help="What to read; several, or repeated; - is stdin.",
     ),
 ]
 MoreInput = Annotated[list[str] | None, typer.Argument(metavar="[INPUT]...", help="More inputs.", show_default=False)]
@@ -126,7 +129,8 @@ def preprocess(
     By its name, whatever its case, a file is read as JSON lines (.jsonl, .ndjson), JSON (.json: lines, an array, objects
     over many lines), CSV with a header (.csv, .tsv) or Parquet (.parquet). Any other is JSON lines, JSON or Parquet if
     its begin says so, and else text, a document a file; so is a .json in a folder. gzip, bzip2, xz and zstd are unpacked.
-    HuggingFace data sets are hf:NAME, with :CONFIG and @SPLIT after it where needed.
+    HuggingFace data sets are hf:NAME, with :CONFIG and @SPLIT after it where needed. A URL that fsspec knows, such as
+    s3://bucket/folder/*.jsonl, names objects as a path names files.
 
     A folder is its files but hidden ones, README and licences beside data files, other splits than train, links to
     folders, data sets of mega's own and what is no UTF-8 text: what is left out is named at the end.

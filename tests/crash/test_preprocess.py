@@ -87,7 +87,9 @@ def cluster(engine: str, workers: int) -> Iterator[str | None]:
         yield None
         return
     ray = pytest.importorskip("ray")
-    context = ray.init(num_cpus=workers, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # else anything else on this machine comes first
+        context = ray.init(num_cpus=workers, log_to_driver=False)
     try:
         yield context.address_info["gcs_address"]
     finally:

@@ -115,6 +115,12 @@ def test_a_store_that_fails_is_no_damaged_file(
     assert content(tmp_path / "d") == content(tmp_path / "straight")
 
 
+def test_outputs_are_files(tmp_path: Path, tokenizer_folder: Path, store: Any) -> None:
+    (tmp_path / "a.jsonl").write_bytes(records("a"))
+    with pytest.raises(DataError, match=r"memory://bucket/d: a data set is made in files(?s:.*)copy its files there"):
+        preprocess([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
+
+
 def test_what_is_not_there(store: Any) -> None:
     with pytest.raises(DataError, match=r"memory://bucket/none: no such object"):
         find_sources(["memory://bucket/none"])

@@ -32,7 +32,7 @@ def local_prefix(prefix: Path, cache: Path | None = None) -> Path:
         DataError: when there is no such data set, or the disk refuses.
         RemoteError: when the object store cannot be asked.
     """
-    where = place(re.sub(r"^([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])", r"\1://", str(prefix)))
+    where = place(as_given(prefix))
     if not isinstance(where, Remote):
         return where
     where = Remote(re.sub(r"\.(bin|idx)$", "", where))
@@ -46,6 +46,11 @@ def local_prefix(prefix: Path, cache: Path | None = None) -> Path:
         with refusals(made):
             _fetch(where, found, made)
     return made
+
+
+def as_given(path: Path) -> str:
+    """A path as the user wrote it, if that was a URL."""
+    return re.sub(r"^([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])", r"\1://", str(path))
 
 
 def _named(prefix: Path, name: str) -> Path:

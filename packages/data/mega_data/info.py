@@ -12,7 +12,7 @@ import numpy as np
 from mega_common.config import Config
 from mega_common.errors import DataError
 from mega_common.files import sha256_file, write_json
-from mega_data.fetch import local_prefix
+from mega_data.fetch import as_given, local_prefix
 from mega_data.indexed import bin_path, data_prefix, idx_path, mask_names
 from mega_data.tokenizer import Tokenizer
 
@@ -173,8 +173,13 @@ def prepare_output(prefix: Path, overwrite: bool) -> None:
     A description whose data set is gone stops nobody.
 
     Raises:
-        DataError: when the data set exists, or `prefix` is a folder or has no name.
+        DataError: when the data set exists, or `prefix` is a folder, a URL or has no name.
     """
+    if "://" in (url := as_given(prefix)):
+        raise DataError(
+            f"{url}: a data set is made in files of this machine, by renames that an object store lacks",
+            hint="give another --output, and copy its files there, .idx last: they are read from there",
+        )
     if prefix.is_dir() or not prefix.name:
         raise DataError(f"{prefix}: a folder; the output is a prefix, such as {prefix / 'wiki'}")
     there = [path for path in (idx_path(prefix), bin_path(prefix)) if path.exists()]
