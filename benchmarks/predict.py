@@ -4,7 +4,7 @@ What a GPU computes is counted. Communication is modelled: large collectives at 
 300 GB/s over machines (eight rails; 45 GB/s for each GPU's own), 5.4 ms of latency a ring of 1,024, a fifth of what is hidden lost by the products
 beside it; 1 ms for the one wait of the host in a step (`host_waits.py` counts them).
 
-Legend: P parameters of the whole model; a unit is a layer's weights.
+Legend: P parameters of the whole model; a unit is the weights that are gathered at once, of one layer or several.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mega_common.model_config import ModelConfig
+from mega_common.presets import preset
 from mega_trainer.parallel.grads import Sharing
+from mega_trainer.plan.memory import RunShape, unit_layers
 
+MODEL = ModelConfig.parse(preset("llama3-8b"))
 LAYERS, D, VOCAB = 32, 4096, 128_256
 NVLINK, RAILS, ONE_RAIL = 350e9, 300e9, 45e9
 HOP, HOST_WAIT, CONTENTION = 5.4e-3 / 1023, 1e-3, 0.2
@@ -67,6 +71,12 @@ class Compute:
         share = self.whole / ranks / self.parameters
         return share * (self.seconds("gradient norm") + self.seconds("update")) + HOST_WAIT
 
+    @property
+    def weights(self) -> float:
+        """What is made of all layers' weights once a step, where a rank keeps them."""
+        made = f"layer{self.kind}: weights"
+        return LAYERS * self.seconds(made) if made in self.regions else 0.0
+
 
 def gather(size: float, ranks: int) -> float:
     """Seconds of an all-gather to, or a reduce-scatter of, `size` bytes."""
@@ -86,9 +96,10 @@ def rate(compute: Compute, micro: float, microbatches: int, once: float, split: 
 
 def zero3(compute: Compute, ranks: int, batch: int, more: float = 0.0) -> float:
     """FSDP2: weights gathered for each way, copied out of the buffer (4 bytes each way), gradients widened into it (6)."""
-    unit = 2 * compute.whole / LAYERS
-    forward = LAYERS * gather(unit, ranks)
-    backward = forward + LAYERS * gather(2 * unit, ranks)
+    layers = unit_layers(MODEL, RunShape(compute.tokens, dp=ranks, zero=3))
+    units, unit = LAYERS / layers, 2 * layers * compute.whole / LAYERS
+    forward = units * gather(unit, ranks)
+    backward = forward + units * gather(2 * unit, ranks)
     busy = compute.micro(", gathered weights") + more
     comm = hidden(forward, (1 - BACKWARD) * busy) + hidden(backward, BACKWARD * busy)
     micro = busy + 14 * compute.whole / compute.bandwidth + comm
@@ -111,7 +122,8 @@ def zero2(compute: Compute, ranks: int, batch: int) -> float:
     sums, weights = buckets * gather(4 * size, ranks), buckets * gather(2 * size, ranks)
     busy = compute.micro("")
     micro = busy + 12 * compute.whole / ranks / compute.bandwidth + hidden(sums, BACKWARD * busy)
-    return rate(compute, micro, batch // ranks, compute.once(ranks) + hidden(weights, (1 - BACKWARD) * busy))
+    once = compute.once(ranks) + compute.weights + hidden(weights, (1 - BACKWARD) * busy)
+    return rate(compute, micro, batch // ranks, once)
 
 
 def tensor_parallel(compute: Compute, ranks: int, batch: int) -> float:
@@ -121,7 +133,12 @@ def tensor_parallel(compute: Compute, ranks: int, batch: int) -> float:
     collectives = LAYERS * 8 * (2 * compute.tokens * D / 2 / NVLINK + 1.5e-5)
     sums, weights = (share / size * gather(width * size, dp) for width in (4, 2))
     half = compute.micro() / 2
-    once = compute.once(ranks) + hidden(sums, BACKWARD * half) + hidden(weights, (1 - BACKWARD) * half)
+    once = (
+        compute.once(ranks)
+        + compute.weights / 2
+        + hidden(sums, BACKWARD * half)
+        + hidden(weights, (1 - BACKWARD) * half)
+    )
     return rate(compute, half + collectives, batch // dp, once, split=2)
 
 
@@ -129,14 +146,16 @@ def ring(compute: Compute, batch: int) -> float:
     """Eight GPUs, cp 2 as a ring, ZeRO-2."""
     busy = (compute.micro("") - compute.attention("plain")) / 2 + compute.attention("ring of 2")
     micro = busy + 12 * compute.whole / 8 / compute.bandwidth + CONTENTION * gather(4 * compute.whole, 8)
-    return rate(compute, micro, batch // 4, compute.once(8), split=2)
+    return rate(compute, micro, batch // 4, compute.once(8) + compute.weights, split=2)
 
 
 def predictions(compute: Compute) -> dict[str, float]:
     """Tokens a second and GPU of what users run."""
     documents = compute.attention("eight documents") - compute.attention("plain")
     return {
-        "one GPU's compute, a share of 1/8 of the optimizer": rate(compute, compute.micro(), 16, compute.once(8)),
+        "one GPU's compute, a share of 1/8 of the optimizer": rate(
+            compute, compute.micro(), 16, compute.once(8) + compute.weights
+        ),
         "8 GPUs, ZeRO-3": zero3(compute, 8, 128),
         "8 GPUs, tp 2, sp, ZeRO-1": tensor_parallel(compute, 8, 128),
         "8 GPUs, cp 2 ring, ZeRO-2": ring(compute, 128),

@@ -13,8 +13,8 @@ each aten operation reads and writes. Times are predictions, by a simple model o
     every kernel            at least 5 us
 
 A leaf function, which a GPU runs compiled, is counted where it is called: one kernel that reads its arguments and writes its
-results, two where it also sums over rows. Where torch has one CUDA kernel and this machine's build several (softmax of bf16
-into fp32), it is counted as the one. Products add into fp32 as on a GPU. Views and empty allocations are free; host time is not modelled.
+results, two where it also sums over rows. So is a matrix quantised for two products: a tile of it is read once for both.
+Products add into fp32 as on a GPU. Views and empty allocations are free; host time is not modelled.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mega_trainer.kernels.flash import TorchFlash
 from mega_trainer.kernels.fp8 import KINDS, Fp8Kernels
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.masks import CAUSAL, Packed
-from mega_trainer.kernels.quantise import Quantised, quantised
+from mega_trainer.kernels.quantise import Quantised, quantised, quantised_both
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.model import loss, router
@@ -287,7 +287,8 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         # torch.compile makes a sum over rows, of a weight's gradient, a kernel of its own
         summed = any(t.dim() < max(x.dim() for x in ins) for t in outs)
         # nor is the scale of a tensor, or of a column, known before all of it is read
-        far = function is quantised and args[2] == 0 and (args[1] == 0 or not args[0].is_contiguous())
+        across = function is quantised_both or not ins[0].is_contiguous()
+        far = function in (quantised, quantised_both) and args[2] == 0 and (args[1] == 0 or across)
         ahead = ins if far else []
         size = sum(map(_nbytes, [*ins, *ahead, *outs]))
         traffic.add(function.__name__, size=size, kernels=1 + (summed or bool(ahead)))
@@ -300,15 +301,6 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         traffic.add("scaled_mm", product=2.0 * m * n * k, size=sum(map(_nbytes, (*a[:2], *b[:2], out))), slow=0.5)
         return out
 
-    def opaque(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        with traffic.silence():
-            return torch.empty_like(t, dtype=dtype)
-
-    def softmax(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        out = opaque(x, dtype)
-        traffic.add("softmax", size=_nbytes(x) + _nbytes(out))
-        return out
-
     def attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         assert how["is_causal"]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -318,7 +310,7 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         for table in (loss.CHUNK_ELEMENTS, clip.WIDTHS, blocks.TILE_ELEMENTS):
             stack.enter_context(mock.patch.dict(table, cpu=table["cuda"]))
         for place, name, stand_in in (
-            (Leaves, "__call__", leaf), (torch, "softmax", softmax), (products, "_at_once", lambda out: True),
+            (Leaves, "__call__", leaf), (products, "_at_once", lambda out: True),
             (F, "scaled_dot_product_attention", attention), (fp8_kernels, "product", eight_bits),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, stand_in))
@@ -331,10 +323,9 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
 def dense(traffic: Traffic, length: int) -> int:
     """One layer, embedding, head and loss, and what becomes of their gradients; returns the number of parameters."""
     config = _config(length)
+    leaves = Leaves(compiled=True)
     with traffic.silence():
-        model = Decoder(
-            Builder(config, Groups(), TorchKernels(Leaves(compiled=True)), dtype=torch.bfloat16, device=CPU)
-        )
+        model = Decoder(Builder(config, Groups(), TorchKernels(leaves), leaves, dtype=torch.bfloat16, device=CPU))
         positions, ids = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64)
         weights = torch.zeros(1, length)
         shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope).at(positions, torch.bfloat16))
@@ -381,7 +372,7 @@ def fp8(traffic: Traffic, length: int, recipe: str) -> None:
     micro_batch(GATHERED)
     model.zero_grad()
     with traffic.silence():
-        stage = flatten(model, Sharing(slices=True), model.units())
+        stage = flatten(model, Sharing(slices=True, prepares=True), model.units())
     with _buckets_apart(traffic):
         stage.begin_step()
         for mark in ("", LATER):
@@ -391,18 +382,24 @@ def fp8(traffic: Traffic, length: int, recipe: str) -> None:
 
 @contextmanager
 def _buckets_apart(traffic: Traffic) -> Iterator[None]:
-    """Counts what puts gradients in their places as a region of its own; products add there themselves."""
+    """Counts what puts gradients in their places as a region of its own; products add there themselves.
 
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+    And what is made of a weight once a step.
+    """
+
+    def counted(real: Callable[..., Any], what: str) -> Callable[..., Any]:
         def apart(*args: Any, **kwargs: Any) -> Any:
-            with traffic.at(f"{traffic.region}: gradient buckets"):
+            with traffic.at(f"{traffic.region}: {what}"):
                 return real(*args, **kwargs)
 
         return apart
 
     with ExitStack() as stack:
-        for place, name in ((buckets.Bucket, "take"), (products, "scaled"), (products, "rows")):
-            stack.enter_context(mock.patch.object(place, name, counted(getattr(place, name))))
+        for place, name, what in (
+            (buckets.Bucket, "take", "gradient buckets"), (products, "scaled", "gradient buckets"),
+            (products, "rows", "gradient buckets"), (Fp8Kernels, "prepare_weight", "weights"),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(place, name, counted(getattr(place, name), what)))
         yield
 
 

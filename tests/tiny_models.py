@@ -190,6 +190,7 @@ _SIDE_BY_SIDE: dict[str, Any] = {"norm": "layernorm", "parallel_residual": True,
 _COHERE: dict[str, Any] = {
     **_SIDE_BY_SIDE, "norm_bias": False, "tie_embeddings": True, "logit_scale": 0.25, "rope": {"interleaved": True},
 }  # fmt: skip
+_NORMED_HEADS: dict[str, Any] = {"qk_norm": True, "qk_norm_span": "each"}
 _GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logit_scale": 1 / 3, "attention_scale": 0.3, "num_kv_heads": 2,
 }  # fmt: skip
@@ -229,6 +230,10 @@ VARIANTS |= {
     "cohere": _COHERE,
     "cohere-grouped-bias": {
         **_COHERE, "num_kv_heads": 2, "tie_embeddings": False, "qkv_bias": True, "attention_out_bias": True,
+    },
+    "cohere-normed-heads": {**_COHERE, "num_kv_heads": 2, **_NORMED_HEADS},
+    "stablelm-normed-heads": {
+        **_SIDE_BY_SIDE, **_NORMED_HEADS, "hidden_size": 32, "rope": {"fraction": 0.25}, "num_kv_heads": 2,
     },
     "cohere2": {**_COHERE, "sliding_window": 7, "full_attention_layers": [1], "no_rope_layers": [1], "num_kv_heads": 2},
     "exaone4": {

@@ -14,7 +14,7 @@ import typer
 from mega_common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mega_ckpt.remote import Place
+    from mega_common.remote import Place
 
 app = typer.Typer(
     no_args_is_help=True, help="Convert, inspect, verify, compare, prune, average, push and pull checkpoints."

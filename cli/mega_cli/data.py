@@ -13,7 +13,10 @@ from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.log import human
 
 if TYPE_CHECKING:
+    from mega_data.chat.prepare import ChatOptions
     from mega_data.inspect import Inspection
+
+CHAT = "Conversations"
 
 app = typer.Typer(help="Text to tokens, and what one does with token files.", no_args_is_help=True)
 
@@ -57,6 +60,43 @@ def preprocess(
     ] = None,
     on_bad_line: OnBadLine = "error",
     overwrite: Overwrite = False,
+    kind: Annotated[
+        Literal["text", "conversations", "pairs"],
+        typer.Option(
+            help="What a document is: a text, a conversation, or a chosen and a rejected one.", rich_help_panel=CHAT
+        ),
+    ] = "text",
+    loss_on: Annotated[
+        Literal["answers", "last", "all"] | None,
+        typer.Option(
+            help="What of a conversation is learned: each answer, the last, or all of it.",
+            rich_help_panel=CHAT,
+            show_default="answers",
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens to keep of a conversation, from its begin.", rich_help_panel=CHAT)
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A chat template in Jinja, in place of the tokenizer's.", rich_help_panel=CHAT
+        ),
+    ] = None,
+    template_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="What the template is given, as YAML; may be repeated.", rich_help_panel=CHAT
+        ),
+    ] = None,
+    turn_weights: Annotated[
+        bool,
+        typer.Option(
+            "--turn-weights",
+            help="Answers may weigh other than 0 or 1: multiples of 0.01 up to 2.55.",
+            rich_help_panel=CHAT,
+        ),
+    ] = False,
     shard: Annotated[
         str | None,
         typer.Option(metavar="I/N", help="Read only the I-th (from 1) of N shares of the input, as one of N jobs."),
@@ -74,7 +114,7 @@ def preprocess(
         typer.Option(help="The library that encodes; auto takes fastokens where it is installed and agrees."),
     ] = "auto",
 ) -> None:
-    """Tokenize text into a data set for training.
+    """Tokenize text or conversations into a data set for training.
 
     By its name, whatever its case, a file is read as JSON lines (.jsonl, .ndjson), JSON (.json: lines, an array, objects
     over many lines), CSV with a header (.csv, .tsv) or Parquet (.parquet). Any other is JSON lines, JSON or Parquet if
@@ -83,6 +123,10 @@ def preprocess(
 
     A folder is its files but hidden ones, README and licences beside data files, other splits than train, links to
     folders, data sets of mega's own and what is no UTF-8 text: what is left out is named at the end.
+
+    Conversations are records with messages (OpenAI's form), conversations (ShareGPT's), or prompt with completion or
+    response; pairs have chosen and rejected. tools may stand beside them. The tokenizer's chat template makes text of
+    them, and says what the answers are, if by {% generation %}; else they are what each adds to the text before it.
 
     A run that was ended goes on where it was when it is started again.
 
@@ -106,6 +150,13 @@ def preprocess(
         raise ConfigError(
             "--shards: threads make no parts", hint="--engine processes, or --shard I/N for one of N jobs"
         )
+    chat = _chat_options(kind, loss_on, max_length, chat_template, template_option, turn_weights)
+    if chat is not None and (append_eod or parse_special_tokens or json_key != "text"):
+        raise ConfigError(
+            f"--kind {kind}: takes no --append-eod, --parse-special-tokens or --json-key",
+            hint="a conversation ends as its template says, and is read from a whole record",
+        )
+
     info = run(
         [*input, *(more or [])],
         tokenizer,
@@ -116,6 +167,7 @@ def preprocess(
         workers=workers,
         on_bad_line=on_bad_line,
         overwrite=overwrite,
+        chat=chat,
         shard=Shard.parse(shard) if shard else None,
         engine=engine,
         shards=shards,
@@ -123,6 +175,42 @@ def preprocess(
     )
     made = f"{output}, part {info.shard.number} of {info.shard.of}" if info.shard else f"{output}"
     typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
+
+
+def _chat_options(
+    kind: Literal["text", "conversations", "pairs"],
+    loss_on: Literal["answers", "last", "all"] | None,
+    max_length: int | None,
+    chat_template: Path | None,
+    template_option: list[str] | None,
+    turn_weights: bool,
+) -> ChatOptions | None:
+    """The options that belong to conversations; None for text, which takes none of them."""
+    import yaml
+
+    from mega_data.chat.prepare import ChatOptions
+
+    if kind == "text":
+        if loss_on or max_length or chat_template or template_option or turn_weights:
+            raise ConfigError(
+                "--loss-on, --max-length, --chat-template, --template-option and --turn-weights are for conversations",
+                hint="say --kind conversations or --kind pairs",
+            )
+        return None
+    options = {}
+    for one in template_option or []:
+        key, equals, value = one.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"--template-option {one}: not of the form KEY=VALUE", hint="enable_thinking=false")
+        options[key] = yaml.safe_load(value)
+    return ChatOptions(
+        kind=kind,
+        loss_on=loss_on or "answers",
+        max_length=max_length,
+        template=chat_template,
+        template_options=options,
+        turn_weights=turn_weights,
+    )
 
 
 @app.command(epilog="Example: mega data train-tokenizer --input corpus/*.jsonl --vocab-size 32000 --output tok/")
@@ -145,6 +233,44 @@ def train_tokenizer(
     refuse_inputs(made, (Path(source.name) for source in find_sources(inputs, json_key)))
     tokenizer = run(texts(inputs, json_key), vocab_size, output, overwrite=overwrite)
     typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens")
+
+
+@app.command(epilog="Example: mega data convert-tokenizer llama-2/tokenizer.model --input corpus/*.jsonl --output tok/")
+def convert_tokenizer(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="*.model, *.tiktoken or tekken*.json.")],
+    input: Input,
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Gets tokenizer.json and tokenizer_config.json.")],
+    more: MoreInput = None,
+    json_key: JsonKey = "text",
+    pattern: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="For *.tiktoken: what cuts text before it is encoded.")
+    ] = None,
+    special_token: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOKEN",
+            help="For *.tiktoken: a token that comes after those of the file; repeated. The first ends a text.",
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Convert a tokenizer of SentencePiece, tiktoken or Mistral (tekken) to tokenizer.json.
+
+    The format's own library and the converted tokenizer both encode the first four million characters of the input;
+    nothing is written unless all tokens agree.
+    """
+    from mega_data.convert_tokenizer import convert_tokenizer as run
+    from mega_data.readers import texts
+
+    tokenizer = run(
+        file,
+        output,
+        texts([*input, *(more or [])], json_key),
+        pattern=pattern,
+        special_tokens=special_token or (),
+        overwrite=overwrite,
+    )
+    typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens, ended by {tokenizer.eos_token or 'none that is named'}")
 
 
 @app.command(epilog="Example: mega data inspect data/wiki --samples 5")

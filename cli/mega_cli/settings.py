@@ -46,6 +46,14 @@ def settings_of(stage: Stage, base: Path) -> Settings | None:
     return settings
 
 
+def named_files(settings: Settings) -> list[str]:
+    """What a run reads beside its run.yaml: token data sets, a tokenizer, weights or a checkpoint to start from."""
+    data = settings["data"]
+    prefixes = [source["path"] for split in ("train", "valid", "test") for source in data[split] or ()]
+    others = (data["tokenizer"], settings["init_from"], settings["checkpoint"]["load"])
+    return [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")] + [name for name in others if name]
+
+
 def settings_change(stage: Stage, before: Settings | None, now: Settings | None, *, done: bool) -> Verdict | None:
     """What it means for the work of a stage that its settings were others; None when it means nothing.
 

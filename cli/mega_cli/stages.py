@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from mega_cli.fingerprint import Digests, FileRecord, code_digest, expand
-from mega_cli.settings import Settings, Verdict, settings_change, settings_of
+from mega_cli.settings import Settings, Verdict, named_files, settings_change, settings_of
 from mega_cli.workflow_config import Stage, Workflow
 from mega_common import files
 from mega_common.config import Config
@@ -43,7 +43,8 @@ class WorkflowError(MegaError):
 class Attempt(Config):
     """The last attempt at a stage. `inputs` and `outputs` map file names to SHA-256; times in seconds.
 
-    `command` is the stage's `identity`; `settings` is all that its run.yaml says, where it has one.
+    `command` is the stage's `identity`; `settings` is all that its run.yaml says, where it has one, and `named` the files
+    that a training finds there; None: of a version that did not keep them.
     """
 
     status: Literal["running", "done", "failed", "interrupted"]
@@ -51,6 +52,7 @@ class Attempt(Config):
     settings: dict[str, Any] | None = None
     code: str
     inputs: dict[str, str]
+    named: dict[str, str] | None = None
     outputs: dict[str, str] = {}
     started: str
     seconds: float = 0.0
@@ -118,6 +120,8 @@ class Runner:
             return Verdict("its command changed", start_over=True)
         if reason := difference("input", last.inputs, self.inputs(stage)):
             return Verdict(reason, start_over=True)
+        if last.named is not None and (reason := difference("input", last.named, self.named(name))):
+            return Verdict(reason, start_over=True)
         return settings_change(stage, last.settings, self._settings(name), done=last.status == "done")
 
     def _damage(self, stage: Stage, last: Attempt) -> Verdict | None:
@@ -138,6 +142,12 @@ class Runner:
         made = [output for need in stage.needs for output in self.workflow.stages[need].outputs]
         return self.digests.of([*stage.inputs, *stage.read_arguments(self.base), *made])
 
+    def named(self, name: str) -> dict[str, str]:
+        """Digests of what the run.yaml of a training names, as far as it lies here."""
+        stage, settings = self.workflow.stages[name], self._settings(name)
+        files = named_files(settings) if stage.run == "train" and settings is not None else []
+        return self.digests.of(stage.found(self.base, files))
+
     def attempt(self, name: str, verdict: Verdict, lock: int) -> int:
         """Run a stage and return the exit status to end with: 0 when it is done.
 
@@ -150,7 +160,7 @@ class Runner:
         now, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         fresh = Attempt(
             status="running", command=stage.identity, settings=self._settings(name),
-            code=code_digest(stage.command[0]), inputs=self.inputs(stage), started=now,
+            code=code_digest(stage.command[0]), inputs=self.inputs(stage), named=self.named(name), started=now,
         )  # fmt: skip
         self._record(name, fresh)
         logger.info("%s: mega %s", name, " ".join(stage.command))

@@ -25,8 +25,8 @@ class Stage(Config):
     """One `mega` command with what it reads and makes. Paths are relative to the workflow file's folder.
 
     Arguments and option values that name existing files, folders or token data sets are inputs without being listed;
-    so are the outputs of the stages in `needs`. A run.yaml counts by what it says, as settings; what it in turn names
-    (data sets) is not followed.
+    so are the outputs of the stages in `needs`. A run.yaml counts by what it says, as settings; of a training, what it in
+    turn names (data sets, tokenizer, weights to start from) is input too.
     """
 
     run: str = Field(description="the mega command, as in 'data preprocess'")
@@ -82,8 +82,12 @@ class Stage(Config):
 
     def read_arguments(self, base: Path) -> list[str]:
         """Those of `readable` that are there, and are neither of this stage's own making nor its run.yaml."""
+        return self.found(base, (path for path in self.readable() if path != self.run_file))
+
+    def found(self, base: Path, paths: Iterable[str]) -> list[str]:
+        """Those of `paths` that are there, and not of this stage's own making."""
         own = [base / output for output in self.outputs]
-        there = [path for path in self.readable() if path != self.run_file and any(expand(base, [path]))]
+        there = [path for path in paths if any(expand(base, [path]))]
         return [
             path
             for path in there

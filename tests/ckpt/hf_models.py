@@ -209,6 +209,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "cohere-untied-bias": (
         "cohere", {**_SIZES, "attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.25},
     ),
+    "cohere-normed-heads": ("cohere", {**_SIZES, "use_qk_norm": True}),
     "cohere2": ("cohere2", {**_SIZES, "sliding_window": 8, "num_hidden_layers": 5}),
     "cohere2-kinds": ("cohere2", {**_SIZES, "sliding_window": 8, "layer_types": KINDS, "logit_scale": 1.0}),
     "falcon": ("falcon", _FALCON),
@@ -226,6 +227,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "stablelm", {**_SIZES, "use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 1.0,
                      "num_key_value_heads": 4, "hidden_dropout": 0.1, "tie_word_embeddings": True},
     ),
+    "stablelm-normed-heads": ("stablelm", {**_SIZES, "hidden_size": 32, "qk_layernorm": True, "use_parallel_residual": True}),
     "gpt_bigcode": ("gpt_bigcode", _GPT2),
     "gpt_bigcode-every-head": ("gpt_bigcode", {**_GPT2, "multi_query": False, "n_inner": 50, "tie_word_embeddings": False}),
     "arcee": ("arcee", _SIZES),

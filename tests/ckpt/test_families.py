@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_ckpt.families import FAMILIES, Family, family_for, family_named, family_of, same_model
-from mega_ckpt.families.layouts import TRANSPOSED, OneExpert, Rule, disk_tensors
+from mega_ckpt.families.layouts import TRANSPOSED, OneSlab, Rule, disk_tensors
 from mega_ckpt.names import tensors_of
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig, RopeConfig
@@ -435,7 +435,7 @@ def test_heads_that_follow_each_other() -> None:
 
 def test_rules_for_experts() -> None:
     tensors = {"model.layers.0.mlp.experts.up_proj.weight": (3, 5, 4), "model.norm.weight": (4,)}
-    rule = Rule("layers.{i}.experts.{e}.w3", ("model.layers.{i}.mlp.experts.up_proj.weight",), OneExpert())
+    rule = Rule("layers.{i}.experts.{e}.w3", ("model.layers.{i}.mlp.experts.up_proj.weight",), OneSlab())
     table = disk_tensors([rule], tensors, 1)
     assert {disk.name: disk.shape for disk in table.values()} == {
         "layers.0.experts.0.w3": (5, 4), "layers.0.experts.1.w3": (5, 4), "layers.0.experts.2.w3": (5, 4),

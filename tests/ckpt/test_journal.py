@@ -23,10 +23,10 @@ from mega_ckpt.formats import megatron_dist_write
 from mega_ckpt.formats.hf import HfSource
 from mega_ckpt.formats.megatron_write import Writing
 from mega_ckpt.journal import CONTENT, JOURNAL, continued
-from mega_ckpt.remote import place
 from mega_ckpt.source import MegaSource, open_source
 from mega_ckpt.verify import diff, verify
 from mega_common.errors import CheckpointError
+from mega_common.remote import place
 
 FILE_BYTES = 4000
 

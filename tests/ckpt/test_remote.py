@@ -20,7 +20,6 @@ from mega_ckpt.convert import convert
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Box, Sharded
-from mega_ckpt.remote import Place, RemoteError
 from mega_ckpt.source import checkpoint_folder, copy_assets, open_source
 from mega_ckpt.store import (
     AsyncSaver,
@@ -36,8 +35,9 @@ from mega_ckpt.store import (
     sweep,
 )
 from mega_ckpt.verify import diff, inspect, verify
-from mega_common.errors import CheckpointError, MissingPackageError
+from mega_common.errors import CheckpointError, ConfigError, MissingPackageError
 from mega_common.model_config import ModelConfig
+from mega_common.remote import Place, RemoteError
 
 MODEL = ModelConfig.parse(
     {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
@@ -75,7 +75,7 @@ def test_what_a_user_calls_a_folder() -> None:
         "memory://bucket/run/checkpoints", "run", "memory://bucket",
     )  # fmt: skip
     assert place(there) is there
-    with pytest.raises(CheckpointError, match="no object store is called s4://"):
+    with pytest.raises(ConfigError, match="no object store is called s4://"):
         place("s4://bucket")
 
 

@@ -98,6 +98,43 @@ def test_settings_on_the_command_count_like_those_in_the_file(trained: Flow) -> 
     assert what_happens(trained) == GOES_ON
 
 
+NAMED = {
+    "data": {"valid": [{"path": "held/out"}], "tokenizer": "tok"},
+    "init_from": "weights",
+    "checkpoint": {"load": "older"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["tokens.bin", "tokens.idx", "held/out.bin", "tok/tokenizer.json", "weights/model.safetensors", "older/a"]
+)
+def test_files_that_a_run_yaml_names_are_inputs(flow: Flow, name: str) -> None:
+    flow.raw = {"stages": {"train": {"run": "train", "args": ["run.yaml"], "outputs": ["run/checkpoints"]}}}
+    change(flow.base, NAMED)
+    file = flow.base / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("one")
+    assert flow.run() == ["train"]
+    assert what_happens(flow) == UP_TO_DATE
+    file.write_text("another")
+    assert flow.why() == {"train": f"input {name} changed"}
+    assert what_happens(flow) == STARTS_OVER
+
+
+def test_a_checkpoint_of_its_own_that_a_run_loads_is_no_input(trained: Flow) -> None:
+    change(trained.base, {"checkpoint": {"load": "run/checkpoints"}})
+    assert what_happens(trained) == STARTS_OVER
+    assert what_happens(trained) == UP_TO_DATE
+
+
+def test_a_state_that_does_not_know_the_named_files_keeps_its_training(trained: Flow) -> None:
+    (trained.base / "tokens.bin").write_text("there before")
+    state = json.loads((trained.base / "flow.state.json").read_text())
+    state["stages"]["train"]["named"] = None
+    (trained.base / "flow.state.json").write_text(json.dumps(state))
+    assert what_happens(trained) == UP_TO_DATE
+
+
 def test_a_run_yaml_that_cannot_be_is_told_before_the_stage_runs(trained: Flow) -> None:
     change(trained.base, {"train": {"step": 3}})
     with pytest.raises(ConfigError, match=r"train\.step: unknown key"):

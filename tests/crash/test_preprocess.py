@@ -120,8 +120,8 @@ def test_killed_at_fifty_random_times(folder: Path, tmp_path: Path, engine: str,
                     process.kill()
                     kills += 1
                 status = process.wait()
-                if status == 0:
+                assert status in (0, -signal.SIGKILL)
+                if status == 0 or content(output) == straight:  # killed when it had nothing more to do
                     break
-                assert status == -signal.SIGKILL
             assert content(output) == straight
         print(f"{engine}, {workers} workers: {kills} kills, {rounds} data sets")

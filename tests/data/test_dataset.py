@@ -135,18 +135,29 @@ def test_masks_and_positions_are_megatrons(tmp_path: Path, positions: bool, atte
         assert np.array_equal(~allowed, other["attention_mask"][0].numpy())
 
 
-# ---- the stable order
+# ---- the orders of mega
 
 
-def test_stable_order_has_no_end_and_needs_no_total(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["stable", "shuffled"])
+def test_orders_but_megatrons_have_no_end_and_need_no_total(tmp_path: Path, order: str) -> None:
     train = [data_set(tmp_path / "a", 100, 1), {"path": data_set(tmp_path / "b", 50, 2), "weight": 0.5}]
-    short, long = (build_datasets(config(train=train), seed=5, samples={"train": n}, eod=None)[0] for n in (10, 10_000))
+    short, long = (
+        build_datasets(config(train=train, order=order), seed=5, samples={"train": n}, eod=None)[0]
+        for n in (10, 10_000)
+    )
     assert np.array_equal(tokens(short, 400), tokens(long, 400))
     assert short.fingerprint == long.fingerprint
     assert short[10**9].tokens.shape == (32,)
     assert short[3].labels[:-1].tolist() == short[3].tokens[1:].tolist()
     assert short[3].document_ids is None
-    assert not (tmp_path / ".cache").exists()
+    assert (tmp_path / ".cache").exists() == (order == "shuffled")
+
+
+def test_fingerprint_of_the_stable_order_is_fixed_for_ever(tmp_path: Path) -> None:
+    """A change would tell every run that goes on that its data is another's."""
+    train = [data_set(tmp_path / "a", 100, 1), {"path": data_set(tmp_path / "b", 50, 2), "weight": 0.5}]
+    made = build_datasets(config(train=train, order="stable"), seed=5, samples={"train": 1}, eod=None)[0]
+    assert made.fingerprint == "4e8c596fd3c2316511606489d8ed9efe"
 
 
 def test_fingerprint_tells_what_matters(tmp_path: Path) -> None:

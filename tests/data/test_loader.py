@@ -15,7 +15,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_data.config import DataConfig
 from mega_data.dataset import BlendedDataset, DocumentRules, Sample, build_datasets
 from mega_data.indexed import IndexedWriter
-from mega_data.loader import Loader, StepBatch
+from mega_data.loader import Loader, StepBatch, dealt
 
 S = 8
 
@@ -30,6 +30,9 @@ class Numbered:
         if k >= self.end:
             raise DataError(f"sample {k} of {self.end}")
         return DocumentRules().sample(np.full(S + 1, k))
+
+    def work(self, k: int) -> int:
+        return S * S
 
 
 def taken(loader: Loader, steps: int) -> list[StepBatch]:
@@ -84,7 +87,7 @@ def test_order_does_not_depend_on_caches(tmp_path: Path, order: str) -> None:
 def test_batch_has_shapes_and_types() -> None:
     rules = DocumentRules(0, reset_attention_mask=True)
 
-    class WithDocuments:
+    class WithDocuments(Numbered):
         def __getitem__(self, k: int) -> Sample:
             return rules.sample(np.arange(S + 1))
 
@@ -104,13 +107,41 @@ def test_batch_has_shapes_and_types() -> None:
 
 
 def test_a_sample_without_documents_is_one_among_others() -> None:
-    class Mixed:
+    class Mixed(Numbered):
         def __getitem__(self, k: int) -> Sample:
             return DocumentRules(1, reset_attention_mask=k % 2 == 0).sample(np.arange(S + 1))
 
     batch = next(iter(Loader(Mixed(), global_batch=2, seq_length=S)))
     assert batch.document_ids is not None
     assert batch.document_ids.tolist() == [[0, 0] + [1] * (S - 2), [0] * S]
+
+
+class Uneven(Numbered):
+    def work(self, k: int) -> int:
+        return (k * 7919) % 1000 + 1
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6])
+def test_samples_of_uneven_work_are_those_of_the_step_and_dealt_evenly(dp_size: int) -> None:
+    made = [Loader(Uneven(), global_batch=24, seq_length=S, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
+    for step, parts in enumerate(zip(*(taken(loader, 4) for loader in made), strict=True)):
+        ids = [part.sample_ids.tolist() for part in parts]
+        assert sorted(k for own in ids for k in own) == list(range(24 * step, 24 * step + 24))
+        work = [sum(Uneven().work(k) for k in own) for own in ids]
+        assert max(work) <= 1.1 * sum(work) / dp_size
+        for part in parts:
+            assert part.tokens.tolist() == [[k] * S for k in part.sample_ids.tolist()]
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_sample_is_dealt_once_the_large_ones_first(ranks: int, share: int, data: st.DataObject) -> None:
+    work = data.draw(st.lists(st.integers(0, 99), min_size=ranks * share, max_size=ranks * share))
+    hands = dealt(work, ranks)
+    assert hands.shape == (ranks, share)
+    assert sorted(hands.ravel().tolist()) == list(range(ranks * share))
+    if len(set(work)) > 1:
+        assert (np.diff(np.array(work)[hands], axis=1) <= 0).all()
 
 
 def test_errors_come_where_the_batch_would_have_come() -> None:

@@ -16,7 +16,7 @@ from mega_common.errors import DataError
 from mega_data.config import DataConfig
 from mega_data.dataset import build_datasets
 from mega_data.indexed import IndexedWriter
-from mega_data.parts import Use, planned_use
+from mega_data.use import Use, planned_use
 
 EOD = 0
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_common.errors import DataError
+from mega_data.document_order import DocumentOrder
 from mega_data.indexed import IndexedReader, IndexedWriter
-from mega_data.sample_index import MegatronSamples, StableSamples, megatron_indices, permuted
+from mega_data.sample_index import MegatronSamples, ShuffledSamples, StableSamples, megatron_indices
 
 REFERENCE = np.array([(i * 37) % 91 + 5 for i in range(200)], np.int32)
 
@@ -69,24 +71,6 @@ def test_megatron_sample_reads_its_tokens(tmp_path: Path) -> None:
     assert set(labels.values()) == {1}
     with pytest.raises(DataError, match="sample 7 of 7"):
         samples[7]
-
-
-@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
-@settings(max_examples=50, deadline=None)
-def test_permuted_is_a_permutation(n: int, key: int) -> None:
-    assert sorted(permuted(i, n, key) for i in range(n)) == list(range(n))
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 16, 37])
-def test_permuted_sends_each_place_everywhere_equally_often(n: int) -> None:
-    keys = 200 * n
-    counts = np.zeros((n, n))
-    for key in range(keys):
-        for i in range(n):
-            counts[i, permuted(i, n, key)] += 1
-    expected = keys / n
-    chi_square_per_degree = ((counts - expected) ** 2 / expected).sum() / (n - 1) ** 2
-    assert chi_square_per_degree < 2.5
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=10), st.integers(1, 40), st.integers(0, 99), st.integers(0, 3))
@@ -182,3 +166,64 @@ def test_cache_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> 
     data_set(tmp_path / "d", [9, 8, 7])
     (tmp_path / "file").write_text("not a folder")
     assert windows(tmp_path / "d", tmp_path / "file") == windows(tmp_path / "d", tmp_path / "cache")
+
+
+# ---- documents in an order of their own
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any), st.integers(1, 40), st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_shuffled_epoch_has_each_token_as_label_once_in_documents_that_are_whole(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq: int, seed: int
+) -> None:
+    folder, total = tmp_path_factory.mktemp("d"), sum(lengths)
+    reader = data_set(folder / "d", lengths)
+    samples = ShuffledSamples(reader, 0, len(lengths), seq_length=seq, seed=seed, cache=folder)
+    per_epoch = int(samples.samples_per_epoch)
+    ends, begins = set((np.cumsum(lengths) - 1).tolist()), {int(p) // 4 for p in reader.pointers}
+    labels: Counter[int] = Counter()
+    for k in range(2 * per_epoch, 3 * per_epoch):
+        window = samples[k].tolist()
+        assert len(window) == seq + 1
+        for token, label in pairwise(window):
+            assert label == token + 1 if token not in ends else label in begins
+        labels.update(window[1:])
+    assert total < seq or (set(labels.values()) == {1} and total - len(labels) == total % seq)
+
+
+def test_shuffled_documents_stand_in_every_place_and_a_split_keeps_to_its_own(tmp_path: Path) -> None:
+    lengths = [3] * 400
+    reader = data_set(tmp_path / "d", lengths)
+
+    def order(seed: int, first: int = 0, last: int = 400) -> list[int]:
+        drawn = DocumentOrder(reader, first, last, seed=seed, cache=tmp_path)
+        return np.concatenate(list(drawn.read(0, 3 * (last - first))))[::3].tolist()
+
+    first = order(1)
+    assert sorted(first) == list(range(0, 1200, 3))
+    assert sum(a + 3 == b for a, b in pairwise(first)) < 10
+    assert order(2) != first
+    assert sorted(order(1, 100, 150)) == list(range(300, 450, 3))
+
+
+def test_a_document_of_several_sequences_stays_whole_and_one_that_a_split_cuts_gives_its_part(tmp_path: Path) -> None:
+    reader = data_set(tmp_path / "d", [2] * 60)
+    reader.document_index = np.arange(0, 61, 3)
+    drawn = DocumentOrder(reader, 4, 50, seed=1, cache=tmp_path)
+    tokens = np.concatenate(list(drawn.read(0, 92))).tolist()
+    assert sorted(tokens) == list(range(8, 100))
+    breaks = [b for a, b in pairwise(tokens) if b != a + 1]
+    assert len(breaks) > 10
+    assert all(b % 6 == 0 or b == 8 for b in breaks)
+
+
+def test_shuffled_order_is_fixed_for_ever(tmp_path: Path) -> None:
+    """A change of these numbers breaks the resume of every run."""
+    reader = data_set(tmp_path / "d", [5, 1, 8, 3, 9, 2, 7] * 10)
+    samples = ShuffledSamples(reader, 3, 60, seq_length=7, seed=11, cache=tmp_path)
+    assert [samples[k].tolist()[:3] for k in (0, 1, 2, 10**9)] == [
+        [38, 39, 133],
+        [77, 78, 79],
+        [138, 139, 251],
+        [48, 273, 274],
+    ]

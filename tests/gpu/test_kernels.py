@@ -112,11 +112,14 @@ def test_transformer_engines_products_are_torchs(recipe: str | None) -> None:
         0.01 if recipe is None else 0.06
     )  # e4m3 has three bits of mantissa: 2^-4 at most, about half of that on average
     into = [torch.ones(256, 512, device=CUDA) for _ in range(2)]
+    given, made = te.prepare_gradient(dy), te.prepare_weight(weight)
     for mine, theirs in (
         (te.linear(x, weight), plain.linear(x, weight)),
-        (te.linear_dx(dy, weight), plain.linear_dx(dy, weight)),
-        (te.linear_dw(dy, x), plain.linear_dw(dy, x)),
-        (te.linear_dw(dy, x, into[0], add=True), plain.linear_dw(dy, x, into[1], add=True)),
+        (te.linear(x, made), plain.linear(x, weight)),
+        (te.linear_dx(given, weight), plain.linear_dx(dy, weight)),
+        (te.linear_dx(given, made), plain.linear_dx(dy, weight)),
+        (te.linear_dw(given, x), plain.linear_dw(dy, x)),
+        (te.linear_dw(given, x, into[0], add=True), plain.linear_dw(dy, x, into[1], add=True)),
     ):
         assert mine.dtype == theirs.dtype
         assert (mine.float() - theirs.float()).norm() < bound * theirs.float().norm()

@@ -246,6 +246,8 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
     if stages > 1 and rng.random() < 0.3:
         layers, chosen["pipeline_layout"] = uneven(stages, rng)
     batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)), parallel["pp"], rng)
+    if parallel["zero"] == 3:
+        chosen["zero3_layers"] = 1 + ranks % 2
     return case(
         name, ranks, layers=layers, variant=rng.choice(VARIANTS[name]) if name in VARIANTS else {}, parallel=chosen,
         recompute=rng.choice(RECOMPUTES), offload=rng.choice(OFFLOADS),

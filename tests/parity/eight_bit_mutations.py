@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,10 +12,11 @@ import torch
 from parity.cases import Case
 from parity.eight_bits import case
 
-from mega_trainer.kernels import fp8
+from mega_trainer.kernels import fp8, quantise
 from mega_trainer.kernels.fp8 import Fp8Kernels
-from mega_trainer.kernels.quantise import E4M3, E5M2, Quantised
+from mega_trainer.kernels.quantise import E4M3, E5M2, Both, Quantised
 from mega_trainer.model.builder import Builder
+from mega_trainer.parallel.param import PreparedWeight
 
 Patch = Callable[[], AbstractContextManager[Any]]
 swap = mock.patch.object
@@ -35,19 +37,24 @@ def _scales(wrong: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
 
 
 def _formats_swapped() -> AbstractContextManager[Any]:
-    real, other = Fp8Kernels._tokens, {E4M3: E5M2, E5M2: E4M3}
-    return swap(Fp8Kernels, "_tokens", lambda self, x, dtype=E4M3: real(self, x, other[dtype]))
+    real, other = quantise.quantised, {E4M3: E5M2, E5M2: E4M3}
+    return swap(quantise, "quantised", lambda x, rows, columns, dtype: real(x, rows, columns, other[dtype]))
 
 
 def _weight_by_its_rows() -> AbstractContextManager[Any]:
     """A weight's scales for dX are laid out as those for Y."""
-    real = Fp8Kernels._weight
+    real = Fp8Kernels.prepare_weight
 
-    def weight(self: Fp8Kernels, w: torch.Tensor) -> Quantised:
-        found = real(self, w)
-        return found if w.is_contiguous() else found._replace(scale=found.scale.t().reshape(found.scale.shape))
+    def prepare(self: Fp8Kernels, weight: torch.Tensor) -> Both:
+        plain, turned = real(self, weight)
+        return Both(plain, turned._replace(scale=turned.scale.t().reshape(turned.scale.shape)))
 
-    return swap(Fp8Kernels, "_weight", weight)
+    return swap(Fp8Kernels, "prepare_weight", prepare)
+
+
+def _weights_never_new() -> AbstractContextManager[Any]:
+    """What was made of a weight is used after the update, too."""
+    return swap(PreparedWeight, "forget", lambda self: None)
 
 
 def _layers_counted_in_the_stage() -> AbstractContextManager[Any]:
@@ -61,5 +68,6 @@ EIGHT_BITS: list[tuple[str, Case, Patch]] = [
     ("fp8: scales of other rows", DP, _scales(lambda scale: scale.roll(1, 0))),
     ("fp8: scales of a weight along the wrong axis", TP, _weight_by_its_rows),
     ("fp8: e4m3 and e5m2 swapped", DP, _formats_swapped),
+    ("fp8: weights of the step before", replace(DP, steps=2), _weights_never_new),
     ("fp8: layers left in bf16 counted in the stage", PP, _layers_counted_in_the_stage),
 ]

@@ -109,7 +109,8 @@ def _decoder(rng: random.Random, heads: int, kv: int, size: int, position: str) 
         "max_position": 48,
         **{f"{site}_dropout": rng.choice([0.0, 0.2]) for site in ("embedding", "attention", "residual")},
         "init_std": rng.choice([0.1, 0.2]), "scale_residual_init": rng.random() < 0.5,
-        "qk_norm_span": rng.choice(["head", "all"]), "norm_position": rng.choice(["pre", "post", "both"]),
+        # a LayerNorm of two numbers is a step from -1 to 1
+        "qk_norm_span": rng.choice(["head", "all", "each" if size > 2 else "all"]), "norm_position": rng.choice(["pre", "post", "both"]),
         "parallel_residual": rng.random() < 0.5,
         "zero_centered_norm": rng.random() < 0.5, "scale_embeddings": rng.random() < 0.3,
         "attention_scale": rng.choice([None, 0.3]), "attention_softcap": rng.choice([None, 2.0]),

@@ -353,17 +353,11 @@ def _dropout_of_first_heads() -> AbstractContextManager[Any]:
 
 
 def _padding_takes_part() -> AbstractContextManager[Any]:
-    real = loss._chunk
-
-    def chunk(hidden: Tensor, head: Tensor, labels: Tensor, group: Any, vocab_size: int, softcap: Any) -> Any:
-        return real(hidden, head, labels, group, head.shape[0] * group.size, softcap)
-
-    return swap(loss, "_chunk", chunk)
+    return swap(loss, "_logits", lambda hidden, head, group, vocab_size: hidden @ head.t())
 
 
 def _cap_without_slope() -> AbstractContextManager[Any]:
-    real = loss._chunk
-    return swap(loss, "_chunk", lambda *args: (*real(*args)[:-1], None))
+    return swap(loss, "_slope", lambda logits, softcap: 1.0)
 
 
 def _loss_of_local_logits() -> AbstractContextManager[Any]:

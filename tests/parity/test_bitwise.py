@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +131,30 @@ def fully_sharded() -> list[tuple[Case, Case]]:
         for precision in ("fp64", "fp32", "bf16")
         for model, ranks, shape, clip in shapes
     ]  # fmt: skip
-    return [(one, replace(one, parallel={**one.parallel, "zero": 3})) for one in plain]
+    return [
+        (one, replace(one, parallel={**one.parallel, "zero": 3, "zero3_layers": 1 + i % 2}))
+        for i, one in enumerate(plain)
+    ]
 
 
 @pytest.mark.long
 def test_zero_3_computes_the_same() -> None:
     cases = fully_sharded()
     assert not told([b for _, b in cases], run_ranks(bits, 4, cases))
+
+
+def test_layers_that_are_gathered_together_change_no_bit() -> None:
+    """Whether a backward computes all of a unit's layers again, none, or what would be a part of it."""
+    plain = [
+        case("dense", 2, layers=5, parallel={"zero": 0}, micro=2, precision="fp32", debug=ORDERED),
+        case("moe", 2, layers=5, parallel={"ep": 2, "zero": 0}, micro=2, precision="bf16", debug=ORDERED),
+    ]
+    ways: list[dict[str, Any]] = [{}, {"kind": "full"}, {"kind": "full", "layers": 3}]
+    cases = [
+        (one, replace(one, parallel={**one.parallel, "zero": 3, "zero3_layers": 2}, recompute=again))
+        for one, again in product(plain, ways)
+    ]
+    assert not told([b for _, b in cases], run_ranks(bits, 2, cases))
 
 
 def recomputed() -> list[tuple[Case, Case]]:

@@ -217,8 +217,8 @@ def expert_gradients(one: Case) -> Traffic:
 
 
 def fully_sharded(one: Case) -> Traffic:
-    """Level 3 gathers each layer before its forward and before its backward and scatters its gradients after, in each
-    micro-batch; the rest of the model stays from forward to backward. Copies are summed once a step, unit by unit.
+    """Level 3 gathers each unit of layers before its forward and before its backward and scatters its gradients after, in
+    each micro-batch; the rest of the model stays from forward to backward. Copies are summed once a step, unit by unit.
     """
     theory, m, tp = Theory(), microbatches(one), one.layout["tp"]
     ranks = one.layout.get("zero3_shard", one.layout["dp"])
@@ -226,7 +226,8 @@ def fully_sharded(one: Case) -> Traffic:
     group = "shard" if copies > 1 else "dp_cp"
     layer = [(3 * D // tp, D), (D, D // tp), (2 * F // tp, D), (D, F // tp), (D,), (D,)]
     rest = [(V // tp, D), (V // tp, D), (D,)]
-    for unit, times, gathers in ((layer, L, 2), (rest, 1, 1)):
+    together = one.layout["zero3_layers"]
+    for unit, times, gathers in ((layer * together, L // together, 2), (rest, 1, 1)):
         elements = ranks * sum(share_of_rows(shape, ranks) for shape in unit)
         theory.expect(group, "all_gather", m * times * gathers, elements * BYTES[one.precision])
         theory.expect(group, "reduce_scatter", m * times, elements * sent(one))
@@ -285,11 +286,12 @@ EXPERTS = [
     ]
 ]  # fmt: skip
 SHARDED = [
-    case("dense", ranks, parallel={"zero": 3, **parallel}, micro=1, batch=batch, precision=precision, recompute=recompute)
+    case("dense", ranks, parallel={"zero": 3, "zero3_layers": 1, **parallel}, micro=1, batch=batch, precision=precision, recompute=recompute)
     for ranks, parallel, batch, precision, recompute in [
         (2, {}, 2, "fp32", {}), (4, {}, 8, "bf16", {}), (3, {}, 6, "fp64", {}), (4, {}, 8, "bf16", {"kind": "full"}),
         (4, {"tp": 2}, 4, "bf16", {}), (4, {"zero3_shard": 2}, 8, "bf16", {}),
         (2, HALVED, 2, "fp32", {}), (4, {"zero3_shard": 2, **HALVED}, 8, "bf16", {}),
+        (2, {"zero3_layers": 2}, 4, "bf16", {}), (4, {"zero3_shard": 2, "zero3_layers": 2}, 8, "bf16", {"kind": "full"}),
     ]
 ]  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -36,6 +36,8 @@ from mega_trainer.train import around_backward
 
 FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
 Held = Mapping[str, Sharded]
+# The batch of a step: configuration, number of the step, data rank, data ranks, whether attention is closed.
+Batches = Callable[[RunConfig, int, int, int, bool], StepBatch]
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Outcome:
 
 @dataclass
 class Trainer:
-    """The parts of a run that the trainer itself is made of, on synthetic batches."""
+    """The parts of a run that the trainer itself is made of, on synthetic batches or those of another function alike."""
 
     case: Case
     config: RunConfig
@@ -67,9 +69,17 @@ class Trainer:
     executor: Executor
     optimizer: Optimizer
     state: TrainState
+    batches: Batches
 
     @classmethod
-    def make(cls, case: Case, rank: int = 0, maker: GroupMaker | None = None, log: CommLog | None = None) -> Trainer:
+    def make(
+        cls,
+        case: Case,
+        rank: int = 0,
+        maker: GroupMaker | None = None,
+        log: CommLog | None = None,
+        batches: Batches | None = None,
+    ) -> Trainer:
         """This rank's trainer. A collective call among the ranks of the case."""
         config = RunConfig.parse(case.raw, source=str(case))
         groups = build.connect(config, Ranks(rank, case.ranks), maker, log)
@@ -87,12 +97,12 @@ class Trainer:
         optimizer.reload_main()
         executor = Executor(schedule, stages, groups.pp, config.train.seed, partial(around_backward, shared))
         state = TrainState(config, stages, optimizer, Guard(config.train), loss_scale=build.loss_scale_of(config))
-        return cls(case, config, groups, executor, optimizer, state)
+        return cls(case, config, groups, executor, optimizer, state, batches or synthetic)
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the batch of the step at hand, or of another."""
         number = self.state.step if number is None else number
-        batch = synthetic(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
+        batch = self.batches(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
         settings = self.config.optimizer
         tokens = step.count_tokens(batch, self.config.model.mtp_layers, self.groups)
@@ -246,20 +256,27 @@ def make_groups(cases: Iterable[Case]) -> GroupMaker:
     return maker
 
 
-def alone(work: Sequence[tuple[Case, int]]) -> list[Outcome]:
+def alone(work: Sequence[tuple[Case, int]], batches: Batches | None = None) -> list[Outcome]:
     """What each case computes in one process, in so many steps. The ranks share the work: a collective call of all."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     everyone: list[list[Outcome]] = [[]] * ranks
-    dist.all_gather_object(everyone, [Trainer.make(one).run(steps) for one, steps in work[rank::ranks]])
+    dist.all_gather_object(
+        everyone, [Trainer.make(one, batches=batches).run(steps) for one, steps in work[rank::ranks]]
+    )
     return [everyone[number % ranks][number // ranks] for number in range(len(work))]
 
 
 class References:
     """What one process computes, each case once. A collective call of all ranks."""
 
-    def __init__(self, cases: Iterable[tuple[Case, int]]) -> None:
-        work = {_key(one, steps): (one.single, steps) for one, steps in cases}
-        self._made = dict(zip(work, alone(list(work.values())), strict=True))
+    def __init__(
+        self,
+        cases: Iterable[tuple[Case, int]],
+        single: Callable[[Case], Case] = lambda case: case.single,
+        batches: Batches | None = None,
+    ) -> None:
+        work = {_key(one, steps): (single(one), steps) for one, steps in cases}
+        self._made = dict(zip(work, alone(list(work.values()), batches), strict=True))
 
     def of(self, case: Case, steps: int = STEPS) -> Outcome:
         """The outcome of `case` in one process."""
@@ -281,20 +298,26 @@ class Found:
 
 def sweep(cases: Sequence[Case]) -> list[Found | None]:
     """On each of the ranks: every case in turn, by the first ranks it needs."""
-    rank, maker, references = dist.get_rank(), make_groups(cases), References((one, one.steps) for one in cases)
+    return sweep_against(cases, References((one, one.steps) for one in cases))
+
+
+def sweep_against(cases: Sequence[Case], references: References, batches: Batches | None = None) -> list[Found | None]:
+    """Every case in turn, by the first ranks it needs, held against what one process computed."""
+    rank, maker = dist.get_rank(), make_groups(cases)
     out: list[Found | None] = []
     with ProgressBar("parity", total=len(cases), unit="layouts", every=5 if rank == 0 else float("inf")) as bar:
         for case in cases:
             try:
-                out.append(_found(case, rank, maker, references) if rank < case.ranks else None)
+                out.append(_found(case, rank, maker, references, batches) if rank < case.ranks else None)
             except Exception as error:
                 raise AssertionError(f"{case} on rank {rank}") from error
             bar.advance(1)
     return out
 
 
-def _found(case: Case, rank: int, maker: GroupMaker, references: References) -> Found:
-    mine, reference = Trainer.make(case, rank, maker).run(case.steps), references.of(case, case.steps)
+def _found(case: Case, rank: int, maker: GroupMaker, references: References, batches: Batches | None) -> Found:
+    mine = Trainer.make(case, rank, maker, batches=batches).run(case.steps)
+    reference = references.of(case, case.steps)
     held = places(mine)
     shapes = {name: tuple(it.shape) for name, it in reference.tensors.items()}
     shapes |= {f"gradients/{name}": tuple(it.shape) for name, it in reference.gradients.items()}

@@ -47,6 +47,22 @@ def test_the_documented_run_yaml_is_accepted(tmp_path: Path) -> None:
     assert RunConfig.parse(resolve(yaml.safe_load(again))) == config
 
 
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [
+        ({"decay_steps": 4}, "the learning rate is 0 from step 5 on"),
+        ({"decay_steps": 4, "min_lr": 1e-5}, None),
+        ({"decay_steps": 4, "name": "constant"}, None),
+        ({}, None),
+    ],
+)
+def test_steps_at_a_learning_rate_of_nothing_are_told(
+    settings: Settings, schedule: dict[str, Any], told: str | None
+) -> None:
+    notes = list(RunConfig.parse(settings(train={"steps": 10}, lr_schedule=schedule)).notes())
+    assert [note[: len(told or "")] for note in notes] == ([told] if told else [])
+
+
 def test_all_problems_at_once(settings: Settings) -> None:
     raw = settings(optimizer={"lr": -1, "lrr": 3}, batch={"micro": 3}, parallel={"tp": 3})
     with pytest.raises(ConfigError) as told:

@@ -24,12 +24,12 @@ import yaml
 
 from mega_ckpt.combine import prune
 from mega_ckpt.convert import convert
-from mega_ckpt.remote import RemoteError
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint, latest, place
 from mega_cli.main import main
 from mega_common.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingError
 from mega_common.model_config import MoeConfig
+from mega_common.remote import RemoteError
 from mega_trainer import step as step_module
 from mega_trainer import train as train_module
 from mega_trainer.config import RunConfig, resolve

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from mega_cli.megatron_args.conditions import Operand, Truth
@@ -24,7 +23,6 @@ TRANSPARENT = frozenset({"command", "builtin", "exec", "time", "nohup"})
 HANDLING = frozenset(
     {"chmod", "cp", "mv", "rm", "ls", "scp", "rsync", "touch", "dos2unix", "grep", "git", "chown", "ln"}
 )
-LARGEST_FILE = 1_000_000
 
 
 class Leave(Exception):
@@ -50,11 +48,7 @@ def run_command(reader: Reader, words: list[Word], node: Node) -> Truth:
     if name in BUILTINS:
         return BUILTINS[name](reader, words, node)
     if name in COMMANDS:
-        files = [reader.files.get(argument) for argument in arguments]
-        if name == "cat" and files and None not in files:
-            reader.printed.append("".join(filter(None, files)))
-        else:
-            reader.printed.append(output_of(name, arguments, reader.entered))
+        reader.printed.append(output_of(name, *_files_read(reader, name, arguments)))
         return name != "false"
     reader.printed.append(None)
     given = _given_script(reader, words)
@@ -69,6 +63,15 @@ def run_command(reader: Reader, words: list[Word], node: Node) -> Truth:
         reader.words.variables, reader.launcher, reader.entered = before
 
 
+def _files_read(reader: Reader, name: str, arguments: list[str]) -> tuple[list[str], str | None]:
+    """The arguments without the files that the command reads, and what it reads."""
+    named = 0 if name == "cat" else 1
+    files = [reader.script.file(argument) for argument in arguments[named:]]
+    if name not in ("cat", "sed") or not files or None in files:
+        return arguments, reader.entered
+    return arguments[:named], "".join(filter(None, files))
+
+
 def _given_script(reader: Reader, words: list[Word]) -> Given | None:
     """The script that a command runs in a shell: `bash -c`, `bash file`, `sbatch`, `ssh host`."""
     for at, word in enumerate(() if words[0].text in HANDLING else words):
@@ -78,7 +81,7 @@ def _given_script(reader: Reader, words: list[Word]) -> Given | None:
             return Given(words[:at], words[at + 1].text, [])
         if word.text.startswith("--wrap="):
             return Given(words[:at], word.text.partition("=")[2], [])
-        if (at == 0 or SCRIPT.fullmatch(word.text)) and (text := read_file(reader, word.text)) is not None:
+        if (at == 0 or SCRIPT.fullmatch(word.text)) and (text := reader.script.file(word.text)) is not None:
             return Given(words[:at], text, words[at + 1 :])
         if word.text.endswith(".py"):
             return None
@@ -97,25 +100,8 @@ def _of_shell(reader: Reader, words: list[Word], at: int) -> Given | None:
         following += 2 if words[following].text in ("-o", "+o", "-O") else 1
     if following == len(words) or words[following].text == "-":
         return None if reader.entered is None else Given(words[:at], reader.entered, [])
-    text = read_file(reader, words[following].text)
+    text = reader.script.file(words[following].text)
     return None if text is None else Given(words[:at], text, words[following + 1 :])
-
-
-def read_file(reader: Reader, name: str) -> str | None:
-    """A file that the script wrote, or that lies beside it."""
-    if name.removeprefix("./") in reader.files:
-        return reader.files[name.removeprefix("./")]
-    relative = MARK.split(name)[-1].lstrip("/")
-    if reader.path is None or not relative:
-        return None
-    for candidate in (relative, PurePosixPath(relative).name):
-        file = reader.path.parent / candidate
-        try:
-            if file.is_file() and file.stat().st_size <= LARGEST_FILE and not file.samefile(reader.path):
-                return file.read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            continue
-    return None
 
 
 # Builtins.
@@ -127,7 +113,7 @@ def _eval(reader: Reader, words: list[Word], node: Node) -> Truth:
 
 def _source(reader: Reader, words: list[Word], node: Node) -> Truth:
     name = words[1].text if len(words) > 1 else ""
-    text = read_file(reader, name)
+    text = reader.script.file(name)
     if text is None:
         if not SURROUNDINGS.fullmatch(name):
             reader.remark(node, f"the file of `{shown(' '.join(word.text for word in words))}` was not read")
@@ -216,7 +202,9 @@ def _printf(reader: Reader, words: list[Word], node: Node) -> Truth:
 
 def _tee(reader: Reader, words: list[Word], node: Node) -> Truth:
     if reader.entered is not None:
-        reader.files |= {word.text: reader.entered for word in words[1:] if not word.text.startswith("-")}
+        for word in words[1:]:
+            if not word.text.startswith("-"):
+                reader.script.write(word.text, reader.entered)
     reader.printed.append(reader.entered)
     return True
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
+from mega_cli.megatron_args.deepspeed import DeepSpeedFile
 from mega_cli.megatron_args.flags import Arguments, Given
 from mega_cli.megatron_args.shell import MARK, shown
 
@@ -62,12 +63,16 @@ class Draft:
         arguments: the settings of the command.
         ranks: number of ranks, if the script says it.
         program: name of the Python file that trains, if the script says it.
+        deepspeed_file: DeepSpeed's own file of settings, as far as it is there.
         run: the content of run.yaml so far.
         origins: by dotted key, the flags that it comes from.
     """
 
-    def __init__(self, arguments: Arguments, ranks: int | None, program: str = "") -> None:
+    def __init__(
+        self, arguments: Arguments, ranks: int | None, program: str = "", deepspeed_file: DeepSpeedFile | None = None
+    ) -> None:
         self.arguments, self.ranks, self.program = arguments, ranks, program
+        self.deepspeed_file = deepspeed_file or DeepSpeedFile()
         self.run: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self._flags: dict[str, Note] = {}
@@ -133,6 +138,12 @@ class Draft:
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = _plain(value)
+
+    def put_filed(self, key: str, path: str, value: Any, *dests: str, flags: Any = None) -> None:
+        """Set a key to what DeepSpeed's file says at `path`, which counts where the flags' value is another."""
+        self.put(key, value, *dests, because=f"{path} of {self.deepspeed_file.name}")
+        if any(dest in self for dest in dests) and flags != value:
+            self.tell("changes meaning", f"{path} of {self.deepspeed_file.name} counts, which is {value}", *dests)
 
     def _doubt(self, key: str) -> str:
         """Why Megatron's default of a key may not be what it is."""

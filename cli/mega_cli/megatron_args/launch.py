@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -41,6 +41,7 @@ class Launch:
         arguments: the words after it.
         nodes, per_node: machines and ranks on each, where the script says so.
         remarks: (line, sentence) for the user to know.
+        file: a file by its name that the script wrote or that lies beside it.
     """
 
     program: str
@@ -48,6 +49,7 @@ class Launch:
     nodes: int | None
     per_node: int | None
     remarks: list[tuple[int, str]]
+    file: Callable[[str], str | None]
 
     @property
     def ranks(self) -> int | None:
@@ -85,9 +87,8 @@ def find_launch(
     if not _trains(command, at):
         remarks.append((command[at].line, f"{shown(command[at].text)} is not known to train; its arguments were read"))
     nodes, per_node = _ranks(command[:at], batch)
-    return Launch(
-        _name(command[at]), _apart(command[at + 1 :]), nodes, per_node, [*script.remarks, *dict.fromkeys(remarks)]
-    )
+    found = [*script.remarks, *dict.fromkeys(remarks)]
+    return Launch(_name(command[at]), _apart(command[at + 1 :]), nodes, per_node, found, script.file)
 
 
 def _chosen(commands: Sequence[Command]) -> Command:
@@ -109,7 +110,7 @@ def _arguments_alone(script: Script, batch: dict[str, str], commands: Sequence[C
         raise _nothing_trained([found for found in commands if _trains(*found)], script)
     launcher = _launcher_arrays(script)
     nodes, per_node = _ranks(launcher, batch) if len(launcher) > 1 else (None, None)
-    return Launch("", words, nodes, per_node, script.remarks)
+    return Launch("", words, nodes, per_node, script.remarks, script.file)
 
 
 def _name(program: Word) -> str:

@@ -9,6 +9,9 @@ from mega_cli.megatron_args.arithmetic import calculate
 from mega_cli.megatron_args.shell import MARK
 
 Arguments = Sequence[str]
+SUBSTITUTION = re.compile(
+    rf"s(?P<by>[^\w\s])(?P<old>[\w ,:=-]+)(?P=by)(?P<new>(?:[\w ,:=/.-]|{MARK.pattern})*)(?P=by)(?P<all>g?)"
+)
 LONGEST = 10_000  # numbers of a `seq`
 
 
@@ -125,9 +128,11 @@ def _cut(arguments: Arguments, entered: str | None) -> str | None:
 
 
 def _sed(arguments: Arguments, entered: str | None) -> str | None:
-    """`s/text/text/` of texts without special characters."""
-    command = re.fullmatch(r"s(?P<by>.)(?P<old>[\w ,:=-]+)(?P=by)(?P<new>[\w ,:=/-]*)(?P=by)(?P<all>g?)", arguments[0])
+    """`s/text/text/` of texts without special characters; what it puts in may be unknown."""
+    command = SUBSTITUTION.fullmatch(arguments[0])
     if entered is None or not command or len(arguments) > 1:
+        return None
+    if any(command["old"] in mark for mark in MARK.findall(entered)):
         return None
     return "".join(
         line.replace(command["old"], command["new"], -1 if command["all"] else 1) + "\n"
@@ -147,4 +152,4 @@ COMMANDS: dict[str, Callable[[Arguments, str | None], str | None]] = {
     "cat": _cat, "tr": _tr, "cut": _cut, "sed": _sed, "wc": _wc, "true": lambda _, __: "", "false": lambda _, __: "",
     ":": lambda _, __: "",
 }  # fmt: skip
-OPAQUE = frozenset(COMMANDS) - {"echo", "printf", "basename", "dirname", "cat"}
+OPAQUE = frozenset(COMMANDS) - {"echo", "printf", "basename", "dirname", "cat", "sed"}

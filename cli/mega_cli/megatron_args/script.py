@@ -7,23 +7,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from tree_sitter import Node
 
 from mega_cli.megatron_args.arithmetic import calculate
 from mega_cli.megatron_args.assignments import assign, assign_all, declare, unset
+from mega_cli.megatron_args.branches import follow_case, follow_if
 from mega_cli.megatron_args.commands import Leave, run_command
 from mega_cli.megatron_args.conditions import Condition, Operand, Truth, both, either, negation
 from mega_cli.megatron_args.expand import Expander, Value
-from mega_cli.megatron_args.globs import matches, quoted
+from mega_cli.megatron_args.globs import quoted
 from mega_cli.megatron_args.loops import follow_counting, follow_for, follow_while
 from mega_cli.megatron_args.merge import common_value, texts_of
-from mega_cli.megatron_args.shell import MARK, Word, shown
-from mega_cli.megatron_args.syntax import VALUES, adjacent, arms, faults, leaves, parse, text_of, written
+from mega_cli.megatron_args.redirects import enter, follow_redirected
+from mega_cli.megatron_args.shell import MARK, Word
+from mega_cli.megatron_args.syntax import VALUES, adjacent, faults, leaves, parse, text_of
 from mega_common.errors import ConfigError
 
 STEPS = 20_000  # statements of a script, in all rounds of its loops
+LARGEST_FILE = 1_000_000  # bytes
 NESTED = 24  # functions, substitutions and scripts in scripts
 ALWAYS_SET = re.compile(r"HOME|USER|PWD|HOSTNAME|RANDOM|SECONDS|BASH\w*|(?:SLURM|OMPI|PMI|PBS)_\w+")
 ASKING = re.compile(r"(?:grep|egrep|command|which|type|hash|pgrep|diff|cmp)\b")
@@ -39,12 +42,35 @@ class Script:
             the launcher's words stand before.
         remarks: what could not be followed, as (line, sentence).
         texts: the script itself, and scripts in it.
+        path: where it lies.
+        files: what it wrote to files, by their names.
     """
 
     variables: dict[str, Value] = field(default_factory=dict)
     commands: list[list[Word]] = field(default_factory=list)
     remarks: list[tuple[int, str]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    path: Path | None = None
+    files: dict[str, str] = field(default_factory=dict)
+
+    def write(self, name: str, text: str, *, append: bool = False) -> None:
+        """Have it write a file."""
+        name = name.removeprefix("./")
+        self.files[name] = self.files.get(name, "") + text if append else text
+
+    def file(self, name: str) -> str | None:
+        """A file that it wrote, or that lies beside it."""
+        if (name := name.removeprefix("./")) in self.files:
+            return self.files[name]
+        relative = MARK.split(name)[-1].lstrip("/")
+        if self.path is None or not relative:
+            return None
+        for candidate in (relative, PurePosixPath(relative).name):
+            file = self.path.parent / candidate
+            with suppress(OSError, ValueError):
+                if file.is_file() and file.stat().st_size <= LARGEST_FILE and not file.samefile(self.path):
+                    return file.read_text(encoding="utf-8")
+        return None
 
 
 def read_script(
@@ -66,7 +92,7 @@ def read_script(
         define: variables that hold, whatever it assigns to them itself.
         arguments: `$1` and on; None where they are not given.
     """
-    reader = Reader(Script(), path)
+    reader = Reader(Script(path=path))
     for name, value in {**(environment or {}), **(define or {})}.items():
         reader.words.set_text(name, value, 0)
     reader.words.defined = set(define or {})
@@ -88,17 +114,15 @@ class Reader:
         launcher: the words of the command that was given the script being read.
         entered: what a command reads from its input; None where that is not known.
         printed: what has been printed; an item is None where that is not known.
-        files: what was written to files.
     """
 
-    def __init__(self, script: Script, path: Path | None) -> None:
-        self.script, self.path = script, path
+    def __init__(self, script: Script) -> None:
+        self.script = script
         self.words = Expander(self._substituted)
         self.functions: dict[str, tuple[Node, tuple[int, bool]]] = {}
         self.launcher: list[Word] = []
         self.entered: str | None = None
         self.printed: list[str | None] = []
-        self.files: dict[str, str] = {}
         self.locals: list[dict[str, Value | None]] = []
         self.depth = self.steps = 0
 
@@ -206,51 +230,6 @@ class Reader:
     def _negated(self, node: Node) -> Truth:
         return negation(self.statement(node.named_children[-1]))
 
-    def _if(self, node: Node) -> Truth:
-        return self._arms(node, list(arms(node)))
-
-    def _arms(self, node: Node, found: Sequence[tuple[list[Node], list[Node]]]) -> Truth:
-        for number, (condition, body) in enumerate(found):
-            holds = self.block(condition)
-            if holds:
-                return self.block(body)
-            if holds is None:
-                rest = found[number + 1 :]
-                follow, go_on = partial(self.block, body), partial(self._arms, node, rest)
-                self.either(node, "this `if` holds", follow, go_on)
-                return None
-        return True
-
-    def _case(self, node: Node) -> Truth:
-        value = node.child_by_field_name("value")
-        text = self.words.text(value) if value else ""
-        return self._items(node, text, [child for child in node.children if child.type == "case_item"])
-
-    def _items(self, node: Node, text: str, items: Sequence[Node]) -> Truth:
-        worth = self._worth(text, node)
-        for number, item in enumerate(items):
-            patterns, body = self._patterns(item)
-            found = [None if worth is None and p != "*" else matches(worth or "", p) for p in patterns]
-            holds: Truth = True if True in found else None if None in found else False
-            if holds:
-                self.block(body)
-                through = any(child.type == ";&" for child in item.children) and number + 1 < len(items)
-                return self.block(self._patterns(items[number + 1])[1]) if through else True
-            if holds is None:
-                rest = items[number + 1 :]
-                follow, go_on = partial(self.block, body), partial(self._items, node, text, rest)
-                self.either(node, f"{shown(text)} is {shown(patterns[0])}", follow, go_on)
-                return None
-        return True
-
-    def _patterns(self, item: Node) -> tuple[list[str], list[Node]]:
-        """The patterns of an item of a `case`, and its statements."""
-        end = next(at for at, child in enumerate(item.children) if child.type == ")")
-        groups = adjacent([child for child in item.children[:end] if child.type in VALUES])
-        return [self.words.pattern(*group) for group in groups], [
-            child for child in item.children[end + 1 :] if child.is_named
-        ]
-
     def either(self, node: Node, what: str, *ways: Callable[[], object]) -> None:
         """Go each of the ways, for it is not known which is the script's. What they leave different is not known."""
         before, ends = self.words.variables, list[dict[str, Value]]()
@@ -328,7 +307,7 @@ class Reader:
             if child.type == "variable_assignment":
                 assign(self, child)
             elif child.type == "herestring_redirect":
-                self.entered = words.text(child.named_children[-1]) + "\n"
+                enter(self, child)
         try:
             return run_command(self, fields, node) if fields else True
         finally:
@@ -337,44 +316,6 @@ class Reader:
             for name in [text_of(prefix).partition("=")[0] for prefix in prefixes] if fields else []:
                 words.variables.pop(name, None)
                 words.variables |= {name: before[name]} if name in before else {}
-
-    def _redirected(self, node: Node) -> Truth:
-        body, before = node.child_by_field_name("body"), self.entered
-        redirects = [child for child in node.named_children if child.type.endswith("_redirect")]
-        heredocs = [child for child in redirects if child.type == "heredoc_redirect"]
-        redirects += [inner for child in heredocs for inner in child.children_by_field_name("redirect")]
-        further = [inner for child in heredocs for inner in child.named_children if inner.type == "pipeline"]
-        after = [inner for child in heredocs for inner in child.children_by_field_name("right")]
-        for redirect in redirects:
-            self._enter(redirect)
-        writing = next(filter(None, map(written, redirects)), None)
-        try:
-            if body is None:
-                return True
-            if writing is None and not further:
-                return self.block([body, *after])
-            text, status = self.captured(lambda: self.statement(body))
-            if writing is not None and text is not None:
-                name = self.words.text(writing.named_children[-1]).removeprefix("./")
-                old = self.files.get(name, "") if writing.children[0].type == ">>" else ""
-                self.files[name] = old + text
-            self.entered = text
-            return self.block([*further, *after]) if further or after else status
-        finally:
-            self.entered = before
-
-    def _enter(self, redirect: Node) -> None:
-        """What a command reads."""
-        if redirect.type == "herestring_redirect":
-            self.entered = self.words.text(redirect.named_children[-1]) + "\n"
-        elif redirect.type == "heredoc_redirect":
-            body = next((child for child in redirect.named_children if child.type == "heredoc_body"), None)
-            start = next(text_of(child) for child in redirect.named_children if child.type == "heredoc_start")
-            literal = re.search(r"[\"'\\]", start)
-            text = "" if body is None else self.words.heredoc(body, literal=literal is not None)
-            self.entered = re.sub(r"(?m)^\t+", "", text) if redirect.children[0].type == "<<-" else text
-        elif redirect.children[0].type == "<":
-            self.entered = self.files.get(self.words.text(redirect.named_children[-1]).removeprefix("./"))
 
     def _test(self, node: Node) -> Truth:
         """`[ ... ]` and `[[ ... ]]`."""
@@ -392,9 +333,9 @@ class Reader:
 
     def holds(self, operands: Sequence[Operand], node: Node) -> Truth:
         """Whether a condition holds."""
-        return Condition(operands, lambda text: self._worth(text, node), self.calculate).holds()
+        return Condition(operands, lambda text: self.worth(text, node), self.calculate).holds()
 
-    def _worth(self, text: str, node: Node) -> str | None:
+    def worth(self, text: str, node: Node) -> str | None:
         """A text in a comparison, where what is not set counts as empty; None where it is not known."""
         for name in MARK.findall(text):
             if not name.isidentifier() or name in self.words.awaited or ALWAYS_SET.fullmatch(name):
@@ -413,10 +354,10 @@ STATEMENTS: dict[str, Callable[[Reader, Node], Truth]] = {
     "unset_command": unset,
     "list": Reader._list,
     "pipeline": Reader._pipeline,
-    "redirected_statement": Reader._redirected,
+    "redirected_statement": follow_redirected,
     "negated_command": Reader._negated,
-    "if_statement": Reader._if,
-    "case_statement": Reader._case,
+    "if_statement": follow_if,
+    "case_statement": follow_case,
     "for_statement": follow_for,
     "c_style_for_statement": follow_counting,
     "while_statement": follow_while,

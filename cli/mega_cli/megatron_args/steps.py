@@ -12,16 +12,31 @@ RAMPUP = "rampup_batch_size"
 
 def batch_section(draft: Draft) -> None:
     """Write the keys of `batch:`."""
-    draft.put("batch.micro", draft["micro_batch_size"], "micro_batch_size")
-    copies = model_ranks(draft)
-    if "global_batch_size" in draft or not draft["micro_batch_size"] or not draft.ranks or not copies:
-        draft.put("batch.global", draft["global_batch_size"], "global_batch_size")
+    _filed_or_given(draft, "batch.micro", "train_micro_batch_size_per_gpu", "micro_batch_size")
+    micro, copies = draft.run["batch"]["micro"], model_ranks(draft)
+    dp = max(1, draft.ranks // copies) if draft.ranks and copies else None
+    file = draft.deepspeed_file
+    if "global_batch_size" in draft or file.whole("train_batch_size") or not micro or not dp:
+        _filed_or_given(draft, "batch.global", "train_batch_size", "global_batch_size")
+    elif rounds := file.whole("gradient_accumulation_steps"):
+        why = f"micro x dp = {dp} x gradient_accumulation_steps = {rounds} of {file.name}"
+        draft.put("batch.global", micro * dp * rounds, because=why)
     else:
-        dp = max(1, draft.ranks // copies)
-        draft.put("batch.global", draft["micro_batch_size"] * dp, because=f"Megatron's default: micro x dp = {dp}")
+        draft.put("batch.global", micro * dp, because=f"Megatron's default: micro x dp = {dp}")
     if RAMPUP in draft:
         for name, value in zip(("start", "increment", "samples"), draft[RAMPUP] or [None] * 3, strict=True):
             draft.put(f"batch.rampup.{name}", value, RAMPUP)
+
+
+def _filed_or_given(draft: Draft, key: str, path: str, dest: str) -> None:
+    """A size of the batch: that of the flags, by which data are read, else that of DeepSpeed's file."""
+    filed, given = draft.deepspeed_file.whole(path), draft[dest]
+    if filed is not None and (dest not in draft or draft.unknown(dest)):
+        return draft.put_filed(key, path, filed, dest, flags=filed)
+    draft.put(key, given, dest)
+    if filed is not None and filed != given:
+        draft.tell("open", f"{path} of {draft.deepspeed_file.name} is {filed}, and the flags say {given}", key=key)
+    return None
 
 
 def train_section(draft: Draft) -> None:

@@ -83,6 +83,10 @@ def _zero(draft: Draft) -> None:
 
 def _deepspeed_zero(draft: Draft) -> None:
     """Every level gives the same numbers; what counts for DeepSpeed is its own file of settings."""
+    level = draft.deepspeed_file.whole("zero_optimization.stage")
+    if level is not None:
+        flags = draft["zero_stage"]
+        return draft.put_filed("parallel.zero", "zero_optimization.stage", level, "zero_stage", flags=flags)
     if "zero_stage" in draft:
         return draft.put("parallel.zero", draft["zero_stage"], "zero_stage")
     return draft.put("parallel.zero", 1, because="DeepSpeed's settings say it, in a file of their own; mega's default")
@@ -114,7 +118,9 @@ def optimizer_section(draft: Draft) -> None:
     put("optimizer.betas", [draft["adam_beta1"], draft["adam_beta2"]], "adam_beta1", "adam_beta2")
     put("optimizer.eps", draft["adam_eps"], "adam_eps")
     put("optimizer.weight_decay", draft["weight_decay"], "weight_decay")
-    put("optimizer.clip_grad", draft["clip_grad"], "clip_grad")
+    _clip(draft)
+    if draft.deepspeed_file.offloads_optimizer:
+        put("optimizer.offload", True, because=f"zero_optimization of {draft.deepspeed_file.name}")
     if draft["optimizer_cpu_offload"]:
         put("optimizer.offload", True, "optimizer_cpu_offload")
         if draft["optimizer_offload_fraction"] != 1.0:
@@ -122,6 +128,19 @@ def optimizer_section(draft: Draft) -> None:
             draft.tell("changes meaning", text, "optimizer_offload_fraction")
     if ours.get(name) == "muon":
         _muon(draft)
+
+
+def _clip(draft: Draft) -> None:
+    """DeepSpeed's engine clips as its file says."""
+    file, clip = draft.deepspeed_file, draft["clip_grad"]
+    filed = file.number("gradient_clipping")
+    if filed is not None:
+        return draft.put_filed("optimizer.clip_grad", "gradient_clipping", filed, "clip_grad", flags=clip)
+    draft.put("optimizer.clip_grad", clip, "clip_grad")
+    if file.name and "gradient_clipping" not in file.values and clip:
+        text = f"{file.name} has no gradient_clipping, without which DeepSpeed does not clip, whatever --clip-grad says; 0 does the same"
+        draft.tell("open", text, key="optimizer.clip_grad")
+    return None
 
 
 def _muon(draft: Draft) -> None:
@@ -151,7 +170,13 @@ def precision_section(draft: Draft) -> None:
     if kind == "fp32" and draft.arguments.unread:
         kind = None  # nobody trains in fp32 unasked
     ask = f"{', '.join(draft.arguments.unread)} may hold --bf16 or --fp16"
-    draft.put("precision", kind, "bf16", "fp16", ask=ask)
+    file = draft.deepspeed_file
+    filed = next((name for name in ("bf16", "bfloat16", "fp16") if file.enabled(name)), None)
+    if filed is None:
+        draft.put("precision", kind, "bf16", "fp16", ask=ask)
+    else:
+        flags, kind = kind, "fp16" if filed == "fp16" else "bf16"
+        draft.put_filed("precision", f"{filed}.enabled", kind, "bf16", "fp16", flags=flags)
     if kind == "fp16":
         _loss_scale(draft)
 
@@ -175,9 +200,7 @@ def _fp8(draft: Draft) -> None:
 def _loss_scale(draft: Draft) -> None:
     put, tell = draft.put, draft.tell
     if draft.deepspeed:
-        put("fp16.initial_scale", 65_536.0, because="DeepSpeed's default; fp16 in its own file of settings counts")
-        tell("changes meaning", "DeepSpeed takes it from its own file of settings", *SCALES, "hysteresis")
-        return
+        return _deepspeed_scale(draft)
     dest = "loss_scale" if draft.wants("loss_scale") else "initial_loss_scale"
     scale, window = draft[dest], draft["loss_scale_window"]
     whole = 2.0 ** round(log2(scale)) if scale and scale > 0 else None
@@ -191,6 +214,37 @@ def _loss_scale(draft: Draft) -> None:
         text = f"mega halves the loss scale at every overflow, Megatron spares {(draft['hysteresis'] or 2) - 1} before that"
         named = ["hysteresis"] if "hysteresis" in draft else []
         tell("changes meaning", text if named else f"{text}, the default of --hysteresis", *named)
+    return None
+
+
+def _deepspeed_scale(draft: Draft) -> None:
+    """DeepSpeed has its own defaults, and a loss scale of 0 is dynamic."""
+    file, tell = draft.deepspeed_file, draft.tell
+    tell("changes meaning", "DeepSpeed takes it from its own file of settings", *SCALES, "hysteresis")
+    if not file.enabled("fp16"):
+        because = "DeepSpeed's default; fp16 in its own file of settings counts"
+        return draft.put("fp16.initial_scale", 65_536.0, because=because)
+    power, fixed = file.whole("fp16.initial_scale_power"), file.number("fp16.loss_scale")
+    scale, origin = (fixed, "loss_scale") if fixed else (2.0 ** (16 if power is None else power), "initial_scale_power")
+    draft.put("fp16.initial_scale", 2.0 ** round(log2(scale)), because=f"fp16.{origin} of {file.name}")
+    if fixed:
+        tell("changes meaning", f"fp16.loss_scale of {file.name} is where it starts; it is always dynamic")
+    for key, path, default in (("growth_interval", "loss_scale_window", 1000), ("min_scale", "min_loss_scale", 1)):
+        value = file.number(f"fp16.{path}")
+        draft.put(f"fp16.{key}", default if value is None else value, because=f"fp16.{path} of {file.name}")
+    spared = (file.whole("fp16.hysteresis") or 2) - 1
+    if spared:
+        tell("changes meaning", f"mega halves the loss scale at every overflow, DeepSpeed spares {spared} before that")
+    return None
+
+
+def deepspeed_section(draft: Draft) -> None:
+    """Tell what became of DeepSpeed's own file of settings."""
+    file = draft.deepspeed_file
+    if file.name:
+        draft.tell("translated", "read: batch, precision, fp16, parallel.zero, optimizer.clip_grad", "deepspeed_config")
+    for name in file.unread:
+        draft.tell("no equivalent", f"{name} of {file.name}, which is on")
 
 
 def recompute_section(draft: Draft) -> None:

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from mega_cli.megatron_args.data import data_section
+from mega_cli.megatron_args.deepspeed import DeepSpeedFile, read_deepspeed_file
 from mega_cli.megatron_args.draft import Draft, Note
-from mega_cli.megatron_args.flags import load_flags
+from mega_cli.megatron_args.flags import Arguments, load_flags
 from mega_cli.megatron_args.launch import NOTHING, Launch, find_launch
 from mega_cli.megatron_args.model import model_section
 from mega_cli.megatron_args.parse import parse_arguments
 from mega_cli.megatron_args.schedule import schedule_section
+from mega_cli.megatron_args.shell import shown
 from mega_cli.megatron_args.steps import batch_section, train_section
 from mega_cli.megatron_args.training import (
     checkpoint_section,
+    deepspeed_section,
     log_section,
     model_ranks,
     optimizer_section,
@@ -77,10 +80,10 @@ def translate(
             hint="expected flags such as --num-layers and --hidden-size; where the model is that of a checkpoint, convert it"
             " with `mega ckpt convert` and write `model: {from: folder}`",
         )
-    draft = Draft(given, launch.ranks, launch.program)
+    draft = Draft(given, launch.ranks, launch.program, _deepspeed_file(given, launch))
     for section in (
         model_section, data_section, parallel_section, batch_section, train_section, optimizer_section,
-        schedule_section, precision_section, recompute_section, checkpoint_section, log_section,
+        schedule_section, precision_section, recompute_section, checkpoint_section, log_section, deepspeed_section,
     ):  # fmt: skip
         section(draft)
     given.check()
@@ -89,6 +92,13 @@ def translate(
     _differences(draft)
     draft.finish()
     return Translation(draft.run, draft.notes, draft.origins, _launch(launch, draft))
+
+
+def _deepspeed_file(given: Arguments, launch: Launch) -> DeepSpeedFile:
+    values = given.given["deepspeed_config"].values if "deepspeed_config" in given else ()
+    text = launch.file(values[0]) if values else None
+    found = read_deepspeed_file(shown(values[0]), text) if text is not None else None
+    return found or DeepSpeedFile()
 
 
 def _differences(draft: Draft) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mega_ckpt.manifest import DTYPES, Chunk, Manifest, TensorEntry
 from mega_ckpt.pieces import Box, Shape, copy_overlap
-from mega_ckpt.remote import Place
 from mega_ckpt.shards import Shard, Slab, check_size
 from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
+from mega_common.remote import Place
 
 # A run of a thousand ranks leaves thousands of shards; a process may often open no more than 1,024 files.
 MAX_OPEN_SHARDS = 128

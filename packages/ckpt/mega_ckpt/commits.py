@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from mega_ckpt.manifest import MANIFEST, Manifest
-from mega_ckpt.remote import Place, Remote, RemoteError
 from mega_ckpt.shards import NewFile
 from mega_common.errors import CheckpointError
 from mega_common.files import fsync_folder
+from mega_common.remote import Place, Remote, RemoteError
 
 _COMMITTED = re.compile(r"step-(\d{8,18})")
 _REPLACED = re.compile(r"\.step-(\d{8,18})\.replaced-\w+")

@@ -26,13 +26,13 @@ from mega_ckpt.formats.megatron_optimizer import StaysBehindError, Training
 from mega_ckpt.formats.megatron_write import Writing, write_release
 from mega_ckpt.journal import Journal, continued
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.remote import Place, Remote, place
 from mega_ckpt.source import OPTIMIZER, Source, cast_dtype, checkpoint_folder, open_source, tell_unread
 from mega_ckpt.storage import folder_at
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream import blocks, write_weights
 from mega_common.errors import CheckpointError
 from mega_common.log import ProgressBar, logger
+from mega_common.remote import Place, Remote, place
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = ("hf", "mega", "megatron")

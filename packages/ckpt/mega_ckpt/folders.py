@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from mega_ckpt.commits import commits_of, make_durable_folder, step_folder, step_of
 from mega_ckpt.manifest import Manifest
-from mega_ckpt.remote import Place
 from mega_common.errors import CheckpointError, NoCheckpointError
+from mega_common.remote import Place
 
 __all__ = ["committed", "latest", "make_durable_folder", "retain", "step_folder", "sweep"]
 

@@ -11,13 +11,13 @@ from mega_ckpt.formats.gguf import GgufSource
 from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf
 from mega_ckpt.formats.hf import CONFIG, HfSource
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.remote import Place
 from mega_ckpt.source import open_source
 from mega_ckpt.storage import folder_at
 from mega_ckpt.stream import blocks
 from mega_ckpt.verify import Report, Summary, groups_of
 from mega_common.errors import CheckpointError
 from mega_common.log import ProgressBar
+from mega_common.remote import Place
 
 
 def is_foreign(path: Place) -> bool:

@@ -23,10 +23,10 @@ import xxhash
 from pydantic import ValidationError
 
 from mega_ckpt.manifest import MANIFEST, Checksum, FileEntry
-from mega_ckpt.remote import Place, Remote, RemoteError
 from mega_common.config import Config
 from mega_common.errors import CheckpointError, MegaError
 from mega_common.files import install_folder
+from mega_common.remote import Place, Remote, RemoteError
 
 JOURNAL, CONTENT, NOTES = "journal.jsonl", "content", "finished"
 READ_BYTES = 1 << 22

@@ -25,11 +25,11 @@ import xxhash
 from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
 
 from mega_ckpt.pieces import Shape
-from mega_ckpt.remote import Place
 from mega_ckpt.storage import folder_at
 from mega_common.config import Config, Problem
 from mega_common.errors import CheckpointError, NoCheckpointError
 from mega_common.model_config import ModelConfig
+from mega_common.remote import Place
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION: Literal[1] = 1

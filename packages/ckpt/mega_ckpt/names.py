@@ -83,8 +83,14 @@ def _linear(name: str, out: int, into: int, bias: bool) -> Tensors:
 def _attention(config: ModelConfig) -> Tensors:
     width, head = config.hidden_size, config.head_size
     queries, keys = config.num_attention_heads * head, config.kv_heads * head
-    spans = (head, head) if config.qk_norm_span == "head" else (queries, keys)
-    norms: Tensors = {f"self_attn.{name}_norm.weight": (span,) for name, span in zip("qk", spans, strict=True)}
+    spans: dict[str, tuple[Shape, Shape]] = {
+        "head": ((head,), (head,)),
+        "all": ((queries,), (keys,)),
+        "each": ((config.num_attention_heads, head), (config.kv_heads, head)),
+    }
+    norms: Tensors = {
+        f"self_attn.{name}_norm.weight": span for name, span in zip("qk", spans[config.qk_norm_span], strict=True)
+    }
     return {
         **_linear("self_attn.q_proj", queries, width, config.qkv_bias),
         **_linear("self_attn.k_proj", keys, width, config.qkv_bias),

@@ -38,9 +38,9 @@ from torch.futures import Future
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, Chunk, FileEntry, tiles
 from mega_ckpt.pieces import MAX_SLAB_BYTES, Box, Shape, Sharded, slabs
-from mega_ckpt.remote import Place
 from mega_ckpt.shards import Slab, write_shards
 from mega_common.errors import CheckpointError, MegaError
+from mega_common.remote import Place
 
 T = TypeVar("T")
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from mega_ckpt.journal import Finished, Once, always
 from mega_ckpt.manifest import DTYPE_NAMES, Chunk, FileEntry
 from mega_ckpt.pieces import Shape
-from mega_ckpt.remote import Place
 from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError
+from mega_common.remote import Place
 
 BLOCK_BYTES = 1 << 20
 

@@ -23,10 +23,10 @@ from mega_ckpt.formats.megatron import MegatronSource, is_megatron
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Shape, Sharded, crop
-from mega_ckpt.remote import Place, content_of, place
 from mega_ckpt.store import Checkpoint, latest
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
+from mega_common.remote import Place, content_of, place
 
 WEIGHTS, OPTIMIZER, BUFFERS, ASSETS = "weights/", "optimizer/", "hf/", "assets"
 

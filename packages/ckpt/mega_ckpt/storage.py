@@ -16,9 +16,9 @@ from typing import IO, Protocol
 import torch
 from torch import Tensor
 
-from mega_ckpt.remote import Place, Remote, in_words
 from mega_common.errors import CheckpointError
 from mega_common.files import fsync_folder, naming
+from mega_common.remote import Place, Remote, in_words
 
 AHEAD_BYTES = 2 << 20  # the kernel cuts what is asked for at once to a few megabytes
 SENT_BYTES = 64 << 20

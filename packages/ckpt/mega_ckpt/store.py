@@ -30,13 +30,13 @@ from mega_ckpt.folders import committed, latest, retain, step_folder, sweep
 from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry, make_manifest
 from mega_ckpt.pieces import Sharded
 from mega_ckpt.planning import Loading, Reader, Saving, Writer, Written
-from mega_ckpt.remote import Place, Remote, place
 from mega_ckpt.shards import NewFile
 from mega_ckpt.staging import Staging
 from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError, MegaError
 from mega_common.log import ProgressBar, logger
 from mega_common.model_config import ModelConfig
+from mega_common.remote import Place, Remote, place
 
 __all__ = [
     "AsyncSaver", "Checkpoint", "Place", "Remote", "committed", "latest", "load", "place", "retain", "save", "step_folder",

@@ -20,11 +20,11 @@ from torch import Tensor
 from mega_ckpt.combine import new_folder
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Shape, crop
-from mega_ckpt.remote import Place
 from mega_ckpt.source import Source, checkpoint_folder, open_source
 from mega_ckpt.stream import write_weights
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig, MoeConfig
+from mega_common.remote import Place
 
 EXPERT = re.compile(r"(model\.layers\.\d+\.mlp)\.experts\.(gate|up|down)_proj\.(weight|bias)")
 ROUTER = re.compile(r"(model\.layers\.\d+\.mlp)\.gate\.weight")

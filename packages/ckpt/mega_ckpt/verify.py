@@ -18,11 +18,11 @@ from torch import Tensor
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, MANIFEST, Manifest
 from mega_ckpt.pieces import Shape, cut
-from mega_ckpt.remote import Place
 from mega_ckpt.shards import raw
 from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError
 from mega_common.log import ProgressBar, human
+from mega_common.remote import Place
 
 if TYPE_CHECKING:
     from mega_ckpt.source import Source

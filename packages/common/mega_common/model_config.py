@@ -154,7 +154,10 @@ class ModelConfig(Config):
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = Field(False, description="RMSNorm over each head's query and key, as in Qwen3")
-    qk_norm_span: Literal["head", "all"] = Field("head", description="`all`: over all heads at once, as in OLMo-2")
+    qk_norm_span: Literal["head", "all", "each"] = Field(
+        "head",
+        description="`all`: over all heads at once, as in OLMo-2; `each`: a LayerNorm without bias for each head, as in Command R+",
+    )
     norm_position: Literal["pre", "post", "both"] = Field(
         "pre", description="`post`: after attention and MLP, as in OLMo-2; `both`: before and after, as in Gemma 2"
     )

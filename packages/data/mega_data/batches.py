@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,7 @@ class Batch:
         rejected: what of no use came before or between the documents.
         size: bytes of text to encode.
         ends: how many of the documents spell the end token.
+        cut: how many answers lost something to the length limit; known when they are encoded.
         upto: what of the inputs is done with this batch.
         read: bytes of all inputs that were read for it and those before.
     """
@@ -36,6 +37,7 @@ class Batch:
     rejected: list[Rejected] = field(default_factory=list)
     size: int = 0
     ends: int = 0
+    cut: int = 0
     upto: Place = (0, 0)
     read: float = 0
     goes_on: bool = False
@@ -58,6 +60,7 @@ class Progress:
     bad: int = 0
     left_out: int = 0
     ends: int = 0
+    cut: int = 0
     quarantined: int = 0
     encoder: Choice = "auto"
 
@@ -109,9 +112,20 @@ class Reading:
         self.kinds[kind] += 1
 
 
-def batches(reading: Reading, tokenizer: Tokenizer, *, refuse: Path | None, end: str | None) -> Iterator[Batch]:
+Prepare = Callable[[Document | Rejected], Document | Rejected]
+
+
+def batches(
+    reading: Reading,
+    tokenizer: Tokenizer,
+    *,
+    refuse: Path | None,
+    end: str | None,
+    prepare: Prepare | None = None,
+) -> Iterator[Batch]:
     """Documents in batches of about `BATCH` bytes; a long one comes alone, in pieces.
 
+    `prepare` makes what is encoded of what is read.
     `refuse`: where bad lines would go if they did not end the run, None to let them pass. Documents with `end` in their
     text are counted.
 
@@ -119,7 +133,8 @@ def batches(reading: Reading, tokenizer: Tokenizer, *, refuse: Path | None, end:
         DataError: at a bad line that is not let pass, and where the readers do.
     """
     batch, before = Batch(), reading.read
-    for place, item in reading.items():
+    for place, read_item in reading.items():
+        item = prepare(read_item) if prepare else read_item
         size = item.size if isinstance(item, Document) else len(item.content)
         long = isinstance(item, Document) and len(item.text) > PIECE
         if (batch.documents or batch.rejected) and (long or batch.size + size > BATCH):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -41,6 +41,20 @@ class StableBlend:
             before, after = (k * share + ONE // 2) // ONE, ((k + 1) * share + ONE // 2) // ONE
             node, k = (left, before) if after > before else (right, k - before)
         return node, k
+
+    def counts(self, k: int) -> list[int]:
+        """How many of the first `k` samples are of each data set."""
+        return list(_counts(self._tree, k))
+
+
+def _counts(node: Node, k: int) -> Iterator[int]:
+    if isinstance(node, int):
+        yield k
+        return
+    share, left, right = node
+    before = (k * share + ONE // 2) // ONE
+    yield from _counts(left, before)
+    yield from _counts(right, k - before)
 
 
 def _tree(weights: Sequence[float], first: int) -> Node:
@@ -83,6 +97,11 @@ class MegatronBlend:
                 hint="a longer run needs a larger total from its start, or data.order: stable",
             )
         return int(self._dataset[k]), int(self._sample[k])
+
+    def counts(self, k: int) -> list[int]:
+        """How many of the first `k` samples are of each data set."""
+        found: list[int] = np.bincount(self._dataset[:k], minlength=len(self.sizes)).tolist()
+        return found
 
 
 def megatron_blend(shares: npt.NDArray[np.float64], size: int) -> Arrays:

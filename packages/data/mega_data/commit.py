@@ -22,8 +22,10 @@ from mega_data.indexed import (
     give_names,
     hold,
     idx_path,
+    mask_names,
     partial_folder,
     refusals,
+    remove_earlier,
 )
 from mega_data.info import forget, info_path, quarantine_path
 
@@ -81,12 +83,12 @@ def _left(folder: Path) -> set[str] | None:
 def _give_names(prefix: Path) -> str:
     folder = partial_folder(prefix)
     note = json.loads((folder / READY).read_bytes())
-    if (folder / "bin").exists():  # an old index beside a new .bin would be a data set that never was
-        idx_path(prefix).unlink(missing_ok=True)
+    if (folder / "bin").exists():
+        remove_earlier(prefix)
         forget(prefix)
         fsync_folder(prefix.parent)
-    bad_lines, info, index = quarantine_path(prefix), info_path(prefix), idx_path(prefix)
-    give_names(folder, {"bin": bin_path(prefix), "quarantine.jsonl": bad_lines, "info": info, "idx": index})
+    beside = {**mask_names(prefix), "quarantine.jsonl": quarantine_path(prefix), "info": info_path(prefix)}
+    give_names(folder, {"bin": bin_path(prefix), **beside, "idx": idx_path(prefix)})
     for name in note["obsolete"]:
         Path(name).unlink(missing_ok=True)
     discard(folder, last=[READY])

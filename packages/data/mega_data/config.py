@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,22 +11,50 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from mega_common.config import Config, Problem
 
-KindName = Literal["text"]
+Order = Literal["shuffled", "stable", "megatron"]
+KindName = Literal["text", "documents", "conversations", "pairs"]
 
 
 class Source(Config):
-    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind. A bare string is a path."""
+    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind. A bare string is a path.
+
+    A path with `*`, `?` or `[` is a glob: the data sets that match it share its weight by their tokens, as one would.
+    """
 
     path: Path
     weight: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="share of the samples, relative to the others; default: 1"
     )
     kind: KindName | None = Field(None, description="what kind of data it is, where that is not data.kind")
+    max_epochs: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="passes after which it is read no more, and the others go on"
+    )
+    curriculum: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
+        {},
+        description="weights from some numbers of training tokens on, such as {2000000000: 0.5}; until the first: weight",
+    )
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """The weight from each number of tokens on, 0 among them."""
+        return {0: self.weight or 1.0, **self.curriculum}
+
+    @property
+    def is_glob(self) -> bool:
+        """Whether it stands for the data sets that match."""
+        return any(sign in str(self.path) for sign in "*?[")
 
     @model_validator(mode="before")
     @classmethod
     def _bare_path(cls, raw: Any) -> Any:
         return {"path": raw} if isinstance(raw, str | Path) else raw
+
+
+class Begun(Config):
+    """Where a blend began that was changed at a resume, and how far each data set had been read by then, by path."""
+
+    samples: int = Field(ge=0)
+    read: dict[str, Annotated[int, Field(ge=0)]]
 
 
 def _listed(raw: Any) -> Any:
@@ -53,9 +81,28 @@ class DataConfig(Config):
         [969.0, 30.0, 1.0], description="shares of train, valid and test in each of the train data sets, by sequences"
     )
     seq_length: PositiveInt = Field(1024, description="tokens the model sees at once")
-    kind: KindName = Field("text", description="text: windows of running text")
-    order: Literal["stable", "megatron"] = Field(
-        "stable", description="stable: a function of seed and sample number alone; megatron: as Megatron draws it"
+    kind: KindName = Field(
+        "text",
+        description="text: windows of running text; documents: whole ones, packed; conversations: those, with the weights of "
+        "their mask; pairs: a chosen and a rejected answer",
+    )
+    long_documents: Literal["split", "drop"] = Field(
+        "split", description="what kind documents does with those of more than seq_length + 1 tokens: cut or leave out"
+    )
+    order: Order | None = Field(
+        None,
+        description="shuffled: documents in an order drawn by the seed; stable: in that of the file; both functions of seed and "
+        "sample number alone; megatron: as Megatron draws them; default: shuffled, and that of the run that is gone on with",
+    )
+    temperature: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="shares by weight times tokens ** (1 / temperature): 1 is by size, larger ones favour small data sets; "
+        "default: by weight alone",
+    )
+    begun: Begun | None = Field(
+        None, description="written by a run that is gone on with under another blend: where this one began"
     )
     tokenizer: Path | None = None
     allow_other_tokenizer: bool = Field(
@@ -67,6 +114,11 @@ class DataConfig(Config):
     cache: Path | None = Field(
         None, description="folder for the indices of order megatron; default: .cache beside the data, where writable"
     )
+
+    @property
+    def sample_order(self) -> Order:
+        """The order of the samples of a new run."""
+        return self.order or "shuffled"
 
     @property
     def shares(self) -> list[float]:
@@ -81,7 +133,26 @@ class DataConfig(Config):
         elif not self.split[0]:
             yield Problem("split", "gives nothing to train", self.split, "969,30,1")
         for name in ("train", "valid", "test"):
-            sources: list[Source] = getattr(self, name) or []
-            missing = [i for i, source in enumerate(sources) if source.weight is None]
-            if self.order == "megatron" and len(sources) > 1 and missing:
-                yield Problem(f"{name}.{missing[0]}.weight", "order megatron needs a weight for every data set")
+            yield from self._blend_problems(name, getattr(self, name) or [])
+
+    def _blend_problems(self, name: str, sources: list[Source]) -> Iterator[Problem]:
+        curricula = [source.weights for source in sources]
+        for tokens in sorted({tokens for each in curricula for tokens in each}) if sources else []:
+            if not any(weight_at(each, tokens) for each in curricula):
+                yield Problem(name, f"no data set has a weight from {tokens} tokens on")
+        if self.order != "megatron":
+            return
+        missing = [i for i, source in enumerate(sources) if source.weight is None]
+        if len(sources) > 1 and missing:
+            yield Problem(f"{name}.{missing[0]}.weight", "order megatron needs a weight for every data set")
+        for i, source in enumerate(sources):
+            for key in ("max_epochs", "curriculum"):
+                if getattr(source, key):
+                    yield Problem(
+                        f"{name}.{i}.{key}", "order megatron has one blend for all of a run", getattr(source, key)
+                    )
+
+
+def weight_at(weights: Mapping[int, float], tokens: int) -> float:
+    """The weight after so many training tokens of a data set that says its own from some numbers on, 0 among them."""
+    return weights[max(begin for begin in weights if begin <= tokens)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +14,7 @@ import xxhash
 from mega_common.errors import ConfigError, DataError
 from mega_data.blend import MegatronBlend, StableBlend
 from mega_data.config import DataConfig
+from mega_data.curriculum import blend_of, names_of
 from mega_data.indexed import IndexedReader
 from mega_data.kinds import kinds
 from mega_data.kinds.base import Sample, Samples, Setting
@@ -28,26 +31,54 @@ class Blend(Protocol):
         """The data set of sample `k`, and its number there."""
         ...
 
+    def counts(self, k: int) -> Sequence[int]:
+        """How many of the samples before `k` are of each data set."""
+        ...
+
 
 class BlendedDataset:
-    """Sample k of a blend. In order `stable` any k >= 0 is there; in order `megatron` those of the total asked for.
-
-    Attributes:
-        fingerprint: 32 hex digits of all that sample k depends on: order, seed, weights, contents, rules. A resumed
-            run compares it with the one in its checkpoint to know that its data is still the same.
+    """Sample k of a blend. In order `megatron` those of the total asked for are there, else any that `max_epochs` allows.
 
     Raises:
-        DataError: on reading a sample past the end of order `megatron`.
+        DataError: on reading a sample past the end.
     """
 
-    def __init__(self, sources: Sequence[Samples], blend: Blend, rules: DocumentRules) -> None:
-        self._sources, self._blend = sources, blend
-        told = [blend.identity, *(source.identity for source in sources), repr(rules)]
-        self.fingerprint = xxhash.xxh3_128_hexdigest("\n".join(told).encode())
+    def __init__(
+        self, parts: Sequence[Part], sources: Sequence[Samples], blend: Blend, rules: DocumentRules, seq_length: int
+    ) -> None:
+        self._parts, self._sources, self._blend = parts, sources, blend
+        self._rules, self._seq_length = rules, seq_length
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits of all that sample k depends on: order, seed, weights, contents, rules. A resumed run compares
+        it with the one in its checkpoint to know that its data is still the same.
+        """
+        told = [self._blend.identity, *(source.identity for source in self._sources), repr(self._rules)]
+        return xxhash.xxh3_128_hexdigest("\n".join(told).encode())
 
     def __getitem__(self, k: int) -> Sample:
         source, number = self._blend.locate(k)
         return self._sources[source][number]
+
+    def work(self, k: int) -> int:
+        """Pairs of tokens, about, that attention meets in sample `k`."""
+        source, number = self._blend.locate(k)
+        return self._sources[source].work(number)
+
+    def read(self, k: int) -> dict[str, int]:
+        """How many of the samples before `k` are of each data set, by path."""
+        return dict(zip(names_of(part.reader.prefix for part in self._parts), self._blend.counts(k), strict=True))
+
+    def epochs(self, k: int) -> dict[str, float]:
+        """How often each entry of the blend has been read before sample `k`, by its path; a glob is one entry."""
+        counts, passes = defaultdict[str, float](float), defaultdict[str, float](float)
+        for part, source, count in zip(self._parts, self._sources, self._blend.counts(k), strict=True):
+            name = str(part.reader.prefix if part.source is None else part.source.path)
+            counts[name] += count
+            # An index that nobody has needed yet is not made for this.
+            passes[name] += source.samples_per_epoch if count else part.tokens / self._seq_length
+        return {name: count / passes[name] for name, count in counts.items()}
 
 
 def build_datasets(
@@ -79,17 +110,24 @@ def build_datasets(
 
 
 def _blended(parts: Sequence[Part], setting: Setting, wanted: int) -> BlendedDataset:
-    config, weights = setting.config, [part.weight or 1.0 for part in parts]
-    blend: Blend = StableBlend(weights)
-    sizes = [wanted] * len(parts)
-    own_splits = config.valid is not None or config.test is not None
+    config, known = setting.config, kinds()
+    if config.sample_order != "megatron":
+        sources = [known[part.kind](part, setting, wanted) for part in parts]
+        limits = [
+            part.limit(partial(getattr, source, "samples_per_epoch"))
+            for part, source in zip(parts, sources, strict=True)
+        ]
+        return BlendedDataset(
+            parts, sources, blend_of(parts, config, limits), DocumentRules.of(setting), config.seq_length
+        )
+    blend: Blend = StableBlend([parts[0].weights[0]])
+    sizes, own_splits = [wanted], config.valid is not None or config.test is not None
     # One data set goes through Megatron's blending, and its surplus, only where it has a weight and shares a split.
-    if config.order == "megatron" and (len(parts) > 1 or (parts[0].weight is not None and not own_splits)):
-        blend = MegatronBlend(weights, wanted, setting.cache)
+    if len(parts) > 1 or (parts[0].weight is not None and not own_splits):
+        blend = MegatronBlend([part.weights[0] for part in parts], wanted, setting.cache)
         sizes = blend.sizes
-    known = kinds()
     sources = [known[part.kind](part, setting, size) for part, size in zip(parts, sizes, strict=True)]
-    return BlendedDataset(sources, blend, DocumentRules.of(setting))
+    return BlendedDataset(parts, sources, blend, DocumentRules.of(setting), config.seq_length)
 
 
 class SequentialDataset:

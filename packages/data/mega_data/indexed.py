@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,12 @@ def idx_path(prefix: Path) -> Path:
     """`PREFIX.idx`."""
     prefix = data_prefix(prefix)
     return prefix.with_name(prefix.name + ".idx")
+
+
+def mask_prefix(prefix: Path) -> Path:
+    """`PREFIX.mask`, the data set that has a byte for each token of another: its weight in the loss."""
+    prefix = data_prefix(prefix)
+    return prefix.with_name(prefix.name + ".mask")
 
 
 @contextlib.contextmanager
@@ -113,6 +119,19 @@ def give_names(folder: Path, names: Mapping[str, Path]) -> None:
             fsync_folder(final.parent)
 
 
+def mask_names(prefix: Path) -> dict[str, Path]:
+    """The files of a mask as `give_names` takes them."""
+    mask = mask_prefix(prefix)
+    return {"mask.bin": bin_path(mask), "mask.idx": idx_path(mask)}
+
+
+def remove_earlier(prefix: Path) -> None:
+    """Remove an earlier index, which beside a new `.bin` would be a data set that never was, and after it a mask."""
+    for path in (idx_path(prefix), *mask_names(prefix).values()):
+        path.unlink(missing_ok=True)
+    fsync_folder(prefix.parent)
+
+
 class IndexedWriter:
     """Writes one data set, in the folder `.NAME.partial` beside it. Until `close` is called, no file has its final name.
 
@@ -124,12 +143,23 @@ class IndexedWriter:
     never a mixture. What a kill left is cleared by the next writer, or with `resume` kept for `go_on`. With `wait` a
     writer of the same data set is waited for, and not an error.
 
+    With `masked` a byte for each token goes to `PREFIX.mask.bin` and `.idx`. A document has so many `sequences`.
+
     Raises:
         DataError: when the dtype is not one of the format's, a token does not fit it, the disk refuses, or another
             process is writing the same data set.
     """
 
-    def __init__(self, prefix: Path, dtype: npt.DTypeLike, *, resume: bool = False, wait: bool = False) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        dtype: npt.DTypeLike,
+        *,
+        resume: bool = False,
+        wait: bool = False,
+        masked: bool = False,
+        sequences: int = 1,
+    ) -> None:
         self.prefix = data_prefix(Path(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, name in DTYPES.items() if np.dtype(name) == self.dtype]
@@ -138,24 +168,33 @@ class IndexedWriter:
         self._code = codes[0]
         self._lengths = array("i")
         self._ends = array("q", [0])
-        self._lasts = False
+        self._lasts, self._sequences = False, sequences
         self.folder = partial_folder(self.prefix)
         with refusals(self.prefix):
             self._lock = hold(self.folder, wait=wait)
             if self._lock is None:
                 raise DataError(f"{self.prefix}: another process is writing this data set")
-            descriptor = os.open(self.folder / "bin", os.O_RDWR | os.O_CREAT, 0o666)
-            self._bin = os.fdopen(descriptor, "wb", buffering=1 << 20)
+            self._bin = self._opened("bin")
+            self._mask = self._opened("mask.bin") if masked else None
             if not resume:
                 self.clear()
+
+    def _opened(self, name: str) -> BinaryIO:
+        """A file under way, as it was left."""
+        return os.fdopen(os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o666), "wb", buffering=1 << 20)
+
+    @property
+    def _streams(self) -> list[BinaryIO]:
+        return [self._bin] if self._mask is None else [self._bin, self._mask]
 
     def clear(self) -> None:
         """Throw away what an interrupted writing left."""
         for path in self.folder.iterdir():
-            if path.name not in ("bin", LOCK):
+            if path.name not in ("bin", "mask.bin", LOCK):
                 path.unlink()
         fsync_folder(self.folder)
-        self._bin.truncate(0)
+        for stream in self._streams:
+            stream.truncate(0)
 
     def sync(self) -> None:
         """Make what was added so far last, for a later writer to `go_on` after it should this one end early."""
@@ -170,21 +209,24 @@ class IndexedWriter:
         self._lasts = True
 
     def go_on(self, documents: int) -> Tokens:
-        """Take up an interrupted writing after so many documents of one sequence each; returns their tokens, [n].
+        """Take up an interrupted writing after so many documents; returns their tokens, [n].
 
         Raises:
             DataError: when less is there than that.
         """
         with refusals(self.prefix):
-            lengths = np.fromfile(self.folder / "lengths", np.int32, documents)
-            size = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-            if lengths.size < documents or os.fstat(self._bin.fileno()).st_size < size:
-                raise DataError(f"{self.folder}: damaged", hint="remove it to start over")
+            sequences = documents * self._sequences
+            lengths = np.fromfile(self.folder / "lengths", np.int32, sequences)
+            tokens = int(lengths.sum(dtype=np.int64))
+            size = tokens * self.dtype.itemsize
+            for stream, wanted in zip(self._streams, (size, tokens), strict=False):
+                if lengths.size < sequences or os.fstat(stream.fileno()).st_size < wanted:
+                    raise DataError(f"{self.folder}: damaged", hint="remove it to start over")
+                stream.truncate(wanted)
+                stream.seek(wanted)
             os.truncate(self.folder / "lengths", lengths.nbytes)
-            self._bin.truncate(size)
-            self._bin.seek(size)
         self._lengths, self._ends = array("i", lengths.tobytes()), array("q", [0])
-        self._ends.frombytes(np.arange(1, documents + 1, dtype=np.int64).tobytes())
+        self._end_documents(0, sequences)
         self._lasts = True
         return np.memmap(self.folder / "bin", self.dtype, "r") if size else np.empty(0, self.dtype)
 
@@ -193,19 +235,28 @@ class IndexedWriter:
         values = np.asarray(tokens)
         self.add_documents(values, np.array([values.size]))
 
-    def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
-        """Add many documents of one sequence each: their tokens one after another, int[sum(lengths)]."""
+    def add_documents(
+        self, tokens: npt.ArrayLike, lengths: npt.ArrayLike, mask: npt.NDArray[np.uint8] | None = None
+    ) -> None:
+        """Add many documents: the tokens of their sequences one after another, int[sum(lengths)], and the mask's bytes."""
         values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if values.ndim != 1 or sizes.sum() != values.size:
             raise ValueError(f"tokens of shape {values.shape} for documents of {sizes.sum()} tokens together")
         if sizes.size and sizes.max() > np.iinfo(np.int32).max:
             raise DataError(f"{self.prefix}: a document of {sizes.max():,} tokens; the format ends at 2,147,483,647")
-        self._write(self._fitting(values))
+        self._write(self._fitting(values), mask)
         first = len(self._lengths)
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
-        self._ends.frombytes(np.arange(first + 1, first + 1 + sizes.size, dtype=np.int64).tobytes())
+        self._end_documents(first, first + sizes.size)
 
-    def append(self, reader: IndexedReader, bar: ProgressBar | None = None) -> None:
+    def _end_documents(self, first: int, last: int) -> None:
+        """Note documents for the sequences [first, last)."""
+        ends = np.arange(first + self._sequences, last + 1, self._sequences, dtype=np.int64)
+        self._ends.frombytes(ends.tobytes())
+
+    def append(
+        self, reader: IndexedReader, bar: ProgressBar | None = None, mask: npt.NDArray[np.uint8] | None = None
+    ) -> None:
         """Add all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.
 
         Raises:
@@ -215,7 +266,7 @@ class IndexedWriter:
             raise DataError(f"{reader.prefix} holds {reader.dtype} and cannot be appended to {self.dtype} tokens")
         for start in range(0, reader.num_tokens, CHUNK):
             piece = reader.tokens[start : start + CHUNK]
-            self._write(piece)
+            self._write(piece, None if mask is None else mask[start : start + CHUNK])
             if bar is not None:
                 bar.advance(piece.nbytes)
         first = len(self._lengths)
@@ -225,10 +276,9 @@ class IndexedWriter:
     def finish(self) -> None:
         """Put all that was added, and the index, into the folder for good; it is yet to get its names (`close`)."""
         with refusals(self.prefix):
-            with open(self.folder / "idx", "wb") as index:
-                self._write_index(index)
-                index.flush()
-                os.fsync(index.fileno())
+            self._make_index("idx", self.dtype, self._code)
+            if self._mask is not None:
+                self._make_index("mask.idx", np.dtype(np.uint8), 1)
             self._flush()
 
     def close(self) -> None:
@@ -241,10 +291,10 @@ class IndexedWriter:
         try:
             self.finish()
             with refusals(self.prefix):
-                # An old index beside a new .bin would be a data set that never was.
-                idx_path(self.prefix).unlink(missing_ok=True)
-                fsync_folder(self.prefix.parent)
-                give_names(self.folder, {"bin": bin_path(self.prefix), "idx": idx_path(self.prefix)})
+                remove_earlier(self.prefix)
+                give_names(
+                    self.folder, {"bin": bin_path(self.prefix), **mask_names(self.prefix), "idx": idx_path(self.prefix)}
+                )
         except BaseException:
             self.abort()
             raise
@@ -259,24 +309,29 @@ class IndexedWriter:
 
     def release(self) -> None:
         """Leave everything as it is, to whoever comes next."""
-        with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
-            self._bin.close()
+        for stream in self._streams:
+            with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
+                stream.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _flush(self) -> None:
-        self._bin.flush()
-        os.fsync(self._bin.fileno())
+        for stream in self._streams:
+            stream.flush()
+            os.fsync(stream.fileno())
 
-    def _write_index(self, stream: Any) -> None:
+    def _make_index(self, name: str, dtype: np.dtype[Any], code: int) -> None:
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
         pointers = np.zeros(lengths.size, np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self.dtype.itemsize
-        stream.write(HEADER.pack(MAGIC, 1, self._code, lengths.size, len(self._ends)))
-        for part in (lengths, pointers, np.frombuffer(self._ends, np.int64)):
-            stream.write(part.data)
+        pointers *= dtype.itemsize
+        with open(self.folder / name, "wb") as stream:
+            stream.write(HEADER.pack(MAGIC, 1, code, lengths.size, len(self._ends)))
+            for part in (lengths, pointers, np.frombuffer(self._ends, np.int64)):
+                stream.write(part.data)
+            stream.flush()
+            os.fsync(stream.fileno())
 
     def _fitting(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if values.size and not np.can_cast(values.dtype, self.dtype, "safe"):
@@ -289,9 +344,13 @@ class IndexedWriter:
                 )
         return values.astype(self.dtype, copy=False)
 
-    def _write(self, values: npt.NDArray[Any]) -> None:
+    def _write(self, values: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None) -> None:
+        if (self._mask is None) != (mask is None) or (mask is not None and mask.size != values.size):
+            raise ValueError(f"a mask of {None if mask is None else mask.size} bytes for {values.size} tokens")
         with refusals(self.prefix):
             self._bin.write(np.ascontiguousarray(values).data)
+            if self._mask is not None:
+                self._mask.write(np.ascontiguousarray(mask).data)
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ import numpy as np
 from mega_common.config import Config
 from mega_common.errors import DataError
 from mega_common.files import sha256_file, write_json
-from mega_data.indexed import bin_path, data_prefix, idx_path
+from mega_data.indexed import bin_path, data_prefix, idx_path, mask_names
 from mega_data.tokenizer import Tokenizer
 
 LARGEST = 1 << 16  # bytes that a description may have; a corpus of the same name is not read to find out
@@ -45,6 +45,28 @@ class Skipped(Config):
     binary: int = 0
 
 
+class ChatInfo(Config):
+    """How conversations became tokens and, beside them, the bytes of `PREFIX.mask`: the weights of tokens in the loss.
+
+    Attributes:
+        kind: conversations are a sequence each; pairs are two in a document, the chosen one first.
+        loss_on: what counts.
+        one: the byte that stands for weight 1; others are shares and multiples of it.
+        template: fingerprint of the chat template; `marked`: whether it says itself what an answer is.
+        max_length: tokens that were kept of each; `cut`: answers that lost something to that.
+        mask_sha256: of `PREFIX.mask.bin`, hex.
+    """
+
+    kind: Literal["conversations", "pairs"]
+    loss_on: Literal["answers", "last", "all"]
+    one: int
+    template: str
+    marked: bool
+    max_length: int | None = None
+    cut: int = 0
+    mask_sha256: str = ""
+
+
 class ShardInfo(Config):
     """Of which whole a data set is one part (`mega_data.shards`), and what joining them needs.
 
@@ -75,6 +97,7 @@ class DataInfo(Config):
     skipped: Skipped = Skipped()
     bin_sha256: str
     idx_sha256: str
+    chat: ChatInfo | None = None
     shard: ShardInfo | None = None
 
 
@@ -136,7 +159,8 @@ def write_info(prefix: Path, *, folder: Path | None = None, **fields: Any) -> Da
     path, index = (folder / "info", folder / "idx") if folder else (info_path(prefix), idx_path(prefix))
     try:
         info = DataInfo(idx_sha256=sha256_file(index), **fields)
-        write_json(path, info.model_dump(exclude={"shard"} if info.shard is None else None))
+        absent = {name for name in ("chat", "shard") if getattr(info, name) is None}
+        write_json(path, info.model_dump(exclude=absent))
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror})") from error
     return info
@@ -162,7 +186,8 @@ def prepare_output(prefix: Path, overwrite: bool) -> None:
 
 def data_files(prefix: Path) -> list[Path]:
     """Every file that a data set may have."""
-    return [bin_path(prefix), idx_path(prefix), info_path(prefix), quarantine_path(prefix)]
+    beside = [info_path(prefix), quarantine_path(prefix), *mask_names(prefix).values()]
+    return [bin_path(prefix), idx_path(prefix), *beside]
 
 
 def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:

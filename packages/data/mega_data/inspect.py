@@ -70,7 +70,7 @@ def inspect(
     reader = IndexedReader(Path(prefix))
     info = read_info(reader.prefix)
     if tokenizer is None:
-        tokenizer = _tokenizer_of(info)
+        tokenizer = tokenizer_of(info)
     elif info is not None:
         check_tokenizer(reader.prefix, info, tokenizer)
     counts = _token_counts(reader)
@@ -95,7 +95,8 @@ def inspect(
     )
 
 
-def _tokenizer_of(info: DataInfo | None) -> Tokenizer | None:
+def tokenizer_of(info: DataInfo | None) -> Tokenizer | None:
+    """The tokenizer that a data set was made with, if it is still there and unchanged."""
     if info is None or info.tokenizer is None or not Path(info.tokenizer.path).is_file():
         return None
     tokenizer = Tokenizer(Path(info.tokenizer.path))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -18,9 +19,12 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Samples(Protocol):
-    """Anything that makes sample k."""
+    """Anything that makes sample k, and tells how much work it is."""
 
     def __getitem__(self, k: int, /) -> Sample: ...
+
+    def work(self, k: int, /) -> int:
+        """As in `kinds.base.Samples`."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class StepBatch:
 class Loader:
     """Yields this rank's part of one global batch after another.
 
-    Of a step's samples [g, g + global_batch) a rank has [g + dp_rank n, g + (dp_rank + 1) n), n = global_batch / dp_size.
+    A step has the samples [g, g + global_batch), of which each rank has n = global_batch / dp_size, as `dealt` deals them.
     Where the batch is not always as large, `global_batch` tells its size from the samples consumed before it.
     `consumed_samples` is its only state: the samples of all batches handed out so far, over all ranks. A loader made
     with that number goes on with the next batch, in any world size.
@@ -97,8 +101,7 @@ class Loader:
         return global_batch // self._dp_size
 
     def _batch(self, begin: int, share: int) -> StepBatch:
-        first = begin + self._dp_rank * share
-        ids = np.arange(first, first + share)
+        ids = begin + self._own(range(begin, begin + share * self._dp_size))
         samples = [self._dataset[k] for k in ids.tolist()]
         documents = [sample.document_ids for sample in samples]
         return StepBatch(
@@ -112,9 +115,35 @@ class Loader:
             sample_ids=ids,
         )
 
+    def _own(self, step: range) -> npt.NDArray[np.int64]:
+        if self._dp_size == 1:
+            return np.arange(len(step))
+        own: npt.NDArray[np.int64] = dealt([self._dataset.work(k) for k in step], self._dp_size)[self._dp_rank]
+        return own
+
     def _or_one(self, document_ids: npt.NDArray[np.int32] | None) -> npt.NDArray[np.int32]:
         """A sample whose documents are not told apart is one document."""
         return np.zeros(self._seq_length, np.int32) if document_ids is None else document_ids
 
     def _stacked(self, rows: list[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
         return np.stack(rows, out=np.empty((len(rows), self._seq_length), rows[0].dtype))
+
+
+def dealt(work: Sequence[int], ranks: int) -> npt.NDArray[np.int64]:
+    """Which samples of a step each rank has, int64 [ranks, samples / ranks]: as many each, and about equal work.
+
+    Samples of equal work go by number, the first of them to the first rank. Others go the largest first, each to the rank
+    with the least work so far that has room (Graham 1969), so that the n-th ones of the ranks, which wait for each other
+    where gradients or weights are exchanged after every micro-batch, are about equal too.
+    """
+    share = len(work) // ranks
+    if len(set(work)) == 1:
+        return np.arange(len(work)).reshape(ranks, share)
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    open_hands = [(0, rank) for rank in range(ranks)]
+    for sample in sorted(range(len(work)), key=lambda sample: -work[sample]):
+        total, rank = heappop(open_hands)
+        hands[rank].append(sample)
+        if len(hands[rank]) < share:
+            heappush(open_hands, (total + work[sample], rank))
+    return np.array(hands)

@@ -11,6 +11,7 @@ from mega_common.log import ProgressBar
 from mega_data.commit import commit, settle
 from mega_data.indexed import IndexedReader, IndexedWriter, bin_path, data_prefix, idx_path
 from mega_data.info import (
+    ChatInfo,
     DataInfo,
     Skipped,
     TokenizerInfo,
@@ -22,6 +23,7 @@ from mega_data.info import (
     write_info,
 )
 from mega_data.limits import allow_open_files
+from mega_data.mask import open_mask
 
 
 def merge(prefixes: Sequence[Path], output: Path, *, mixed: bool = False, overwrite: bool = False) -> DataInfo:
@@ -48,8 +50,11 @@ def merge(prefixes: Sequence[Path], output: Path, *, mixed: bool = False, overwr
                 hint="the dtype follows from the vocabulary: tokenize both with the same tokenizer",
             )
     known = [info for info in infos if info is not None]
-    with IndexedWriter(output, readers[0].dtype) as writer:
-        return append_all(writer, readers, sum(r.tokens.nbytes for r in readers), known, tokenizer, append_eod)
+    chat = _common_chat(readers, infos)
+    with IndexedWriter(output, readers[0].dtype, masked=chat is not None) as writer:
+        return append_all(
+            writer, readers, sum(r.tokens.nbytes for r in readers), known, tokenizer, append_eod, chat=chat
+        )
 
 
 def append_all(
@@ -61,6 +66,8 @@ def append_all(
     append_eod: bool | None,
     made_from: str = "",
     obsolete: Iterable[Path] = (),
+    *,
+    chat: ChatInfo | None = None,
 ) -> DataInfo:
     """Put data sets of `size` bytes of tokens into a writer and make that appear (`commit`).
 
@@ -69,9 +76,12 @@ def append_all(
     documents = tokens = 0
     with ProgressBar("merging", total=size or None, unit="bytes") as bar:
         for reader in readers:
-            writer.append(reader, bar)
+            writer.append(reader, bar, None if chat is None else open_mask(reader))
             documents, tokens = documents + reader.document_index.size - 1, tokens + reader.num_tokens
     writer.finish()
+    if chat is not None:
+        cut = sum(info.chat.cut for info in infos if info.chat)
+        chat = chat.model_copy(update={"cut": cut, "mask_sha256": sha256_file(writer.folder / "mask.bin")})
     info = write_info(
         writer.prefix,
         folder=writer.folder,
@@ -87,6 +97,7 @@ def append_all(
             binary=sum(info.skipped.binary for info in infos),
         ),
         bin_sha256=sha256_file(writer.folder / "bin"),
+        chat=chat,
     )
     commit(writer, made_from, obsolete)
     return info
@@ -114,3 +125,22 @@ def _common(
         tokenizers[0] if len(set(prints)) == 1 else None,
         ends[0] if len(set(ends)) == 1 else None,
     )
+
+
+def _common_chat(readers: Sequence[IndexedReader], infos: Sequence[DataInfo | None]) -> ChatInfo | None:
+    """What all say of their conversations; None where none has any."""
+    chats = [info.chat if info else None for info in infos]
+    first = chats[0]
+    for reader, chat in zip(readers, chats, strict=True):
+        if (chat and chat.kind) != (first and first.kind):
+            raise DataError(
+                f"{reader.prefix} has {chat.kind if chat else 'text'}, {readers[0].prefix}"
+                f" {first.kind if first else 'text'}",
+                hint="a run reads both without merging them: data.train takes several, each with its kind",
+            )
+        if chat and first and chat.one != first.one:
+            raise DataError(
+                f"{reader.prefix}: the byte {chat.one} of its mask stands for weight 1, in {readers[0].prefix} {first.one}",
+                hint="make both with --turn-weights, or both without",
+            )
+    return first

@@ -19,13 +19,22 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
-from mega_common.files import write_json
+from mega_common.files import sha256_file, write_json
 from mega_common.log import ProgressBar, logger
 from mega_data.batches import Batch, Progress
 from mega_data.commit import commit
 from mega_data.encoder import Differs
 from mega_data.indexed import CHUNK, IndexedWriter, best_dtype, refusals
-from mega_data.info import DataInfo, ShardInfo, Skipped, TokenizerInfo, little_endian, quarantine_path, write_info
+from mega_data.info import (
+    ChatInfo,
+    DataInfo,
+    ShardInfo,
+    Skipped,
+    TokenizerInfo,
+    little_endian,
+    quarantine_path,
+    write_info,
+)
 from mega_data.readers import Rejected
 from mega_data.tokenizer import Tokenizer
 
@@ -52,12 +61,21 @@ class Output:
         made_from: str,
         *,
         lasting: bool,
+        chat: ChatInfo | None = None,
         shard: ShardInfo | None = None,
     ) -> None:
         self.prefix, self.tokenizer, self.append_eod, self.lasting = prefix, tokenizer, append_eod, lasting
-        self.shard = shard
+        self.chat, self.shard = chat, shard
         self.dtype = best_dtype(tokenizer.vocab_size)
-        self.writer = IndexedWriter(prefix, self.dtype, resume=True, wait=shard is not None)
+        self._sequences = 2 if chat is not None and chat.kind == "pairs" else 1
+        self.writer = IndexedWriter(
+            prefix,
+            self.dtype,
+            resume=True,
+            wait=shard is not None,
+            masked=chat is not None,
+            sequences=self._sequences,
+        )
         self.done = Progress(made_from)
         self.tokens = 0
         self._record, self._bad_lines = self.writer.folder / "progress.json", self.writer.folder / "quarantine.jsonl"
@@ -114,7 +132,8 @@ class Output:
         full = [array for array in arrays if array.size]
         if full:
             self._write(full)
-        self.done.empty += len(arrays) - len(full)
+        self.done.empty += (len(arrays) - len(full)) // self._sequences
+        self.done.cut += batch.cut
         self.done.text_bytes += sum(document.size for document in batch.documents)
         self.done.ends += batch.ends
         self.done.source, self.done.items = batch.upto
@@ -123,10 +142,14 @@ class Output:
 
     def _write(self, arrays: Arrays) -> None:
         lengths = np.array([array.size + self._end.size for array in arrays])
-        tokens = np.concatenate([part for array in arrays for part in (array, self._end)])
-        self.writer.add_documents(tokens, lengths)
+        if self.chat is None:
+            tokens, mask = np.concatenate([part for array in arrays for part in (array, self._end)]), None
+        else:
+            both = np.concatenate(arrays)
+            tokens, mask = np.ascontiguousarray(both["token"]), both["mask"]
+        self.writer.add_documents(tokens, lengths, mask)
         self._digest.update(tokens.data)
-        self.done.documents += len(arrays)
+        self.done.documents += len(arrays) // self._sequences
         self.tokens += tokens.size
 
     def _reject(self, item: Rejected) -> None:
@@ -179,6 +202,10 @@ class Output:
         with refusals(self.prefix):
             self._flush_quarantine()
             self.writer.finish()
+            chat = self.chat
+            if chat is not None:
+                mask_sha256 = sha256_file(self.writer.folder / "mask.bin")
+                chat = chat.model_copy(update={"cut": self.done.cut, "mask_sha256": mask_sha256})
             self.info = write_info(
                 self.prefix,
                 folder=self.writer.folder,
@@ -190,6 +217,7 @@ class Output:
                 text_bytes=self.done.text_bytes,
                 skipped=Skipped(bad=self.done.bad, empty=self.done.empty, binary=self.done.left_out),
                 bin_sha256=self._digest.hexdigest(),
+                chat=chat,
                 shard=self.shard,
             )
             self._close_quarantine()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from glob import glob
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import numpy as np
 from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig, Source
-from mega_data.indexed import IndexedReader
+from mega_data.document_order import token_range
+from mega_data.indexed import IndexedReader, data_prefix
 from mega_data.limits import allow_open_files
-from mega_data.sample_index import token_range
+from mega_data.mask import kind_of
 
 SPLITS = ("train", "valid", "test")
 LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
@@ -24,13 +26,31 @@ Bounds = tuple[float, float]
 
 @dataclass(frozen=True)
 class Part:
-    """The sequences [first, last) of a data set, its weight in the blend, and what kind of data it is."""
+    """The sequences [first, last) of a data set, its weight in the blend, and what kind of data it is.
+
+    Attributes:
+        source: what the configuration says of it.
+        share: a factor of its weights: for its size, or its part of what a glob matches.
+    """
 
     reader: IndexedReader
     first: int
     last: int
     weight: float | None
     kind: str
+    source: Source | None = None
+    share: float = 1.0
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """Its weight in the blend from each number of training tokens on, 0 among them."""
+        told = {0: self.weight or 1.0} if self.source is None else self.source.weights
+        return {tokens: weight * self.share for tokens, weight in told.items()}
+
+    def limit(self, samples_per_epoch: Callable[[], float]) -> int | None:
+        """Samples that a run may read of it, of which so many come to one pass."""
+        most = None if self.source is None else self.source.max_epochs
+        return None if most is None else max(1, int(most * samples_per_epoch()))
 
     @property
     def tokens(self) -> int:
@@ -68,9 +88,11 @@ class Parts:
         bounds = (0.0, 1.0) if name != "train" and own is not None else self._bounds[name]
         if bounds is None:
             return []
-        sources = own or self._config.train
-        self._open(sources)
-        parts = list(self._cut(name, sources, bounds))
+        sources = [(source, matching(source)) for source in own or self._config.train]
+        self._open([path for _, paths in sources for path in paths])
+        parts = [
+            part for source, paths in sources for part in self._shared(list(self._cut(name, source, paths, bounds)))
+        ]
         if not parts:
             raise DataError(
                 f"data.split = {self._config.split} leaves no sequence for {name}",
@@ -78,8 +100,20 @@ class Parts:
             )
         return parts
 
-    def _open(self, sources: Sequence[Source]) -> None:
-        new = {source.path: None for source in sources if source.path not in self._readers}
+    def _shared(self, parts: list[Part]) -> list[Part]:
+        """The parts of one source, with their shares of its weight."""
+        temperature = self._config.temperature
+        if temperature is None and not (parts and parts[0].source and parts[0].source.is_glob):
+            return parts
+        tokens = [part.tokens for part in parts]
+        size = 1.0 if temperature is None else sum(tokens) ** (1 / temperature)
+        return [
+            replace(part, share=size * own / sum(tokens)) if len(parts) > 1 else replace(part, share=size)
+            for part, own in zip(parts, tokens, strict=True)
+        ]
+
+    def _open(self, paths: Sequence[Path]) -> None:
+        new = dict.fromkeys(path for path in paths if path not in self._readers)
         allow_open_files(FILES * (len(self._readers) + len(new)))
         wrong = []
         for path in new:
@@ -93,17 +127,47 @@ class Parts:
         if wrong:
             raise DataError(f"{len(wrong)} data sets cannot be used:\n" + "\n".join(str(error) for error in wrong))
 
-    def _cut(self, name: str, sources: Sequence[Source], bounds: Bounds) -> Iterator[Part]:
-        for source in sources:
-            reader = self._readers[source.path]
+    def _cut(self, name: str, source: Source, paths: Sequence[Path], bounds: Bounds) -> Iterator[Part]:
+        for path in paths:
+            reader, kind = self._readers[path], source.kind or self._config.kind
+            check_kind(reader, kind)
             # Python's rounding, half to even, of the very product that Megatron rounds.
             first, last = (round(bound * float(len(reader))) for bound in bounds)
             if reader.lengths[first:last].any():
-                yield Part(reader, first, last, source.weight, source.kind or self._config.kind)
+                yield Part(reader, first, last, source.weight, kind, source)
             elif name == "train":
-                raise DataError(f"{source.path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
+                raise DataError(f"{path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
             else:
-                logger.warning("%s: none of its %d sequences is for %s; left out", source.path, len(reader), name)
+                logger.warning("%s: none of its %d sequences is for %s; left out", path, len(reader), name)
+
+
+def matching(source: Source) -> list[Path]:
+    """The prefixes of the data sets that a source stands for, sorted.
+
+    Raises:
+        DataError: when it is a glob that nothing matches.
+    """
+    if not source.is_glob:
+        return [data_prefix(source.path)]
+    pattern = str(data_prefix(source.path)) + ".idx"
+    found = [Path(name).with_suffix("") for name in sorted(glob(pattern, recursive=True))]
+    if not found:
+        raise DataError(f"{source.path}: no data set matches", hint="it is to match the names without .bin and .idx")
+    return found
+
+
+def check_kind(reader: IndexedReader, kind: str) -> None:
+    """Refuse conversations as text, which would count their questions in the loss, and text as conversations.
+
+    Raises:
+        DataError: as said.
+    """
+    made, ours = kind_of(reader), kind if kind in ("conversations", "pairs") else "text"
+    if ours != made:
+        raise DataError(
+            f"{reader.prefix}: holds {made}, and its kind in this run is {kind}",
+            hint=f"set data.kind: {made}, or kind: {made} beside its path",
+        )
 
 
 def split_bounds(shares: Sequence[float]) -> list[Bounds | None]:
@@ -147,33 +211,3 @@ def _told_apart(reader: IndexedReader, document: int, eod: int | None) -> bool:
         return True
     begin, end = token_range(reader, first, last)
     return eod in (int(reader.tokens[begin]), int(reader.tokens[end - 1]))
-
-
-@dataclass(frozen=True)
-class Use:
-    """How much of a data set a run reads: `samples` of a split, which are its tokens there `epochs` times."""
-
-    split: str
-    prefix: Path
-    documents: int
-    tokens: int
-    samples: float
-    epochs: float
-
-
-def planned_use(config: DataConfig, samples: Mapping[str, int], eod: int | None) -> list[Use]:
-    """What a run that reads `samples` of each split reads of each data set; nothing is built for it.
-
-    Raises:
-        ConfigError, DataError: as when the data is loaded.
-    """
-    parts, found = Parts(config, eod), []
-    for name in SPLITS:
-        chosen = parts.of(name) if name == "train" or samples.get(name) else []
-        total = sum(part.weight or 1.0 for part in chosen)
-        for part in chosen:
-            share = samples.get(name, 0) * (part.weight or 1.0) / total
-            documents = part.reader.document_index.size - 1
-            epochs = share * config.seq_length / part.tokens
-            found.append(Use(name, part.reader.prefix, documents, part.tokens, share, epochs))
-    return found

@@ -25,14 +25,16 @@ import numpy as np
 from mega_common.errors import DataError, MegaError
 from mega_common.log import ProgressBar, human, logger
 from mega_data.batches import Batch, Reading, batches
+from mega_data.chat.prepare import ChatOptions, Chats
 from mega_data.commit import settle
 from mega_data.encoder import Choice, Differs, Encoder, choose_encoder
 from mega_data.engines import Engine, in_processes, on_ray
 from mega_data.indexed import data_prefix
 from mega_data.info import DataInfo, ShardInfo, data_files, prepare_output, quarantine_path, read_info, refuse_inputs
 from mega_data.output import Arrays, Output
+from mega_data.readers import Document
 from mega_data.shards import Shard, cut, failure_noted, finished, join
-from mega_data.sources import LeftOut, Source, find_sources
+from mega_data.sources import WHOLE, LeftOut, Source, find_sources
 from mega_data.tokenizer import Tokenizer, one_thread_per_call
 from mega_data.unpack import STDIN
 
@@ -52,6 +54,7 @@ def preprocess(
     workers: int | None = None,
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
+    chat: ChatOptions | None = None,
     shard: Shard | None = None,
     engine: Engine = "threads",
     shards: int | None = None,
@@ -68,6 +71,11 @@ def preprocess(
     Until everything is written no file has its final name, whatever ends the run. A run that was ended goes on where it
     was when it is started again, if its inputs are files and they did not change; the data set is the same then.
 
+    With `chat` whole records are read, as conversations or pairs of them (`mega_data.chat.records`), and their tokens'
+    weights in the loss are written too (`PREFIX.mask.bin`, `PREFIX.mask.idx`). A special token that the text of a
+    conversation spells is that token, as for transformers. Conversations of which nothing that counts is left within
+    the length limit are left out and counted as empty.
+
     A `shard` makes only its part (see `mega_data.shards`); what is returned describes that, or the whole if it was the
     last part that was missing. With the `engine` processes or ray this makes all parts, as many as `shards` says and by
     default one for each `PART` bytes of input; `workers` is the number of parts that are made at once.
@@ -79,7 +87,8 @@ def preprocess(
     """
     job = Job(
         tuple(inputs), Path(tokenizer_path), data_prefix(Path(output_prefix)),
-        json_key, append_eod, parse_special_tokens, on_bad_line, overwrite, encoder,
+        WHOLE if chat else json_key, append_eod, parse_special_tokens or chat is not None, on_bad_line, overwrite, chat,
+        encoder,
     )  # fmt: skip
     if settled := job.check():
         return settled
@@ -103,7 +112,8 @@ class Job:
     parse_special_tokens: bool
     on_bad_line: Literal["error", "skip"]
     overwrite: bool
-    encoder: Choice
+    chat: ChatOptions | None = None
+    encoder: Choice = "auto"
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -115,6 +125,11 @@ class Job:
                 hint="put `eos_token` into tokenizer_config.json beside it",
             )
         return tokenizer
+
+    @cached_property
+    def chats(self) -> Chats | None:
+        """What makes texts of conversations."""
+        return Chats(self.chat, self.tokenizer) if self.chat else None
 
     @cached_property
     def left_out(self) -> LeftOut:
@@ -130,7 +145,10 @@ class Job:
     def made_from(self) -> str:
         """What tells one run from another: a digest of all that decides about its tokens."""
         tokenizer = self.tokenizer
-        settings = [tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key]
+        settings: list[Any] = [
+            tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key,
+        ]  # fmt: skip
+        settings += [self.chats.info.model_dump()] if self.chats else []
         files = [(source.name, source.kind, source.size, source.changed) for source in self.sources]
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
@@ -147,7 +165,7 @@ class Job:
     ) -> DataInfo:
         """Read, encode and write all of `sources`, from where an interrupted run was."""
         try:
-            return self._make(prefix, sources, made_from, workers, shard, self.encoder)
+            return self._make(prefix, sources, made_from, workers, shard, "tokenizers" if self.chats else self.encoder)
         except Differs as error:
             if not all(source.again for source in sources):
                 raise DataError(
@@ -166,11 +184,19 @@ class Job:
         shard: ShardInfo | None,
         choice: Choice,
     ) -> DataInfo:
-        tokenizer = self.tokenizer
+        tokenizer, chats = self.tokenizer, self.chats
         lasting = all(source.again for source in sources)
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(
-                Output(prefix, tokenizer, self.append_eod, made_from, lasting=lasting, shard=shard)
+                Output(
+                    prefix,
+                    tokenizer,
+                    self.append_eod,
+                    made_from,
+                    lasting=lasting,
+                    chat=chats.info if chats else None,
+                    shard=shard,
+                )
             )
             size = sum(source.bytes for source in sources)
             bar = stack.enter_context(ProgressBar("tokenizing", total=size or None, unit="bytes"))
@@ -183,9 +209,10 @@ class Job:
                 tokenizer,
                 refuse=None if self.on_bad_line == "skip" else quarantine_path(prefix),
                 end=None if self.parse_special_tokens else tokenizer.eos_token,
+                prepare=chats.prepare if chats else None,
             )
             stack.enter_context(one_thread_per_call())
-            encoded = _encoded(good, encoder, output.dtype, workers)
+            encoded = _encoded(good, self, encoder, output.dtype, workers)
             for batch, arrays in stack.enter_context(contextlib.closing(encoded)):
                 output.add(batch, arrays)
                 reading.show(batch.read)
@@ -199,6 +226,12 @@ class Job:
         reading.tell()
         _tell(output.info, output, tokenizer)
         return output.info
+
+    def encode(self, documents: Sequence[Document], encoder: Encoder, dtype: np.dtype[Any]) -> tuple[Arrays, int]:
+        """The arrays of documents, and how many answers the length limit cut."""
+        if self.chats:
+            return self.chats.encoder.encode([document.chats for document in documents], dtype)
+        return encoder.encode_batch([document.text for document in documents], dtype), 0
 
     def make_part(self, shard: Shard, workers: int) -> DataInfo:
         """Make the part of one shard, unless it is made already."""
@@ -259,11 +292,11 @@ def usable_cores() -> int:
 
 
 def _encoded(
-    batches: Iterable[Batch], encoder: Encoder, dtype: np.dtype[Any], workers: int
+    batches: Iterable[Batch], job: Job, encoder: Encoder, dtype: np.dtype[Any], workers: int
 ) -> Generator[tuple[Batch, Arrays], None, None]:
     """Each batch with its tokens, in order; at most `AHEAD` bytes per worker (or one batch) are under way."""
     if workers == 1:  # a thread of its own would cost more, in memory arenas, than it saves
-        yield from ((batch, _encode(batch, encoder, dtype)) for batch in batches)
+        yield from ((batch, _encode(batch, job, encoder, dtype)) for batch in batches)
         return
     pending: deque[tuple[Batch, Future[Arrays]]] = deque()
     under_way = 0
@@ -275,7 +308,7 @@ def _encoded(
                 while pending and under_way + batch.size > workers * AHEAD:
                     under_way -= pending[0][0].size
                     yield _finished(*pending.popleft())
-                pending.append((batch, pool.submit(_encode, batch, encoder, dtype)))
+                pending.append((batch, pool.submit(_encode, batch, job, encoder, dtype)))
                 under_way += batch.size
                 while pending and pending[0][1].done():
                     under_way -= pending[0][0].size
@@ -294,27 +327,29 @@ def _finished(batch: Batch, future: Future[Arrays]) -> tuple[Batch, Arrays]:
     return batch, future.result()
 
 
-def _encode(batch: Batch, encoder: Encoder, dtype: np.dtype[Any]) -> Arrays:
+def _encode(batch: Batch, job: Job, encoder: Encoder, dtype: np.dtype[Any]) -> Arrays:
     if not batch.documents:
         return []
     try:
-        return encoder.encode_batch([document.text for document in batch.documents], dtype)
+        arrays, batch.cut = job.encode(batch.documents, encoder, dtype)
     except Differs as error:
         error.where = batch.documents[error.index].where
         raise
     except BaseException as error:  # a panic in Rust is no Exception
-        raise _blame(batch, encoder, dtype, error) from error
+        raise _blame(batch, job, dtype, error) from error
+    return arrays
 
 
-def _blame(batch: Batch, encoder: Encoder, dtype: np.dtype[Any], error: BaseException) -> DataError:
+def _blame(batch: Batch, job: Job, dtype: np.dtype[Any], error: BaseException) -> DataError:
     """Find the document of a batch that the tokenizer fails on."""
+    path = job.tokenizer.path
     for document in batch.documents:
         try:
-            encoder.encode_batch([document.text], dtype)
+            job.encode([document], job.tokenizer, dtype)
         except BaseException as own:  # noqa: BLE001 - as above; it is told, not lost
-            return DataError(f"{document.where}: the tokenizer {encoder.path} fails on this document ({own})")
+            return DataError(f"{document.where}: the tokenizer {path} fails on this document ({own})")
     first, last = batch.documents[0], batch.documents[-1]
-    return DataError(f"{first.where} to {last.where}: the tokenizer {encoder.path} fails on this batch ({error})")
+    return DataError(f"{first.where} to {last.where}: the tokenizer {path} fails on this batch ({error})")
 
 
 def _tell(info: DataInfo, output: Output, tokenizer: Tokenizer) -> None:
@@ -323,6 +358,8 @@ def _tell(info: DataInfo, output: Output, tokenizer: Tokenizer) -> None:
         logger.warning("%d bad lines are in %s", info.skipped.bad, quarantine_path(output.prefix))
     if info.skipped.empty:
         logger.warning("%d empty documents were left out", info.skipped.empty)
+    if info.chat is not None and info.chat.cut:
+        logger.warning("%d answers were cut by the limit of %d tokens", info.chat.cut, info.chat.max_length)
     if output.done.ends:
         logger.warning(
             "%d documents spell the end token %r: it is text there; --parse-special-tokens takes it for the token",

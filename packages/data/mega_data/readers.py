@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_common.errors import DataError
-from mega_data.sources import ABSENT, BOM, Kind, LeftOut, Source, describe, find_sources, kind_by_content, lookup
+from mega_data.chat.template import Rendered
+from mega_data.sources import (
+    ABSENT,
+    BOM,
+    WHOLE,
+    Kind,
+    LeftOut,
+    Source,
+    describe,
+    find_sources,
+    kind_by_content,
+    lookup,
+)
 from mega_data.unpack import DAMAGE, Advance, head, opened, package
 
 BLOCK = 1 << 20
@@ -27,12 +39,16 @@ LARGEST_VALUE = 1 << 30  # characters of one JSON value; what looks longer has a
 
 
 class Document(NamedTuple):
-    """A text of `size` UTF-8 bytes, and where it stands (`line` counts from 1; rows, records and JSON values too)."""
+    """A text of `size` UTF-8 bytes, and where it stands (`line` counts from 1; rows, records and JSON values too).
+
+    `chats` are the conversations that a record was; there is no other text then.
+    """
 
     text: str
     size: int
     file: str
     line: int
+    chats: tuple[Rendered, ...] = ()
 
     @property
     def where(self) -> str:
@@ -271,11 +287,12 @@ def _read_parquet(source: Source, key: str, advance: Advance) -> Items:
     try:
         with parquet.ParquetFile(source.name) as file:
             names = _leaves(file.schema_arrow, arrow.types.is_struct)
-            if key not in names:
+            if key not in names and key != WHOLE:
                 raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(names)}")
+            columns = None if key == WHOLE else [key]
             rows = max(file.metadata.num_rows, 1)
             groups, line = _row_groups(file.metadata, source)
-            for batch in file.iter_batches(columns=[key], batch_size=256, row_groups=groups):
+            for batch in file.iter_batches(columns=columns, batch_size=256, row_groups=groups):
                 for record in batch.to_pylist():
                     line += 1
                     yield _checked(lookup(record, key), key, source.name, line)

@@ -1,12 +1,14 @@
-"""Which tokens sample k of one data set holds, in the two orders. A sample is S + 1 tokens: S inputs, S labels.
+"""Which tokens sample k of one data set holds, in the three orders. A sample is S + 1 tokens: S inputs, S labels.
 
-`StableSamples`, the default, is a pure function of (seed, content, k): it has no index to build, to cache or to wait
-for, and knows no total, so a longer run begins exactly like a shorter one. `MegatronSamples` is bit-identical to
-Megatron's GPT data set, whose order depends on the number of samples asked for.
+`ShuffledSamples`, the default, and `StableSamples` are pure functions of (seed, content, k) and know no total, so a
+longer run begins exactly like a shorter one. The first reads documents in an order drawn by the seed; the second in that
+of the file, which takes one read a sample and no index to build. `MegatronSamples` is bit-identical to Megatron's GPT
+data set, whose order depends on the number of samples asked for.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,10 @@ import numpy.typing as npt
 import xxhash
 
 from mega_common.errors import DataError
+from mega_data.document_order import DocumentOrder, token_range
 from mega_data.index_cache import Arrays, cached_arrays
-from mega_data.indexed import IndexedReader
-
-MASK = (1 << 64) - 1
-ROUNDS = 6
+from mega_data.indexed import IndexedReader, Tokens
+from mega_data.permutation import mix, permuted
 
 
 class StableSamples:
@@ -39,51 +40,70 @@ class StableSamples:
         DataError: when the range holds no token.
     """
 
+    order = "stable"
+
     def __init__(self, reader: IndexedReader, first: int, last: int, *, seq_length: int, seed: int) -> None:
-        begin, end = token_range(reader, first, last)
-        self._tokens = reader.tokens[begin:end]
-        self._seq_length = seq_length
-        self._per_epoch = max(1, (end - begin) // seq_length)
-        self.identity = f"stable seed={seed} seq={seq_length} data={reader.fingerprint} range={first}:{last}"
+        self._begin, end = token_range(reader, first, last)
+        self._reader, self._first, self._last = reader, first, last
+        self._seq_length, self._seed, self._count = seq_length, seed, end - self._begin
+        self._per_epoch = max(1, self._count // seq_length)
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Windows of an epoch."""
+        return self._per_epoch
+
+    @cached_property
+    def identity(self) -> str:
+        """All that the samples depend on."""
+        content = f"data={self._reader.fingerprint} range={self._first}:{self._last}"
+        return f"{self.order} seed={self._seed} seq={self._seq_length} {content}"
 
     def start(self, k: int) -> int:
-        """Position of the first token of sample `k` within the range."""
+        """Position of the first token of sample `k` in the circle."""
         epoch, window = divmod(k, self._per_epoch)
         key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
-        return (_mix(key) + permuted(window, self._per_epoch, key) * self._seq_length) % self._tokens.size
+        return (mix(key) + permuted(window, self._per_epoch, key) * self._seq_length) % self._count
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         """int64 [S + 1]."""
-        start = self.start(k)
-        end = start + self._seq_length + 1
-        if end <= self._tokens.size:
-            return self._tokens[start:end].astype(np.int64)
-        return self._tokens.take(np.arange(start, end), mode="wrap").astype(np.int64)
+        at, left, parts = self.start(k), self._seq_length + 1, []
+        while left:
+            parts += self._read(at, min(left, self._count - at))
+            left -= min(left, self._count - at)
+            at = 0
+        return np.concatenate(parts, dtype=np.int64)
+
+    def _read(self, at: int, count: int) -> list[Tokens]:
+        """The tokens [at, at + count) of the circle, in parts."""
+        return [self._reader.tokens[self._begin + at : self._begin + at + count]]
 
 
-def permuted(i: int, n: int, key: int) -> int:
-    """The image of `i` under a permutation of range(n) drawn by the 64-bit `key`, without making the permutation.
+class ShuffledSamples(StableSamples):
+    """As `StableSamples`, of a circle in which the documents stand in an order drawn by (seed, content, range).
 
-    A Feistel network permutes the least power of four that holds n; values that fall outside are sent through again
-    (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), less than four times on average.
+    All orders of documents are as likely as the permutation of `permuted` makes them; it is one for all epochs, whose
+    windows and their order differ. Where the documents lie follows from the permutation and their lengths: kept is where
+    every 16th of the circle begins, 8 bytes (so half a byte a document: 0.5 GB for 1e9 of them, through a memory map that
+    the ranks of a machine share), found by one pass over the lengths when the first sample is read. A sample looks up
+    up to 16 lengths beside its own documents, and reads each of these from its place in the file: a file on disks that
+    are slow to seek is better shuffled as a whole (`mega data shuffle`) and read in order `stable`.
     """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    low = (1 << half) - 1
-    while True:
-        left, right = i >> half, i & low
-        for step in range(ROUNDS):
-            left, right = right, left ^ (_mix(_mix(key + step) + right) >> (64 - half))
-        i = left << half | right
-        if i < n:
-            return i
 
+    order = "shuffled"
 
-def _mix(x: int) -> int:
-    """The output function of splitmix64 (Steele, Lea, Flood 2014)."""
-    x = (x + 0x9E3779B97F4A7C15) & MASK
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-    return x ^ x >> 31
+    def __init__(
+        self, reader: IndexedReader, first: int, last: int, *, seq_length: int, seed: int, cache: Path
+    ) -> None:
+        super().__init__(reader, first, last, seq_length=seq_length, seed=seed)
+        self._cache = cache
+
+    @cached_property
+    def _documents(self) -> DocumentOrder:
+        return DocumentOrder(self._reader, self._first, self._last, seed=self._seed, cache=self._cache)
+
+    def _read(self, at: int, count: int) -> list[Tokens]:
+        return list(self._documents.read(at, count))
 
 
 class MegatronSamples:
@@ -96,8 +116,8 @@ class MegatronSamples:
     def __init__(
         self, reader: IndexedReader, first: int, last: int, *, seq_length: int, seed: int, num_samples: int, cache: Path
     ) -> None:
-        token_range(reader, first, last)
-        self._reader = reader
+        begin, end = token_range(reader, first, last)
+        self._reader, self.samples_per_epoch = reader, (end - begin) / seq_length
         self.identity = (
             f"megatron seed={seed} seq={seq_length} samples={num_samples} data={reader.fingerprint}"
             f" range={first}:{last}"
@@ -170,18 +190,3 @@ def megatron_indices(
 def _shuffled(values: npt.NDArray[Any], random: np.random.RandomState) -> npt.NDArray[Any]:
     random.shuffle(values)
     return values
-
-
-def token_range(reader: IndexedReader, first: int, last: int) -> tuple[int, int]:
-    """Where the tokens of the sequences [first, last) begin and end, in tokens.
-
-    Raises:
-        DataError: when there are none.
-    """
-    bounds = [
-        int(reader.pointers[i]) // reader.dtype.itemsize if i < len(reader) else reader.num_tokens
-        for i in (first, last)
-    ]
-    if bounds[0] >= bounds[1]:
-        raise DataError(f"{reader.prefix}: no token in its sequences {first} to {last} (it has {len(reader)})")
-    return bounds[0], bounds[1]

@@ -139,7 +139,7 @@ def join(whole: Path, sources: Sequence[Source], shard: Shard, key: str, made_fr
     infos = [info for prefix in prefixes if (info := read_info(prefix))]
     if not sum(info.documents for info in infos):
         raise DataError(f"{sources[0].name}: not one document with text in {len(sources)} file(s)")
-    with IndexedWriter(whole, infos[0].dtype, wait=True) as writer:
+    with IndexedWriter(whole, infos[0].dtype, wait=True, masked=infos[0].chat is not None) as writer:
         if not all(idx_path(prefix).exists() for prefix in prefixes):  # joined by another, which was waited for
             writer.abort()
             return read_info(whole)
@@ -148,7 +148,9 @@ def join(whole: Path, sources: Sequence[Source], shard: Shard, key: str, made_fr
         size = sum(info.tokens for info in infos) * writer.dtype.itemsize
         readers = map(IndexedReader, prefixes)
         first = infos[0]
-        return append_all(writer, readers, size, infos, first.tokenizer, first.append_eod, made_from, obsolete)
+        return append_all(
+            writer, readers, size, infos, first.tokenizer, first.append_eod, made_from, obsolete, chat=first.chat
+        )
 
 
 def _join_bad_lines(

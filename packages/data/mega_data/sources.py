@@ -31,6 +31,7 @@ NAMES: dict[str, Kind] = {
 }  # fmt: skip
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 ABSENT = object()
+WHOLE = ""  # the key that stands for the whole record, as JSON
 BOM = b"\xef\xbb\xbf"
 
 # Beside data files these describe the data.
@@ -298,6 +299,8 @@ def _has(record: Any, key: str) -> bool:
 
 def lookup(record: dict[str, Any], key: str) -> Any:
     """The value under a key, or under `a.b` that of `b` in the object under `a`; ABSENT where there is none."""
+    if key == WHOLE:
+        return json.dumps(record, ensure_ascii=False, default=str)
     if key in record:
         return record[key]
     value: Any = record

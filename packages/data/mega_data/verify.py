@@ -10,8 +10,9 @@ import numpy as np
 from mega_common.errors import DataError
 from mega_common.files import sha256_file
 from mega_common.log import ProgressBar
-from mega_data.indexed import CHUNK, IndexedReader, bin_path, idx_path
+from mega_data.indexed import CHUNK, IndexedReader, bin_path, idx_path, mask_prefix
 from mega_data.info import DataInfo, info_path, little_endian, read_info
+from mega_data.mask import open_mask
 from mega_data.tokenizer import Tokenizer
 
 
@@ -35,6 +36,11 @@ def verify(prefix: Path, tokenizer: Tokenizer | None = None) -> DataInfo | None:
     digest = _check_tokens(reader, vocab_size)
     if info is not None and digest != info.bin_sha256:
         raise DataError(_differs(bin_path(reader.prefix), reader.prefix, digest, info.bin_sha256))
+    if info is not None and info.chat is not None:
+        open_mask(reader)
+        mask = bin_path(mask_prefix(reader.prefix))
+        if (digest := sha256_file(mask)) != info.chat.mask_sha256:
+            raise DataError(_differs(mask, reader.prefix, digest, info.chat.mask_sha256))
     return info
 
 

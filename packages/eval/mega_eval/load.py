@@ -15,11 +15,11 @@ import torch
 
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import boxes_of
-from mega_ckpt.remote import Place
 from mega_ckpt.source import copy_assets, load_weights, open_source, tell_unread
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.log import logger
 from mega_common.model_config import ModelConfig
+from mega_common.remote import Place
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder

@@ -44,7 +44,8 @@ class MicroBatch:
         outline: of the whole samples: where documents begin, when attention is closed at their ends.
         samples: the global number of each sample.
         ahead: for each of the model's layers that predict further tokens.
-        matters: bool [B, S], tokens with a label that counts at or behind them; the others influence nothing. None: not
+        matters: bool [B, S], tokens with a label that counts at or behind them, in their document where attention is
+            closed at its end; the others influence nothing. None: not
             asked for, without experts.
         places: int64 [S], where the tokens stand in the whole samples; None when they are those.
     """
@@ -82,11 +83,11 @@ def micro_batches(
     size, top = config.batch.micro, max(batch.tokens.max(), batch.labels.max())
     if top >= config.model.vocab_size:
         raise DataError(
-            f"sample {batch.sample_ids[0]} or one after it has the token {top}, but model.vocab_size is "
+            f"one of the samples {batch.sample_ids.min()} to {batch.sample_ids.max()} has the token {top}, but model.vocab_size is "
             f"{config.model.vocab_size}",
             hint="the data were made with another tokenizer, or model.vocab_size is too small",
         )
-    matters = np.logical_or.accumulate(batch.loss_weights[:, ::-1] > 0, axis=1)[:, ::-1] if config.model.moe else None
+    matters = _matters(batch) if config.model.moe else None
     further = [_ahead(batch, places) for places in range(1, config.model.mtp_layers + 1)]
     own = None
     if context is not None and context.size > 1:
@@ -110,6 +111,17 @@ def micro_batches(
             matters=None if matters is None else tensor(matters),
         )
         yield whole if own is None else whole.part(own)
+
+
+def _matters(batch: StepBatch) -> np.ndarray:
+    """See `MicroBatch.matters`: bool [n, S]."""
+    counts = batch.loss_weights > 0
+    left = np.cumsum(counts[:, ::-1], axis=1)[:, ::-1]  # labels that count, from each token to the end of its row
+    if batch.document_ids is None:
+        return left > 0
+    ends = np.diff(batch.document_ids, axis=1, append=-1) != 0
+    behind = np.where(ends, left - counts, -1)  # of each document's last token: those of the documents behind it
+    return left > np.maximum.accumulate(behind[:, ::-1], axis=1)[:, ::-1]
 
 
 def _ahead(batch: StepBatch, places: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

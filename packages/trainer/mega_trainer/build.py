@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from mega_data.dataset import BlendedDataset, build_datasets
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
-from mega_trainer.fp8 import check_device
+from mega_trainer.fp8 import check_device, layers_kept
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.choice import Choice, Facts, choose, installed
 from mega_trainer.kernels.flash import Flash, Flash2, Flash3, TorchFlash
 from mega_trainer.kernels.flex import FlexFlash
 from mega_trainer.kernels.fp8 import Fp8Kernels
-from mega_trainer.kernels.leaves import Leaves, compiles
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.quantise import E4M3, E5M2
 from mega_trainer.kernels.te import TeAttention, TeLinearKernels
 from mega_trainer.kernels.torch import TorchKernels
@@ -40,7 +40,9 @@ from mega_trainer.parallel.grads import Sharing, flatten
 from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
+from mega_trainer.plan.advice import run_shape
 from mega_trainer.plan.flops import head_cost
+from mega_trainer.plan.memory import unit_layers
 from mega_trainer.precision import LossScale
 from mega_trainer.ranks import Ranks
 
@@ -123,7 +125,7 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
     again, away = config.recompute, config.offload
     recompute = Recompute(again.kind, again.layers, tuple(again.modules))
     offload = Offload(away.activations, away.min_bytes) if away.activations else None
-    build = replace(build, by_layer=fp8_layers(config, build.device))
+    build = replace(build, by_layer=fp8_layers(config, build.device, build.leaves))
     device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
     if sharded:
         kept = torch.float64 if build.dtype == torch.float64 else torch.float32
@@ -136,11 +138,19 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
         stages[index] = Decoder(own, part, recompute, offload)
     if sharded:
         for stage in stages.values():
-            shard_fully(stage, dtype=dtype_of(config), device=device, reduce_dtype=reduce_dtype_of(config))
+            shard_fully(
+                stage, dtype=dtype_of(config), device=device, reduce_dtype=reduce_dtype_of(config),
+                layers=gathered_layers(config, build.groups),
+            )  # fmt: skip
     return stages
 
 
-def fp8_layers(config: RunConfig, device: torch.device) -> dict[int, Kernels]:
+def gathered_layers(config: RunConfig, groups: Groups) -> int:
+    """Layers of a unit of ZeRO-3."""
+    return unit_layers(config.model, run_shape(config, groups.world.size))
+
+
+def fp8_layers(config: RunConfig, device: torch.device, leaves: Leaves | None = None) -> dict[int, Kernels]:
     """The back end of each layer that multiplies in fp8.
 
     Raises:
@@ -150,11 +160,7 @@ def fp8_layers(config: RunConfig, device: torch.device) -> dict[int, Kernels]:
         return {}
     if device.type == "cuda":
         check_device(torch.cuda.get_device_capability(device), config.fp8.recipe, experts=config.model.moe is not None)
-    leaves, recipe, wide = (
-        Leaves(compiled=compiles(config.compile, device)),
-        config.fp8.recipe,
-        config.fp8.wide_gradients,
-    )
+    recipe, wide = config.fp8.recipe, config.fp8.wide_gradients
     kernels: Kernels = (
         TeLinearKernels(leaves, recipe=recipe, wide_gradients=wide)
         if config.kernels.linear == "te"
@@ -195,13 +201,16 @@ def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         decoupled=config.optimizer.decoupled_lr is not None,
         reduce_dtype=reduce_dtype_of(config),
         bucket_elements=config.parallel.bucket_elements,
+        prepares=bool(layers_kept(config)),
     )
-    return {
-        index: FullyShardedStage(stage, decoupled=sharing.decoupled, reduce_dtype=sharing.reduce_dtype)
-        if isinstance(stage, FSDPModule)
-        else flatten(stage, sharing, stage.units())
-        for index, stage in stages.items()
-    }
+    return {index: _shared(config, stage, sharing) for index, stage in stages.items()}
+
+
+def _shared(config: RunConfig, stage: Decoder, sharing: Sharing) -> SharedStage:
+    if not isinstance(stage, FSDPModule):
+        return flatten(stage, sharing, stage.units())
+    layers = gathered_layers(config, stage.groups)
+    return FullyShardedStage(stage, decoupled=sharing.decoupled, reduce_dtype=sharing.reduce_dtype, layers=layers)
 
 
 def load_data(config: RunConfig, eod: int | None) -> tuple[BlendedDataset, BlendedDataset | None]:

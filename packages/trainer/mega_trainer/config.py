@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from mega_ckpt.remote import Place, Remote, place
 from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
+from mega_common.remote import Place, Remote, place
 from mega_data.config import DataConfig
 from mega_trainer.batch_size import BatchConfig
 from mega_trainer.fp8 import Fp8Config, fp8_problems
@@ -60,6 +60,9 @@ class ParallelConfig(Config):
     )
     zero3_shard: int | None = Field(
         None, ge=2, description="under zero 3, neighbouring data ranks that share one copy; default: all of them"
+    )
+    zero3_layers: PositiveInt | None = Field(
+        None, description="under zero 3, layers gathered at once; default: more, the more ranks share smaller layers"
     )
     grad_reduce_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="what gradients are summed over data ranks in; bf16 sends half as much, and sums lose bits"
@@ -329,12 +332,21 @@ class RunConfig(Config):
                 f"data.seq_length = {length} is past model.max_position = {model.max_position}: rope goes on, but an export "
                 f"says that positions end at {model.max_position}; set model.max_position={length}"
             )
+        last, ended = self.lr_curve()(self.batch.consumed(self.train.steps - 1)), self.lr_schedule.decay_steps
+        if not last and ended and self.train.steps - ended > 1:
+            yield (
+                f"the learning rate is 0 from step {ended + 1} on, where lr_schedule.decay_steps ends the decay: the last "
+                f"{self.train.steps - ended} steps train nothing; set lr_schedule.min_lr, or another end"
+            )
 
     def problems(self) -> Iterator[Problem]:
         """Rules between sections."""
         model, data, parallel = self.model, self.data, self.parallel
         if model.position == "learned" and data.seq_length > model.max_position:
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
+        if "pairs" in (data.kind, *(source.kind for source in (*data.train, *(data.valid or []), *(data.test or [])))):
+            rule = "has no loss to train with yet: preference pairs can be made and shown"
+            yield Problem("data.kind", rule, "pairs", "conversations, made of the chosen answers")
         yield from model_problems(self)
         yield from fp8_problems(self)
         if self.kernels.linear == "te" and self.precision == "fp8":
@@ -348,9 +360,10 @@ class RunConfig(Config):
             yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")
         if parallel.zero == 3 and self.optimizer.name == "muon":
             yield Problem("parallel.zero", "3 has only AdamW; Muon needs whole matrices", parallel.zero, "at most 2")
-        if parallel.zero3_shard is not None and parallel.zero != 3:
-            rule = f"shards weights, which parallel.zero = {parallel.zero} does not"
-            yield Problem("parallel.zero3_shard", rule, parallel.zero3_shard, "leave it out, or parallel.zero=3")
+        for key in ("zero3_shard", "zero3_layers"):
+            if (value := getattr(parallel, key)) is not None and parallel.zero != 3:
+                rule = f"shards weights, which parallel.zero = {parallel.zero} does not"
+                yield Problem(f"parallel.{key}", rule, value, "leave it out, or parallel.zero=3")
         for problem in self.lr_schedule.run_problems(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch):
             yield replace(problem, path=f"lr_schedule.{problem.path}")
         yield from self._decoupled_problems()

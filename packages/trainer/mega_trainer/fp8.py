@@ -30,6 +30,10 @@ class Fp8Config(Config):
     format: Literal["e4m3", "hybrid"] | None = Field(
         None, description="hybrid: gradients in e5m2, all else in e4m3; default: hybrid where tensors are scaled whole"
     )
+    keep_weights: bool = Field(
+        True,
+        description="weights are quantised once a step, not for each micro-batch: two bytes each (not with zero 3)",
+    )
     bf16_first: NonNegativeInt = Field(0, description="so many of the first layers are left in bf16")
     bf16_last: NonNegativeInt = Field(0, description="so many of the last layers are left in bf16")
 
@@ -41,6 +45,12 @@ class Fp8Config(Config):
     def layers(self, num_layers: int) -> range:
         """The layers that multiply in fp8."""
         return range(self.bf16_first, num_layers - self.bf16_last)
+
+
+def layers_kept(config: RunConfig) -> range:
+    """The layers whose weights in eight bits are kept from one micro-batch of a step to the next."""
+    keeps = config.precision == "fp8" and config.fp8.keep_weights
+    return config.fp8.layers(config.model.num_layers) if keeps else range(0)
 
 
 def fp8_problems(config: RunConfig) -> Iterator[Problem]:

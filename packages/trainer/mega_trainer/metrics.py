@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -128,8 +128,18 @@ class Metrics:
         self._sinks.append(lambda step, numbers: run.log(numbers, step=step))
         self._closers.append(run.finish)
 
-    def step(self, step: int, consumed_samples: int, lr: float, result: StepResult, **more: float | None) -> None:
-        """Tell of a finished step. `more` are further numbers; None is left out."""
+    def step(
+        self,
+        step: int,
+        consumed_samples: int,
+        lr: float,
+        result: StepResult,
+        epochs: Callable[[int], Mapping[str, float]] | None = None,
+        **more: float | None,
+    ) -> None:
+        """Tell of a finished step. `epochs` tells how often each data set has been read before a sample, to go under
+        `epochs/NAME`; `more` are further numbers, of which None is left out.
+        """
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         samples, self._consumed = consumed_samples - self._consumed, consumed_samples
@@ -151,6 +161,7 @@ class Metrics:
             "memory_bytes": float(memory_in_use()),
             "seconds_left": left,
             **{name: value for name, value in more.items() if value is not None},
+            **{f"epochs/{name}": value for name, value in (epochs(consumed_samples) if epochs else {}).items()},
         }
         for sink in self._sinks:
             sink(step, numbers)

@@ -14,9 +14,10 @@ from mega_trainer.config import RunConfig, flat
 
 # Settings whose change makes another model of the same weights.
 MODEL_SETTINGS = ("model",)
-# Settings that decide which sample is number k; in Megatron's order the length of the run does, too.
-ORDER_SETTINGS = ("data.train", "data.split", "data.seq_length", "data.order", "train.seed")
-LENGTH_SETTINGS = ("train.steps", "batch.global", "batch.rampup")
+# Settings that decide which sample is number k of a data set; in Megatron's order the blend and the length of the run
+# do, too, where in the others each data set goes on with its next sample (`mega_data.resumed`).
+ORDER_SETTINGS = ("data.split", "data.seq_length", "data.order", "data.kind", "data.long_documents", "train.seed")
+LENGTH_SETTINGS = ("data.train", "train.steps", "batch.global", "batch.rampup")
 JUMP = 0.1  # of the highest rate: more than this is no small correction
 
 
@@ -41,7 +42,7 @@ def check_resume(state: Mapping[str, Any], step: int, config: RunConfig, where: 
         )
     if step >= config.train.steps:
         return found
-    order = [*ORDER_SETTINGS, *(LENGTH_SETTINGS if config.data.order == "megatron" else ())]
+    order = [*ORDER_SETTINGS, *(LENGTH_SETTINGS if config.data.sample_order == "megatron" else ())]
     if changed := [key for key in order if any(line.startswith((f"{key}:", f"{key}.")) for line in found)]:
         found.append(
             f"{' and '.join(changed)}: the samples come in another order, which is read from sample {consumed} on; some text "
@@ -78,7 +79,7 @@ def changes(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], lis
     lines = {
         path: f"{path}: {before.get(path)!r} -> {now.get(path)!r}"
         for path in sorted(now.keys() | before.keys())
-        if before.get(path) != now.get(path)
+        if before.get(path) != now.get(path) and not path.startswith("data.begun")  # of which `mega_data.resumed` tells
     }
     grave = [line for path, line in lines.items() if path.split(".")[0] in MODEL_SETTINGS]
     return grave, [line for line in lines.values() if line not in grave]

@@ -11,10 +11,10 @@ from pathlib import Path
 import yaml
 
 from mega_ckpt.folders import latest, make_durable_folder
-from mega_ckpt.remote import Place, RemoteError
 from mega_ckpt.source import copy_assets, open_source, put_file
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.files import atomic_file, locked
+from mega_common.remote import Place, RemoteError
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.comm import Group, raised_alike
 from mega_trainer.config import RunConfig

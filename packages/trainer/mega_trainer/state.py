@@ -6,7 +6,7 @@ There is no generator state to save: every random draw is a function of (seed, w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mega_ckpt.pieces import Sharded, boxes_of, merge
-from mega_ckpt.remote import RemoteError
 from mega_ckpt.store import AsyncSaver, Checkpoint, Place, latest, load, place, retain, save, sweep
 from mega_common.errors import CheckpointError
 from mega_common.log import logger
+from mega_common.remote import RemoteError
+from mega_data.resumed import resumed
 from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard
@@ -40,6 +41,7 @@ class TrainState:
         step: optimizer steps done, skipped ones included.
         consumed_samples: samples read, over all ranks: the position in the data.
         loss_scale: in fp16.
+        read: tells how many of the samples before one are of each data set; None without data.
     """
 
     config: RunConfig
@@ -49,6 +51,7 @@ class TrainState:
     step: int = 0
     consumed_samples: int = 0
     loss_scale: LossScale | None = None
+    read: Callable[[int], Mapping[str, int]] | None = None
 
     def advance(self, result: StepResult) -> None:
         """Count a finished step, and let the guard judge its numbers.
@@ -76,6 +79,7 @@ class TrainState:
         """What a checkpoint says beside the tensors."""
         return {
             "consumed_samples": self.consumed_samples,
+            "read": self.read and self.read(self.consumed_samples),
             "optimizer_steps": self.optimizer.steps,
             "loss_average": self.guard.average,
             "loss_seen": self.guard.seen,
@@ -199,6 +203,22 @@ class Saver:
                 retain(self.root, keep=settings.keep, keep_every=settings.keep_every)
             except RemoteError as error:  # the next save's retention does it too
                 logger.warning("old checkpoints are not removed: %s", error)
+
+
+def continued(config: RunConfig) -> RunConfig:
+    """The configuration of a run with what it keeps of the one that it goes on with: the order and blend of its data.
+
+    Raises:
+        CheckpointError: as `starting_point`.
+        DataError: when data sets that the run names by a glob are not there.
+    """
+    checkpoint = starting_point(config)
+    saved = {} if checkpoint is None else Checkpoint.open(checkpoint).state
+    if "data" in saved.get("settings", {}):
+        data = resumed(config.data, saved["settings"]["data"], saved["consumed_samples"], saved.get("read"))
+    else:
+        data = config.data.model_copy(update={"order": config.data.sample_order, "begun": None})
+    return config.model_copy(update={"data": data})
 
 
 def starting_point(config: RunConfig) -> Place | None:

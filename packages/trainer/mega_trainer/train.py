@@ -52,7 +52,7 @@ from mega_trainer.plan.flops import count_parameters
 from mega_trainer.profile import Profiler
 from mega_trainer.ranks import Ranks
 from mega_trainer.run_folder import claimed, make_run_folder
-from mega_trainer.state import Saver, TrainState, starting_point, weights_of
+from mega_trainer.state import Saver, TrainState, continued, starting_point, weights_of
 from mega_trainer.step import count_tokens, evaluate, own_counts, train_step
 from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
 from mega_trainer.watch import Watch
@@ -89,7 +89,7 @@ def assemble(
     choice, leaves = choose_kernels(config, device), Leaves(compiled=compiles(config.compile, device))
     logger.info("%s", choice)
     builder = Builder(
-        config.model, groups, make_kernels(choice, leaves),
+        config.model, groups, make_kernels(choice, leaves), leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups),
         dispatch_bound=config.parallel.dispatch_bound, dtype=dtype_of(config), device=device,
     )  # fmt: skip
@@ -103,6 +103,7 @@ def assemble(
 
 def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) -> TrainState:
     """The run itself, in folders that are its own."""
+    config = continued(config)
     needs = partial(Needs.of, config, ranks.world_size, groups.pp.rank)
     limits, device = Limits(config.train), pick_device(config.device, ranks.local_rank)
     if device.type == "cuda":
@@ -112,6 +113,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
+    state.read = train_data.read
     if not begin(state, groups.world, tokenizer):
         return state
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
@@ -156,6 +158,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
             metrics.step(
                 state.step, state.consumed_samples, lr, result,
                 decoupled_lr=own_lr, valid_loss=valid, mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
+                epochs=train_data.epochs,
             )  # fmt: skip
             stopping, failed, *tokens = result.riders
             if failed:

@@ -41,11 +41,12 @@ def test_each_product_is_that_of_rounded_factors(recipe: str, gradients: torch.d
     x, weight, dy, bias = factors((2, 128, 256), (384, 256), (2, 128, 384), (384,))
     x8, w8, dy8 = rounded(x, 4), rounded(weight, 4), rounded(dy, bits)
     close(kernels.linear(x, weight, bias), F.linear(x8, w8, bias.float()))
-    close(kernels.linear_dx(dy, weight), dy8 @ w8)
+    given = kernels.prepare_gradient(dy)
+    close(kernels.linear_dx(given, weight), dy8 @ w8)
     dw = torch.einsum("bsn,bsd->nd", dy8, x8)
-    close(kernels.linear_dw(dy, x), dw)
+    close(kernels.linear_dw(given, x), dw)
     out = torch.ones(384, 256)
-    assert kernels.linear_dw(dy, x, out, add=True) is out
+    assert kernels.linear_dw(given, x, out, add=True) is out
     close((out - 1).bfloat16(), dw)
 
 
@@ -61,10 +62,24 @@ def test_scales_go_along_the_axis_that_is_summed_over(recipe: str) -> None:
     tokens, outputs, inputs = far(64), far(128), far(96)
     y = kernels.linear(x * tokens[:, None], weight * outputs[:, None])
     assert torch.equal(y / tokens[:, None] / outputs, kernels.linear(x, weight))
-    dx = kernels.linear_dx(dy * tokens[:, None], weight * inputs)
-    assert torch.equal(dx / tokens[:, None] / inputs, kernels.linear_dx(dy, weight))
-    dw = kernels.linear_dw(dy * outputs, x * inputs)
-    assert torch.equal(dw / outputs[:, None] / inputs, kernels.linear_dw(dy, x))
+    plain, rows, columns = (kernels.prepare_gradient(t) for t in (dy, dy * tokens[:, None], dy * outputs))
+    dx = kernels.linear_dx(rows, weight * inputs)
+    assert torch.equal(dx / tokens[:, None] / inputs, kernels.linear_dx(plain, weight))
+    dw = kernels.linear_dw(columns, x * inputs)
+    assert torch.equal(dw / outputs[:, None] / inputs, kernels.linear_dw(plain, x))
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_a_prepared_weight_is_the_weight(recipe: str) -> None:
+    """To the bit, for both of its products, and so are those of groups."""
+    kernels, rows = Fp8Kernels(recipe), Rows.of([3, 125], torch.device("cpu"))
+    x, weight, dy, experts = factors((128, 256), (384, 256), (128, 384), (2, 384, 256))
+    made, given = kernels.prepare_weight(weight), kernels.prepare_gradient(dy)
+    assert torch.equal(kernels.linear(x, made), kernels.linear(x, weight))
+    assert torch.equal(kernels.linear_dx(given, made), kernels.linear_dx(given, weight))
+    made = kernels.prepare_grouped_weight(experts)
+    assert torch.equal(kernels.grouped_linear(x, made, rows), kernels.grouped_linear(x, experts, rows))
+    assert torch.equal(kernels.grouped_dx(dy, made, rows), kernels.grouped_dx(dy, experts, rows))
 
 
 @pytest.mark.parametrize("recipe", KINDS)
@@ -87,8 +102,10 @@ def test_a_gpu_is_asked_for_what_torch_declares(recipe: str) -> None:
         x, weight, dy = (torch.empty(size, dtype=torch.bfloat16) for size in ((2, 128, 256), (384, 256), (2, 128, 384)))
         out = torch.empty(384, 256)
     assert kernels.linear(x, weight).shape == dy.shape
-    assert kernels.linear_dx(dy, weight).shape == x.shape
-    assert kernels.linear_dw(dy, x, out, add=True) is out
+    given, made = kernels.prepare_gradient(dy), kernels.prepare_weight(weight)
+    assert kernels.linear(x, made).shape == dy.shape
+    assert kernels.linear_dx(given, weight).shape == kernels.linear_dx(given, made).shape == x.shape
+    assert kernels.linear_dw(given, x, out, add=True) is out
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -49,7 +49,7 @@ def general_gemm(
     first, second = (t.values if isinstance(t, Quantised) else t for t in (a, b))
     for factor, summed_last in ((a, layout[0] == "T"), (b, layout[1] == "N")):
         if isinstance(factor, Quantised):
-            assert factor.forms == {"rowwise": summed_last, "columnwise": not summed_last}
+            assert factor.forms["rowwise" if summed_last else "columnwise"]
     made = (second.t() if layout[1] == "T" else second) @ (first.t() if layout[0] == "T" else first)
     made = made.to(out_dtype) if bias is None else made.to(out_dtype) + bias
     if out is not None:
@@ -74,15 +74,18 @@ def test_the_three_products_of_a_linear_layer_are_torchs(kernels: TeLinearKernel
     plain = TorchKernels()
     for more in ((), (bias,)):
         torch.testing.assert_close(kernels.linear(x, weight, *more), plain.linear(x, weight, *more))
-    torch.testing.assert_close(kernels.linear_dx(dy, weight), plain.linear_dx(dy, weight))
-    torch.testing.assert_close(kernels.linear_dw(dy, x), plain.linear_dw(dy, x))
+    given, made = kernels.prepare_gradient(dy), kernels.prepare_weight(weight)
+    torch.testing.assert_close(kernels.linear(x, made), plain.linear(x, weight))
+    for factor in (weight, made):
+        torch.testing.assert_close(kernels.linear_dx(given, factor), plain.linear_dx(dy, weight))
+    torch.testing.assert_close(kernels.linear_dw(given, x), plain.linear_dw(dy, x))
 
 
 @pytest.mark.parametrize("add", [False, True])
 def test_a_weights_gradient_goes_into_the_wider_buffer(kernels: TeLinearKernels, add: bool) -> None:
     x, dy = torch.randn(2, 3, 8), torch.randn(2, 3, 5)
     mine, theirs = torch.ones(5, 8, dtype=torch.float64), torch.ones(5, 8, dtype=torch.float64)
-    assert kernels.linear_dw(dy, x, mine, add=add) is mine
+    assert kernels.linear_dw(kernels.prepare_gradient(dy), x, mine, add=add) is mine
     TorchKernels().linear_dw(dy, x, theirs, add=add)
     torch.testing.assert_close(mine, theirs)
 

@@ -49,7 +49,7 @@ def models(draw: st.DrawFn) -> tuple[ModelConfig, Layout]:
     model = config(
         num_attention_heads=heads, vocab_size=draw(st.integers(3, 40)), tie_embeddings=draw(st.booleans()),
         norm=draw(st.sampled_from(["rmsnorm", "layernorm"])), activation=draw(st.sampled_from(["swiglu", "gelu"])),
-        qk_norm_span=draw(st.sampled_from(["head", "all"])), norm_position=draw(st.sampled_from(["pre", "post", "both"])),
+        qk_norm_span=draw(st.sampled_from(["head", "all", "each"])), norm_position=draw(st.sampled_from(["pre", "post", "both"])),
         max_position=8, **own, **fields, **{bias: draw(st.booleans()) for bias in BIASES},
     )  # fmt: skip
     return model, Layout(tp=draw(st.sampled_from(tps)), pp=draw(st.integers(1, 4)))
@@ -124,7 +124,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(softcap: float | None) -> None:
     torch.testing.assert_close(total, (expected * weights).sum())
 
 
-@pytest.mark.parametrize("span", ["head", "all"])
+@pytest.mark.parametrize("span", ["head", "all", "each"])
 def test_zero_centred_norms_start_from_zero_and_compute_what_plain_ones_do(span: str) -> None:
     fields = {"norm_position": "both", "qk_norm": True, "norm": "layernorm", "qk_norm_span": span}
     plain, centred = made(config(**fields)), made(config(**fields, zero_centered_norm=True))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from mega_trainer.comm import CommLog, Group
 from mega_trainer.kernels import products
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.model import loss
 from mega_trainer.model.loss import head_loss
 
@@ -53,6 +54,17 @@ def test_is_torchs_cross_entropy(tokens: int, vocab: int, padding: int, chunk: i
     found = [total, losses, data["hidden"].grad, data["head"].grad]
     for mine, reference in zip(found, expected(data, vocab, 0.25, softcap), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_is_the_same_compiled() -> None:
+    plain, made = inputs(40, 30, rows=32), inputs(40, 30, rows=32)
+    found = head_loss(**plain, group=Group("tp"), vocab_size=30)
+    compiled = head_loss(**made, group=Group("tp"), vocab_size=30, leaves=Leaves(compiled=True))
+    for total, _ in (found, compiled):
+        total.backward()
+    torch.testing.assert_close(compiled, found, rtol=1e-12, atol=1e-12)
+    for name in ("hidden", "head"):
+        torch.testing.assert_close(made[name].grad, plain[name].grad, rtol=1e-12, atol=1e-12)
 
 
 def test_padding_and_masked_tokens_have_no_gradient() -> None:

@@ -211,8 +211,9 @@ def test_a_size_that_does_not_divide_the_data_ranks_is_refused(size: int, ranks:
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_size_means_nothing_where_weights_are_whole(zero: int) -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.zero3_shard = 2: .* parallel\.zero=3"):
-        RunConfig.parse(settings(zero, precision="bf16", parallel=HALVES))
+    for key in ("zero3_shard", "zero3_layers"):
+        with pytest.raises(ConfigError, match=rf"parallel\.{key} = 2: .* parallel\.zero=3"):
+            RunConfig.parse(settings(zero, precision="bf16", parallel={key: 2}))
 
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=1, max_size=3))

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.comm import Group
@@ -24,7 +25,9 @@ from mega_trainer.model.context import Context, Sequences
 from mega_trainer.model.rope import Rotary
 from mega_trainer.parallel import linear
 from mega_trainer.parallel.deferred import Deferred
+from mega_trainer.parallel.grads import Sharing, flatten
 from mega_trainer.parallel.linear import Linear, grouped_linear
+from mega_trainer.parallel.param import make_parameter
 
 LENGTH = 8
 DENSE = {
@@ -137,3 +140,33 @@ def test_a_deferred_product_is_the_back_ends() -> None:
     gradient: Tensor = product.gradient()
     assert gradient.shape == weight.shape
     assert kernels.calls["linear_dw"] == 1
+
+
+def test_a_weight_is_prepared_once_an_update_for_all_micro_batches_and_recomputations() -> None:
+    """And what goes into its products is what was prepared, not the weight."""
+    prepared = []
+
+    class Preparing(Counting):
+        def prepare_weight(self, weight: Tensor) -> Tensor:
+            prepared.append(weight * 2)
+            return prepared[-1]
+
+    kernels, model = Preparing(), nn.Module()
+    group = Group("data", (0,), 0)
+    model.weight = make_parameter((5, 3), [], data=group, dtype=torch.float32, device=torch.device("cpu"), fill=1.0)
+    with torch.no_grad():
+        model.weight.normal_()
+    stage, layer, x = flatten(model, Sharing(slices=True, prepares=True)), Linear(kernels), torch.randn(4, 3)
+    for step in (1, 2):
+        stage.begin_step()
+        for micro in (False, True):
+            given = x.clone().requires_grad_()
+            with stage.backward(last=micro):
+                y = checkpoint(layer, given, model.weight, use_reentrant=False)
+                assert torch.equal(y, x @ (2 * model.weight).t())
+                y.sum().backward()
+            assert torch.equal(given.grad, torch.ones(4, 5) @ (2 * model.weight))
+        assert len(prepared) == step
+        with torch.no_grad():
+            model.weight.mul_(3)
+        stage.publish()

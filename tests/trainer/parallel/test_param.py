@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group
-from mega_trainer.parallel.param import info_of, make_parameter
+from mega_trainer.parallel.param import info_of, is_matrix, make_parameter
 
 
 def test_a_parameter_carries_its_description_and_groups_of_one_are_left_out() -> None:
@@ -23,3 +24,18 @@ def test_a_parameter_carries_its_description_and_groups_of_one_are_left_out() ->
     assert info.grad_sync == (pair,)
     assert info.replicas == ()
     assert info.std == 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "matrix"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", (2, 3), True),
+        ("model.layers.0.self_attn.q_norm.weight", (2, 3), False),
+        ("model.layers.0.mlp.experts.up_proj.bias", (2, 3), False),
+        ("model.norm.weight", (3,), False),
+    ],
+)
+def test_stacks_of_norms_and_biases_are_no_matrices(name: str, shape: tuple[int, ...], matrix: bool) -> None:
+    device, alone = torch.device("cpu"), Group("dp")
+    made = make_parameter(shape, [Piece.whole(name, shape)], data=alone, dtype=torch.float32, device=device)
+    assert is_matrix(made) is matrix

@@ -7,7 +7,7 @@ import pytest
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_trainer.plan.flops import RecomputeKind, count_parameters
-from mega_trainer.plan.memory import RunShape, activation_bytes, memory, put_off_bytes
+from mega_trainer.plan.memory import RunShape, activation_bytes, memory, put_off_bytes, unit_layers
 
 GPT3 = ModelConfig.parse({**preset("gpt3-175b"), "attention_dropout": 0.1, "residual_dropout": 0.1})
 LLAMA = ModelConfig.parse(preset("llama3-8b"))
@@ -81,6 +81,15 @@ def test_zero3_shares_fp32_and_gathers_what_it_needs(precision, element) -> None
     assert table["gradients"] == count.total / 2 + element * (ends + layer) + 4 * ends
 
 
+def test_units_of_zero3_have_more_layers_the_more_ranks_share_them() -> None:
+    counts = [unit_layers(LLAMA, RunShape(8192, dp=dp, zero=3)) for dp in (8, 256, 1024)]
+    assert counts == [1, 1, 2]
+    assert unit_layers(LLAMA, RunShape(8192, dp=1024, zero=3, zero3_shard=8)) == 1
+    assert unit_layers(LLAMA, RunShape(8192, dp=1024, zero=3, zero3_layers=3)) == 3
+    (one,), (three,) = (memory(LLAMA, RunShape(1024, dp=8, zero=3, zero3_layers=layers)) for layers in (1, 3))
+    assert three["weights"] - one["weights"] == 2 * 2 * 2 * count_parameters(LLAMA).layers[0].total
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_copies_are_shared_among_fewer_ranks(precision) -> None:
     """Two copies of the weights over eight ranks are as one over four: gradients and optimizer too."""
@@ -95,6 +104,14 @@ def test_expert_parallelism_splits_the_experts_alone() -> None:
     experts = count.experts
     assert table["weights"] == 2 * (count.total - experts + experts // 4)
     assert table["optimizer"] == 12 * ((count.total - experts) / 8 + experts / 4 / 2)
+
+
+def test_weights_kept_in_eight_bits_take_two_bytes_more_but_where_they_are_gathered() -> None:
+    count = count_parameters(LLAMA)
+    for zero, more in ((1, 2 * sum(count.layers[index].split for index in range(2, 10))), (3, 0)):
+        shape = RunShape(1024, dp=4, zero=zero, precision="fp8")
+        (plain,), (kept,) = memory(LLAMA, shape), memory(LLAMA, replace(shape, eight_bits=range(2, 10)))
+        assert kept["weights"] - plain["weights"] == more
 
 
 def test_tensor_ranks_split_heads_and_not_latents() -> None:

@@ -1,4 +1,5 @@
 """Command R (Cohere): attention and MLP side by side after one LayerNorm without bias, scaled logits, neighbours rotated.
+Command R+ normalises each head of queries and keys by itself.
 
 Command R7B and A (`cohere2`, arXiv:2504.00698) have a window in three of four layers and rotate in these alone.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from mega_ckpt.families.base import Family
 from mega_ckpt.families.common import SIZES
-from mega_ckpt.families.keys import Entry, Fixed, Heads, Key, Only
+from mega_ckpt.families.keys import Entry, Fixed, Heads, Key, NormedHeads
 from mega_ckpt.families.rope import Rope
 from mega_ckpt.families.windows import RotatedWindows, SameWindow
 
@@ -20,7 +21,7 @@ _SHARED: tuple[Entry, ...] = (
     Key("attention_bias", "qkv_bias attention_out_bias", False),
     Fixed(
         {"norm": "layernorm", "norm_bias": False, "position": "rope", "parallel_residual": True, "shared_norm": True,
-         "mlp_bias": False, "qk_norm": False}
+         "mlp_bias": False}
     ),
 )  # fmt: skip
 
@@ -32,7 +33,7 @@ COHERE = Family(
         Heads(explicit_dim=False, divisible=True),
         Rope(theta=500_000.0, interleaved=True),
         SameWindow(knows=False),
-        Only({"use_qk_norm": (False, None)}),
+        NormedHeads("use_qk_norm"),
     ),
     tokens=("bos_token_id", "eos_token_id"),
 )
@@ -45,6 +46,7 @@ COHERE2 = Family(
         Heads(explicit_dim=False, derived=True),
         Rope(interleaved=True),
         RotatedWindows(every_key="sliding_window_pattern"),
+        Fixed({"qk_norm": False}),
     ),
     tokens=("bos_token_id", "eos_token_id"),
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mega_ckpt.families.keys import Fixed, Key, MismatchError, Raw, layer_numbers
-from mega_ckpt.families.layouts import OneExpert, Rule
+from mega_ckpt.families.layouts import OneSlab, Rule
 from mega_ckpt.families.plain import MOE_TRAINING_FIELDS
 from mega_common.config import Config
 from mega_common.model_config import ModelConfig, MoeConfig
@@ -182,7 +182,7 @@ def router(
 def expert_rules(module: str, names: tuple[str, str, str] = _PROJECTIONS) -> tuple[Rule, ...]:
     """A tensor for each expert: `module`.{e}.`name`.weight for each of the three projections."""
     return tuple(
-        Rule(f"{module}.{{e}}.{name}.weight", (f"model.layers.{{i}}.mlp.experts.{part}.weight",), OneExpert())
+        Rule(f"{module}.{{e}}.{name}.weight", (f"model.layers.{{i}}.mlp.experts.{part}.weight",), OneSlab())
         for name, part in zip(names, _PROJECTIONS, strict=True)
     )
 

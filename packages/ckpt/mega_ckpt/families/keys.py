@@ -200,6 +200,33 @@ class Only:
         return {}
 
 
+@dataclass(frozen=True)
+class NormedHeads:
+    """A key that gives each head of queries and keys a LayerNorm of its own, without bias."""
+
+    key: str
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The key."""
+        return frozenset({self.key})
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Whether there are norms, and over what."""
+        return frozenset({"qk_norm", "qk_norm_span"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """Absent and null are false."""
+        return {"qk_norm": True, "qk_norm_span": "each"} if raw.get(self.key) else {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """MismatchError for norms over anything else."""
+        if model.qk_norm and model.qk_norm_span != "each":
+            raise MismatchError(f"qk_norm_span must be 'each', not {model.qk_norm_span!r}")
+        return {self.key: model.qk_norm}
+
+
 def check_head_dim(raw: Raw) -> None:
     """See that a width of a head, where there is one, is what follows from the others.
 

@@ -49,8 +49,8 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class OneExpert:
-    """One slab of a stack of experts, stored without the expert axis."""
+class OneSlab:
+    """One slab of a stack of experts (or heads), stored without that axis."""
 
     by_slab: bool = False
 
@@ -101,7 +101,8 @@ TRANSPOSED = Joined(transposed=True)
 
 @dataclass(frozen=True)
 class Rule:
-    """Where canonical tensors are on disk. `{i}` in the names runs over layers, `{e}` in `disk` over experts.
+    """Where canonical tensors are on disk. `{i}` in the names runs over layers, `{e}` in `disk` over the first axis of a stack, of
+    experts mostly.
 
     A rule whose canonical tensors a model does not have (a bias, say) does not apply to it; nor does one whose `beside`
     it lacks, or whose `unless` it has. With `by_head` the rows of each key/value head follow those of the one before, its

@@ -1,10 +1,14 @@
-"""StableLM (arXiv:2402.17834): Llama with LayerNorms and a quarter of each head rotated."""
+"""StableLM (arXiv:2402.17834): Llama with LayerNorms and a quarter of each head rotated.
+
+The 12B of StableLM 2 has one norm before attention and MLP, and one for each head of queries and keys.
+"""
 
 from __future__ import annotations
 
 from mega_ckpt.families.base import Family
 from mega_ckpt.families.common import SIZES, TIED
-from mega_ckpt.families.keys import Fixed, Heads, Key, Only
+from mega_ckpt.families.keys import Fixed, Heads, Key, NormedHeads
+from mega_ckpt.families.layouts import OneSlab, Rule
 from mega_ckpt.families.rope import Rope
 from mega_ckpt.families.windows import SameWindow
 
@@ -22,9 +26,15 @@ STABLELM = Family(
         Heads(kv_default=32, explicit_dim=False, derived=True),
         Rope(fraction=0.25, partial=True),
         SameWindow(knows=False),
-        Only({"qk_layernorm": (False,)}),
-        Fixed(
-            {"norm": "layernorm", "position": "rope", "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}
-        ),
+        NormedHeads("qk_layernorm"),
+        Fixed({"norm": "layernorm", "position": "rope", "attention_out_bias": False, "mlp_bias": False}),
+    ),
+    rules=tuple(
+        Rule(
+            f"model.layers.{{i}}.self_attn.{x}_layernorm.norms.{{e}}.weight",
+            (f"model.layers.{{i}}.self_attn.{x}_norm.weight",),
+            OneSlab(),
+        )
+        for x in "qk"
     ),
 )

@@ -12,9 +12,9 @@ from torch import Tensor
 from mega_ckpt.families.layouts import DiskTensor, Slab
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Box, Shape, copy_overlap, crop
-from mega_ckpt.remote import Place
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
+from mega_common.remote import Place
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from mega_ckpt.formats.quantised import SCHEME_KEYS, dequantised
 from mega_ckpt.formats.safetensors import Header
 from mega_ckpt.names import some
 from mega_ckpt.pieces import Shape
-from mega_ckpt.remote import Place, content_of
 from mega_common.errors import CheckpointError
 from mega_common.log import logger
 from mega_common.model_config import ModelConfig
+from mega_common.remote import Place, content_of
 
 CONFIG = "config.json"
 LAYOUT = "hf_layout.json"  # in a mega checkpoint's assets: the headers of the files that it was made from

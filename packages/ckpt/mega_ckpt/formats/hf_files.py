@@ -15,8 +15,8 @@ from typing import Any
 from mega_ckpt.formats.disk import Stored
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile
 from mega_ckpt.formats.torch_state import state_tensors
-from mega_ckpt.remote import Place, Remote
 from mega_common.errors import CheckpointError
+from mega_common.remote import Place, Remote
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TORCH_INDEX, TORCH_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"

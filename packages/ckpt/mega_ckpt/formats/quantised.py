@@ -28,8 +28,8 @@ from torch import Tensor
 
 from mega_ckpt.formats.disk import Stored
 from mega_ckpt.pieces import Shape
-from mega_ckpt.remote import Place
 from mega_common.errors import CheckpointError
+from mega_common.remote import Place
 
 SCHEME_KEYS = ("quantization_config", "compression_config")  # of config.json; the second is compressed-tensors' old one
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

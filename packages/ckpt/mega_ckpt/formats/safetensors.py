@@ -20,10 +20,10 @@ from torch import Tensor
 from mega_ckpt.journal import Finished
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
 from mega_ckpt.pieces import Shape
-from mega_ckpt.remote import Place
 from mega_ckpt.shards import NewFile, raw
 from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError
+from mega_common.remote import Place
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from mega_data.kinds.base import Kind
+from mega_data.kinds.conversations import conversations
+from mega_data.kinds.packed import documents
 from mega_data.kinds.text import text
 
 
 def kinds() -> dict[str, Kind]:
     """Each kind by its name, as `mega_data.config.KindName` lists them."""
-    return {"text": text}
+    return {"conversations": conversations, "documents": documents, "text": text}

@@ -34,13 +34,19 @@ class Sample:
 
 
 class Samples(Protocol):
-    """The samples of one data set.
+    """The samples of one data set. Nothing of it is read before one of these is asked for."""
 
-    Attributes:
-        identity: all that sample k depends on, in words: what a resumed run compares, by its digest.
-    """
+    @property
+    def identity(self) -> str:
+        """All that sample k depends on, in words: what a resumed run compares, by its digest."""
 
-    identity: str
+    @property
+    def samples_per_epoch(self) -> float:
+        """Samples that come to one pass over the data set."""
+
+    def work(self, k: int, /) -> int:
+        """Pairs of tokens, about, that attention meets in sample `k`, told without reading its tokens: S squared where
+        documents are not closed to each other. The samples of a step are dealt to the ranks by it."""
 
     def __getitem__(self, k: int, /) -> Sample: ...
 

@@ -10,13 +10,19 @@ import numpy.typing as npt
 
 from mega_data.kinds.base import Sample, Setting
 from mega_data.parts import Part
-from mega_data.sample_index import MegatronSamples, StableSamples
+from mega_data.sample_index import MegatronSamples, ShuffledSamples, StableSamples
 
 
 class Windows(Protocol):
     """Windows of one data set: int64 [S + 1] each."""
 
-    identity: str
+    @property
+    def identity(self) -> str:
+        """See `Samples`."""
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """See `Samples`."""
 
     def __getitem__(self, k: int, /) -> npt.NDArray[np.int64]: ...
 
@@ -53,9 +59,22 @@ class DocumentRules:
 class TextSamples:
     """Samples of running text. The rules are the run's, which tells of them for all of its data sets."""
 
-    def __init__(self, windows: Windows, rules: DocumentRules) -> None:
-        self._windows, self._rules = windows, rules
-        self.identity = windows.identity
+    def __init__(self, windows: Windows, rules: DocumentRules, seq_length: int) -> None:
+        self._windows, self._rules, self._seq_length = windows, rules, seq_length
+
+    @property
+    def identity(self) -> str:
+        """See `Samples`."""
+        return self._windows.identity
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """See `Samples`."""
+        return self._windows.samples_per_epoch
+
+    def work(self, k: int) -> int:
+        """See `Samples`: where the tokens tell documents apart, how, is not known without them."""
+        return self._seq_length**2
 
     def __getitem__(self, k: int, /) -> Sample:
         return self._rules.sample(self._windows[k])
@@ -63,18 +82,13 @@ class TextSamples:
 
 def text(part: Part, setting: Setting, wanted: int) -> TextSamples:
     """The kind `text`, in the order of the run."""
-    seq_length, seed = setting.config.seq_length, setting.seed
+    config, within = setting.config, (part.reader, part.first, part.last)
+    seq_length, seed, cache = config.seq_length, setting.seed, setting.cache
     windows: Windows
-    if setting.config.order == "megatron":
-        windows = MegatronSamples(
-            part.reader,
-            part.first,
-            part.last,
-            seq_length=seq_length,
-            seed=seed,
-            num_samples=wanted,
-            cache=setting.cache,
-        )
+    if config.sample_order == "megatron":
+        windows = MegatronSamples(*within, seq_length=seq_length, seed=seed, num_samples=wanted, cache=cache)
+    elif config.sample_order == "stable":
+        windows = StableSamples(*within, seq_length=seq_length, seed=seed)
     else:
-        windows = StableSamples(part.reader, part.first, part.last, seq_length=seq_length, seed=seed)
-    return TextSamples(windows, DocumentRules.of(setting))
+        windows = ShuffledSamples(*within, seq_length=seq_length, seed=seed, cache=cache)
+    return TextSamples(windows, DocumentRules.of(setting), seq_length)

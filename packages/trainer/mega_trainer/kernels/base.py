@@ -6,7 +6,7 @@ Legend: B batch, S query length, T key length, H query heads, K key/value heads,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -53,25 +53,38 @@ class Rotation:
     interleaved: bool = False
 
 
+# A factor of two products, as a tensor or as what the back end has prepared of it for both.
+Factor = Any
+
+
 class Kernels(Protocol):
     """The operations a decoder block is made of."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def prepare_weight(self, weight: Tensor) -> Factor:
+        """W [N, D] for `linear` and `linear_dx`, which take it unprepared, too; good until W changes."""
+
+    def prepare_grouped_weight(self, weight: Tensor) -> Factor:
+        """W [G, N, D] so, for `grouped_linear` and `grouped_dx`."""
+
+    def prepare_gradient(self, dy: Tensor) -> Factor:
+        """dY [.., N] as `linear_dx` and `linear_dw` take it."""
+
+    def linear(self, x: Tensor, weight: Factor, bias: Tensor | None = None) -> Tensor:
         """Y = X W^T + b: [.., D] x [N, D] -> [.., N]. This and its gradients are differentiated by `parallel.linear`."""
 
-    def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
-        """dX = dY W: [.., N] x [N, D] -> [.., D]."""
+    def linear_dx(self, dy: Factor, weight: Factor) -> Tensor:
+        """dX = dY W: [.., N] x [N, D] -> [.., D]; dY prepared."""
 
-    def linear_dw(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D].
+    def linear_dw(self, dy: Factor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D]; dY prepared.
 
         Into `out` where that is given, which may be of a wider dtype; with `add` to what is there. Returns it.
         """
 
-    def grouped_linear(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+    def grouped_linear(self, x: Tensor, weight: Factor, rows: Rows) -> Tensor:
         """Each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]."""
 
-    def grouped_dx(self, dy: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+    def grouped_dx(self, dy: Tensor, weight: Factor, rows: Rows) -> Tensor:
         """[M, N] x [G, N, D] -> [M, D]."""
 
     def grouped_dw(self, dy: Tensor, x: Tensor, rows: Rows, out: Tensor | None = None, *, add: bool = False) -> Tensor:

@@ -4,13 +4,16 @@
     dX = dY W      dY by rows, W by columns       summed over N
     dW = dY^T X    dY by columns, X by columns    summed over M
 
-Each factor is quantised along the axis that its product sums over, so X, W and dY each have two forms. All are made from
-what a layer keeps in bf16; no scale goes from one micro-batch to the next ("current scaling").
+Each factor is quantised along the axis that its product sums over, so X, W and dY each have two forms. Those of dY are
+made together, and so are those of a weight that is the same for all micro-batches of a step; those of X are made each from
+what a layer keeps in bf16. No scale of X or dY goes from one micro-batch to the next ("current scaling").
 
 Legend: M tokens in any number of axes, D input width, N output width, G groups.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +21,10 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from mega_trainer.kernels import grouped, products
+from mega_trainer.kernels.base import Factor
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.kernels.leaves import Leaves
-from mega_trainer.kernels.quantise import E4M3, Quantised, dequantise, product, quantise
+from mega_trainer.kernels.quantise import E4M3, Both, Quantised, dequantise, product, quantise, quantise_both
 from mega_trainer.kernels.torch import TorchKernels
 
 KINDS = {  # of activations and gradients, and of weights
@@ -29,6 +33,14 @@ KINDS = {  # of activations and gradients, and of weights
     "blockwise": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
     "mxfp8": (ScalingType.BlockWise1x32, ScalingType.BlockWise1x32),
 }
+
+
+class Gradient(NamedTuple):
+    """dY of `shape` [.., N] and `dtype`, in eight bits: `forms` of [M, N]."""
+
+    forms: Both
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Fp8Kernels(TorchKernels):
@@ -44,41 +56,62 @@ class Fp8Kernels(TorchKernels):
         super().__init__(leaves)
         self.recipe, self.gradients = recipe, gradients
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def prepare_weight(self, weight: Tensor) -> Factor:
+        """See `Kernels.prepare_weight`."""
+        return quantise_both(weight, KINDS[self.recipe][1], leaves=self.leaves)
+
+    def prepare_grouped_weight(self, weight: Tensor) -> Factor:
+        """See `Kernels.prepare_grouped_weight`."""
+        return quantise_both(weight, self._grouped_kinds[1], leaves=self.leaves)
+
+    def prepare_gradient(self, dy: Tensor) -> Factor:
+        """See `Kernels.prepare_gradient`."""
+        forms = quantise_both(dy.flatten(0, -2), KINDS[self.recipe][0], self.gradients, self.leaves)
+        return Gradient(forms, dy.shape, dy.dtype)
+
+    def linear(self, x: Tensor, weight: Factor, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
-        y = product(self._tokens(x.flatten(0, -2)), self._weight(weight), x.dtype, fast=True)
+        w = weight.plain if isinstance(weight, Both) else self._weight(weight)
+        y = product(self._tokens(x.flatten(0, -2)), w, x.dtype, fast=True)
         y = y.view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
 
-    def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
+    def linear_dx(self, dy: Factor, weight: Factor) -> Tensor:
         """See `Kernels.linear_dx`."""
-        dx = product(self._tokens(dy.flatten(0, -2), self.gradients), self._weight(weight.t()), dy.dtype)
+        w = weight.turned if isinstance(weight, Both) else self._weight(weight.t())
+        dx = product(dy.forms.plain, w, dy.dtype)
         return dx.view(*dy.shape[:-1], -1)
 
-    def linear_dw(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+    def linear_dw(self, dy: Factor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
         """See `Kernels.linear_dw`; the product is rounded to the factors' precision before it goes into a wider `out`."""
-        rows, columns = dy.flatten(0, -2).t(), x.flatten(0, -2).t()
-        dw = product(self._tokens(rows, self.gradients), self._tokens(columns), x.dtype)
+        dw = product(dy.forms.turned, self._tokens(x.flatten(0, -2).t()), x.dtype)
         if out is None:
             return dw
         products.put(out, dw, add=add)
         return out
 
-    def grouped_linear(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+    def grouped_linear(self, x: Tensor, weight: Factor, rows: Rows) -> Tensor:
         """See `Kernels.grouped_linear`; tensorwise scales are rowwise here, which is the kind that torch has.
 
         The product for dW is left in bf16: it sums over the rows of a group, which may be any number of them.
         """
-        kind, fixed = KINDS["rowwise" if self.recipe == "tensorwise" else self.recipe]
-        a, b = quantise(x, kind, leaves=self.leaves), quantise(weight, fixed, leaves=self.leaves)
-        return _grouped_product(a, b, rows, x.dtype)
+        return self._grouped(x, weight.plain if isinstance(weight, Both) else weight, rows)
 
-    def grouped_dx(self, dy: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+    def grouped_dx(self, dy: Tensor, weight: Factor, rows: Rows) -> Tensor:
         """See `Kernels.grouped_dx`; dY in e4m3, the one format that torch's grouped product takes."""
-        return self.grouped_linear(dy, weight.mT, rows)
+        return self._grouped(dy, weight.turned if isinstance(weight, Both) else weight.mT, rows)
 
-    def _tokens(self, x: Tensor, dtype: torch.dtype = E4M3) -> Quantised:
-        return quantise(x, KINDS[self.recipe][0], dtype, self.leaves)
+    def _grouped(self, x: Tensor, weight: Tensor | Quantised, rows: Rows) -> Tensor:
+        kind, fixed = self._grouped_kinds
+        w = weight if isinstance(weight, Quantised) else quantise(weight, fixed, leaves=self.leaves)
+        return _grouped_product(quantise(x, kind, leaves=self.leaves), w, rows, x.dtype)
+
+    @property
+    def _grouped_kinds(self) -> tuple[ScalingType, ScalingType]:
+        return KINDS["rowwise" if self.recipe == "tensorwise" else self.recipe]
+
+    def _tokens(self, x: Tensor) -> Quantised:
+        return quantise(x, KINDS[self.recipe][0], leaves=self.leaves)
 
     def _weight(self, weight: Tensor) -> Quantised:
         return quantise(weight, KINDS[self.recipe][1], leaves=self.leaves)

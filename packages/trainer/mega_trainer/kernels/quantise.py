@@ -52,6 +52,13 @@ class Quantised(NamedTuple):
     kind: ScalingType
 
 
+class Both(NamedTuple):
+    """A matrix [.., M, K] in eight bits, and its transpose [.., K, M]."""
+
+    plain: Quantised
+    turned: Quantised
+
+
 def quantise(x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: Leaves | None = None) -> Quantised:
     """A matrix [.., M, K], which may be a transposed one, whose sizes are multiples of its blocks'."""
     values, scale = (leaves or Leaves())(quantised, x, *BLOCKS[kind], dtype)
@@ -65,6 +72,17 @@ def quantised(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[T
     scale = power_above(largest / torch.finfo(dtype).max)
     values = (blocks / scale).to(dtype, memory_format=torch.contiguous_format)
     return values.view(x.shape), scale[..., 0, :, 0]
+
+
+def quantise_both(x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: Leaves | None = None) -> Both:
+    """A matrix [.., M, K] and its transpose, each as `quantise` makes it, for two products that sum over other axes."""
+    values, scale, turned, turned_scale = (leaves or Leaves())(quantised_both, x, *BLOCKS[kind], dtype)
+    return Both(Quantised(values, scale, kind), Quantised(turned, turned_scale, kind))
+
+
+def quantised_both(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A leaf: `quantised` of a matrix and of its transpose, which is read once for both, but for what finds scales."""
+    return *quantised(x, rows, columns, dtype), *quantised(x.mT, rows, columns, dtype)
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:

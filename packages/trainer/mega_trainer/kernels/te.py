@@ -8,11 +8,12 @@ Legend: M tokens in any number of axes, D input width, N output width; B batch, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from mega_trainer.kernels.base import Scores, WholeAttention
+from mega_trainer.kernels.base import Factor, Scores, WholeAttention
 from mega_trainer.kernels.flash import Flash, fits_gpu
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.masks import Mask, Packed
@@ -47,29 +48,45 @@ class TeLinearKernels(TorchKernels):
         self.x, self.weight, self.dy = _quantizers(recipe, wide_gradients) if recipe else (None, None, None)
         self.precise = recipe == "blockwise"  # its scales are applied as the product is summed
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def prepare_weight(self, weight: Tensor) -> Factor:
+        """See `Kernels.prepare_weight`."""
+        return _prepared(self.weight, weight)
+
+    def prepare_gradient(self, dy: Tensor) -> Factor:
+        """See `Kernels.prepare_gradient`."""
+        return _prepared(self.dy, dy)
+
+    def linear(self, x: Tensor, weight: Factor, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
-        a, b = _factor(self.weight, weight, rowwise=True), _factor(self.x, x.flatten(0, -2), rowwise=True)
+        a, b = _factor(self.weight, weight, rowwise=True), _factor(self.x, x, rowwise=True)
         y, *_ = self.library.general_gemm(
             a, b, out_dtype=x.dtype, layout="TN", bias=bias, use_split_accumulator=self.precise
         )
         return y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
-    def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
+    def linear_dx(self, dy: Factor, weight: Factor) -> Tensor:
         """See `Kernels.linear_dx`."""
-        a, b = _factor(self.weight, weight, rowwise=False), _factor(self.dy, dy.flatten(0, -2), rowwise=True)
+        a, b = _factor(self.weight, weight, rowwise=False), dy.matrix
         dx, *_ = self.library.general_gemm(a, b, out_dtype=dy.dtype, layout="NN", grad=True, use_split_accumulator=True)
         return dx.view(*dy.shape[:-1], -1)  # type: ignore[no-any-return]
 
-    def linear_dw(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+    def linear_dw(self, dy: Factor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
         """See `Kernels.linear_dw`."""
-        a, b = _factor(self.x, x.flatten(0, -2), rowwise=False), _factor(self.dy, dy.flatten(0, -2), rowwise=False)
+        a, b = _factor(self.x, x, rowwise=False), dy.matrix
         dw: Tensor
         dw, *_ = self.library.general_gemm(
             a, b, out_dtype=x.dtype if out is None else out.dtype, layout="NT", out=out, accumulate=add, grad=True,
             use_split_accumulator=True,
         )  # fmt: skip
         return dw
+
+
+class Prepared(NamedTuple):
+    """A tensor of `shape` [.., K] and `dtype` for two products: `matrix` [M, K], in eight bits in both forms."""
+
+    matrix: Any
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def _quantizers(recipe: str, wide_gradients: bool) -> tuple[Any, Any, Any]:
@@ -89,12 +106,21 @@ def _quantizers(recipe: str, wide_gradients: bool) -> tuple[Any, Any, Any]:
     return (*forward.make_quantizers()[:2], backward.make_quantizers()[0])
 
 
-def _factor(quantizer: Any, x: Tensor, *, rowwise: bool) -> Any:
+def _factor(quantizer: Any, x: Factor, *, rowwise: bool) -> Any:
     """A matrix for a product that sums over its last axis, which is by rows, or its first."""
+    return x.matrix if isinstance(x, Prepared) else _matrix(quantizer, x, rowwise=rowwise, columnwise=not rowwise)
+
+
+def _prepared(quantizer: Any, x: Tensor) -> Prepared:
+    return Prepared(_matrix(quantizer, x, rowwise=True, columnwise=True), x.shape, x.dtype)
+
+
+def _matrix(quantizer: Any, x: Tensor, **usage: bool) -> Any:
+    matrix = x.flatten(0, -2).contiguous()
     if quantizer is None:
-        return x.contiguous()
-    quantizer.set_usage(rowwise=rowwise, columnwise=not rowwise)
-    return quantizer(x.contiguous())
+        return matrix
+    quantizer.set_usage(**usage)
+    return quantizer(matrix)
 
 
 class TeAttention:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mega_trainer.kernels import blocks, fused, grouped, products
-from mega_trainer.kernels.base import Rotation, Scores, WholeAttention
+from mega_trainer.kernels.base import Factor, Rotation, Scores, WholeAttention
 from mega_trainer.kernels.flash import Flash, TorchFlash
 from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.grouped import Rows
@@ -32,23 +32,36 @@ class TorchKernels:
         self.leaves, self.flash = leaves or Leaves(), flash or TorchFlash()
         self.whole = whole or (Sdpa() if flash is None else None)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def prepare_weight(self, weight: Tensor) -> Factor:
+        """See `Kernels.prepare_weight`."""
+        return weight
+
+    def prepare_grouped_weight(self, weight: Tensor) -> Factor:
+        """See `Kernels.prepare_grouped_weight`."""
+        return weight
+
+    def prepare_gradient(self, dy: Tensor) -> Factor:
+        """See `Kernels.prepare_gradient`."""
+        return dy
+
+    def linear(self, x: Tensor, weight: Factor, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
         return F.linear(x, weight, bias)
 
-    def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
+    def linear_dx(self, dy: Factor, weight: Factor) -> Tensor:
         """See `Kernels.linear_dx`."""
-        return dy.matmul(weight)
+        dx: Tensor = dy.matmul(weight)
+        return dx
 
-    def linear_dw(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+    def linear_dw(self, dy: Factor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
         """See `Kernels.linear_dw`."""
         return products.product(dy.flatten(0, -2).t(), x.flatten(0, -2), out, add=add)
 
-    def grouped_linear(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+    def grouped_linear(self, x: Tensor, weight: Factor, rows: Rows) -> Tensor:
         """See `Kernels.grouped_linear`."""
         return grouped.product(x, weight.mT, rows)
 
-    def grouped_dx(self, dy: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+    def grouped_dx(self, dy: Tensor, weight: Factor, rows: Rows) -> Tensor:
         """See `Kernels.grouped_dx`."""
         return grouped.product(dy, weight, rows)
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mega_ckpt.pieces import Piece
 from mega_common.model_config import ModelConfig
 from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Kernels
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.model.recompute import SavedActivations
@@ -81,6 +83,20 @@ class HeadsNorm(nn.Module):
         return (wide * torch.rsqrt(mean + self.eps) * factor).to(x.dtype).view_as(x)
 
 
+class EachHeadNorm(nn.Module):
+    """LayerNorm without bias over each head, by a weight [H/T, d] of its own."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, *, zero_centered: bool) -> None:
+        super().__init__()
+        self.weight, self.eps, self.zero_centered = weight, eps, zero_centered
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, H/T, d] -> the same shape; statistics in at least fp32."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
+        return (F.layer_norm(wide, x.shape[-1:], eps=self.eps) * factor).to(x.dtype)
+
+
 @dataclass(frozen=True)
 class Builder:
     """What every layer of one model is made from.
@@ -89,6 +105,7 @@ class Builder:
         config: the architecture.
         groups: who splits what; groups of one by default.
         kernels: the back end.
+        leaves: computes what is neither a back end's nor a product.
         by_layer: that of the products of linear layers, for the layers where it is another.
         products: that of the linear layers to be made.
         sp: split the residual stream over the sequence among the tensor ranks.
@@ -103,6 +120,7 @@ class Builder:
     config: ModelConfig
     groups: Groups = field(default_factory=Groups)
     kernels: Kernels = field(default_factory=TorchKernels)
+    leaves: Leaves = field(default_factory=Leaves)
     by_layer: Mapping[int, Kernels] = field(default_factory=dict)
     products: Kernels | None = None
     sp: bool = False
@@ -261,12 +279,15 @@ class Builder:
         """What the weight of a norm starts from."""
         return 0.0 if self.config.zero_centered_norm else 1.0
 
-    def qk_norm(self, name: str, heads: int) -> Norm | HeadsNorm:
+    def qk_norm(self, name: str, heads: int) -> Norm | HeadsNorm | EachHeadNorm:
         """The norm of queries or keys that the configuration asks for: over each head, or over all of them."""
         size, eps, centered = self.config.head_size, self.config.norm_eps, self.config.zero_centered_norm
         if self.config.qk_norm_span == "all":
-            weight = self._heads_weight(f"{name}.weight", heads)
+            weight = self._heads_weight(f"{name}.weight", heads, size, ())
             return HeadsNorm(weight, eps, self.groups.tp, zero_centered=centered)
+        if self.config.qk_norm_span == "each":
+            weight = self._heads_weight(f"{name}.weight", heads, 1, (size,))
+            return EachHeadNorm(weight, eps, zero_centered=centered)
         # a rank sees only its own heads, so the gradient is partial
         weight = self.replicated(f"{name}.weight", (size,), fill=self.norm_fill, partial_grad=True)
         return Norm(self.kernels, weight, None, eps, zero_centered=centered)
@@ -279,12 +300,12 @@ class Builder:
             (own,), [Piece(name, (heads,), (tp.rank * own,), (0,), (own,))], std=self.config.init_std
         )
 
-    def _heads_weight(self, name: str, heads: int) -> nn.Parameter:
-        """This rank's part of a weight over all heads; fewer heads than ranks are shared in the kv group."""
-        size, tp = self.config.head_size, self.groups.tp
-        own = (max(1, heads // tp.size) * size,)
+    def _heads_weight(self, name: str, heads: int, rows: int, tail: tuple[int, ...]) -> nn.Parameter:
+        """This rank's part of a weight [heads * rows, *tail]; fewer heads than ranks are shared in the kv group."""
+        tp, zeros = self.groups.tp, (0,) * len(tail)
+        own = (max(1, heads // tp.size) * rows, *tail)
         shared = (self.groups.kv,) if heads < tp.size else ()
-        piece = Piece(name, (heads * size,), (tp.rank * heads // tp.size * size,), (0,), own)
+        piece = Piece(name, (heads * rows, *tail), (tp.rank * heads // tp.size * rows, *zeros), (0, *zeros), own)
         return self._parameter(own, [piece], fill=self.norm_fill, grad_sync=shared, replicas=shared)
 
     def vocabulary(self, name: str, *, shared: Sequence[Group] = ()) -> nn.Parameter:

@@ -66,7 +66,7 @@ class Decoder(nn.Module):
         build = replace(build, saved=self.saved)
         self.rotary = Rotary.of(config, config.rope)
         self.local_rotary = None if config.local_rope is None else Rotary.of(config, config.local_rope)
-        self.deferred = build.deferred
+        self.deferred, self.leaves = build.deferred, build.leaves
         further = config.mtp_layers if self.stage.heads else 0
         apart = (config.tie_embeddings or config.mtp_layers > 0) and not (self.stage.embeds and self.stage.heads)
         copied = apart and not self.stage.ends_meet
@@ -205,6 +205,6 @@ class Decoder(nn.Module):
         """As `loss`, of what has been normed, through the output matrix [V/T, D]."""
         total, losses = head_loss(
             whole_sequence(self._before_head(hidden), self.groups.tp, sp=self.sp).flatten(0, 1), head,
-            labels.flatten(), weights.flatten(), self.groups.tp, self.config.vocab_size, self.config.logit_softcap,
+            labels.flatten(), weights.flatten(), self.groups.tp, self.config.vocab_size, self.config.logit_softcap, self.leaves,
         )  # fmt: skip
         return total, losses.view(labels.shape)

@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.kernels import products
+from mega_trainer.kernels.fused import wide
+from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.parallel.param import main_grad_of
 
 # Elements of one chunk's logits: on a CPU they should stay in its cache, on a GPU fill it with work.
@@ -35,20 +37,25 @@ class _HeadLoss(Function):
         vocab_size: int,
         softcap: float | None,
         differentiable: bool,
+        leaves: Leaves,
     ) -> tuple[Tensor, Tensor]:
         rows = head.shape[0]
         step = max(16, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 27) // rows)
         losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
         d_hidden = torch.empty_like(hidden) if differentiable else None
         d_head = torch.empty_like(head, dtype=losses.dtype) if differentiable else None
+        local = labels - group.rank * rows
+        here, target = (local >= 0) & (local < rows), local.clamp(0, rows - 1).unsqueeze(-1)
         for start in range(0, hidden.shape[0], step):
             part = slice(start, start + step)
-            losses[part], softmax, target, mine, share, slope = _chunk(
-                hidden[part], head, labels[part], group, vocab_size, softcap
-            )
+            logits = _logits(hidden[part], head, group, vocab_size)
+            lse, label_logit = _over_ranks(*leaves(row_sums_leaf, logits, here[part], target[part], softcap), group)
+            torch.sub(lse, label_logit, out=losses[part])
             if d_hidden is not None and d_head is not None:
-                weight = weights[part].to(losses.dtype)
-                d_logits = _gradient(softmax, weight, share, target, mine, slope, hidden.dtype)
+                d_logits, of_label = leaves(
+                    gradient_leaf, logits, lse, here[part], target[part], weights[part], softcap
+                )
+                d_logits.scatter_(1, target[part], of_label)
                 torch.mm(d_logits, head, out=d_hidden[part])
                 products.product(d_logits.t(), hidden[part], d_head, add=start > 0)
         if d_hidden is not None and d_head is not None:
@@ -65,10 +72,10 @@ class _HeadLoss(Function):
         d_hidden = torch.mul(d_hidden.to(scale.dtype), scale, out=torch.empty_like(d_hidden))
         if ctx.main is None:
             whole = torch.mul(d_head, scale, out=torch.empty_like(d_head, dtype=ctx.dtype))
-            return d_hidden, whole, None, None, None, None, None, None
+            return d_hidden, whole, None, None, None, None, None, None, None
         out, add = ctx.main()
         products.scaled(d_head, scale, ctx.dtype, out, add=add)
-        return d_hidden, None, None, None, None, None, None, None
+        return d_hidden, None, None, None, None, None, None, None, None
 
 
 def head_loss(
@@ -79,6 +86,7 @@ def head_loss(
     group: Group,
     vocab_size: int,
     softcap: float | None = None,
+    leaves: Leaves | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy of `hidden` through `head` against `labels`.
 
@@ -90,75 +98,75 @@ def head_loss(
         group: the ranks that split the vocabulary.
         vocab_size: V, unpadded.
         softcap: logits become cap tanh(logits / cap) (arXiv:2408.00118).
+        leaves: compute what is no product.
 
     Returns:
         The weighted sum of the losses (a scalar to differentiate), and each token's loss [N] in at least fp32.
     """
     differentiable = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     result: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, head, labels, weights, group, vocab_size, softcap, differentiable
+        hidden, head, labels, weights, group, vocab_size, softcap, differentiable, leaves or Leaves()
     )
     return result
 
 
-def _chunk(
-    hidden: Tensor, head: Tensor, labels: Tensor, group: Group, vocab_size: int, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Losses [n], softmax over this rank's rows alone [n, R], local label [n], whether the label is ours [n].
+def _logits(hidden: Tensor, head: Tensor, group: Group, vocab_size: int) -> Tensor:
+    """[n, R]; minus infinity for rows of padding."""
+    logits, own = hidden @ head.t(), vocab_size - group.rank * head.shape[0]
+    if own < head.shape[0]:
+        logits[:, max(0, own) :] = float("-inf")
+    return logits
 
-    And this rank's share [n] of the softmax over all rows, and the derivative [n, R] of the soft cap, if there is one.
+
+def row_sums_leaf(logits: Tensor, here: Tensor, target: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Of logits [n, R] the logarithm [n] of each row's sum of exponentials, and the logit [n] at its label.
+
+    Both in at least fp32. `target` int64 [n, 1] is the label, among this rank's rows, or some row where that is not `here`
+    [n], and its logit told as 0.
     """
-    rows, wide = head.shape[0], _at_least_fp32(hidden.dtype)
-    first = group.rank * rows
-    logits, slope = hidden @ head.t(), None
-    if softcap is not None:
-        bent = logits.to(wide).div_(softcap).tanh_()
-        slope = 1 - bent.square()
-        logits = bent.mul_(softcap)
-    if first + rows > vocab_size:
-        logits[:, max(0, vocab_size - first) :] = float("-inf")
-    local = labels - first
-    mine = (local >= 0) & (local < rows)
-    target = local.clamp(0, rows - 1)
     # where() rather than a product: a foreign label may point at a padding row, whose logit is minus infinity
-    label_logit = torch.where(mine, logits.gather(1, target.unsqueeze(-1)).squeeze(-1).to(wide), 0.0)
-    softmax, own = _softmax(logits, wide, empty=first >= vocab_size)
-    top = own.clone()
-    all_reduce(top, group, "max")
-    sums = torch.stack([(own - top).exp_(), label_logit])
-    all_reduce(sums, group)
-    share = (own - top).exp_() / sums[0]
-    return sums[0].log() + top - sums[1], softmax, target, mine, share, slope
+    label = torch.where(here, _capped(logits.gather(1, target), softcap).squeeze(-1), 0.0)
+    return _capped(logits, softcap).logsumexp(-1), label
 
 
-def _softmax(logits: Tensor, wide: torch.dtype, *, empty: bool) -> tuple[Tensor, Tensor]:
-    """Softmax of each row of [n, R], and the logarithm of its sum [n]: one pass over the logits, and one for the largest.
+def gradient_leaf(
+    logits: Tensor, lse: Tensor, here: Tensor, target: Tensor, weights: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of logits [n, R] as if no label were among them, and what it is at the label [n, 1], both as the logits are.
 
-    `empty`: all logits are minus infinity, since all rows are padding.
+    That is weight (softmax over all ranks' rows - 1 at the label); `lse` [n] is over all ranks.
     """
-    if empty:
-        return torch.zeros_like(logits, dtype=wide), torch.full_like(logits[:, 0], float("-inf"), dtype=wide)
-    softmax = torch.softmax(logits, -1, dtype=wide)
-    top, place = logits.max(-1)
-    return softmax, top.to(wide) - softmax.gather(1, place.unsqueeze(-1)).squeeze(-1).log()
+    lse, weights, here = (t.to(lse.dtype).unsqueeze(-1) for t in (lse, weights, here))
+    label = logits.gather(1, target)
+    out = (_capped(logits, softcap) - lse).exp_().mul_(weights)
+    of_label = ((_capped(label, softcap) - lse).exp_() - here) * weights
+    if softcap is not None:
+        out, of_label = out.mul_(_slope(logits, softcap)), of_label * _slope(label, softcap)
+    return out.to(logits.dtype), of_label.to(logits.dtype)
 
 
-def _gradient(
-    softmax: Tensor,
-    weight: Tensor,
-    share: Tensor,
-    target: Tensor,
-    mine: Tensor,
-    slope: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The gradient [n, R] of the logits, of `dtype`: weight (softmax over all rows - 1 at the label)."""
-    factor, target = (weight * share).unsqueeze(-1), target.unsqueeze(-1)
-    of_label = softmax.gather(1, target) * factor - (weight * mine).unsqueeze(-1)
-    if slope is not None:
-        softmax, of_label = softmax.mul_(slope), of_label * slope.gather(1, target)
-    out = torch.mul(softmax, factor, out=torch.empty_like(softmax, dtype=dtype))
-    return out.scatter_(1, target, of_label.to(dtype))
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """In at least fp32; what is minus infinity stays so."""
+    values = wide(logits)
+    if softcap is None:
+        return values
+    return torch.where(values == float("-inf"), values, torch.tanh(values / softcap) * softcap)
+
+
+def _slope(logits: Tensor, softcap: float) -> Tensor:
+    """The derivative of the soft cap."""
+    return 1 - torch.tanh(wide(logits) / softcap).square_()
+
+
+def _over_ranks(lse: Tensor, label: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """What `row_sums_leaf` tells of this rank's rows: of those of all ranks."""
+    if group.size == 1:
+        return lse, label
+    top = lse.clone()
+    all_reduce(top, group, "max")
+    sums = torch.stack([(lse - top).exp_(), label])
+    all_reduce(sums, group)
+    return sums[0].log() + top, sums[1]
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:

@@ -23,7 +23,7 @@ from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group, all_gather_into, all_reduce, reduce_scatter_into
 from mega_trainer.optim.slots import Slot, Transfers
 from mega_trainer.parallel.buckets import Bucket
-from mega_trainer.parallel.param import ParamInfo, info_of
+from mega_trainer.parallel.param import ParamInfo, info_of, is_matrix
 
 # f(x) = a x + b x^3 + c x^5 with the steepest rise at 0 that keeps [0, 1.2] in place. It does not settle at 1: five rounds
 # leave singular values between about 0.7 and 1.2, which trains as well as exact ones.
@@ -65,8 +65,7 @@ def update_scale(rows: int, columns: int) -> float:
 def is_hidden_matrix(parameter: nn.Parameter) -> bool:
     """Whether Muon is for it: a matrix (or a stack of them) of a layer, not embedding, head, norm or bias."""
     names = [piece.name for piece in info_of(parameter).pieces]
-    hidden = all(name.startswith("model.layers.") and not name.endswith(".bias") for name in names)
-    return parameter.dim() > 1 and bool(names) and hidden
+    return is_matrix(parameter) and bool(names) and all(name.startswith("model.layers.") for name in names)
 
 
 class Muon:

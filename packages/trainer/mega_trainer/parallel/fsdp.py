@@ -1,9 +1,9 @@
 """ZeRO-3 (arXiv:1910.02054, arXiv:2304.11277): weights too are sharded over the data ranks, by PyTorch's FSDP2.
 
-Each rank holds some rows of every (tensor-parallel) weight, in fp32 (fp64 in an fp64 run). A layer's weights are gathered
+Each rank holds some rows of every (tensor-parallel) weight, in fp32 (fp64 in an fp64 run). A unit's weights are gathered
 in the run's precision just before its forward and again before its backward, its gradients are summed in fp32 and
-scattered after each micro-batch. The units are the layers, those that predict further tokens too, and the rest of the
-model together.
+scattered after each micro-batch. The units are the layers, several together where ranks are many and a gather of one would
+cost its latency; those that predict further tokens; and the rest of the model together.
 
 When the data ranks are cut into several `shard` groups (hybrid sharding), each of these holds a copy of the weights:
 gathers and scatters stay inside it, and in the step's last backward each unit's sums are added up over the `replicate`
@@ -38,7 +38,12 @@ from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
 
 
 def shard_fully(
-    model: Decoder, *, dtype: torch.dtype, device: torch.device, reduce_dtype: torch.dtype | None = None
+    model: Decoder,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    reduce_dtype: torch.dtype | None = None,
+    layers: int = 1,
 ) -> None:
     """Shard a whole model over its `shard` group, in place. Its parameters become `DTensor`s that describe their own rows.
 
@@ -48,6 +53,7 @@ def shard_fully(
         dtype: to compute in.
         device: where the shards lie.
         reduce_dtype: the type that gradients are summed over the ranks in; default: the one they are kept in.
+        layers: of a unit.
     """
     group, apart, copies = model.groups.shard, model.groups.expert_data, model.groups.replicate
     meshes = {sharers: DeviceMesh.from_group(_handle(sharers), device.type) for sharers in (group, apart)}
@@ -56,13 +62,9 @@ def shard_fully(
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == kept else dtype, reduce_dtype=reduce_dtype or kept, cast_forward_inputs=False
     )
-    experts = [(module, apart) for module in model.modules() if isinstance(module, Experts)]
-    units: list[tuple[nn.Module, Group]] = [
-        *experts,
-        *((unit, group) for unit in (*model.layers, *model.predictors, model)),
-    ]
-    for unit, sharers in units:
-        fully_shard(unit, mesh=meshes[sharers], mp_policy=policy, reshard_after_forward=unit is not model)
+    for modules in units_of(model, layers):
+        unit, sharers = modules[0], apart if isinstance(modules[0], Experts) else group
+        fully_shard(modules, mesh=meshes[sharers], mp_policy=policy, reshard_after_forward=unit is not model)
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all ranks already
         unit.set_force_sum_reduction_for_comms(True)
@@ -80,6 +82,20 @@ def shard_fully(
         pieces = tuple(cut_rows(info.pieces, rows * sharers.rank, rows * (sharers.rank + 1)))
         sync = (*info.grad_sync, copies) if sharers is group and copies.size > 1 else info.grad_sync
         parameter.mega = replace(info, pieces=pieces, data=sharers, grad_sync=sync)  # type: ignore[attr-defined]
+
+
+def units_of(model: Decoder, layers: int) -> list[list[nn.Module]]:
+    """What is gathered together, the inner ones first: each is what of its modules' parameters is in none before it.
+
+    No unit has layers that a backward computes again and others: FSDP waits until all of a unit's have been through.
+    """
+    again = model.saved.recompute
+    parts = [
+        [layer for index, layer in enumerate(model.layers) if again.whole(index) is whole] for whole in (True, False)
+    ]
+    experts: list[list[nn.Module]] = [[module] for module in model.modules() if isinstance(module, Experts)]
+    blocks = [part[start : start + layers] for part in parts for start in range(0, len(part), layers)]
+    return [*experts, *blocks, *([predictor] for predictor in model.predictors), [model]]
 
 
 def _handle(group: Group) -> dist.ProcessGroup:
@@ -168,11 +184,11 @@ class UnitGradients:
         self._owed, self._flight = set(), None
 
 
-def _of_units(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """The parameters of each unit of FSDP, the inner ones first: those that no unit within has."""
+def _parameters(units: Sequence[Sequence[nn.Module]]) -> Iterator[list[nn.Parameter]]:
+    """Of each of `units_of`."""
     taken: set[nn.Parameter] = set()
-    for unit in reversed([module for module in model.modules() if isinstance(module, FSDPModule)]):
-        own = [parameter for parameter in unit.parameters() if parameter not in taken]
+    for unit in units:
+        own = [parameter for module in unit for parameter in module.parameters() if parameter not in taken]
         taken.update(own)
         if own:
             yield own
@@ -181,15 +197,17 @@ def _of_units(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 class FullyShardedStage:
     """A model after `shard_fully`, as `FlatStage` is one with flat buffers."""
 
-    def __init__(self, model: Decoder, *, decoupled: bool = False, reduce_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: Decoder, *, decoupled: bool = False, reduce_dtype: torch.dtype | None = None, layers: int = 1
+    ) -> None:
         self._copies = model.groups.replicate
         self._gradients = []
-        for parameters in _of_units(model):
+        self._units = units_of(model, layers)
+        for parameters in _parameters(self._units):
             shared = self._copies in info_of(parameters[0]).grad_sync
             self._gradients.append(UnitGradients(parameters, self._copies if shared else Group("copies"), reduce_dtype))
         kinds = by_kind(model, model.dtype, decoupled=decoupled)
         self.buffers = [RowBuffer(parameters, kind) for kind, parameters in kinds.items()]
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
@@ -219,7 +237,8 @@ class FullyShardedStage:
 
     def settle(self) -> None:
         """Drop gathered weights that an evaluation has left, so that the parameters are the shards again."""
-        for unit in self._units:
+        for unit, *_ in self._units:
+            assert isinstance(unit, FSDPModule)
             unit.reshard()
 
 

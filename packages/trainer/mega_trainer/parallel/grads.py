@@ -24,7 +24,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from mega_trainer.comm import Work, all_gather_into, all_reduce
 from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
-from mega_trainer.parallel.param import info_of
+from mega_trainer.parallel.param import PreparedWeight, info_of
 from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
 
 BUCKET_ELEMENTS = 40_000_000  # large enough for full bandwidth, small enough that the first starts early
@@ -51,6 +51,7 @@ class Sharing:
         decoupled: the input embedding and the output layer have, for a learning rate of their own.
         reduce_dtype: the type that gradients are sent and summed over the data ranks in; default: their own.
         bucket_elements: a bucket is closed when it has so many; default: grows with the number of ranks.
+        prepares: what a back end prepares of a weight for its products is kept until the next update.
     """
 
     slices: bool
@@ -59,6 +60,7 @@ class Sharing:
     decoupled: bool = False
     reduce_dtype: torch.dtype | None = None
     bucket_elements: int | None = None
+    prepares: bool = False
 
     def enough(self, ranks: int) -> int:
         """Elements of a bucket that so many data ranks share."""
@@ -152,6 +154,9 @@ class FlatStage:
         self._buckets = sorted(self._homes, key=lambda bucket: -min(position[p] for p in bucket.places))
         self._arriving: dict[Bucket, tuple[Work | None, Tensor]] = {}
         self._await_before(units)
+        self._prepared = {parameter: PreparedWeight() for parameter in position} if sharing.prepares else {}
+        for parameter, prepared in self._prepared.items():
+            parameter.prepared = prepared  # type: ignore[attr-defined]
         self._waiting: deque[Bucket] = deque()
         self._in_flight: deque[Bucket] = deque()
         self._ends: list[Node] = []
@@ -206,6 +211,8 @@ class FlatStage:
 
     def publish(self) -> None:
         """After an update of the shards' weights: start to give every rank all of them, first needed first."""
+        for prepared in self._prepared.values():
+            prepared.forget()
         for bucket in reversed(self._buckets):
             buffer, shard = self._homes[bucket]
             if buffer.sharded:

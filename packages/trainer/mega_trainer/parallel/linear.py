@@ -10,6 +10,7 @@ is a reduce-scatter. The sum of a row-parallel layer's Y is a step of its own: `
 
 Where the weight is a parameter with a place for its gradient in a flat buffer, the product for dW is added there, and
 autograd gets none. A weight made from several parameters, or a sharded one (ZeRO-3), gets its gradient by autograd.
+A back end may prepare factors for two products at once: dY, and a weight that stays for all micro-batches of a step.
 
 Legend: B batch, S sequence, D input width, N output width, T ranks, M rows of experts, G experts.
 """
@@ -23,10 +24,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mega_trainer.comm import Group, all_gather, all_reduce, start_all_gather, start_reduce_scatter
-from mega_trainer.kernels.base import Kernels
+from mega_trainer.kernels.base import Factor, Kernels
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.parallel.deferred import Deferred
-from mega_trainer.parallel.param import MainGrad, main_grad_of
+from mega_trainer.parallel.param import MainGrad, main_grad_of, prepared_of
 
 SEQUENCE = 1  # the axis of [B, S, D] that sequence parallelism splits
 ALONE = Group("alone")
@@ -35,13 +36,19 @@ ALONE = Group("alone")
 class Products(Protocol):
     """What `Kernels` offers for linear layers, or what takes its place for some of them."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def prepare_weight(self, weight: Tensor) -> Factor:
+        """See `Kernels.prepare_weight`."""
+
+    def prepare_gradient(self, dy: Tensor) -> Factor:
+        """See `Kernels.prepare_gradient`."""
+
+    def linear(self, x: Tensor, weight: Factor, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
 
-    def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
+    def linear_dx(self, dy: Factor, weight: Factor) -> Tensor:
         """See `Kernels.linear_dx`."""
 
-    def linear_dw(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+    def linear_dw(self, dy: Factor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
         """See `Kernels.linear_dw`."""
 
 
@@ -70,15 +77,15 @@ class Linear:
         """All of X: [B, S, D]."""
         return all_gather(x, self.group, SEQUENCE) if self.sp else x
 
-    def weight_gradient(self, x: Tensor, dy: Tensor, main: MainGrad | None) -> Tensor | None:
-        """dW from all of X; none where that has been put in its place."""
+    def weight_gradient(self, x: Tensor, dy: Factor, main: MainGrad | None) -> Tensor | None:
+        """dW from all of X and dY, prepared; none where that has been put in its place."""
         if main is None:
             return self.products.linear_dw(dy, x)
         out, add = main()
         self.products.linear_dw(dy, x, out, add=add)
         return None
 
-    def put_off(self, weight: Tensor, x: Tensor, dy: Tensor, main: MainGrad | None) -> None:
+    def put_off(self, weight: Tensor, x: Tensor, dy: Factor, main: MainGrad | None) -> None:
         """Leave dW for later, with X as the layer keeps it: with `sp` this rank's part."""
         assert self.deferred is not None
         self.deferred.put(weight, lambda: self.weight_gradient(self.whole(x), dy, main))
@@ -90,7 +97,8 @@ class _Linear(Function):
         ctx.save_for_backward(x, weight)
         # the weight that a backward sees may be a copy, made in recomputation
         ctx.layer, ctx.bias, ctx.main = layer, bias is not None, main_grad_of(weight)
-        return layer.products.linear(layer.whole(x), weight, bias)
+        ctx.prepared = prepared_of(weight, layer.products.prepare_weight)
+        return layer.products.linear(layer.whole(x), weight if ctx.prepared is None else ctx.prepared, bias)
 
     # not once_differentiable: its check costs 5 us of host time, a third of what is here
     @staticmethod
@@ -100,8 +108,9 @@ class _Linear(Function):
         now = layer.deferred is None and ctx.needs_input_grad[1]
         full, gathering = start_all_gather(x, layer.group, SEQUENCE) if layer.sp and now else (x, None)
         dx = work = dweight = None
+        given = layer.products.prepare_gradient(dy)
         if ctx.needs_input_grad[0]:
-            dx = layer.products.linear_dx(dy, weight)
+            dx = layer.products.linear_dx(given, weight if ctx.prepared is None else ctx.prepared)
             if layer.sp:
                 dx, work = start_reduce_scatter(dx, layer.group, SEQUENCE)
             elif layer.group.size > 1:
@@ -109,9 +118,9 @@ class _Linear(Function):
         if gathering is not None:
             gathering.wait()
         if now:
-            dweight = layer.weight_gradient(full, dy, ctx.main)
+            dweight = layer.weight_gradient(full, given, ctx.main)
         elif layer.deferred is not None:
-            layer.put_off(weight, x, dy, ctx.main)
+            layer.put_off(weight, x, given, ctx.main)
         dbias = dy.flatten(0, -2).sum(0) if ctx.bias else None
         if work is not None:
             work.wait()
@@ -125,12 +134,20 @@ class _Grouped:
     kernels: Kernels
     rows: Rows
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def prepare_weight(self, weight: Tensor) -> Factor:
+        """See `Kernels.prepare_grouped_weight`."""
+        return self.kernels.prepare_grouped_weight(weight)
+
+    def prepare_gradient(self, dy: Tensor) -> Factor:
+        """As it is."""
+        return dy
+
+    def linear(self, x: Tensor, weight: Factor, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.grouped_linear`."""
         assert bias is None
         return self.kernels.grouped_linear(x, weight, self.rows)
 
-    def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
+    def linear_dx(self, dy: Tensor, weight: Factor) -> Tensor:
         """See `Kernels.grouped_dx`."""
         return self.kernels.grouped_dx(dy, weight, self.rows)
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group
+from mega_trainer.kernels.base import Factor
 
 # Where the next part of a parameter's gradient belongs, and whether to add it to what is there or write over it. To be
 # called once for each part, which must then be put there.
@@ -82,10 +83,39 @@ def info_of(parameter: Tensor) -> ParamInfo:
     return info
 
 
+def is_matrix(parameter: Tensor) -> bool:
+    """Whether it multiplies vectors: no bias and no norm, of which experts and heads have stacks."""
+    names = [piece.name for piece in info_of(parameter).pieces]
+    return parameter.dim() > 1 and not any(name.endswith((".bias", "norm.weight")) for name in names)
+
+
 def main_grad_of(weight: Tensor) -> MainGrad | None:
     """What takes the gradient of a parameter whose gradients lie in a flat buffer; others return theirs to autograd."""
     taker: MainGrad | None = getattr(weight, "main_grad", None)
     return taker
+
+
+class PreparedWeight:
+    """What a back end has prepared of a parameter for its products, until the weight changes."""
+
+    def __init__(self) -> None:
+        self._made: Factor | None = None
+
+    def of(self, weight: Tensor, prepare: Callable[[Tensor], Factor]) -> Factor:
+        """What `prepare` makes of it, once."""
+        if self._made is None:
+            self._made = prepare(weight.detach())
+        return self._made
+
+    def forget(self) -> None:
+        """The weight has changed."""
+        self._made = None
+
+
+def prepared_of(weight: Tensor, prepare: Callable[[Tensor], Factor]) -> Factor | None:
+    """What a back end has prepared of a parameter that keeps it; nothing of others."""
+    keeper: PreparedWeight | None = getattr(weight, "prepared", None)
+    return None if keeper is None else keeper.of(weight, prepare)
 
 
 class Kept(nn.Module):

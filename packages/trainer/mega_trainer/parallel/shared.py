@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mega_ckpt.pieces import Piece, Sharded, share_of
 from mega_trainer.comm import Group
 from mega_trainer.parallel.buckets import Bucket
-from mega_trainer.parallel.param import ParamInfo, info_of
+from mega_trainer.parallel.param import ParamInfo, info_of, is_matrix
 
 EMBEDDING_AND_OUTPUT = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 
@@ -24,7 +24,7 @@ class Kind:
 
     Attributes:
         data, grad_sync, replicas, parts: as in `ParamInfo`.
-        decay: whether weight decay applies: to matrices, not to biases (which experts have stacks of) and norms.
+        decay: whether weight decay applies: to matrices, not to biases and norms.
         apart: whether an optimizer beside AdamW is for them.
         dtype: that they are computed with.
         decoupled: whether they have a learning rate of their own: the input embedding and the output layer.
@@ -74,9 +74,8 @@ def by_kind(
     for parameter in model.parameters():
         info = info_of(parameter)
         special = apart is not None and apart(parameter)
-        decay = parameter.dim() > 1 and not any(piece.name.endswith(".bias") for piece in info.pieces)
         own_lr = decoupled and any(piece.name in EMBEDDING_AND_OUTPUT for piece in info.pieces)
-        kind = Kind(info.data, info.grad_sync, info.replicas, decay, special, dtype, info.parts, own_lr)
+        kind = Kind(info.data, info.grad_sync, info.replicas, is_matrix(parameter), special, dtype, info.parts, own_lr)
         kinds.setdefault(kind, []).append(parameter)
     return kinds
 

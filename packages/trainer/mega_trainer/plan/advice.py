@@ -8,6 +8,7 @@ from typing import Any
 
 from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig
+from mega_trainer.fp8 import layers_kept
 from mega_trainer.plan.memory import RunShape, memory
 
 
@@ -19,9 +20,10 @@ def run_shape(config: RunConfig, world_size: int) -> RunShape:
         sp=parallel.sp, pp=parallel.pp, virtual_stages=parallel.virtual_stages, schedule=parallel.schedule,
         pipeline_layout=tuple(parallel.pipeline_layout) if parallel.pipeline_layout else None,
         cp=parallel.cp, ep=parallel.ep, expert_tp=parallel.expert_tp, dp=dp, zero=parallel.zero,
-        zero3_shard=parallel.zero3_shard, precision=config.precision, recompute=config.recompute.kind,
+        zero3_shard=parallel.zero3_shard, zero3_layers=parallel.zero3_layers, precision=config.precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_optimizer=config.optimizer.offload,
+        eight_bits=layers_kept(config),
     )  # fmt: skip
 
 
@@ -82,6 +84,8 @@ def _changes(config: RunConfig) -> Iterator[Mapping[str, Any]]:
         yield {"parallel.zero": level}
     yield {"parallel.tp": 2 * parallel.tp, "parallel.sp": True}
     yield {"parallel.cp": 2 * parallel.cp}
+    if layers_kept(config):
+        yield {"fp8.keep_weights": False}
     if not config.optimizer.offload:
         yield {"optimizer.offload": True}
     if config.recompute.kind != "full":

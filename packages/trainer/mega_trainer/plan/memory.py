@@ -8,6 +8,7 @@ Legend: D model width, F feed-forward width, H heads, Q head size, K key/value h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from mega_trainer.pipeline.schedules import make_schedule, peak_held
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.flops import RecomputeKind, count_parameters, feed_forward_width
 
+UNIT_ELEMENTS = 350_000  # a gather among many ranks costs its latency: 1,024 take two layers of 8B, 8 take one
 _ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
@@ -29,11 +31,13 @@ class RunShape:
         microbatches: microbatches of a step, per data-parallel rank.
         zero: what data-parallel ranks share: 1 optimizer states, 2 also gradients, 3 also weights.
         zero3_shard: data and context ranks that share one copy at level 3; None for all.
+        zero3_layers: that are gathered together at level 3; None for as many as make a message worth while.
         fused_attention: the attention kernel keeps no scores.
         modules: of each layer that `selective` recomputes.
         recompute_layers: of each stage, the first ones, that `full` recomputes; None for all.
         offload: layers of each stage, the first ones, whose activations wait in host memory.
         offload_optimizer: what the optimizer works on lies in host memory.
+        eight_bits: the layers whose linear weights are kept quantised for a step, too, in two forms.
     """
 
     seq_length: int
@@ -51,6 +55,7 @@ class RunShape:
     dp: int = 1
     zero: int = 0
     zero3_shard: int | None = None
+    zero3_layers: int | None = None
     precision: str = "bf16"
     recompute: RecomputeKind = "none"
     fused_attention: bool = True
@@ -58,10 +63,23 @@ class RunShape:
     recompute_layers: int | None = None
     offload: int = 0
     offload_optimizer: bool = False
+    eight_bits: range = range(0)
 
     def recomputes(self, module: str) -> bool:
         """Whether a module of each layer is computed again by itself."""
         return self.recompute == "selective" and module in self.modules
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that share one copy of the weights at level 3."""
+        return self.zero3_shard or self.dp * self.cp
+
+
+def unit_layers(model: ModelConfig, run: RunShape) -> int:
+    """Layers that level 3 gathers together, experts apart: so many that a rank's part of them is of `UNIT_ELEMENTS`."""
+    layers = count_parameters(model).layers
+    mean = sum(layer.split / run.tp + layer.whole for layer in layers) / len(layers)
+    return run.zero3_layers or math.ceil(UNIT_ELEMENTS * run.sharers / mean)
 
 
 def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
@@ -69,9 +87,9 @@ def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
 
     Kinds: `weights`, `gradients`, `optimizer` (two moments of Adam and, under a 16-bit precision, fp32 weights),
     `activations`. ZeRO-3 keeps fp32 weights alone, and what it gathers of the others, and the gradients that it has not
-    yet scattered, are counted where they are most. fp8 keeps what bf16 keeps. Not counted: what libraries and the allocator
-    need for themselves, buffers of messages, the eight-bit factors of the product at hand, and the
-    uneven parts of vocabulary and experts.
+    yet scattered, are counted where they are most. fp8 keeps what bf16 keeps, and weights in eight bits. Not counted: what
+    libraries and the allocator need for themselves, buffers of messages, the eight-bit factors of the product at hand, and
+    the uneven parts of vocabulary and experts.
 
     Raises:
         ConfigError: when the layers do not fit the stages, or the schedule is unknown.
@@ -206,17 +224,19 @@ def _states(model: ModelConfig, run: RunShape, layers: Sequence[int], *, first: 
     sharded = run.zero == 3 and run.dp * run.cp > 1  # these weights are the ones that the optimizer works on
     copy = 4 if element == 2 and not sharded else 0
     sizes = {"weights": (wide if sharded else element, 3), "gradients": (wide, 2), "optimizer": (2 * wide + copy, 1)}
-    sharers = run.zero3_shard or run.dp * run.cp
     table = {}
     for kind, (size, level) in sizes.items():
         shared = run.zero >= level
-        parts = (sharers, max(1, run.dp * run.cp * run.tp // block)) if shared else (1, 1)
+        parts = (run.sharers, max(1, run.dp * run.cp * run.tp // block)) if shared else (1, 1)
         table[kind] = size * ((sum(dense) + ends) / parts[0] + sum(experts) / parts[1])
     if sharded:
-        layer = max(map(sum, zip(dense, experts, strict=True)), default=0)
-        # embedding and head stay from forward to backward, beside a layer and the next one; gradients are widened to be summed
-        table["weights"] += element * (ends + 2 * layer)
-        table["gradients"] += element * (ends + layer) + wide * max(ends, layer)
+        unit = max(dense, default=0) * min(len(layers), unit_layers(model, run)) + max(experts, default=0)
+        # embedding and head stay from forward to backward, beside a unit and the next one; gradients are widened to be summed
+        table["weights"] += element * (ends + 2 * unit)
+        table["gradients"] += element * (ends + unit) + wide * max(ends, unit)
+    else:
+        eight = [count.layers[index] for index in layers if index in run.eight_bits]
+        table["weights"] += 2 * sum(layer.split / run.tp + layer.experts / block for layer in eight)
     if run.offload_optimizer:
         table["optimizer"] = 0.0
     return {kind: round(size) for kind, size in table.items()}

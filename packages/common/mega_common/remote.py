@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import fsspec
 
-from mega_common.errors import CheckpointError, MegaError, MissingPackageError
+from mega_common.errors import ConfigError, MegaError, MissingPackageError
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<path>.+)")
 
@@ -25,7 +25,7 @@ class RemoteError(MegaError):
 
 
 class Remote(str):
-    """A place on an object store: its URL. Has of `pathlib.Path` what readers of a checkpoint need.
+    """A place on an object store: its URL. Has of `pathlib.Path` what readers of checkpoints and data need.
 
     Raises:
         RemoteError: from every method, when the store cannot be asked.
@@ -151,7 +151,8 @@ def in_words(place: Remote, *, writing: bool = False) -> Iterator[None]:
         raise
     except ImportError as error:
         raise MissingPackageError(
-            f"{place}: {error}", hint="for s3://: pip install 'packages/ckpt[s3]'; else the package that fsspec names"
+            f"{place}: {error}",
+            hint="for s3://: pip install s3fs, for gs://: pip install gcsfs; else the package that fsspec names",
         ) from error
     except Exception as error:
         if isinstance(error, FileNotFoundError) and not writing:
@@ -170,7 +171,7 @@ def place(path: str | Path) -> Place:
     """What a user calls a folder: a path here, or a URL such as s3://bucket/run.
 
     Raises:
-        CheckpointError: when the URL's protocol is none that fsspec knows.
+        ConfigError: when the URL's protocol is none that fsspec knows.
     """
     if isinstance(path, (Path, Remote)):
         return path
@@ -180,7 +181,7 @@ def place(path: str | Path) -> Place:
     if found["protocol"] in ("file", "local"):
         return Path(found["path"])
     if found["protocol"] not in _protocols():
-        raise CheckpointError(f"{path}: no object store is called {found['protocol']}://", hint="s3://, gs://, az://")
+        raise ConfigError(f"{path}: no object store is called {found['protocol']}://", hint="s3://, gs://, az://")
     return Remote(path.rstrip("/"))
 
 

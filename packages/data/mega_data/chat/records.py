@@ -1,0 +1,175 @@
+"""Records of the forms that conversations come in, as lists of messages.
+
+    {"messages": [{"role": "user", "content": "Hi"}, ...], "tools": [...]}              OpenAI's
+    {"conversations": [{"from": "human", "value": "Hi"}, ...], "system": "..."}         ShareGPT's
+    {"prompt": "Hi", "completion": "Hello"}                                             or `response`; texts or messages
+    {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}                          a pair; texts or messages
+
+In pairs of messages without `prompt`, it is what both begin with. `tools` are JSON schemas, or the JSON text of a list of
+them. An assistant's message may have a `weight` in the loss (OpenAI's 0 or 1, or any).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Literal
+
+from mega_common.errors import DataError
+
+LossOn = Literal["answers", "last", "all"]
+Message = dict[str, Any]
+
+SHAREGPT = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
+    "observation": "tool",
+}  # fmt: skip
+FORMS = "messages, conversations, prompt with completion or response, chosen with rejected"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and the weight of each in the loss (0 for all but answers); `options` are for the template."""
+
+    messages: list[Message]
+    weights: list[float]
+    tools: list[Any] | None
+    options: dict[str, Any]
+
+
+def parse_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conversation]:
+    """The conversation of a record, or the chosen and the rejected one of a pair.
+
+    Raises:
+        DataError: when the record is of no such form.
+    """
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise DataError("the record is not an object")
+    record = {key: value for key, value in record.items() if value is not None}
+    tools, options = _tools(record.get("tools")), record.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise DataError("'chat_template_kwargs' is not an object")
+    lists = _pair(record) if pairs else [(0, _single(record))]
+    return [
+        Conversation(messages, _weights(messages, asked, loss_on), tools or None, options) for asked, messages in lists
+    ]
+
+
+def _single(record: dict[str, Any]) -> list[Message]:
+    if "messages" in record:
+        return _messages(record["messages"], "messages")
+    if "conversations" in record:
+        return _system(record) + _messages(record["conversations"], "conversations")
+    answer = next((key for key in ("completion", "response") if key in record), None)
+    if "prompt" in record and answer is not None:
+        return _system(record) + _said(record, "prompt", "user") + _said(record, answer, "assistant")
+    if "chosen" in record:
+        raise DataError("a pair of answers, chosen and rejected", hint="read such records with --kind pairs")
+    raise DataError(f"none of the forms {FORMS}; the keys are {', '.join(record) or 'none'}")
+
+
+def _pair(record: dict[str, Any]) -> list[tuple[int, list[Message]]]:
+    """The chosen and the rejected conversation, each with the number of messages that are no answer."""
+    for key in ("chosen", "rejected"):
+        if key not in record:
+            raise DataError(f"no key {key!r}; the keys are {', '.join(record) or 'none'}")
+    if "prompt" in record:
+        prompt = _system(record) + _said(record, "prompt", "user")
+        both = [prompt + _said(record, key, "assistant") for key in ("chosen", "rejected")]
+        return [(len(prompt), messages) for messages in both]
+    if isinstance(record["chosen"], str) or isinstance(record["rejected"], str):
+        raise DataError("'chosen' or 'rejected' is a text, and there is no key 'prompt'")
+    chosen, rejected = (_messages(record[key], key) for key in ("chosen", "rejected"))
+    common = len(list(takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))))
+    return [(common, chosen), (common, rejected)]
+
+
+def _system(record: dict[str, Any]) -> list[Message]:
+    return _said(record, "system", "system") if record.get("system") else []
+
+
+def _said(record: dict[str, Any], key: str, role: str) -> list[Message]:
+    """Messages, or a text that is one."""
+    value = record[key]
+    return [{"role": role, "content": value}] if isinstance(value, str) else _messages(value, key)
+
+
+def _messages(value: Any, key: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{key!r} is not a list of messages")
+    return [_message(one, f"{key}[{number}]") for number, one in enumerate(value)]
+
+
+def _message(raw: Any, name: str) -> Message:
+    """One message in OpenAI's form, as templates want it: no keys without a value, arguments of tools as objects."""
+    if not isinstance(raw, dict):
+        raise DataError(f"{name} is not an object")
+    message = {key: value for key, value in raw.items() if value is not None}
+    if "from" in message and "role" not in message:
+        role = message.pop("from")
+        if role not in SHAREGPT:
+            raise DataError(f"{name}.from = {role!r}: none of {', '.join(SHAREGPT)}")
+        message = {"role": SHAREGPT[role], "content": message.pop("value", ""), **message}
+    if not isinstance(message.get("role"), str):
+        raise DataError(f"{name} has no 'role'")
+    if isinstance(message.get("content"), list):
+        message["content"] = _text(message["content"], name)
+    if "content" not in message and not message.get("tool_calls"):
+        raise DataError(f"{name} has no 'content'")
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return message
+
+
+def _text(parts: list[Any], name: str) -> str:
+    """The text of a message in parts."""
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise DataError(f"{name}.content has a part that is no text, and only text can be read")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(call: Any) -> Any:
+    """OpenAI has the arguments as JSON text, templates as an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except ValueError:
+        return call
+
+
+def _tools(raw: Any) -> list[Any]:
+    try:
+        tools = json.loads(raw) if isinstance(raw, str) and raw else raw or []
+    except ValueError as error:
+        raise DataError(f"'tools' is not JSON ({error})") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError("'tools' is not a list of JSON schemas")
+    return tools
+
+
+def _weights(messages: Sequence[Message], asked: int, loss_on: LossOn) -> list[float]:
+    """Of each message from number `asked` on, and taken out of it."""
+    weights = [_weight(message, number, asked) for number, message in enumerate(messages)]
+    if loss_on == "last":
+        last = max((number for number, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        weights = [weight if number == last else 0.0 for number, weight in enumerate(weights)]
+    return weights
+
+
+def _weight(message: Message, number: int, asked: int) -> float:
+    weight = message.pop("weight", None)
+    if message["role"] != "assistant" or number < asked:
+        return 0.0
+    if weight is None:
+        return 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
+        raise DataError(f"message {number}: weight {weight!r} is not a number from 0 on")
+    return float(weight)

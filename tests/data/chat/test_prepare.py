@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_templates import ANSWER, ASK, CONVERSATIONS, MORE, chat_tokenizer
+
+from mega_common.errors import DataError
+from mega_data.chat.prepare import ChatOptions
+from mega_data.indexed import IndexedReader, bin_path, idx_path, mask_prefix
+from mega_data.info import DataInfo, data_files, read_info
+from mega_data.mask import LossWeights, open_mask
+from mega_data.merge import merge
+from mega_data.preprocess import preprocess
+from mega_data.shards import Shard
+from mega_data.tokenizer import Tokenizer
+from mega_data.verify import verify
+
+pytest.importorskip("transformers", reason="what renders templates")
+NO = {"role": "assistant", "content": "I do not know."}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_tokenizer(tokenizer_folder, tmp_path_factory.mktemp("chat"), "qwen", marks=False)
+
+
+def written(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def made(folder: Path, tokenizer: Path, records: list[Any], name: str = "d", **how: Any) -> DataInfo:
+    chat = ChatOptions(**{key: how.pop(key) for key in list(how) if key in ChatOptions.__dataclass_fields__})
+    return preprocess([written(folder / f"{name}.jsonl", records)], tokenizer, folder / name, chat=chat, **how)
+
+
+def counted(prefix: Path, tokenizer: Path) -> list[str]:
+    """What counts of each sequence."""
+    reader, backend = IndexedReader(prefix), Tokenizer(tokenizer)
+    masks = IndexedReader(mask_prefix(prefix))
+    assert open_mask(reader).size == reader.num_tokens
+    return [backend.decode(reader.read(i)[masks.read(i) > 0].tolist()) for i in range(len(reader))]
+
+
+def test_conversations_are_tokens_and_beside_them_what_counts(tmp_path: Path, tokenizer: Path) -> None:
+    info = made(tmp_path, tokenizer, [CONVERSATIONS["turns"], {"prompt": "Hi", "response": "Hello"}])
+    assert info.chat is not None
+    assert (info.documents, info.chat.kind, info.chat.one, info.chat.marked) == (2, "conversations", 1, False)
+    first = "".join(message["content"] + "<|im_end|>\n" for message in (ANSWER, MORE[1]))
+    assert counted(tmp_path / "d", tokenizer) == [first, "Hello<|im_end|>\n"]
+    reader = IndexedReader(tmp_path / "d")
+    text = Tokenizer(tokenizer).decode(reader.read(1).tolist())
+    assert text == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nHello<|im_end|>\n"
+    )
+    assert verify(tmp_path / "d") == info
+
+
+def test_pairs_are_two_sequences_a_document(tmp_path: Path, tokenizer: Path) -> None:
+    record = {"prompt": [ASK, ANSWER, MORE[0]], "chosen": [MORE[1]], "rejected": [NO]}
+    info = made(tmp_path, tokenizer, [record, {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}], kind="pairs")
+    assert (info.documents, info.chat and info.chat.kind) == (2, "pairs")
+    assert IndexedReader(tmp_path / "d").document_index.tolist() == [0, 2, 4]
+    texts = (MORE[1]["content"], NO["content"], "Hello", "No")
+    assert counted(tmp_path / "d", tokenizer) == [text + "<|im_end|>\n" for text in texts]
+
+
+def test_weights_of_turns_are_hundredths(tmp_path: Path, tokenizer: Path) -> None:
+    record = {"messages": [ASK, {**ANSWER, "weight": 0.25}, MORE[0], {**MORE[1], "weight": 2}]}
+    made(tmp_path, tokenizer, [record], turn_weights=True)
+    weights = LossWeights.of(IndexedReader(tmp_path / "d"))
+    assert set(weights[0:10_000].tolist()) == {0, 0.25, 2}
+    with pytest.raises(
+        DataError, match=r"b.jsonl:1: a weight of 0.25, which must be 0 or 1; --turn-weights allows others"
+    ):
+        made(tmp_path, tokenizer, [record], "b")
+    with pytest.raises(DataError, match=r"a multiple of 0.01 up to 2.55"):
+        made(tmp_path, tokenizer, [{"messages": [ASK, {**ANSWER, "weight": 0.333}]}], "c", turn_weights=True)
+
+
+def test_what_the_limit_cuts_is_counted(tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record = CONVERSATIONS["turns"]
+    whole = made(tmp_path, tokenizer, [record])
+    begin = int(np.flatnonzero(open_mask(IndexedReader(tmp_path / "d")))[0])
+    for limit, cut, documents in ((whole.tokens, 0, 1), (whole.tokens - 1, 1, 1), (begin + 2, 2, 1)):
+        info = made(tmp_path, tokenizer, [record], max_length=limit, overwrite=True)
+        assert info.chat is not None
+        assert (info.tokens, info.chat.cut, info.documents) == (limit, cut, documents)
+    assert "2 answers were cut by the limit" in caplog.text
+    info = made(tmp_path, tokenizer, [{"prompt": "Hi", "response": "a"}, record], max_length=begin, overwrite=True)
+    assert (info.documents, info.skipped.empty) == (1, 1)
+
+
+def test_bad_records_are_named_or_set_aside(tmp_path: Path, tokenizer: Path) -> None:
+    records = [CONVERSATIONS["one"], {"messages": [ASK]}, {"text": "no chat"}]
+    with pytest.raises(DataError, match=r"d.jsonl:2: no answer that counts in the loss"):
+        made(tmp_path, tokenizer, records)
+    info = made(tmp_path, tokenizer, records, on_bad_line="skip")
+    assert (info.documents, info.skipped.bad) == (1, 2)
+    aside = [json.loads(line) for line in (tmp_path / "d.quarantine.jsonl").read_text().splitlines()]
+    assert [(one["line"], json.loads(one["content"])) for one in aside] == [(2, records[1]), (3, records[2])]
+
+
+@pytest.mark.parametrize("form", ["json", "parquet", "folder"])
+def test_records_of_other_formats(tmp_path: Path, tokenizer: Path, form: str) -> None:
+    records = [CONVERSATIONS[name] for name in ("one", "turns", "system")]
+    made(tmp_path, tokenizer, records)
+    path = tmp_path / ("in" if form == "folder" else f"in.{form}")
+    if form == "json":
+        path.write_text(json.dumps(records, indent=1))
+    elif form == "parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist(records), path)
+    else:
+        path.mkdir()
+        for number, record in enumerate(records):
+            written(path / f"{number}.json", [record])
+    preprocess([path], tokenizer, tmp_path / "other", chat=ChatOptions())
+    for one, other in zip(data_files(tmp_path / "d"), data_files(tmp_path / "other"), strict=True):
+        assert one.suffix in (".info", ".jsonl") or one.read_bytes() == other.read_bytes()
+
+
+def test_shards_and_merges_keep_the_mask(tmp_path: Path, tokenizer: Path) -> None:
+    records = [{"prompt": f"q{n} " * (n % 7), "response": f"a{n} " * (n % 5 + 1)} for n in range(60)]
+    whole = made(tmp_path, tokenizer, records)
+    for number in (2, 1, 3):
+        preprocess([tmp_path / "d.jsonl"], tokenizer, tmp_path / "s", chat=ChatOptions(), shard=Shard(number, 3))
+    made(tmp_path, tokenizer, records[:20], "one")
+    made(tmp_path, tokenizer, records[20:], "two")
+    merged = merge([tmp_path / "one", tmp_path / "two"], tmp_path / "m")
+    for other in (tmp_path / "s", tmp_path / "m"):
+        for path in (bin_path, idx_path):
+            assert path(other).read_bytes() == path(tmp_path / "d").read_bytes()
+            assert path(mask_prefix(other)).read_bytes() == path(mask_prefix(tmp_path / "d")).read_bytes()
+        assert (info := read_info(other)) is not None
+        assert info.chat == whole.chat
+        verify(other)
+    assert merged.documents == 60
+    preprocess([tmp_path / "d.jsonl"], tokenizer, tmp_path / "text", json_key="prompt")
+    with pytest.raises(DataError, match=r"has text, .* conversations"):
+        merge([tmp_path / "one", tmp_path / "text"], tmp_path / "no")
+
+
+def test_text_in_place_of_conversations_has_no_mask(tmp_path: Path, tokenizer: Path) -> None:
+    made(tmp_path, tokenizer, [{"prompt": "Hi", "response": "a"}])
+    preprocess([tmp_path / "d.jsonl"], tokenizer, tmp_path / "d", json_key="prompt", overwrite=True)
+    assert not idx_path(mask_prefix(tmp_path / "d")).exists()
+    with pytest.raises(DataError, match="has no mask"):
+        open_mask(IndexedReader(tmp_path / "d"))
+
+
+def test_a_mask_of_other_tokens_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    made(tmp_path, tokenizer, [CONVERSATIONS["one"]])
+    made(tmp_path, tokenizer, [CONVERSATIONS["turns"]], "e")
+    for path in (bin_path, idx_path):
+        path(mask_prefix(tmp_path / "d")).write_bytes(path(mask_prefix(tmp_path / "e")).read_bytes())
+    with pytest.raises(DataError, match="not a mask of"):
+        open_mask(IndexedReader(tmp_path / "d"))
+    with pytest.raises(DataError, match="not a mask of"):
+        verify(tmp_path / "d")
+
+
+def test_what_the_template_does_is_told(tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "t.jinja").write_text(
+        "{{ strftime_now('%d') }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    made(tmp_path, tokenizer, [CONVERSATIONS["one"]], template=tmp_path / "t.jinja")
+    for said in ("marks no answers", "writes today's date", "d.jsonl:1: an answer ends with no special token"):
+        assert said in caplog.text

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mega_common.errors import DataError
+from mega_data.chat.records import parse_record
+
+HI = {"role": "user", "content": "Hi"}
+HELLO = {"role": "assistant", "content": "Hello"}
+
+
+def parsed(record: object, *, pairs: bool = False, loss_on: Any = "answers") -> list[Any]:
+    return [one.messages for one in parse_record(json.dumps(record), pairs=pairs, loss_on=loss_on)]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [HI, HELLO]},
+        {"messages": [HI, {**HELLO, "tool_calls": None}], "conversations": None},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"conversations": [HI, HELLO], "id": 7},
+        {"prompt": "Hi", "completion": "Hello"},
+        {"prompt": "Hi", "response": "Hello", "system": ""},
+        {"prompt": [HI], "completion": [HELLO]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+                HELLO,
+            ]
+        },
+    ],
+)
+def test_all_forms_are_the_same_messages(record: dict[str, Any]) -> None:
+    assert parsed(record) == [[HI, HELLO]]
+
+
+def test_a_system_message_beside_stands_first() -> None:
+    said = {"role": "system", "content": "Be brief"}
+    assert parsed({"prompt": "Hi", "completion": "Hello", "system": "Be brief"}) == [[said, HI, HELLO]]
+    assert parsed({"conversations": [HI, HELLO], "system": "Be brief"}) == [[said, HI, HELLO]]
+
+
+def test_tools_and_their_arguments_become_objects() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    record = {"messages": [HI, {"role": "assistant", "tool_calls": [call]}], "tools": '[{"type": "function"}]'}
+    (one,) = parse_record(json.dumps(record), pairs=False, loss_on="answers")
+    assert one.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert one.tools == [{"type": "function"}]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "Hi", "chosen": "Hello", "rejected": "No"},
+        {"prompt": [HI], "chosen": [HELLO], "rejected": [{"role": "assistant", "content": "No"}]},
+        {"chosen": [HI, HELLO], "rejected": [HI, {"role": "assistant", "content": "No"}]},
+    ],
+)
+def test_pairs_weigh_what_they_do_not_share(record: dict[str, Any]) -> None:
+    chosen, rejected = parse_record(json.dumps(record), pairs=True, loss_on="answers")
+    assert chosen.messages == [HI, HELLO]
+    assert rejected.messages == [HI, {"role": "assistant", "content": "No"}]
+    assert chosen.weights == rejected.weights == [0, 1]
+
+
+def test_answers_that_a_pair_shares_do_not_count() -> None:
+    chosen, _ = parse_record(
+        json.dumps({"chosen": [HI, HELLO, HI, HELLO], "rejected": [HI, HELLO, HI, {**HELLO, "content": "No"}]}),
+        pairs=True,
+        loss_on="answers",
+    )
+    assert chosen.weights == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("record", "pairs", "said"),
+    [
+        ([], False, "not an object"),
+        ({"text": "a"}, False, "none of the forms messages, .*; the keys are text"),
+        ({"messages": []}, False, "'messages' is not a list of messages"),
+        ({"messages": ["Hi"]}, False, r"messages\[0\] is not an object"),
+        ({"messages": [{"content": "Hi"}]}, False, r"messages\[0\] has no 'role'"),
+        ({"messages": [{"role": "user"}]}, False, r"messages\[0\] has no 'content'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, False, "only text can be read"),
+        ({"conversations": [{"from": "bing", "value": "Hi"}]}, False, r"conversations\[0\].from = 'bing'"),
+        ({"messages": [HI, {**HELLO, "weight": "much"}]}, False, "weight 'much' is not a number"),
+        ({"messages": [HI, {**HELLO, "weight": -1}]}, False, "weight -1 is not a number"),
+        ({"messages": [HI, HELLO], "tools": "no"}, False, "'tools' is not JSON"),
+        ({"messages": [HI, HELLO], "chat_template_kwargs": 3}, False, "'chat_template_kwargs' is not an object"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": "b"}, False, "--kind pairs"),
+        ({"messages": [HI, HELLO]}, True, "no key 'chosen'"),
+        ({"chosen": "a", "rejected": "b"}, True, "there is no key 'prompt'"),
+    ],
+)
+def test_what_is_refused(record: object, pairs: bool, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        parsed(record, pairs=pairs)
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(DataError, match="not JSON"):
+        parse_record("Hello", pairs=False, loss_on="answers")

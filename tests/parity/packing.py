@@ -1,0 +1,140 @@
+"""Packed documents in any layout, against the same documents one by one in one process: each in a row of its own.
+
+`python tests/parity/packing.py` holds every layout of up to four ranks against it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from parity.cases import Case, all_layouts
+from parity.full import TOLERANCE, batches
+from parity.worker import Found, References, sweep_against, verdicts
+from ranks import run_ranks
+
+from mega_data.config import DataConfig
+from mega_data.indexed import IndexedReader, IndexedWriter
+from mega_data.kinds.base import Setting
+from mega_data.kinds.packed import PackedSamples
+from mega_data.loader import Loader, StepBatch
+from mega_data.parts import Part
+from mega_trainer.config import RunConfig
+
+RANKS = 4
+TOKENS = 53  # ids that all of the models have
+# Of two rows a loss or a draw that is not a sum over tokens makes something else than of one with the tokens of both.
+WITHOUT = {
+    "long": {"embedding_dropout": 0.0, "residual_dropout": 0.0}, "moe": {"aux_loss": 0.0, "z_loss": 0.0},
+    # its layer of further tokens routes the last token of a document with what stands behind, and the bias follows the load
+    "deepseek": {"aux_loss": 0.0, "bias_rate": 0.0},
+}  # fmt: skip
+
+
+def plain_layouts() -> list[Case]:
+    """Every layout of up to four ranks of the models whose loss is a sum over tokens, two steps each."""
+    found = []
+    for case in all_layouts():
+        if case.ranks <= RANKS and case.name != "tied":  # whose dropout, in attention too, is part of it
+            model, without = dict(case.model), WITHOUT.get(case.name, {})
+            model |= {"moe": {**model["moe"], **without}} if "moe" in model else without
+            found.append(replace(case, model=model, steps=2))
+    return [case for case in found if not (case.model.get("moe") or {}).get("sinkhorn")]  # a choice over the batch
+
+
+def make_corpus(folder: Path, length: int, count: int) -> None:
+    """Documents that fill, packed by best fit, `count` samples of `length`, but for one position of the last; and weights."""
+    rng = np.random.default_rng([length, count])
+    prefix = folder / f"{length}-{count}"
+    while True:
+        cuts = [np.sort(rng.choice(np.arange(1, length), rng.integers(0, 5), replace=False)) for _ in range(count)]
+        sizes = np.concatenate([np.diff(cut, prepend=0, append=length) for cut in cuts])
+        sizes[-1] -= sizes[-1] > 1
+        with IndexedWriter(prefix, "int32") as writer:
+            writer.add_documents(rng.integers(0, TOKENS, (sizes + 1).sum()), sizes + 1)
+        if samples_of(folder, length, count, weighted=False).samples_per_epoch == count:
+            break
+    weights = rng.choice([0.0, 0.5, 1.0, 2.0], (sizes + 1).sum()).astype(np.float32)
+    np.save(folder / f"{length}-{count}.npy", weights)
+
+
+def samples_of(folder: Path, length: int, count: int, *, weighted: bool = True) -> PackedSamples:
+    """The corpus, packed."""
+    reader = IndexedReader(folder / f"{length}-{count}")
+    weights = np.load(folder / f"{length}-{count}.npy") if weighted else None
+    config = DataConfig.parse({"train": "-", "seq_length": length})
+    return PackedSamples(
+        Part(reader, 0, len(reader), None, "documents"), Setting(config, 1, None, folder), weights=weights
+    )
+
+
+def packed(folder: Path, config: RunConfig, step: int, rank: int, ranks: int, closed: bool) -> StepBatch:
+    """A step of the loader: an epoch of the corpus, which fills it."""
+    length, size = config.data.seq_length, config.batch.global_
+    return next(iter(Loader(
+        samples_of(folder, length, size), global_batch=size, seq_length=length, dp_rank=rank, dp_size=ranks,
+        consumed_samples=step * size, prefetch=0,
+    )))  # fmt: skip
+
+
+def one_by_one(
+    folder: Path, config: RunConfig, step: int, rank: int, ranks: int, closed: bool, *, count: int
+) -> StepBatch:
+    """The corpus's documents as they stand in the file, each in a row of its own, and nothing said of documents."""
+    length = config.data.seq_length
+    reader, weights = IndexedReader(folder / f"{length}-{count}"), np.load(folder / f"{length}-{count}.npy")
+    rows = np.zeros((3, len(reader), length))
+    for row, (start, size) in enumerate(zip(reader.pointers // 4, reader.lengths, strict=True)):
+        read = reader.tokens[start : start + size]
+        rows[:, row, : size - 1] = read[:-1], read[1:], weights[start + 1 : start + size]
+    return StepBatch(
+        tokens=rows[0].astype(np.int64), labels=rows[1].astype(np.int64), loss_weights=rows[2].astype(np.float32),
+        position_ids=np.tile(np.arange(length), (len(reader), 1)), document_ids=None, sample_ids=np.arange(len(reader)),
+    )  # fmt: skip
+
+
+def sweep_packed(cases: Sequence[Case], folder: Path) -> list[Found | None]:
+    """On each of the ranks: every case in turn, on packed documents; the reference on single ones."""
+
+    def single(case: Case) -> Case:
+        documents = len(IndexedReader(folder / f"{case.length}-{case.batch}"))
+        return replace(case.single, batch=documents, micro=documents)
+
+    (count,) = {case.batch for case in cases}
+    references = References(((one, one.steps) for one in cases), single, partial(one_by_one, folder, count=count))
+    return sweep_against(cases, references, partial(packed, folder))
+
+
+def problems(cases: Sequence[Case], ranks: int) -> list[str]:
+    """Of layouts on so many ranks, what is wrong."""
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for length, count in {(case.length, case.batch) for case in cases}:
+            make_corpus(Path(scratch), length, count)
+        for count in sorted({case.batch for case in cases}):
+            part = [case for case in cases if case.batch == count]
+            results = verdicts(part, run_ranks(sweep_packed, ranks, part, Path(scratch), timeout=3600))
+            found += [problem for one in results if (problem := one.problem(TOLERANCE))]
+            worst = max(max(one.errors.values()) for one in results)
+            print(
+                f"{len(part)} layouts on {ranks} ranks, steps of {count}: errors up to 1e{math.ceil(math.log10(worst))}"
+            )
+    return found
+
+
+def main() -> int:
+    """All of them; 1 when one disagrees."""
+    cases = plain_layouts()
+    wrong = [problem for part in batches(cases) for problem in problems(part, part[0].ranks)]
+    print("\n".join(wrong) or f"packed, {len(cases)} layouts agree with the documents one by one to {TOLERANCE:g}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

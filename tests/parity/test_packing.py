@@ -1,0 +1,18 @@
+"""Documents packed into samples give the losses and gradients of the documents one by one, in any layout."""
+
+from __future__ import annotations
+
+import pytest
+from parity.cases import covering
+from parity.full import batches
+from parity.packing import RANKS, plain_layouts, problems
+
+
+def test_packed_documents_train_as_one_by_one_in_a_covering_of_layouts() -> None:
+    cases = [case for case in plain_layouts() if case.ranks != 3]
+    assert not problems(covering(cases, 8), RANKS)
+
+
+@pytest.mark.long
+def test_packed_documents_train_as_one_by_one_in_every_layout_of_four_ranks() -> None:
+    assert not [problem for part in batches(plain_layouts()) for problem in problems(part, part[0].ranks)]
