@@ -69,9 +69,16 @@ class Reading:
     """All sources one after another, from where an interrupted run was, and the progress of that in bytes."""
 
     def __init__(
-        self, sources: Sequence[Source], json_key: str, left_out: LeftOut, done: Progress, bar: ProgressBar
+        self,
+        sources: Sequence[Source],
+        json_key: str,
+        left_out: LeftOut,
+        done: Progress,
+        bar: ProgressBar,
+        *,
+        whole: bool = False,
     ) -> None:
-        self.sources, self.json_key, self.left_out, self.bar = sources, json_key, left_out, bar
+        self.sources, self.json_key, self.left_out, self.bar, self.whole = sources, json_key, left_out, bar, whole
         self.start = done.source, done.items
         self.kinds: Counter[Kind] = Counter()
         self.lines = 0  # of the last source that was read to its end
@@ -100,7 +107,7 @@ class Reading:
         self.left_out.tell()
 
     def _read(self, source: Source) -> Iterator[Document | Rejected]:
-        return read(source, self.json_key, self._advance, self._tell_kind, self._tell_lines)
+        return read(source, self.json_key, self._advance, self._tell_kind, self._tell_lines, whole=self.whole)
 
     def _tell_lines(self, count: int) -> None:
         self.lines = count

@@ -16,7 +16,8 @@ KindName = Literal["text", "documents", "conversations", "pairs"]
 
 
 class Source(Config):
-    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind. A bare string is a path.
+    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind. A bare string is a path,
+    and a URL is fetched.
 
     A path with `*`, `?` or `[` is a glob: the data sets that match it share its weight by their tokens, as one would.
     """
@@ -112,7 +113,9 @@ class DataConfig(Config):
     reset_attention_mask: bool = Field(False, description="no attention across end-of-document tokens")
     eod_mask_loss: bool = Field(False, description="no loss where the input is an end-of-document token")
     cache: Path | None = Field(
-        None, description="folder for the indices of order megatron; default: .cache beside the data, where writable"
+        None,
+        description="folder for the indices of order megatron, default: .cache beside the data, where writable; and for"
+        " data sets that are URLs, default: ~/.cache/mega/data",
     )
 
     @property
@@ -127,11 +130,15 @@ class DataConfig(Config):
         return [0.0 if has else number for number, has in zip(self.split, own, strict=True)]
 
     def problems(self) -> Iterator[Problem]:
-        """Rules of the split and of Megatron's order."""
+        """Rules of the split, of kinds and of Megatron's order."""
         if len(self.split) != 3 or not math.fsum(self.split):
             yield Problem("split", "must be up to three numbers, for train, valid and test", self.split, "969,30,1")
         elif not self.split[0]:
             yield Problem("split", "gives nothing to train", self.split, "969,30,1")
+        sources = [source for name in ("train", "valid", "test") for source in getattr(self, name) or []]
+        if "pairs" in {self.kind, *(source.kind for source in sources)}:
+            rule = "has no loss to train with yet: preference pairs can be made and shown"
+            yield Problem("kind", rule, "pairs", "conversations, made of the chosen answers")
         for name in ("train", "valid", "test"):
             yield from self._blend_problems(name, getattr(self, name) or [])
 

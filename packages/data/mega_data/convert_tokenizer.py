@@ -60,7 +60,7 @@ def convert_tokenizer(
         )
     try:
         converted = _convert(file, pattern, special_tokens)
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError) as error:  # the last is SentencePiece's
         raise DataError(f"{file}: cannot be read as a tokenizer ({error})") from error
     _compare(converted, file, texts)
     end = converted.end

@@ -54,11 +54,11 @@ def preprocess(
     workers: int | None = None,
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
+    encoder: Choice = "auto",
     chat: ChatOptions | None = None,
     shard: Shard | None = None,
     engine: Engine = "threads",
     shards: int | None = None,
-    encoder: Choice = "auto",
 ) -> DataInfo:
     """Tokenize `inputs` (see `find_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.info`.
 
@@ -87,8 +87,8 @@ def preprocess(
     """
     job = Job(
         tuple(inputs), Path(tokenizer_path), data_prefix(Path(output_prefix)),
-        WHOLE if chat else json_key, append_eod, parse_special_tokens or chat is not None, on_bad_line, overwrite, chat,
-        encoder,
+        WHOLE if chat else json_key, append_eod, parse_special_tokens or chat is not None, on_bad_line, overwrite,
+        encoder, chat,
     )  # fmt: skip
     if settled := job.check():
         return settled
@@ -112,8 +112,8 @@ class Job:
     parse_special_tokens: bool
     on_bad_line: Literal["error", "skip"]
     overwrite: bool
-    chat: ChatOptions | None = None
     encoder: Choice = "auto"
+    chat: ChatOptions | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -202,7 +202,7 @@ class Job:
             bar = stack.enter_context(ProgressBar("tokenizing", total=size or None, unit="bytes"))
             done = output.begin()
             done.encoder = done.encoder if choice == "auto" else choice  # what was given up stays so
-            encoder = choose_encoder(done.encoder, tokenizer, size, again=lasting)
+            encoder = tokenizer if chats else choose_encoder(done.encoder, tokenizer, size, again=lasting)
             reading = Reading(sources, self.json_key, self.left_out, done, bar)
             good = batches(
                 reading,
@@ -212,7 +212,7 @@ class Job:
                 prepare=chats.prepare if chats else None,
             )
             stack.enter_context(one_thread_per_call())
-            encoded = _encoded(good, self, encoder, output.dtype, workers)
+            encoded = _encoded(good, Encoding(encoder, chats), output.dtype, workers)
             for batch, arrays in stack.enter_context(contextlib.closing(encoded)):
                 output.add(batch, arrays)
                 reading.show(batch.read)
@@ -226,12 +226,6 @@ class Job:
         reading.tell()
         _tell(output.info, output, tokenizer)
         return output.info
-
-    def encode(self, documents: Sequence[Document], encoder: Encoder, dtype: np.dtype[Any]) -> tuple[Arrays, int]:
-        """The arrays of documents, and how many answers the length limit cut."""
-        if self.chats:
-            return self.chats.encoder.encode([document.chats for document in documents], dtype)
-        return encoder.encode_batch([document.text for document in documents], dtype), 0
 
     def make_part(self, shard: Shard, workers: int) -> DataInfo:
         """Make the part of one shard, unless it is made already."""
@@ -291,16 +285,30 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """How documents become tokens."""
+
+    encoder: Encoder
+    chats: Chats | None
+
+    def encode(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> tuple[Arrays, int]:
+        """The arrays of documents, and how many answers the length limit cut."""
+        if self.chats:
+            return self.chats.encoder.encode([document.chats for document in documents], dtype)
+        return self.encoder.encode_batch([document.text for document in documents], dtype), 0
+
+
 def _encoded(
-    batches: Iterable[Batch], job: Job, encoder: Encoder, dtype: np.dtype[Any], workers: int
+    batches: Iterable[Batch], encoding: Encoding, dtype: np.dtype[Any], workers: int
 ) -> Generator[tuple[Batch, Arrays], None, None]:
     """Each batch with its tokens, in order; at most `AHEAD` bytes per worker (or one batch) are under way."""
     if workers == 1:  # a thread of its own would cost more, in memory arenas, than it saves
-        yield from ((batch, _encode(batch, job, encoder, dtype)) for batch in batches)
+        yield from ((batch, _encode(batch, encoding, dtype)) for batch in batches)
         return
     pending: deque[tuple[Batch, Future[Arrays]]] = deque()
     under_way = 0
-    failure: DataError | None = None
+    failure: MegaError | None = None
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     try:
         try:
@@ -308,12 +316,12 @@ def _encoded(
                 while pending and under_way + batch.size > workers * AHEAD:
                     under_way -= pending[0][0].size
                     yield _finished(*pending.popleft())
-                pending.append((batch, pool.submit(_encode, batch, job, encoder, dtype)))
+                pending.append((batch, pool.submit(_encode, batch, encoding, dtype)))
                 under_way += batch.size
                 while pending and pending[0][1].done():
                     under_way -= pending[0][0].size
                     yield _finished(*pending.popleft())
-        except DataError as error:  # of the batch that would come next: what is under way is worth keeping
+        except MegaError as error:  # of the batch that would come next: what is under way is worth keeping
             failure = error
         while pending:
             yield _finished(*pending.popleft())
@@ -327,25 +335,25 @@ def _finished(batch: Batch, future: Future[Arrays]) -> tuple[Batch, Arrays]:
     return batch, future.result()
 
 
-def _encode(batch: Batch, job: Job, encoder: Encoder, dtype: np.dtype[Any]) -> Arrays:
+def _encode(batch: Batch, encoding: Encoding, dtype: np.dtype[Any]) -> Arrays:
     if not batch.documents:
         return []
     try:
-        arrays, batch.cut = job.encode(batch.documents, encoder, dtype)
+        arrays, batch.cut = encoding.encode(batch.documents, dtype)
     except Differs as error:
         error.where = batch.documents[error.index].where
         raise
     except BaseException as error:  # a panic in Rust is no Exception
-        raise _blame(batch, job, dtype, error) from error
+        raise _blame(batch, encoding, dtype, error) from error
     return arrays
 
 
-def _blame(batch: Batch, job: Job, dtype: np.dtype[Any], error: BaseException) -> DataError:
+def _blame(batch: Batch, encoding: Encoding, dtype: np.dtype[Any], error: BaseException) -> DataError:
     """Find the document of a batch that the tokenizer fails on."""
-    path = job.tokenizer.path
+    path = encoding.encoder.path
     for document in batch.documents:
         try:
-            job.encode([document], job.tokenizer, dtype)
+            encoding.encode([document], dtype)
         except BaseException as own:  # noqa: BLE001 - as above; it is told, not lost
             return DataError(f"{document.where}: the tokenizer {path} fails on this document ({own})")
     first, last = batch.documents[0], batch.documents[-1]
