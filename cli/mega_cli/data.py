@@ -61,6 +61,12 @@ def preprocess(
     ] = None,
     on_bad_line: OnBadLine = "error",
     overwrite: Overwrite = False,
+    split_sentences: Annotated[
+        bool, typer.Option("--split-sentences", help="Make each sentence a sequence, as BERT's data has it.")
+    ] = False,
+    language: Annotated[
+        str | None, typer.Option(help="Of the text, by whose rules sentences end.", show_default="en")
+    ] = None,
     kind: Annotated[
         Literal["text", "conversations", "pairs"],
         typer.Option(
@@ -151,10 +157,12 @@ def preprocess(
         raise ConfigError(
             "--shards: threads make no parts", hint="--engine processes, or --shard I/N for one of N jobs"
         )
+    if language is not None and not split_sentences:
+        raise ConfigError("--language: says where sentences end", hint="give --split-sentences too")
     chat = _chat_options(kind, loss_on, max_length, chat_template, template_option, turn_weights)
-    if chat is not None and (append_eod or parse_special_tokens or json_key != "text"):
+    if chat is not None and (append_eod or parse_special_tokens or split_sentences or json_key != "text"):
         raise ConfigError(
-            f"--kind {kind}: takes no --append-eod, --parse-special-tokens or --json-key",
+            f"--kind {kind}: takes no --append-eod, --parse-special-tokens, --split-sentences or --json-key",
             hint="a conversation ends as its template says, and is read from a whole record",
         )
 
@@ -173,6 +181,7 @@ def preprocess(
         engine=engine,
         shards=shards,
         encoder=encoder,
+        sentences=(language or "en") if split_sentences else None,
     )
     made = f"{output}, part {info.shard.number} of {info.shard.of}" if info.shard else f"{output}"
     typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")

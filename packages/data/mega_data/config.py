@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from mega_common.config import Config, Problem
+from mega_data.objectives import BertConfig, FimConfig, T5Config
 
 Order = Literal["shuffled", "stable", "megatron"]
-KindName = Literal["text", "documents", "conversations", "pairs"]
+KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert", "t5"]
 
 
 class Source(Config):
@@ -85,8 +86,12 @@ class DataConfig(Config):
     kind: KindName = Field(
         "text",
         description="text: windows of running text; documents: whole ones, packed; conversations: those, with the weights of "
-        "their mask; pairs: a chosen and a rejected answer",
+        "their mask; pairs: a chosen and a rejected answer; fim: text with middles to fill in; bert: masked words of sentences "
+        "in pairs; t5: spans for a decoder to tell",
     )
+    fim: FimConfig = FimConfig()
+    bert: BertConfig = BertConfig()
+    t5: T5Config = T5Config()
     long_documents: Literal["split", "drop"] = Field(
         "split", description="what kind documents does with those of more than seq_length + 1 tokens: cut or leave out"
     )
@@ -129,8 +134,14 @@ class DataConfig(Config):
         own = (False, self.valid is not None, self.test is not None)
         return [0.0 if has else number for number, has in zip(self.split, own, strict=True)]
 
+    @property
+    def kinds(self) -> set[KindName]:
+        """Those of all its data sets."""
+        return {source.kind or self.kind for source in (*self.train, *(self.valid or []), *(self.test or []))}
+
     def problems(self) -> Iterator[Problem]:
-        """Rules of the split, of kinds and of Megatron's order."""
+        """Rules of the split, of Megatron's order and of the kinds of data."""
+        yield from self._kind_problems()
         if len(self.split) != 3 or not math.fsum(self.split):
             yield Problem("split", "must be up to three numbers, for train, valid and test", self.split, "969,30,1")
         elif not self.split[0]:
@@ -158,6 +169,22 @@ class DataConfig(Config):
                     yield Problem(
                         f"{name}.{i}.{key}", "order megatron has one blend for all of a run", getattr(source, key)
                     )
+
+    def _kind_problems(self) -> Iterator[Problem]:
+        alone = self.kinds & {"bert", "t5"}
+        if not alone:
+            return
+        if len(self.kinds) > 1:
+            rule = f"{' and '.join(sorted(self.kinds))} make samples that no one model takes"
+            yield Problem("kind", rule, self.kind, "bert and t5 mix with no other kind")
+        least = {"bert": 5, "t5": 4}[min(alone)]
+        if self.seq_length < least:
+            yield Problem("seq_length", f"leaves no room for text in a sample of {min(alone)}", self.seq_length)
+        for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if getattr(self, flag):
+                yield Problem(flag, f"is of running text, and the kind {min(alone)} has no documents in a sample", True)
+        if "t5" in alone and self.sample_order == "megatron" and self.t5.decoder_seq_length is None:
+            yield Problem("t5.decoder_seq_length", "order megatron needs it", None, "Megatron's --decoder-seq-length")
 
 
 def weight_at(weights: Mapping[int, float], tokens: int) -> float:

@@ -92,7 +92,7 @@ class IndexedWriter:
     never a mixture. What a kill left is cleared by the next writer, or with `resume` kept for `go_on`. With `wait` a
     writer of the same data set is waited for, and not an error.
 
-    With `masked` a byte for each token goes to `PREFIX.mask.bin` and `.idx`. A document has so many `sequences`.
+    With `masked` a byte for each token goes to `PREFIX.mask.bin` and `.idx`.
 
     Raises:
         DataError: when the dtype is not one of the format's, a token does not fit it, the disk refuses, or another
@@ -107,7 +107,6 @@ class IndexedWriter:
         resume: bool = False,
         wait: bool = False,
         masked: bool = False,
-        sequences: int = 1,
     ) -> None:
         self.prefix = data_prefix(Path(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -117,7 +116,7 @@ class IndexedWriter:
         self._code = codes[0]
         self._lengths = array("i")
         self._ends = array("q", [0])
-        self._lasts, self._sequences = False, sequences
+        self._lasts = False
         self.folder = partial_folder(self.prefix)
         with refusals(self.prefix):
             self._lock = hold(self.folder, wait=wait)
@@ -149,11 +148,12 @@ class IndexedWriter:
         """Make what was added so far last, for a later writer to `go_on` after it should this one end early."""
         with refusals(self.prefix):
             self._flush()
-            with open(self.folder / "lengths", "ab") as stream:
-                known = stream.tell() // self._lengths.itemsize
-                stream.write(self._lengths[known:].tobytes())
-                stream.flush()
-                os.fsync(stream.fileno())
+            for name, values in (("lengths", self._lengths), ("ends", self._ends)):
+                with open(self.folder / name, "ab") as stream:
+                    known = stream.tell() // values.itemsize
+                    stream.write(values[known:].tobytes())
+                    stream.flush()
+                    os.fsync(stream.fileno())
             fsync_folder(self.folder)
         self._lasts = True
 
@@ -164,18 +164,20 @@ class IndexedWriter:
             DataError: when less is there than that.
         """
         with refusals(self.prefix):
-            sequences = documents * self._sequences
+            ends = np.fromfile(self.folder / "ends", np.int64, documents + 1)
+            sequences = int(ends[-1]) if ends.size else 0
             lengths = np.fromfile(self.folder / "lengths", np.int32, sequences)
             tokens = int(lengths.sum(dtype=np.int64))
             size = tokens * self.dtype.itemsize
+            whole = ends.size == documents + 1 and lengths.size == sequences
             for stream, wanted in zip(self._streams, (size, tokens), strict=False):
-                if lengths.size < sequences or os.fstat(stream.fileno()).st_size < wanted:
+                if not whole or os.fstat(stream.fileno()).st_size < wanted:
                     raise DataError(f"{self.folder}: damaged", hint="remove it to start over")
                 stream.truncate(wanted)
                 stream.seek(wanted)
+            os.truncate(self.folder / "ends", ends.nbytes)
             os.truncate(self.folder / "lengths", lengths.nbytes)
-        self._lengths, self._ends = array("i", lengths.tobytes()), array("q", [0])
-        self._end_documents(0, sequences)
+        self._lengths, self._ends = array("i", lengths.tobytes()), array("q", ends.tobytes())
         self._lasts = True
         return np.memmap(self.folder / "bin", self.dtype, "r") if size else np.empty(0, self.dtype)
 
@@ -184,8 +186,17 @@ class IndexedWriter:
         values = np.asarray(tokens)
         self.add_documents(values, np.array([values.size]))
 
-    def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike, mask: Tokens | None = None) -> None:
-        """Add many documents: the tokens of their sequences one after another, int[sum(lengths)], and the mask's bytes."""
+    def add_documents(
+        self,
+        tokens: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+        mask: Tokens | None = None,
+        sequences: npt.ArrayLike | None = None,
+    ) -> None:
+        """Add many documents: the tokens of their sequences one after another, int[sum(lengths)], and the mask's bytes.
+
+        Each has one sequence, or as many as `sequences` says.
+        """
         values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if values.ndim != 1 or sizes.sum() != values.size:
             raise ValueError(f"tokens of shape {values.shape} for documents of {sizes.sum()} tokens together")
@@ -194,12 +205,8 @@ class IndexedWriter:
         self._write(self._fitting(values), mask)
         first = len(self._lengths)
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
-        self._end_documents(first, first + sizes.size)
-
-    def _end_documents(self, first: int, last: int) -> None:
-        """Note documents for the sequences [first, last)."""
-        ends = np.arange(first + self._sequences, last + 1, self._sequences, dtype=np.int64)
-        self._ends.frombytes(ends.tobytes())
+        counts = np.ones(sizes.size, np.int64) if sequences is None else np.asarray(sequences, np.int64)
+        self._ends.frombytes((first + np.cumsum(counts)).tobytes())
 
     def append(self, reader: IndexedReader, bar: ProgressBar | None = None, mask: Tokens | None = None) -> None:
         """Add all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.

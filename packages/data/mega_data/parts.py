@@ -24,6 +24,7 @@ SPLITS = ("train", "valid", "test")
 LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
 MOST = 1000  # data sets whose files are open at a time
 CHECKED = 1 << 28  # bytes of indices that are checked on opening; where there are more, each when it is first read
+OF_SENTENCES = ("bert", "t5")  # kinds whose data sets are cut between documents, for their sequences are sentences
 Bounds = tuple[float, float]
 
 
@@ -144,8 +145,7 @@ class Parts:
         for path in paths:
             reader, kind = self._readers[path], source.kind or self._config.kind
             check_kind(reader, kind)
-            # Python's rounding, half to even, of the very product that Megatron rounds.
-            first, last = (round(bound * float(len(reader))) for bound in bounds)
+            first, last = (_sequence_at(bound, reader, kind) for bound in bounds)
             if reader.position(first) < reader.position(last):
                 yield Part(reader, first, last, source.weight, kind, source)
             elif name == "train":
@@ -167,6 +167,16 @@ def matching(source: Source) -> list[Path]:
     if not found:
         raise DataError(f"{source.path}: no data set matches", hint="it is to match the names without .bin and .idx")
     return found
+
+
+def _sequence_at(bound: float, reader: IndexedReader, kind: str) -> int:
+    """The sequence that a share `bound` of a data set ends before.
+
+    Python's rounding, half to even, of the very product that Megatron rounds.
+    """
+    if kind in OF_SENTENCES:
+        return int(reader.document_index[round(bound * float(reader.document_index.size - 1))])
+    return round(bound * float(len(reader)))
 
 
 def check_kind(reader: IndexedReader, kind: str) -> None:

@@ -31,10 +31,11 @@ from mega_data.encoder import Choice, Differs, Encoder, choose_encoder
 from mega_data.engines import Engine, in_processes, on_ray
 from mega_data.indexed import data_prefix
 from mega_data.info import DataInfo, ShardInfo, data_files, prepare_output, quarantine_path, read_info, refuse_inputs
-from mega_data.output import Arrays, Output
+from mega_data.output import Output, Sequences
 from mega_data.readers import Document
 from mega_data.shards import Shard, cut, failure_noted, finished, join
 from mega_data.sources import WHOLE, LeftOut, Source, find_sources
+from mega_data.split_sentences import SentenceEncoder
 from mega_data.tokenizer import Tokenizer, one_thread_per_call
 from mega_data.unpack import STDIN
 
@@ -59,10 +60,12 @@ def preprocess(
     shard: Shard | None = None,
     engine: Engine = "threads",
     shards: int | None = None,
+    sentences: str | None = None,
 ) -> DataInfo:
     """Tokenize `inputs` (see `find_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.info`.
 
-    A document is one sequence of the data set; documents without a token are left out and counted. `append_eod` ends
+    A document is one sequence of the data set, or with `sentences`, a language such as `en`, as many as it has
+    sentences; documents without a token are left out and counted. `append_eod` ends
     each with the tokenizer's end token; a special token that a text spells stays text without `parse_special_tokens`.
     `workers` is the number of encoding threads, by default the usable cores. With `on_bad_line="skip"` bad lines go
     into `PREFIX.quarantine.jsonl` instead of stopping the run. The `encoder` decides about speed alone (see
@@ -88,7 +91,7 @@ def preprocess(
     job = Job(
         tuple(inputs), Path(tokenizer_path), data_prefix(Path(output_prefix)),
         WHOLE if chat else json_key, append_eod, parse_special_tokens or chat is not None, on_bad_line, overwrite,
-        encoder, chat,
+        encoder, chat, sentences,
     )  # fmt: skip
     if settled := job.check():
         return settled
@@ -114,6 +117,7 @@ class Job:
     overwrite: bool
     encoder: Choice = "auto"
     chat: ChatOptions | None = None
+    sentences: str | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -149,6 +153,7 @@ class Job:
             tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key,
         ]  # fmt: skip
         settings += [self.chats.info.model_dump()] if self.chats else []
+        settings += [] if self.sentences is None else [self.sentences]
         files = [(source.name, source.kind, source.size, source.changed) for source in self.sources]
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
@@ -202,7 +207,10 @@ class Job:
             bar = stack.enter_context(ProgressBar("tokenizing", total=size or None, unit="bytes"))
             done = output.begin()
             done.encoder = done.encoder if choice == "auto" else choice  # what was given up stays so
-            encoder = tokenizer if chats else choose_encoder(done.encoder, tokenizer, size, again=lasting)
+            by_sentence = SentenceEncoder(tokenizer, self.sentences) if self.sentences else None
+            encoder = (
+                tokenizer if chats or by_sentence else choose_encoder(done.encoder, tokenizer, size, again=lasting)
+            )
             reading = Reading(sources, self.json_key, self.left_out, done, bar)
             good = batches(
                 reading,
@@ -212,9 +220,9 @@ class Job:
                 prepare=chats.prepare if chats else None,
             )
             stack.enter_context(one_thread_per_call())
-            encoded = _encoded(good, Encoding(encoder, chats), output.dtype, workers)
-            for batch, arrays in stack.enter_context(contextlib.closing(encoded)):
-                output.add(batch, arrays)
+            encoded = _encoded(good, Encoding(encoder, chats, by_sentence), output.dtype, workers)
+            for batch, documents in stack.enter_context(contextlib.closing(encoded)):
+                output.add(batch, documents)
                 reading.show(batch.read)
             if shard is not None:
                 output.shard = shard.model_copy(update={"lines": reading.lines})
@@ -291,22 +299,26 @@ class Encoding:
 
     encoder: Encoder
     chats: Chats | None
+    by_sentence: SentenceEncoder | None
 
-    def encode(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> tuple[Arrays, int]:
-        """The arrays of documents, and how many answers the length limit cut."""
+    def encode(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> tuple[list[Sequences], int]:
+        """The sequences of each document, and how many answers the length limit cut."""
         if self.chats:
             return self.chats.encoder.encode([document.chats for document in documents], dtype)
-        return self.encoder.encode_batch([document.text for document in documents], dtype), 0
+        texts = [document.text for document in documents]
+        if self.by_sentence:
+            return self.by_sentence.encode(texts, dtype), 0
+        return [[ids] for ids in self.encoder.encode_batch(texts, dtype)], 0
 
 
 def _encoded(
     batches: Iterable[Batch], encoding: Encoding, dtype: np.dtype[Any], workers: int
-) -> Generator[tuple[Batch, Arrays], None, None]:
+) -> Generator[tuple[Batch, list[Sequences]], None, None]:
     """Each batch with its tokens, in order; at most `AHEAD` bytes per worker (or one batch) are under way."""
     if workers == 1:  # a thread of its own would cost more, in memory arenas, than it saves
         yield from ((batch, _encode(batch, encoding, dtype)) for batch in batches)
         return
-    pending: deque[tuple[Batch, Future[Arrays]]] = deque()
+    pending: deque[tuple[Batch, Future[list[Sequences]]]] = deque()
     under_way = 0
     failure: MegaError | None = None
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
@@ -331,21 +343,21 @@ def _encoded(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _finished(batch: Batch, future: Future[Arrays]) -> tuple[Batch, Arrays]:
+def _finished(batch: Batch, future: Future[list[Sequences]]) -> tuple[Batch, list[Sequences]]:
     return batch, future.result()
 
 
-def _encode(batch: Batch, encoding: Encoding, dtype: np.dtype[Any]) -> Arrays:
+def _encode(batch: Batch, encoding: Encoding, dtype: np.dtype[Any]) -> list[Sequences]:
     if not batch.documents:
         return []
     try:
-        arrays, batch.cut = encoding.encode(batch.documents, dtype)
+        found, batch.cut = encoding.encode(batch.documents, dtype)
     except Differs as error:
         error.where = batch.documents[error.index].where
         raise
     except BaseException as error:  # a panic in Rust is no Exception
         raise _blame(batch, encoding, dtype, error) from error
-    return arrays
+    return found
 
 
 def _blame(batch: Batch, encoding: Encoding, dtype: np.dtype[Any], error: BaseException) -> DataError:
