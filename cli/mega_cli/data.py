@@ -249,6 +249,44 @@ def train_tokenizer(
     typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens")
 
 
+@app.command(epilog="Example: mega data convert-tokenizer llama-2/tokenizer.model --input corpus/*.jsonl --output tok/")
+def convert_tokenizer(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="*.model, *.tiktoken or tekken*.json.")],
+    input: Input,
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Gets tokenizer.json and tokenizer_config.json.")],
+    more: MoreInput = None,
+    json_key: JsonKey = "text",
+    pattern: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="For *.tiktoken: what cuts text before it is encoded.")
+    ] = None,
+    special_token: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOKEN",
+            help="For *.tiktoken: a token that comes after those of the file; repeated. The first ends a text.",
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Convert a tokenizer of SentencePiece, tiktoken or Mistral (tekken) to tokenizer.json.
+
+    The format's own library and the converted tokenizer both encode the first four million characters of the input;
+    nothing is written unless all tokens agree.
+    """
+    from mega_data.convert_tokenizer import convert_tokenizer as run
+    from mega_data.readers import texts
+
+    tokenizer = run(
+        file,
+        output,
+        texts([*input, *(more or [])], json_key),
+        pattern=pattern,
+        special_tokens=special_token or (),
+        overwrite=overwrite,
+    )
+    typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens, ended by {tokenizer.eos_token or 'none that is named'}")
+
+
 @app.command(epilog="Example: mega data clean --input corpus/*.jsonl --config clean.yaml --output clean/")
 def clean(
     input: Input,

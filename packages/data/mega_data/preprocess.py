@@ -170,7 +170,7 @@ class Job:
     ) -> DataInfo:
         """Read, encode and write all of `sources`, from where an interrupted run was."""
         try:
-            return self._make(prefix, sources, made_from, workers, shard, self.encoder)
+            return self._make(prefix, sources, made_from, workers, shard, "tokenizers" if self.chats else self.encoder)
         except Differs as error:
             if not all(source.again for source in sources):
                 raise DataError(

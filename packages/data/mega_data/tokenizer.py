@@ -156,7 +156,7 @@ def _tokenizer_file(path: Path) -> Path:
         )
         raise DataError(
             f"{path}: no tokenizer.json in this folder" + (f", only the older {other}" if other else ""),
-            hint="transformers writes one: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
+            hint="`mega data convert-tokenizer` makes one of tokenizer.model, *.tiktoken or tekken.json",
         )
     raise DataError(
         f"{path}: no such tokenizer file or folder",
@@ -211,7 +211,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, over
         raise DataError("no text to train a tokenizer on: every input is empty")
     if backend.get_vocab_size() < vocab_size:
         logger.warning("the text gives a vocabulary of %d only, not %d", backend.get_vocab_size(), vocab_size)
-    _save(backend, file)
+    names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    save(backend, file, {**names, "model_max_length": 1_000_000_000})
     return Tokenizer(folder)
 
 
@@ -221,19 +222,15 @@ def _counted(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
         yield text
 
 
-def _save(backend: Backend, file: Path) -> None:
+def save(backend: Backend, file: Path, config: dict[str, Any]) -> None:
+    """Write a tokenizer.json, and beside it a tokenizer_config.json with more settings, for transformers.
+
+    Raises:
+        DataError: when the disk refuses.
+    """
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **config}
     try:
-        write_json(
-            file.with_name("tokenizer_config.json"),
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": END_OF_TEXT,
-                "eos_token": END_OF_TEXT,
-                "unk_token": END_OF_TEXT,
-                "clean_up_tokenization_spaces": False,
-                "model_max_length": 1_000_000_000,
-            },
-        )
+        write_json(file.with_name("tokenizer_config.json"), settings)
         with atomic_file(file, text=True) as stream:
             stream.write(backend.to_str(pretty=True))
     except OSError as error:
