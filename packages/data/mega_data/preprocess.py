@@ -149,7 +149,7 @@ class Job:
             tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key,
         ]  # fmt: skip
         settings += [self.chats.info.model_dump()] if self.chats else []
-        settings += [] if self.sentences is None else [self.sentences]
+        settings += [self.by_sentence.language] if self.by_sentence else []
         files = [(source.name, source.kind, source.size, source.changed) for source in self.sources]
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
