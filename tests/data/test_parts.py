@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from mega_common.errors import DataError
 from mega_data.config import DataConfig
 from mega_data.dataset import build_datasets
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed import IndexedReader, IndexedWriter, OpenFiles
 from mega_data.use import Use, planned_use
 
 EOD = 0
@@ -91,7 +92,7 @@ except DataError as error:
 """
 
 
-@pytest.mark.parametrize("order", ["stable", "megatron"])
+@pytest.mark.parametrize("order", ["shuffled", "stable", "megatron"])
 def test_a_blend_may_have_more_data_sets_than_files_may_be_open(tmp_path: Path, order: str) -> None:
     """Also 600 of them, which take 1,200 files where 1,024 are usual; this is the same, smaller."""
     data_set(tmp_path / "d-0")
@@ -107,8 +108,7 @@ def test_a_blend_may_have_more_data_sets_than_files_may_be_open(tmp_path: Path, 
         return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
     assert opened(64, most).strip() == "(16,)"
-    assert "Too many open files" in opened(64, 64)
-    assert "mega data merge" in opened(64, 64)
+    assert opened(64, 64).strip() == "(16,)"
 
 
 def test_what_a_run_will_read_is_known_before_it_does(tmp_path: Path) -> None:
@@ -127,3 +127,68 @@ def test_what_a_run_will_read_is_known_before_it_does(tmp_path: Path) -> None:
         Use("valid", two, 50, 1000, 10.0, 0.2),
     ]
     assert [use.split for use in planned_use(settings, {"train": 400}, None)] == ["train", "train"]
+
+
+def test_many_data_sets_are_opened_by_a_few_small_reads_and_checked_when_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = data_set(tmp_path / "good", documents=900), data_set(tmp_path / "bad", documents=900)
+    raw = bytearray((tmp_path / "bad.idx").read_bytes())
+    raw[34 + 4 * 400] += 1
+    (tmp_path / "bad.idx").write_bytes(raw)
+    with pytest.raises(DataError, match="sequence 401 is said to begin"):
+        build_datasets(config(good, bad), seed=1, samples={"train": 1}, eod=None)
+    monkeypatch.setattr("mega_data.parts.CHECKED", 1000)
+    with caplog.at_level("INFO"):
+        train = build_datasets(config(good, bad), seed=1, samples={"train": 1}, eod=None)[0]
+    assert "2 data sets: the index of each is checked when it is first read" in caplog.text
+    with pytest.raises(DataError, match="sequence 401 is said to begin"):
+        [train[k] for k in range(4)]
+
+
+@pytest.mark.parametrize(("cut", "told"), [(0, "describes 3,998"), (1, "does not rise from 0")])
+def test_ends_that_do_not_meet_are_told_without_reading_the_index(tmp_path: Path, cut: int, told: str) -> None:
+    data_set(tmp_path / "d")
+    raw = bytearray((tmp_path / "d.idx").read_bytes())
+    raw[34 + 4 * 99 if cut == 0 else -8] -= 1
+    (tmp_path / "d.idx").write_bytes(raw)
+    with pytest.raises(DataError, match=told):
+        IndexedReader(tmp_path / "d", OpenFiles(1))
+
+
+def test_only_so_many_data_sets_are_open_at_a_time(tmp_path: Path) -> None:
+    files = OpenFiles(2)
+    readers = [IndexedReader(data_set(tmp_path / str(i), length=i + 2), files) for i in range(5)]
+    held = [reader.tokens for reader in readers]
+    del held
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    assert [f"{tmp_path}/{i}.bin" in maps for i in range(5)] == [False, False, False, True, True]
+    assert [int(reader.lengths[3]) for reader in readers] == [2, 3, 4, 5, 6]
+    assert [reader.position(3) for reader in readers] == [6, 9, 12, 15, 18]
+
+
+def test_a_glob_weighs_as_one_by_the_tokens_of_what_matches(tmp_path: Path) -> None:
+    for name, documents in (("web-0", 30), ("web-1", 90), ("wiki", 50)):
+        data_set(tmp_path / name, documents=documents)
+    settings = DataConfig.parse({
+        "train": [{"path": f"{tmp_path}/web-*", "weight": 3}, f"{tmp_path}/wiki"], "seq_length": 20, "split": [1],
+    })  # fmt: skip
+    used = {use.prefix.name: use.samples for use in planned_use(settings, {"train": 1600}, None)}
+    assert used == {"web-0": 300, "web-1": 900, "wiki": 400}
+    by_size = settings.model_copy(
+        update={"temperature": 1.0, "train": [s.model_copy(update={"weight": None}) for s in settings.train]}
+    )
+    used = {use.prefix.name: use.samples for use in planned_use(by_size, {"train": 1700}, None)}
+    assert used == {"web-0": 300, "web-1": 900, "wiki": 500}
+    with pytest.raises(DataError, match="no data set matches"):
+        planned_use(config(tmp_path / "code-*"), {"train": 1}, None)
+
+
+def test_temperature_favours_small_data_sets(tmp_path: Path) -> None:
+    one, two = data_set(tmp_path / "one", documents=90), data_set(tmp_path / "two", documents=10)
+    shares = []
+    for temperature in (1.0, 2.0, 1e9):
+        uses = planned_use(config(one, two, temperature=temperature), {"train": 1000}, None)
+        shares.append(uses[1].samples)
+    assert shares == [100, 250, 500]

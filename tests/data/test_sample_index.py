@@ -207,8 +207,11 @@ def test_shuffled_documents_stand_in_every_place_and_a_split_keeps_to_its_own(tm
 
 
 def test_a_document_of_several_sequences_stays_whole_and_one_that_a_split_cuts_gives_its_part(tmp_path: Path) -> None:
-    reader = data_set(tmp_path / "d", [2] * 60)
-    reader.document_index = np.arange(0, 61, 3)
+    data_set(tmp_path / "d", [2] * 60)
+    raw, bounds = bytearray((tmp_path / "d.idx").read_bytes()), np.arange(0, 61, 3)
+    raw[26:34] = bounds.size.to_bytes(8, "little")
+    (tmp_path / "d.idx").write_bytes(bytes(raw[: -61 * 8]) + bounds.tobytes())
+    reader = IndexedReader(tmp_path / "d")
     drawn = DocumentOrder(reader, 4, 50, seed=1, cache=tmp_path)
     tokens = np.concatenate(list(drawn.read(0, 92))).tolist()
     assert sorted(tokens) == list(range(8, 100))

@@ -99,6 +99,38 @@ def test_resume_is_bitwise(settings: Settings, tmp_path: Path, precision: str) -
     assert [line["loss"] for line in lines(straight)] == [line["loss"] for line in lines(halves)]
 
 
+def test_a_run_goes_on_in_its_order_and_a_changed_blend_with_what_is_next(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run.yaml that names no order: of a run that began with the file's, and of a new one."""
+    tokens = str(tmp_path / "tokens")
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"more{suffix}").write_bytes((tmp_path / f"tokens{suffix}").read_bytes())
+    trained(settings(data={"order": "stable"}, train={"steps": 2}))
+    blend = {"train": [tokens, {"path": str(tmp_path / "more"), "weight": 3, "max_epochs": 5}]}
+    more: dict[str, Any] = {"checkpoint": {"every": 1}, "lr_schedule": {"decay_steps": 2}}
+    for steps in (4, 5):
+        state = trained(settings(data=blend, train={"steps": steps}, **more))
+    resolved = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["data"]
+    assert (state.config.data.order, resolved["order"]) == ("stable", "stable")
+    assert resolved["begun"] == {"samples": 8, "read": {tokens: 8}}
+    assert state.read is not None
+    assert state.read(20) == {tokens: 11, str(tmp_path / "more"): 9}
+    assert f"the blend changes at sample 8: {tokens} goes on after 8 of its samples" in caplog.text
+    told = lines(settings())[-1]
+    epochs = [told[f"epochs/{tokens}"], told[f"epochs/{tmp_path / 'more'}"]]
+    assert epochs[0] / epochs[1] == pytest.approx(11 / 9)
+    assert trained(settings(output=str(tmp_path / "new"), train={"steps": 1})).config.data.order == "shuffled"
+
+
+def test_a_run_on_packed_documents_resumes_bitwise(settings: Settings, tmp_path: Path) -> None:
+    packed: dict[str, Any] = {"data": {"kind": "documents"}, "lr_schedule": {"decay_steps": 4}}
+    whole = bits(trained(settings(train={"steps": 4}, output=str(tmp_path / "straight"), **packed)))
+    for steps in (2, 4):
+        resumed = trained(settings(train={"steps": steps}, output=str(tmp_path / "halves"), **packed))
+    assert same_bits(whole, bits(resumed))
+
+
 def test_a_growing_batch_resumes_bitwise_and_reads_every_sample_once(settings: Settings, tmp_path: Path) -> None:
     batch = {"micro": 2, "global": 8, "rampup": {"start": 2, "increment": 2, "samples": 13}}
     more: dict[str, Any] = {"batch": batch, "lr_schedule": {"decay_steps": 8, "warmup_steps": 3}}

@@ -17,7 +17,8 @@ KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert",
 
 
 class Source(Config):
-    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind. A bare string is a path.
+    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind. A bare string is a path,
+    and a URL is fetched.
 
     A path with `*`, `?` or `[` is a glob: the data sets that match it share its weight by their tokens, as one would.
     """
@@ -117,7 +118,9 @@ class DataConfig(Config):
     reset_attention_mask: bool = Field(False, description="no attention across end-of-document tokens")
     eod_mask_loss: bool = Field(False, description="no loss where the input is an end-of-document token")
     cache: Path | None = Field(
-        None, description="folder for the indices of order megatron; default: .cache beside the data, where writable"
+        None,
+        description="folder for the indices of order megatron, default: .cache beside the data, where writable; and for"
+        " data sets that are URLs, default: ~/.cache/mega/data",
     )
 
     @property
@@ -137,7 +140,7 @@ class DataConfig(Config):
         return {source.kind or self.kind for source in (*self.train, *(self.valid or []), *(self.test or []))}
 
     def problems(self) -> Iterator[Problem]:
-        """Rules of the split, of Megatron's order and of the kinds of data."""
+        """Rules of the split, of kinds and of Megatron's order."""
         yield from self._kind_problems()
         if len(self.split) != 3 or not math.fsum(self.split):
             yield Problem("split", "must be up to three numbers, for train, valid and test", self.split, "969,30,1")
@@ -164,6 +167,9 @@ class DataConfig(Config):
                     )
 
     def _kind_problems(self) -> Iterator[Problem]:
+        if "pairs" in self.kinds:
+            rule = "has no loss to train with yet: preference pairs can be made and shown"
+            yield Problem("kind", rule, "pairs", "conversations, made of the chosen answers")
         alone = self.kinds & {"bert", "t5"}
         if not alone:
             return

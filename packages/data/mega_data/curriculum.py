@@ -53,7 +53,7 @@ class StagedBlend:
         self, weights: Sequence[tuple[int, Sequence[float]]], limits: Sequence[int | None], read: Sequence[int]
     ) -> None:
         self.identity = f"staged {weights} limits={limits} read={read}"
-        self._weights, self._limits = weights, limits
+        self._weights, self._limits, self._read = weights, limits, read
         self._coming, self._lock = self._plan(list(read)), Lock()
         self._stages: list[Stage] = []
         self._end: float = weights[0][0]  # up to which the stages are made
@@ -70,7 +70,9 @@ class StagedBlend:
 
     def counts(self, k: int) -> list[int]:
         """How many of the samples before `k` are of each data set; `k` may be the end."""
-        return self._stage(max(k - 1, self._weights[0][0])).counts(k)
+        if k <= self._weights[0][0]:
+            return list(self._read)
+        return self._stage(k - 1).counts(k)
 
     def _stage(self, k: int) -> Stage:
         with self._lock:  # asked by the thread that loads and by the one that tells

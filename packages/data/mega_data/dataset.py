@@ -73,6 +73,11 @@ class BlendedDataset:
         source, number = self._blend.locate(k)
         return self._sources[source].work(number)
 
+    @property
+    def samples_per_epoch(self) -> float:
+        """Samples that come to one pass over each data set."""
+        return sum(source.samples_per_epoch for source in self._sources)
+
     def read(self, k: int) -> dict[str, int]:
         """How many of the samples before `k` are of each data set, by path."""
         return dict(zip(names_of(part.reader.prefix for part in self._parts), self._blend.counts(k), strict=True))

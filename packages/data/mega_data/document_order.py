@@ -35,6 +35,7 @@ class DocumentOrder:
         self._from = int(np.searchsorted(bounds, first, "right")) - 1
         self.count = int(np.searchsorted(bounds, last, "left")) - self._from
         self._starts = cached_arrays(cache, identity, self._index)["starts"]
+        reader.close()
 
     def _index(self) -> Arrays:
         parts, total = [], 0
@@ -82,10 +83,7 @@ def token_range(reader: IndexedReader, first: int, last: int) -> tuple[int, int]
     Raises:
         DataError: when there are none.
     """
-    bounds = [
-        int(reader.pointers[i]) // reader.dtype.itemsize if i < len(reader) else reader.num_tokens
-        for i in (first, last)
-    ]
+    bounds = reader.position(first), reader.position(last)
     if bounds[0] >= bounds[1]:
         raise DataError(f"{reader.prefix}: no token in its sequences {first} to {last} (it has {len(reader)})")
-    return bounds[0], bounds[1]
+    return bounds

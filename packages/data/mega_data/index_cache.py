@@ -1,8 +1,8 @@
 """Arrays that are slow to make, kept on disk under a key that names their content.
 
 A file is a magic, a checksum of all that follows, the length of a JSON header (`key`, and per array dtype, shape,
-offset), the header, and the arrays at multiples of 64 bytes. It is read through a memory map, so the ranks of a machine
-share one copy. Nobody waits for anybody: who finds no file, or a damaged one, makes the arrays and puts the whole file
+offset), the header, and the arrays at multiples of 64 bytes. A large one is read through a memory map, so the ranks of a
+machine share one copy. Nobody waits for anybody: who finds no file, or a damaged one, makes the arrays and puts the whole file
 in place by a rename. A folder that cannot be written costs only time.
 """
 
@@ -28,6 +28,7 @@ MAGIC = b"megaidx1"
 HEAD = struct.Struct("<8sQ")
 LENGTH = struct.Struct("<Q")
 ALIGN = 64
+MAPPED = 1 << 18  # bytes; a smaller file is read, as a map keeps a file open
 
 
 def cached_arrays(folder: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
@@ -74,7 +75,8 @@ def _load(path: Path, key: str) -> Arrays | None:
     if not path.is_file():
         return None
     if path.stat().st_size > HEAD.size + LENGTH.size:
-        raw = np.memmap(path, np.uint8, "r")
+        large = path.stat().st_size > MAPPED
+        raw: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, "r") if large else np.fromfile(path, np.uint8)
         body = raw[HEAD.size :]
         if raw[: HEAD.size].tobytes() == HEAD.pack(MAGIC, xxhash.xxh3_64_intdigest(body.data)):
             return _arrays(body, key)

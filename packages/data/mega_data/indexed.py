@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import struct
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ import xxhash
 from mega_common.errors import DataError
 from mega_common.files import fsync_folder
 from mega_common.log import ProgressBar
+from mega_data.fetch import local_prefix
+from mega_data.partial import LOCK, discard, give_names, hold, partial_folder, refusals
 
 Tokens = npt.NDArray[np.integer[Any]]
 
@@ -35,7 +37,6 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = {6: "float64", 7: "float32"}
 CHUNK = 1 << 22
-LOCK = "lock"
 
 
 def best_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -65,58 +66,6 @@ def mask_prefix(prefix: Path) -> Path:
     """`PREFIX.mask`, the data set that has a byte for each token of another: its weight in the loss."""
     prefix = data_prefix(prefix)
     return prefix.with_name(prefix.name + ".mask")
-
-
-@contextlib.contextmanager
-def refusals(path: Path) -> Iterator[None]:
-    """Turn what a disk raises while `path` is written into one sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror})") from error
-
-
-def partial_folder(prefix: Path) -> Path:
-    """Where a data set is while it is written: `.NAME.partial`."""
-    prefix = data_prefix(prefix)
-    return prefix.with_name(f".{prefix.name}.partial")
-
-
-def hold(folder: Path, *, wait: bool) -> int | None:
-    """Make a folder and lock it for this process, which may also remove it; the lock's descriptor.
-
-    None when another process holds it and it is not to be waited for.
-    """
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # its holder has just removed it
-            continue
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
-                return descriptor
-        os.close(descriptor)
-        if not wait:
-            return None
-
-
-def discard(folder: Path, last: Sequence[str] = ()) -> None:
-    """Remove a folder that this process holds, the files named in `last` after the others and the lock after all."""
-    with contextlib.suppress(OSError):
-        names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == LOCK, name in last))
-        for name in names:
-            (folder / name).unlink()
-        folder.rmdir()
-
-
-def give_names(folder: Path, names: Mapping[str, Path]) -> None:
-    """Rename the files of `folder`, those of them that are there, durably one after another."""
-    for name, final in names.items():
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(folder / name, final)
-            fsync_folder(final.parent)
 
 
 def mask_names(prefix: Path) -> dict[str, Path]:
@@ -241,7 +190,7 @@ class IndexedWriter:
         self,
         tokens: npt.ArrayLike,
         lengths: npt.ArrayLike,
-        mask: npt.NDArray[np.uint8] | None = None,
+        mask: Tokens | None = None,
         sequences: npt.ArrayLike | None = None,
     ) -> None:
         """Add many documents: the tokens of their sequences one after another, int[sum(lengths)], and the mask's bytes.
@@ -259,9 +208,7 @@ class IndexedWriter:
         counts = np.ones(sizes.size, np.int64) if sequences is None else np.asarray(sequences, np.int64)
         self._ends.frombytes((first + np.cumsum(counts)).tobytes())
 
-    def append(
-        self, reader: IndexedReader, bar: ProgressBar | None = None, mask: npt.NDArray[np.uint8] | None = None
-    ) -> None:
+    def append(self, reader: IndexedReader, bar: ProgressBar | None = None, mask: Tokens | None = None) -> None:
         """Add all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.
 
         Raises:
@@ -349,7 +296,7 @@ class IndexedWriter:
                 )
         return values.astype(self.dtype, copy=False)
 
-    def _write(self, values: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None) -> None:
+    def _write(self, values: npt.NDArray[Any], mask: Tokens | None) -> None:
         if (self._mask is None) != (mask is None) or (mask is not None and mask.size != values.size):
             raise ValueError(f"a mask of {None if mask is None else mask.size} bytes for {values.size} tokens")
         with refusals(self.prefix):
@@ -379,45 +326,167 @@ def _readable(prefix: Path) -> Iterator[None]:
         raise DataError(f"{prefix}: cannot be read ({error.strerror})", hint=hint) from error
 
 
+class OpenFiles:
+    """Keeps the files of so many data sets open, those that were opened last."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._readers: deque[IndexedReader] = deque()
+
+    def opened(self, reader: IndexedReader) -> None:
+        """Close what was opened first, where this one is one too many."""
+        self._readers.append(reader)
+        while len(self._readers) > self._most:
+            self._readers.popleft().close()
+
+
+class _Arrays(NamedTuple):
+    """What is mapped of a data set's two files."""
+
+    lengths: npt.NDArray[np.int32]
+    pointers: npt.NDArray[np.int64]
+    document_index: npt.NDArray[np.int64]
+    tokens: Tokens
+
+
 class IndexedReader:
     """A memory-mapped data set of S sequences; every claim of the index is checked against the files on opening.
 
+    With `files` only the header, the sizes and the ends of the index are read on opening, by a few small reads; the files
+    are mapped, and the first time checked, when something is asked of them, and closed again when `files` has others.
+    A URL is fetched first (`local_prefix`).
+
     Attributes:
-        lengths: int32 [S], tokens of each sequence.
-        pointers: int64 [S], byte position of each sequence in the `.bin`.
-        document_index: int64 [documents + 1], the first sequence of each document, then S.
-        tokens: [num_tokens] in `dtype`, all sequences one after another.
+        documents: their number.
+        num_tokens: in all sequences.
 
     Raises:
         DataError: naming the file, what was expected and what was found.
     """
 
-    def __init__(self, prefix: Path) -> None:
-        self.prefix = data_prefix(Path(prefix))
-        self._bin, self._idx = bin_path(self.prefix), idx_path(self.prefix)
+    def __init__(self, prefix: Path, files: OpenFiles | None = None) -> None:
+        self.prefix = data_prefix(local_prefix(Path(prefix)))
+        self._bin, self._idx, self._files = bin_path(self.prefix), idx_path(self.prefix), files
         for path in (self._idx, self._bin):
             if not path.is_file():
                 raise DataError(f"{path}: no such file", hint=self._nearby())
         with _readable(self.prefix):
-            code, sequences, bounds = self._read_header()
-            raw = np.memmap(self._idx, np.uint8, "r")
-            size = self._bin.stat().st_size
-        self.dtype = np.dtype(DTYPES[code])
-        at = HEADER.size
-        self.lengths = np.frombuffer(raw, "<i4", sequences, at)
-        self.pointers = np.frombuffer(raw, "<i8", sequences, at + 4 * sequences)
-        self.document_index = np.frombuffer(raw, "<i8", bounds, at + 12 * sequences)
-        self._check_index(size)
-        with _readable(self.prefix):
-            mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if size else np.empty(0, self.dtype)
-        self.tokens: Tokens = np.asarray(mapped)  # a plain array: slices of a memmap are slower
-        self.num_tokens = size // self.dtype.itemsize
+            code, self._sequences, bounds = self._read_header()
+            self._size = self._bin.stat().st_size
+        self._bounds, self.documents, self.dtype = bounds, max(0, bounds - 1), np.dtype(DTYPES[code])
+        self.num_tokens = self._size // self.dtype.itemsize
+        self._arrays: _Arrays | None = None
+        self._checked = False
+        if files is None:
+            self.check()
+        else:
+            self._check_ends()
 
-    def _nearby(self) -> str | None:
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """int32 [S], tokens of each sequence."""
+        return self._mapped().lengths
+
+    @property
+    def pointers(self) -> npt.NDArray[np.int64]:
+        """int64 [S], byte position of each sequence in the `.bin`."""
+        return self._mapped().pointers
+
+    @property
+    def document_index(self) -> npt.NDArray[np.int64]:
+        """int64 [documents + 1], the first sequence of each document, then S."""
+        return self._mapped().document_index
+
+    @property
+    def tokens(self) -> Tokens:
+        """[num_tokens] in `dtype`, all sequences one after another."""
+        return self._mapped().tokens
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the `.idx`: what checking it reads."""
+        return HEADER.size + 12 * self._sequences + 8 * (self.documents + 1)
+
+    def check(self) -> None:
+        """Hold the whole index against the files, once.
+
+        Raises:
+            DataError: as on opening.
+        """
+        self._mapped()
+
+    def position(self, i: int) -> int:
+        """Tokens before sequence `i`, or of all for i = S, by one small read where the files are not mapped."""
+        if i in (0, self._sequences):
+            return self.num_tokens if i else 0
+        if self._arrays is not None:
+            return int(self.pointers[i]) // self.dtype.itemsize
+        (pointer,) = self._at(HEADER.size + 4 * self._sequences + 8 * i, "<q")
+        return int(pointer) // self.dtype.itemsize
+
+    def close(self) -> None:
+        """Give the files, and what was read of them into memory, back until something is asked of them again."""
+        self._arrays = None
+
+    def _mapped(self) -> _Arrays:
+        arrays = self._arrays
+        if arrays is None:
+            arrays = self._arrays = self._map()
+            if self._files is not None:
+                self._files.opened(self)
+        return arrays
+
+    def _map(self) -> _Arrays:
+        if not self._checked:
+            self._check_index(*self._map_index())
+            self._checked = True
+        index = self._map_index()  # anew: the pages that a check has read are given back
+        with _readable(self.prefix):
+            mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if self._size else np.empty(0, self.dtype)
+        return _Arrays(*index, np.asarray(mapped))  # a plain array: slices of a memmap are slower
+
+    def _map_index(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        with _readable(self.prefix):
+            raw = np.memmap(self._idx, np.uint8, "r")
+        at, sequences = HEADER.size, self._sequences
+        return (
+            np.frombuffer(raw, "<i4", sequences, at),
+            np.frombuffer(raw, "<i8", sequences, at + 4 * sequences),
+            np.frombuffer(raw, "<i8", self._bounds, at + 12 * sequences),
+        )
+
+    def _at(self, offset: int, form: str) -> tuple[Any, ...]:
+        with _readable(self.prefix), open(self._idx, "rb", buffering=0) as stream:
+            return struct.unpack(form, os.pread(stream.fileno(), struct.calcsize(form), offset))
+
+    def _check_ends(self) -> None:
+        """That the last sequence ends where the `.bin` does, and the documents with the sequences."""
+        last, end, at = 0, 0, HEADER.size
+        if self._sequences:
+            (length,) = self._at(at + 4 * self._sequences - 4, "<i")
+            (last,) = self._at(at + 12 * self._sequences - 8, "<q")
+            end = last + length * self.dtype.itemsize
+        if end != self._size:
+            raise self._other_size(end)
+        if self._bounds and self._at(at + 12 * self._sequences + 8 * (self._bounds - 1), "<q") != (self._sequences,):
+            raise self._wrong_documents()
+
+    def _other_size(self, expected: int) -> DataError:
+        return DataError(
+            f"{self._bin}: {self._size:,} bytes, but {self._idx.name} describes {expected:,}",
+            hint="the two files are not of one run, or one is truncated; make or copy the data set anew",
+        )
+
+    def _wrong_documents(self) -> DataError:
+        return DataError(f"{self._idx}: the document index does not rise from 0 to the {len(self)} sequences")
+
+    def _nearby(self) -> str:
         """Megatron's tools add `_text_document` to the name they are given; people forget it."""
         names = sorted(path.name.removesuffix(".idx") for path in self.prefix.parent.glob("*.idx"))
         near = [name for name in names if name.startswith(self.prefix.name)] or names
-        return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}" if near else None
+        if near:
+            return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}"
+        return f"one is made of text by mega data preprocess --output {self.prefix}"
 
     def _read_header(self) -> tuple[int, int, int]:
         """Dtype code, sequence count and length of the document index."""
@@ -443,33 +512,31 @@ class IndexedReader:
             )
         return code, sequences, bounds
 
-    def _check_index(self, size: int) -> None:
+    def _check_index(
+        self, all_lengths: npt.NDArray[np.int32], pointers: npt.NDArray[np.int64], bounds: npt.NDArray[np.int64]
+    ) -> None:
         width, expected = self.dtype.itemsize, 0
         for start in range(0, len(self), CHUNK):
-            lengths = self.lengths[start : start + CHUNK].astype(np.int64)
+            lengths = all_lengths[start : start + CHUNK].astype(np.int64)
             if lengths.min() < 0:
                 raise DataError(f"{self._idx}: sequence {start + lengths.argmin()} has {lengths.min()} tokens")
             ends = expected + np.cumsum(lengths) * width
-            wrong = np.flatnonzero(self.pointers[start : start + CHUNK] != ends - lengths * width)
+            wrong = np.flatnonzero(pointers[start : start + CHUNK] != ends - lengths * width)
             if wrong.size:
                 i = int(wrong[0])
                 raise DataError(
-                    f"{self._idx}: sequence {start + i} is said to begin at byte {self.pointers[start + i]} of the"
+                    f"{self._idx}: sequence {start + i} is said to begin at byte {pointers[start + i]} of the"
                     f" .bin, but the lengths before it end at {ends[i] - lengths[i] * width}"
                 )
             expected = int(ends[-1])
-        if size != expected:
-            raise DataError(
-                f"{self._bin}: {size:,} bytes, but {self._idx.name} describes {expected:,}",
-                hint="the two files are not of one run, or one is truncated; make or copy the data set anew",
-            )
-        bounds = self.document_index
+        if self._size != expected:
+            raise self._other_size(expected)
         if not bounds.size or bounds[0] != 0 or bounds[-1] != len(self) or np.any(bounds[1:] < bounds[:-1]):
-            raise DataError(f"{self._idx}: the document index does not rise from 0 to the {len(self)} sequences")
+            raise self._wrong_documents()
 
     def __len__(self) -> int:
         """Number of sequences."""
-        return int(self.lengths.size)
+        return self._sequences
 
     @cached_property
     def fingerprint(self) -> str:
@@ -485,6 +552,7 @@ class IndexedReader:
         block = 4096 // self.dtype.itemsize
         for start in np.linspace(0, max(self.num_tokens - block, 0), 64).astype(np.int64):
             digest.update(np.ascontiguousarray(self.tokens[start : start + block]).data)
+        self.close()
         return digest.hexdigest()
 
     def read(self, i: int, offset: int = 0, length: int | None = None) -> Tokens:

@@ -24,7 +24,8 @@ from mega_common.files import sha256_file, write_json
 from mega_common.log import ProgressBar, logger
 from mega_data.batches import Batch, Progress
 from mega_data.commit import commit
-from mega_data.indexed import CHUNK, IndexedWriter, best_dtype, refusals
+from mega_data.encoder import Differs
+from mega_data.indexed import CHUNK, IndexedWriter, best_dtype
 from mega_data.info import (
     ChatInfo,
     DataInfo,
@@ -35,6 +36,7 @@ from mega_data.info import (
     quarantine_path,
     write_info,
 )
+from mega_data.partial import refusals
 from mega_data.readers import Rejected
 from mega_data.tokenizer import Tokenizer
 
@@ -186,6 +188,8 @@ class Output:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Differs):  # none of its tokens can be trusted
+            self._record.unlink(missing_ok=True)
         if kind is not None:
             self._keep()
             return

@@ -14,13 +14,16 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig, Source
 from mega_data.document_order import token_range
-from mega_data.indexed import IndexedReader, data_prefix
+from mega_data.fetch import local_prefix
+from mega_data.indexed import IndexedReader, OpenFiles, data_prefix
+from mega_data.info import read_info
 from mega_data.limits import allow_open_files
 from mega_data.mask import kind_of
 
 SPLITS = ("train", "valid", "test")
 LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
-FILES = 5  # that a data set may take: tokens, index, and an index in Megatron's order for each split
+MOST = 1000  # data sets whose files are open at a time
+CHECKED = 1 << 28  # bytes of indices that are checked on opening; where there are more, each when it is first read
 OF_SENTENCES = ("bert", "t5")  # kinds whose data sets are cut between documents, for their sequences are sentences
 Bounds = tuple[float, float]
 
@@ -78,6 +81,7 @@ class Parts:
         self._config, self._eod = config, eod
         self._bounds = dict(zip(SPLITS, split_bounds(config.shares), strict=True))
         self._readers: dict[Path, IndexedReader] = {}
+        self._files = OpenFiles(allow_open_files(2 * MOST) // 2)
 
     def of(self, name: str) -> list[Part]:
         """The parts of split `name`; none when `split` gives it nothing.
@@ -115,11 +119,20 @@ class Parts:
 
     def _open(self, paths: Sequence[Path]) -> None:
         new = dict.fromkeys(path for path in paths if path not in self._readers)
-        allow_open_files(FILES * (len(self._readers) + len(new)))
         wrong = []
         for path in new:
             try:
-                self._readers[path] = reader = IndexedReader(path)
+                self._readers[path] = IndexedReader(local_prefix(path, self._config.cache), self._files)
+            except DataError as error:
+                wrong.append(error)
+        opened = [self._readers[path] for path in new if path in self._readers]
+        at_once = sum(reader.index_bytes for reader in opened) <= CHECKED
+        if not at_once:
+            logger.info("%d data sets: the index of each is checked when it is first read", len(opened))
+        for reader in opened:
+            try:
+                if at_once:
+                    reader.check()
                 check_ends(reader, self._eod, self._rules)
             except DataError as error:
                 wrong.append(error)
@@ -133,7 +146,7 @@ class Parts:
             reader, kind = self._readers[path], source.kind or self._config.kind
             check_kind(reader, kind)
             first, last = (_sequence_at(bound, reader, kind) for bound in bounds)
-            if reader.lengths[first:last].any():
+            if reader.position(first) < reader.position(last):
                 yield Part(reader, first, last, source.weight, kind, source)
             elif name == "train":
                 raise DataError(f"{path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
@@ -192,13 +205,16 @@ def split_bounds(shares: Sequence[float]) -> list[Bounds | None]:
 def check_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
     """Look whether documents are told apart by the token `eod`, where `rules` depend on that.
 
-    Some documents are looked at, not all. One that begins with the token is told apart as well.
+    Some documents are looked at, not all, and none where the data set's description tells. One that begins with the token is told apart as well.
 
     Raises:
         DataError: when none is, and a boundary was asked for.
     """
-    documents = reader.document_index.size - 1
+    documents = reader.documents
     if not rules or not documents:
+        return
+    info = read_info(reader.prefix)
+    if info is not None and info.append_eod and info.tokenizer is not None and info.tokenizer.eos_id == eod:
         return
     looked_at = np.unique(np.linspace(0, documents - 1, LOOKED_AT).astype(np.int64))
     without = sum(not _told_apart(reader, int(document), eod) for document in looked_at)
@@ -217,7 +233,7 @@ def check_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> 
 
 def _told_apart(reader: IndexedReader, document: int, eod: int | None) -> bool:
     first, last = (int(bound) for bound in reader.document_index[document : document + 2])
-    if not reader.lengths[first:last].any():
+    begin, end = reader.position(first), reader.position(last)
+    if begin == end:
         return True
-    begin, end = token_range(reader, first, last)
     return eod in (int(reader.tokens[begin]), int(reader.tokens[end - 1]))

@@ -37,6 +37,5 @@ def planned_use(config: DataConfig, samples: Mapping[str, int], eod: int | None)
         limits = [part.limit(partial(float, each)) for part, each in zip(chosen, passes, strict=True)]
         counts = blend_of(chosen, config, limits).counts(samples.get(name, 0)) if chosen else []
         for part, count, each in zip(chosen, counts, passes, strict=True):
-            documents = part.reader.document_index.size - 1
-            found.append(Use(name, part.reader.prefix, documents, part.tokens, count, count / each))
+            found.append(Use(name, part.reader.prefix, part.reader.documents, part.tokens, count, count / each))
     return found

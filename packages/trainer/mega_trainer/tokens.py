@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from mega_common.errors import DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig
+from mega_data.fetch import local_prefix
 from mega_data.info import DataInfo, info_path, read_info
+from mega_data.parts import matching
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config import RunConfig
 
@@ -92,9 +94,10 @@ def _makers(data: DataConfig) -> dict[Path, DataInfo]:
     """The descriptions of all data sets that tell their tokenizer."""
     found = {}
     for source in (*data.train, *(data.valid or []), *(data.test or [])):
-        info = read_info(source.path)
-        if info is not None and info.tokenizer is not None:
-            found[source.path] = info
+        for path in matching(source):
+            info = read_info(local_prefix(path, data.cache))
+            if info is not None and info.tokenizer is not None:
+                found[path] = info
     return found
 
 

@@ -59,7 +59,6 @@ class ChatEncoder:
     def _mask(self, offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> tuple[npt.NDArray[np.uint8], int]:
         """The byte of each token, uint8 [n], and of how many spans the limit cuts something."""
         begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-        ends = np.maximum(ends, begins + 1)  # a token without a character belongs where the next one begins
         mask, cut = np.zeros(begins.size, np.uint8), 0
         for span in spans:
             inside = (begins < span.end) & (ends > span.begin)

@@ -97,6 +97,7 @@ class PackedSamples:
     def __init__(self, part: Part, setting: Setting, *, weights: LossWeights | None = None) -> None:
         self._part, self._setting, self._weights = part, setting, weights
         self._seq_length = setting.config.seq_length
+        self._key = (-1, 0)  # the epoch that was read last, and what draws its order
 
     @cached_property
     def identity(self) -> str:
@@ -115,6 +116,7 @@ class PackedSamples:
     def _packed(self) -> Arrays:
         reader, split = self._part.reader, self._setting.config.long_documents == "split"
         begins, ends = document_bounds(reader, self._part.first, self._part.last)
+        reader.close()
         pieces = pieces_of(begins, ends, self._seq_length, split=split)
         if not pieces.sizes.size:
             raise DataError(
@@ -137,21 +139,28 @@ class PackedSamples:
         """See `Samples`."""
         return self._index["bins"].size - 1
 
+    @cached_property
+    def _work(self) -> npt.NDArray[np.int64]:
+        index = self._index
+        return np.add.reduceat(index["sizes"].astype(np.int64) ** 2, index["bins"][:-1])
+
     def work(self, k: int) -> int:
         """See `Samples`."""
-        _, sizes = self._pieces(k)
-        return int((sizes.astype(np.int64) ** 2).sum())
+        return int(self._work[self._bin(k)])
 
-    def _pieces(self, k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        bins, count = self._index["bins"], self._index["bins"].size - 1
+    def _bin(self, k: int) -> int:
+        count = self._index["bins"].size - 1
         epoch, place = divmod(k, count)
-        key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
-        number = permuted(place, count, key)
-        own = slice(int(bins[number]), int(bins[number + 1]))
-        return self._index["starts"][own], self._index["sizes"][own]
+        known, key = self._key
+        if known != epoch:
+            key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
+            self._key = epoch, key
+        return permuted(place, count, key)
 
     def __getitem__(self, k: int, /) -> Sample:
-        starts, sizes = (values.tolist() for values in self._pieces(k))
+        number = self._bin(k)
+        first, last = self._index["bins"][number : number + 2].tolist()
+        starts, sizes = (self._index[name][first:last].tolist() for name in ("starts", "sizes"))
         length, used = self._seq_length, sum(sizes)
         tokens = np.full(length, self._setting.eod or 0, np.int64)
         labels, weights = tokens.copy(), np.zeros(length, np.float32)
