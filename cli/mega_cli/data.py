@@ -180,8 +180,8 @@ def preprocess(
         shard=Shard.parse(shard) if shard else None,
         engine=engine,
         shards=shards,
-        sentences=(language or "en") if split_sentences else None,
         encoder=encoder,
+        sentences=(language or "en") if split_sentences else None,
     )
     made = f"{output}, part {info.shard.number} of {info.shard.of}" if info.shard else f"{output}"
     typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")

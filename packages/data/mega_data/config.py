@@ -140,7 +140,7 @@ class DataConfig(Config):
         return {source.kind or self.kind for source in (*self.train, *(self.valid or []), *(self.test or []))}
 
     def problems(self) -> Iterator[Problem]:
-        """Rules of the split, of kinds and of Megatron's order."""
+        """Rules of the split, of Megatron's order and of the kinds of data."""
         yield from self._kind_problems()
         if len(self.split) != 3 or not math.fsum(self.split):
             yield Problem("split", "must be up to three numbers, for train, valid and test", self.split, "969,30,1")

@@ -208,7 +208,7 @@ class Job:
             done = output.begin()
             done.encoder = done.encoder if choice == "auto" else choice  # what was given up stays so
             encoder = (
-                tokenizer if chats or self.sentences else choose_encoder(done.encoder, tokenizer, size, again=lasting)
+                tokenizer if chats or self.by_sentence else choose_encoder(done.encoder, tokenizer, size, again=lasting)
             )
             reading = Reading(sources, self.json_key, self.left_out, done, bar)
             good = batches(
@@ -355,13 +355,13 @@ def _encode(batch: Batch, encoding: Encoding, dtype: np.dtype[Any]) -> list[Sequ
     if not batch.documents:
         return []
     try:
-        documents, batch.cut = encoding.encode(batch.documents, dtype)
+        found, batch.cut = encoding.encode(batch.documents, dtype)
     except Differs as error:
         error.where = batch.documents[error.index].where
         raise
     except BaseException as error:  # a panic in Rust is no Exception
         raise _blame(batch, encoding, dtype, error) from error
-    return documents
+    return found
 
 
 def _blame(batch: Batch, encoding: Encoding, dtype: np.dtype[Any], error: BaseException) -> DataError:
