@@ -28,8 +28,7 @@ def data_section(draft: Draft) -> None:
     put("data.seq_length", length, "seq_length", "encoder_seq_length")
     put("data.order", "megatron", because="the samples in Megatron's order")
     _tokenizer(draft)
-    if draft["fim_data"]:
-        _fim(draft)
+    _fim(draft)
     if draft["dataloader_type"] == "single":
         draft.tell("not needed", "samples are read once, in the order of the data set", "dataloader_type")
     for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
@@ -40,10 +39,13 @@ def data_section(draft: Draft) -> None:
 
 
 def _fim(draft: Draft) -> None:
+    names = [f"fim_{name}_token" for name in ("prefix", "middle", "suffix")]
+    if not draft["fim_data"]:
+        draft.tell("not needed", "without --fim-data no text is rearranged", "fim_rate", "fim_spm_rate", *names)
+        return
     draft.put("data.kind", "fim", "fim_data")
     draft.put("data.fim.rate", draft["fim_rate"], "fim_rate")
     draft.put("data.fim.spm_rate", draft["fim_spm_rate"], "fim_spm_rate")
-    names = [f"fim_{name}_token" for name in ("prefix", "middle", "suffix")]
     draft.put("data.fim.tokens", [draft[name] for name in names], *names)
     text = "which documents are rearranged, and where they are cut, is drawn anew: Megatron's draws follow what was read before"
     draft.tell("changes meaning", text, "fim_data")
