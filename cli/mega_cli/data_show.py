@@ -76,7 +76,9 @@ def _of_run(run: Path, number: int, tokenizer: Tokenizer | None) -> list[Part]:
     config = load_run(run)
     tokenizer = tokenizer or run_tokenizer(config.data, config.model.vocab_size)
     eod = tokenizer.eos_id if tokenizer else None
-    train, _, _ = build_datasets(config.data, seed=config.train.seed, samples=config.samples, eod=eod)
+    train, _, _ = build_datasets(
+        config.data, seed=config.train.seed, samples=config.samples, eod=eod, tokenizer=tokenizer
+    )
     return show_sample(train[number], tokenizer)
 
 

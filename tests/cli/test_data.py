@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mega_cli.data import app
-from mega_common.errors import DataError
+from mega_common.errors import ConfigError, DataError
 from mega_data.inspect import inspect
 
 
@@ -114,3 +114,16 @@ def test_neither_command_nor_package_imports_torch() -> None:
         "assert not {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_sentences_are_sequences(corpus: Path, tokenizer: Path) -> None:
+    pytest.importorskip("sentencex", reason="sentences need the package sentencex")
+    (corpus / "s.txt").write_text("The cat sat. Did it sit? It did!")
+    options = ("--input", corpus / "s.txt", "--tokenizer", tokenizer, "--output", corpus / "d")
+    assert data("preprocess", *options, "--split-sentences", "--language", "de")[0] == 0
+    found = inspect(corpus / "d")
+    assert (found.documents, found.sequences) == (1, 3)
+    with pytest.raises(ConfigError, match="--language: says where sentences end"):
+        data("preprocess", *options, "--language", "de")
+    with pytest.raises(ConfigError, match=r"takes no .*--split-sentences"):
+        data("preprocess", *options, "--split-sentences", "--kind", "conversations")

@@ -81,6 +81,18 @@ def test_text_counts_whole(folder: Path) -> None:
     assert [token["weight"] for token in part["tokens"]] == [0.0] + [1.0] * (len(part["tokens"]) - 1)
 
 
+def test_a_middle_to_fill_in_of_a_run(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "model: {preset: llama3-8b, vocab_size: 400}\n"
+        f"data: {{train: {folder / 'text'}, kind: fim, seq_length: 20, split: '1',"
+        " fim: {rate: 1, spm_rate: 0, tokens: ['X', 'Y', 'Z']}}\n"
+    )
+    (part,) = json.loads(data("show", "--run", tmp_path / "run.yaml", "--json"))
+    text = "".join(token["text"] for token in part["tokens"])
+    assert text[0] == "X"
+    assert "Z" in text
+
+
 def test_without_its_tokenizer_numbers_are_shown(folder: Path, tmp_path: Path) -> None:
     for path in folder.glob("pairs.*"):
         if path.suffix != ".info":

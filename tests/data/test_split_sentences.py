@@ -149,12 +149,14 @@ def test_files_are_those_that_megatron_writes(corpus: Path, tokenizer_folder: Pa
 
 
 @needs_sentencex
-def test_a_language_is_a_code(tokenizer_folder: Path) -> None:
-    with pytest.raises(DataError, match="'english' is no code of a language"):
-        SentenceEncoder(Tokenizer(tokenizer_folder), "english")
+def test_a_language_is_a_code(corpus: Path, tokenizer_folder: Path) -> None:
+    with pytest.raises(DataError, match=r"^'english' is no code of a language"):
+        run(corpus, tokenizer_folder, "d", sentences="english")
 
 
-def test_a_package_that_is_missing_is_named(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_named(
+    corpus: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "sentencex", None)
     with pytest.raises(MissingPackageError, match="sentences need the package sentencex"):
-        SentenceEncoder(Tokenizer(tokenizer_folder), "en")
+        run(corpus, tokenizer_folder, "d", sentences="en")

@@ -28,6 +28,7 @@ def data_section(draft: Draft) -> None:
     put("data.seq_length", length, "seq_length", "encoder_seq_length")
     put("data.order", "megatron", because="the samples in Megatron's order")
     _tokenizer(draft)
+    _fim(draft)
     if draft["dataloader_type"] == "single":
         draft.tell("not needed", "samples are read once, in the order of the data set", "dataloader_type")
     for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
@@ -35,6 +36,19 @@ def data_section(draft: Draft) -> None:
             put(f"data.{name}", True, name)
     if draft["data_cache_path"]:
         put("data.cache", draft["data_cache_path"], "data_cache_path")
+
+
+def _fim(draft: Draft) -> None:
+    names = [f"fim_{name}_token" for name in ("prefix", "middle", "suffix")]
+    if not draft["fim_data"]:
+        draft.tell("not needed", "without --fim-data no text is rearranged", "fim_rate", "fim_spm_rate", *names)
+        return
+    draft.put("data.kind", "fim", "fim_data")
+    draft.put("data.fim.rate", draft["fim_rate"], "fim_rate")
+    draft.put("data.fim.spm_rate", draft["fim_spm_rate"], "fim_spm_rate")
+    draft.put("data.fim.tokens", [draft[name] for name in names], *names)
+    text = "which documents are rearranged, and where they are cut, is drawn anew: Megatron's draws follow what was read before"
+    draft.tell("changes meaning", text, "fim_data")
 
 
 def blend(words: Sequence[str]) -> list[dict[str, Any]]:

@@ -146,10 +146,6 @@ class DataConfig(Config):
             yield Problem("split", "must be up to three numbers, for train, valid and test", self.split, "969,30,1")
         elif not self.split[0]:
             yield Problem("split", "gives nothing to train", self.split, "969,30,1")
-        sources = [source for name in ("train", "valid", "test") for source in getattr(self, name) or []]
-        if "pairs" in {self.kind, *(source.kind for source in sources)}:
-            rule = "has no loss to train with yet: preference pairs can be made and shown"
-            yield Problem("kind", rule, "pairs", "conversations, made of the chosen answers")
         for name in ("train", "valid", "test"):
             yield from self._blend_problems(name, getattr(self, name) or [])
 
@@ -171,6 +167,9 @@ class DataConfig(Config):
                     )
 
     def _kind_problems(self) -> Iterator[Problem]:
+        if "pairs" in self.kinds:
+            rule = "has no loss to train with yet: preference pairs can be made and shown"
+            yield Problem("kind", rule, "pairs", "conversations, made of the chosen answers")
         alone = self.kinds & {"bert", "t5"}
         if not alone:
             return

@@ -153,7 +153,7 @@ class Job:
             tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key,
         ]  # fmt: skip
         settings += [self.chats.info.model_dump()] if self.chats else []
-        settings += [] if self.sentences is None else [self.sentences]
+        settings += [self.by_sentence.language] if self.by_sentence else []
         files = [(source.name, source.kind, source.size, source.changed) for source in self.sources]
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
@@ -207,9 +207,8 @@ class Job:
             bar = stack.enter_context(ProgressBar("tokenizing", total=size or None, unit="bytes"))
             done = output.begin()
             done.encoder = done.encoder if choice == "auto" else choice  # what was given up stays so
-            by_sentence = SentenceEncoder(tokenizer, self.sentences) if self.sentences else None
             encoder = (
-                tokenizer if chats or by_sentence else choose_encoder(done.encoder, tokenizer, size, again=lasting)
+                tokenizer if chats or self.by_sentence else choose_encoder(done.encoder, tokenizer, size, again=lasting)
             )
             reading = Reading(sources, self.json_key, self.left_out, done, bar)
             good = batches(
@@ -220,7 +219,7 @@ class Job:
                 prepare=chats.prepare if chats else None,
             )
             stack.enter_context(one_thread_per_call())
-            encoded = _encoded(good, Encoding(encoder, chats, by_sentence), output.dtype, workers)
+            encoded = _encoded(good, Encoding(encoder, chats, self.by_sentence), output.dtype, workers)
             for batch, documents in stack.enter_context(contextlib.closing(encoded)):
                 output.add(batch, documents)
                 reading.show(batch.read)
@@ -234,6 +233,11 @@ class Job:
         reading.tell()
         _tell(output.info, output, tokenizer)
         return output.info
+
+    @cached_property
+    def by_sentence(self) -> SentenceEncoder | None:
+        """What encodes sentences, where they are asked for."""
+        return SentenceEncoder(self.tokenizer, self.sentences) if self.sentences else None
 
     def make_part(self, shard: Shard, workers: int) -> DataInfo:
         """Make the part of one shard, unless it is made already."""

@@ -28,7 +28,7 @@ class SentenceEncoder:
         if not re.fullmatch("[a-z]{2,3}", language):
             raise DataError(f"{language!r} is no code of a language", hint="such as en, de or zh")
         self._segment = package("sentencex", "sentences").segment
-        self._tokenizer, self._language = tokenizer, language
+        self._tokenizer, self.language = tokenizer, language
         self._keep_space = tokenizer.encode("a. a") == tokenizer.encode("a.") + tokenizer.encode(" a")
 
     def encode(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[Sequences]:
@@ -40,7 +40,7 @@ class SentenceEncoder:
     def split(self, text: str) -> list[str]:
         """The sentences of a text, in order."""
         sentences, gap = [], ""
-        for part in self._segment(self._language, text):
+        for part in self._segment(self.language, text):
             sentence = part.rstrip()
             if sentence:
                 sentences.append(gap + sentence if self._keep_space else sentence.strip())

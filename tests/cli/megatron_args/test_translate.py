@@ -248,6 +248,16 @@ def test_llama3_8b():
     assert "gradient and log" not in text, "per-token loss is what mega does"
 
 
+def test_middles_to_fill_in():
+    flags = "--fim-data --fim-rate 0.5 --fim-spm-rate 0.25 --fim-middle-token '<mid>' --fim-split-sample '<file>'"
+    translation = translate(COMPLETE + flags)
+    tokens = ["<fim_prefix>", "<mid>", "<fim_suffix>"]
+    check(translation, {"data.kind": "fim", "data.fim": {"rate": 0.5, "spm_rate": 0.25, "tokens": tokens}})
+    assert parsed(translation).data.fim.tokens == tokens
+    assert "--fim-data" in notes(translation, "changes meaning")
+    assert "--fim-split-sample" in notes(translation, "no equivalent")
+
+
 def test_mixtral():
     translation = translate(MIXTRAL)
     check(

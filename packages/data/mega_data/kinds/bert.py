@@ -68,7 +68,8 @@ class BertSamples:
     @cached_property
     def identity(self) -> str:
         """See `Samples`."""
-        return f"bert {self._config.bert!r} tokenizer={self._tokenizer.fingerprint} {self._cuts.identity}"
+        share, tokenizer = self._config.bert.mask_probability, self._tokenizer.fingerprint
+        return f"bert share={share} tokenizer={tokenizer} {self._cuts.identity}"
 
     @property
     def samples_per_epoch(self) -> float:
@@ -117,7 +118,7 @@ class BertSamples:
 
 
 def trimmed(a: Tokens, b: Tokens, length: int, random: Random) -> tuple[Tokens, Tokens]:
-    """Both together at most `length` tokens: the longer one, `b` if none is, loses its first or last token by turns."""
+    """Both together at most `length` tokens: the longer one, `b` if none is, loses its first or last token, as drawn."""
     begins, ends = [0, 0], [a.size, b.size]
     for front in random.random_sample(max(0, a.size + b.size - length)) < 0.5:
         longer = 0 if ends[0] - begins[0] > ends[1] - begins[1] else 1

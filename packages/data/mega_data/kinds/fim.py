@@ -98,8 +98,11 @@ class FimSamples:
     @cached_property
     def identity(self) -> str:
         """See `Samples`."""
-        tokens, tokenizer = self._fim.tokens, self._tokenizer.fingerprint
-        return f"fim {self._config.fim!r} {tokens} tokenizer={tokenizer} {self._windows.identity}"
+        fim, tokens, tokenizer = self._config.fim, self._fim.tokens, self._tokenizer.fingerprint
+        return (
+            f"fim rate={fim.rate} spm={fim.spm_rate} cut={fim.cut} tokens={tokens} tokenizer={tokenizer}"
+            f" {self._windows.identity}"
+        )
 
     @property
     def samples_per_epoch(self) -> float:

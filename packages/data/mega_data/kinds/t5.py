@@ -90,7 +90,7 @@ class Corruption:
         if len(decoder) > size:
             raise DataError(
                 f"data.t5.decoder_seq_length = {size}: a sample has {len(decoder)} tokens for the decoder",
-                hint=f"{2 * len(decoder) - len(runs)} is room for any like it, or hide less (data.t5.mask_probability)",
+                hint=f"{2 * sum(run.size for run in runs) + 1} holds any like it; or hide less (data.t5.mask_probability)",
             )
         return T5Sample(
             _padded(encoder, self._sizes[0], 0),
@@ -129,7 +129,8 @@ class MegatronT5Samples:
     @cached_property
     def identity(self) -> str:
         """See `Samples`."""
-        return f"t5 {self._config.t5!r} tokenizer={self._tokenizer.fingerprint} {self._cuts.identity}"
+        share, size = self._config.t5.mask_probability, self._config.t5.decoder_seq_length
+        return f"t5 share={share} decoder={size} tokenizer={self._tokenizer.fingerprint} {self._cuts.identity}"
 
     @property
     def samples_per_epoch(self) -> float:
@@ -170,7 +171,8 @@ class T5Samples:
     @cached_property
     def identity(self) -> str:
         """See `Samples`."""
-        return f"t5 {self._spans} {self._config.t5!r} tokenizer={self._tokenizer.fingerprint} {self._windows.identity}"
+        spans, tokenizer = self._spans, self._tokenizer.fingerprint
+        return f"t5 hidden={spans.hidden} spans={spans.count} tokenizer={tokenizer} {self._windows.identity}"
 
     @property
     def samples_per_epoch(self) -> float:
