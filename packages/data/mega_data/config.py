@@ -112,7 +112,9 @@ class DataConfig(Config):
     reset_attention_mask: bool = Field(False, description="no attention across end-of-document tokens")
     eod_mask_loss: bool = Field(False, description="no loss where the input is an end-of-document token")
     cache: Path | None = Field(
-        None, description="folder for the indices of order megatron; default: .cache beside the data, where writable"
+        None,
+        description="folder for the indices of packing and of orders shuffled and megatron; default: .cache beside the data, where "
+        "writable",
     )
 
     @property
