@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from mega_ckpt.folders import latest
 from mega_ckpt.source import load_weights, open_source, tell_unread
+from mega_ckpt.store import Place
 from mega_common.errors import ConfigError, Interrupted
 from mega_common.log import human, logger
 from mega_data.loader import Loader
@@ -103,7 +104,8 @@ def assemble(
 
 def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) -> TrainState:
     """The run itself, in folders that are its own."""
-    config = continued(config)
+    checkpoint = starting_point(config)
+    config = continued(config, checkpoint)
     needs = partial(Needs.of, config, ranks.world_size, groups.pp.rank)
     limits, device = Limits(config.train), pick_device(config.device, ranks.local_rank)
     if device.type == "cuda":
@@ -114,7 +116,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
     state.read = train_data.read
-    if not begin(state, groups.world, tokenizer):
+    if not begin(state, checkpoint, groups.world, tokenizer):
         return state
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype_of(config), ranks.world_size)
@@ -201,13 +203,12 @@ def conclude(state: TrainState, reason: str | None) -> None:
     logger.info("done: %d steps; the model is in %s", state.step, where)
 
 
-def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> bool:
-    """Bring the weights to where this run starts: a checkpoint's, another model's, or fresh ones; make the run folder.
+def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: Tokenizer | None) -> bool:
+    """Bring the weights to where this run starts: the checkpoint's, another model's, or fresh ones; make the run folder.
 
     Returns whether there are steps to do; where there are none, nothing is written.
     """
     config = state.config
-    checkpoint = starting_point(config)
     if checkpoint is not None:
         for line in state.restore(checkpoint, world.handle):
             logger.info("  changed since it was saved: %s", line)
