@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from mega_cli.data_show import show
 from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.log import human
 
@@ -60,6 +61,12 @@ def preprocess(
     ] = None,
     on_bad_line: OnBadLine = "error",
     overwrite: Overwrite = False,
+    split_sentences: Annotated[
+        bool, typer.Option("--split-sentences", help="Make each sentence a sequence, as BERT's data has it.")
+    ] = False,
+    language: Annotated[
+        str | None, typer.Option(help="Of the text, by whose rules sentences end.", show_default="en")
+    ] = None,
     kind: Annotated[
         Literal["text", "conversations", "pairs"],
         typer.Option(
@@ -109,6 +116,10 @@ def preprocess(
         int | None,
         typer.Option(min=1, help="Number of parts, with an engine that makes parts.", show_default="one for 256 MiB"),
     ] = None,
+    encoder: Annotated[
+        Literal["auto", "tokenizers", "fastokens"],
+        typer.Option(help="The library that encodes; auto takes fastokens where it is installed and agrees."),
+    ] = "auto",
 ) -> None:
     """Tokenize text or conversations into a data set for training.
 
@@ -133,6 +144,9 @@ def preprocess(
     --engine processes makes parts on this machine, for when it has more cores than one process keeps busy (some 16);
     --engine ray on the Ray cluster of RAY_ADDRESS, whose machines see the same files. A part that cannot be made is told
     at the end, when the others are made; the same command then makes only what is missing.
+
+    The package fastokens encodes the same tokens many times as fast. It is compared with tokenizers on the begin of the
+    corpus and a two-hundredth of the rest; at the first difference the work begins again without it.
     """
     from mega_data.preprocess import preprocess as run
     from mega_data.shards import Shard
@@ -143,10 +157,12 @@ def preprocess(
         raise ConfigError(
             "--shards: threads make no parts", hint="--engine processes, or --shard I/N for one of N jobs"
         )
+    if language is not None and not split_sentences:
+        raise ConfigError("--language: says where sentences end", hint="give --split-sentences too")
     chat = _chat_options(kind, loss_on, max_length, chat_template, template_option, turn_weights)
-    if chat is not None and (append_eod or parse_special_tokens or json_key != "text"):
+    if chat is not None and (append_eod or parse_special_tokens or split_sentences or json_key != "text"):
         raise ConfigError(
-            f"--kind {kind}: takes no --append-eod, --parse-special-tokens or --json-key",
+            f"--kind {kind}: takes no --append-eod, --parse-special-tokens, --split-sentences or --json-key",
             hint="a conversation ends as its template says, and is read from a whole record",
         )
 
@@ -164,6 +180,8 @@ def preprocess(
         shard=Shard.parse(shard) if shard else None,
         engine=engine,
         shards=shards,
+        encoder=encoder,
+        sentences=(language or "en") if split_sentences else None,
     )
     made = f"{output}, part {info.shard.number} of {info.shard.of}" if info.shard else f"{output}"
     typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
@@ -227,6 +245,66 @@ def train_tokenizer(
     typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens")
 
 
+@app.command(epilog="Example: mega data clean --input corpus/*.jsonl --config clean.yaml --output clean/")
+def clean(
+    input: Input,
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Gets kept/, dropped/, changed/ and summary.json.")],
+    more: MoreInput = None,
+    config: Annotated[Path | None, typer.Option(help="YAML with the rules; each is on where its key is.")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="On top of it.")] = None,
+    json_key: JsonKey = "text",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="the usable cores")] = None,
+    on_bad_line: Annotated[
+        Literal["error", "skip"], typer.Option(help="Stop, or put bad lines with what is dropped and go on.")
+    ] = "error",
+    overwrite: Overwrite = False,
+) -> None:
+    """Clean text before it is tokenized: rules on length, language, quality and repetition, personal data, duplicates.
+
+    What is read is named as for `mega data preprocess`. Documents that stay are written as JSON lines, with all that
+    stood beside their text; those that go, beside them, with rule and reason; summary.json counts both, with samples.
+
+    Rules, in the order they are asked: length, language, gopher_quality, gopher_repetition, c4, pii, decontaminate,
+    filter (module:function of your own), duplicates (exact, minhash).
+
+    A run that was ended goes on where it was when it is started again.
+    """
+    from mega_common.config import apply_overrides, load_yaml
+    from mega_data.cleaning.config import CleanConfig
+    from mega_data.cleaning.run import clean as run
+
+    raw = apply_overrides(load_yaml(config) if config else {}, changes or [])
+    summary = run(
+        [*input, *(more or [])],
+        CleanConfig.parse(raw, source=str(config or "--set")),
+        output,
+        json_key=json_key,
+        folder=config.parent if config else None,
+        workers=workers,
+        on_bad_line=on_bad_line,
+        overwrite=overwrite,
+    )
+    typer.echo("\n".join(_cleaned(output, summary)))
+
+
+def _cleaned(output: Path, summary: dict[str, Any]) -> list[str]:
+    read, kept = summary["read"], summary["kept"]
+    share = kept["bytes"] / max(1, read["bytes"])
+    lines = [
+        f"{output}: {kept['documents']:,} of {read['documents']:,} documents stay,"
+        f" {human(kept['bytes'])}B of {human(read['bytes'])}B of text ({share:.1%})"
+    ]
+    for name, rule in summary["rules"].items():
+        if rule["dropped"]["documents"]:
+            why = sorted(rule["why"].items(), key=lambda item: -item[1])[:3]
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in why)
+            lines.append(f"  {name:<18} {rule['dropped']['documents']:>10,} dropped: {reasons}")
+        if rule["changed"]["documents"]:
+            found = ", ".join(f"{count:,} {kind}" for kind, count in rule["found"].items())
+            lines.append(f"  {name:<18} {rule['changed']['documents']:>10,} changed: {found}")
+    return lines
+
+
 @app.command(epilog="Example: mega data inspect data/wiki --samples 5")
 def inspect(
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX")],
@@ -266,6 +344,32 @@ def _report(found: Inspection) -> list[str]:
         shown = repr(sample.text) if sample.text is not None else " ".join(map(str, sample.ids))
         lines += ["", f"sequence {sample.sequence:,} ({sample.length:,} tokens): {shown}"]
     return lines
+
+
+app.command(
+    epilog="Examples: mega data show data/chat --sample 7\n\nmega data show --run run.yaml --sample 7 --json | jq"
+)(show)
+
+
+@app.command(epilog="Example: mega data report data/wiki data/code clean/ --output report.html")
+def report(
+    paths: Annotated[list[Path], typer.Argument(metavar="PREFIX|FOLDER...")],
+    output: Annotated[Path, typer.Option(help="The page; its JSON gets the same name.")] = Path("report.html"),
+    tokenizer: TokenizerPath = None,
+    samples: Annotated[int, typer.Option(min=0, help="Sequences to show of each data set.")] = 4,
+) -> None:
+    """Write a page on data sets: lengths, tokens per byte, languages, duplicates, what repeats, samples.
+
+    Of a folder that `mega data clean` wrote: what was dropped and why. The page is one file that asks for no other, and
+    REPORT.json beside it has all that it shows.
+    """
+    from mega_data.report import report as run
+    from mega_data.tokenizer import Tokenizer
+
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise DataError(f"{output}: the page is HTML", hint=f"--output {output}.html")
+    run(paths, output, tokenizer=Tokenizer(tokenizer) if tokenizer else None, samples=samples)
+    typer.echo(f"{output}: written, and {output.with_suffix('.json')}")
 
 
 @app.command(epilog="Example: mega data merge data/wiki data/code --output data/all")

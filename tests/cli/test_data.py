@@ -103,7 +103,7 @@ def test_verify_tells_of_every_data_set(corpus: Path, tokenizer: Path) -> None:
         data("verify", corpus / "x", corpus / "a", corpus / "y")
 
 
-@pytest.mark.parametrize("command", ["preprocess", "train-tokenizer", "inspect", "merge", "verify"])
+@pytest.mark.parametrize("command", ["preprocess", "train-tokenizer", "clean", "inspect", "report", "merge", "verify"])
 def test_help_has_examples(command: str) -> None:
     assert f"Example: mega data {command}" in data(command, "--help")[1]
 

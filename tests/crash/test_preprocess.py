@@ -18,7 +18,7 @@ import pytest
 from mega_data.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 KILLS = 50
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mega_ckpt.convert import Options, convert
 from mega_ckpt.source import open_source
+from mega_data.indexed import IndexedReader
 from mega_eval.generate import Limits, generate
 from mega_eval.load import end_tokens, load_model, load_tokenizer
 
@@ -133,3 +134,37 @@ def test_training_goes_on_from_it_with_three_tensor_ranks(
     assert after < before - 0.2  # it was trained on this very text
     assert transformers.AutoTokenizer.from_pretrained(out)(PARAGRAPH).input_ids == tokens[0].tolist()
     assert json.loads((out / "config.json").read_text()) == json.loads((hf / "config.json").read_text())
+
+
+def test_answers_are_learned_the_same_in_two_layouts_and_the_chat_goes_with_the_model(
+    hf: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    questions = [f"What is the code word of day {day}?" for day in range(1, 5)]
+    records = [
+        {"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": "Xylophone."}]}
+        for one in questions
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    call("data", "preprocess", "--input", tmp_path / "chat.jsonl", "--tokenizer", hf, "--output", tmp_path / "chat",
+         "--kind", "conversations")  # fmt: skip
+    for number, record in enumerate(records):
+        theirs = tokenizer.apply_chat_template(record["messages"], return_dict=True)["input_ids"]
+        assert IndexedReader(tmp_path / "chat").read(number).tolist() == theirs
+    run = {
+        "model": {"from": str(hf)}, "data": {"train": str(tmp_path / "chat"), "kind": "conversations", "seq_length": 96, "split": "1"},
+        "batch": {"micro": 1, "global": 2}, "train": {"steps": 4}, "optimizer": {"lr": 1e-4}, "precision": "fp32",
+        "lr_schedule": {"name": "constant"}, "log": {"tensorboard": False}, "checkpoint": {"every": 0},
+    }  # fmt: skip
+    losses = []
+    for layout in ({"tp": 3}, {"dp": 2}):
+        out = tmp_path / next(iter(layout))
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({**run, "parallel": layout, "output": str(out)}))
+        call("train", tmp_path / "run.yaml", "--nproc", str(next(iter(layout.values()))))
+        losses.append([json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()])
+    assert losses[0] == pytest.approx(losses[1], rel=3e-5)
+    assert losses[0][-1] < 0.5 * losses[0][0]
+    convert(tmp_path / "tp", tmp_path / "out", "hf")
+    chat = transformers.pipeline("text-generation", str(tmp_path / "out"), dtype=torch.float32)
+    assert chat.tokenizer.chat_template == tokenizer.chat_template
+    said = chat([{"role": "user", "content": questions[0]}], max_new_tokens=8, do_sample=False)
+    assert said[0]["generated_text"][-1] == {"role": "assistant", "content": "Xylophone."}

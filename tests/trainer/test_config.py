@@ -89,6 +89,17 @@ def test_transformer_engine_has_not_every_recipe(settings: Settings) -> None:
         RunConfig.parse(asked)
 
 
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_data_for_an_encoder_is_refused(settings: Settings, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data.kind = '{kind}': is data for an encoder, and every model here is a"):
+        RunConfig.parse(settings(data={"kind": kind}))
+
+
+def test_tokens_that_look_like_placeholders_may_be_named(settings: Settings) -> None:
+    names = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>"]
+    assert RunConfig.parse(settings(data={"kind": "fim", "fim": {"tokens": names}})).data.fim.tokens == names
+
+
 def test_unknown_preset_names_the_nearest(settings: Settings) -> None:
     with pytest.raises(ConfigError, match="did you mean 'llama3-8b'"):
         resolve(settings(model={"preset": "llama-3-8b"}))

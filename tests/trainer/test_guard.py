@@ -7,8 +7,8 @@ import pytest
 
 from mega_common.errors import TrainingError
 from mega_trainer import guard as guard_module
-from mega_trainer.config import TrainConfig
 from mega_trainer.guard import WARM, Guard, StopSignal
+from mega_trainer.sections import TrainConfig
 from mega_trainer.step import StepResult
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from mega_common.errors import ConfigError
-from mega_trainer.config import Fp16Config
 from mega_trainer.precision import LossScale
+from mega_trainer.sections import Fp16Config
 
 
 def test_it_halves_on_overflow_down_to_its_minimum() -> None:

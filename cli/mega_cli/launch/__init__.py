@@ -1,4 +1,4 @@
-"""`mega launch`: the batch script or the manifest that starts one training run on a cluster. It submits nothing."""
+"""`mega launch`: the batch script or manifest that trains, or tokenizes, on a cluster. It submits nothing."""
 
 from mega_cli.launch.command import app
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from mega_cli.launch.kubernetes import PodPlan, manifests
+from mega_cli.launch.parts import array_script, parts_manifest, plan_parts
 from mega_cli.launch.slurm import Container, SlurmPlan, batch_script
 from mega_common.config import apply_overrides, load_yaml
 from mega_common.errors import ConfigError
@@ -17,8 +18,11 @@ from mega_common.log import logger
 
 app = typer.Typer(no_args_is_help=True, help="Write the batch script or manifest that runs a training on a cluster.")
 
-Run = Annotated[Path, typer.Argument(help="The run's configuration, as for 'mega train'.")]
-Nodes = Annotated[int, typer.Option(min=1, help="Number of machines.")]
+Run = Annotated[Path, typer.Argument(help="The run's configuration, as for 'mega train'; with --stage a workflow.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Number of machines; with --stage, of jobs that make a part each.")]
+Stage = Annotated[
+    str | None, typer.Option(help="Tokenize instead: the stage of a workflow that runs 'data preprocess', in parts.")
+]
 Gpus = Annotated[int, typer.Option(min=1, help="GPUs, and so ranks, on each machine.")]
 Output = Annotated[Path | None, typer.Option(help="Write to this file rather than to standard output.")]
 Name = Annotated[str | None, typer.Option(help="Name of the job; default: the configuration file's.")]
@@ -35,11 +39,12 @@ def slurm(
     output: Output = None,
     name: Name = None,
     set_: Set = None,
+    stage: Stage = None,
     time: Annotated[str, typer.Option(help="Time limit of one job; it queues itself again until done.")] = "24:00:00",
     partition: Annotated[str | None, typer.Option(help="Partition to ask for.")] = None,
     account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
     cpus_per_task: Annotated[
-        int | None, typer.Option(min=1, help="CPU cores on each machine.", show_default="4 a GPU")
+        int | None, typer.Option(min=1, help="CPU cores on each machine.", show_default="4 a GPU; with --stage 8")
     ] = None,
     mem: Annotated[
         str | None,
@@ -63,17 +68,25 @@ def slurm(
 ) -> None:
     """Write a Slurm batch script: the ranks on each node, a save before the time limit, and queueing again.
 
+    With --stage an array: each job makes a part of a data set, and whichever is last joins them.
+
     Examples:
 
       mega launch slurm run.yaml --nodes 4 --output job.sh && sbatch job.sh
 
       mega launch slurm run.yaml --nodes 4 --prologue 'module load cuda' --prologue 'source venv/bin/activate'
+
+      mega launch slurm workflow.yaml --stage tokenize --nodes 64 --output tokenize.sh && sbatch tokenize.sh
     """
-    check_run(run, set_ or [], nodes * gpus_per_node)
+    if stage is None:
+        check_run(run, set_ or [], nodes * gpus_per_node)
+        machines = {"nodes": nodes, "ntasks-per-node": 1, "gpus-per-node": gpus_per_node}
+    else:
+        machines = {"ntasks": 1}
     asked = {
-        "job-name": name or dns_label(run.stem), "nodes": nodes, "ntasks-per-node": 1, "gpus-per-node": gpus_per_node,
-        "cpus-per-task": cpus_per_task or 4 * gpus_per_node, "mem": mem or ("0" if exclusive else None), "time": time,
-        "partition": partition, "account": account,
+        "job-name": name or dns_label(stage or run.stem), **machines,
+        "cpus-per-task": cpus_per_task or (8 if stage else 4 * gpus_per_node),
+        "mem": mem or ("0" if exclusive else None), "time": time, "partition": partition, "account": account,
     }  # fmt: skip
     plan = SlurmPlan(
         options={key: str(value) for key, value in asked.items() if value is not None},
@@ -82,6 +95,9 @@ def slurm(
         container=Container(container, mount or []) if container else None,
         python=python or ("python3" if prologue or container else sys.executable),
     )
+    if stage is not None:
+        _write(array_script(plan, plan_parts(run, stage, nodes)), output)
+        return
     _write(batch_script(plan, nodes, gpus_per_node, [str(run), *(f"--set={item}" for item in set_ or [])]), output)
 
 
@@ -93,6 +109,8 @@ def kubernetes(
     output: Output = None,
     name: Name = None,
     set_: Set = None,
+    stage: Stage = None,
+    cpus: Annotated[int, typer.Option(min=1, help="CPU cores of each pod, with --stage.")] = 8,
     image: Annotated[str, typer.Option(help="Container image with the trainer.")] = "mega-trainer:latest",
     volume: Annotated[
         str, typer.Option(help="PersistentVolumeClaim with the data; it is mounted at /workspace.")
@@ -102,13 +120,23 @@ def kubernetes(
     """Write a Kubernetes manifest: an Indexed Job with a pod for each machine, and the Service by which they meet.
 
     The configuration travels in a ConfigMap; relative paths in it are relative to the volume. No operator is needed.
+    With --stage a pod makes each part of a data set, and whichever is last joins them.
 
-    Example: mega launch kubernetes run.yaml --nodes 4 --image registry.example/mega-trainer:1 | kubectl apply -f -
+    Examples:
+
+      mega launch kubernetes run.yaml --nodes 4 --image registry.example/mega-trainer:1 | kubectl apply -f -
+
+      mega launch kubernetes workflow.yaml --stage tokenize --nodes 64 | kubectl apply -f -
     """
-    check_run(run, set_ or [], nodes * gpus_per_node)
+    if stage is None:
+        check_run(run, set_ or [], nodes * gpus_per_node)
     if name is not None and name != dns_label(name):
         raise ConfigError(f"--name {name}: not a DNS label, as Kubernetes wants it", hint=f"--name {dns_label(name)}")
-    plan = PodPlan(name or dns_label(run.stem), nodes, gpus_per_node, image, volume, shared_memory, set_ or [])
+    job = name or dns_label(stage or run.stem)
+    if stage is not None:
+        _write(parts_manifest(plan_parts(run, stage, nodes), job, image, volume, cpus), output)
+        return
+    plan = PodPlan(job, nodes, gpus_per_node, image, volume, shared_memory, set_ or [])
     _write(manifests(plan, run.read_text(encoding="utf-8")), output)
 
 

@@ -41,7 +41,11 @@ def manifests(plan: PodPlan, config: str) -> str:
     }  # fmt: skip
     service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": meeting}
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": _job_spec(plan)}
-    objects = [config_map, service, job]
+    return document([config_map, service, job])
+
+
+def document(objects: Sequence[dict[str, Any]]) -> str:
+    """Objects as YAML documents."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120, explicit_start=True)
 
 

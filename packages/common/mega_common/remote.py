@@ -7,17 +7,28 @@ endpoint, who one is) come from its client: environment variables or fsspec's co
 from __future__ import annotations
 
 import contextlib
+import glob
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import fsspec
 
 from mega_common.errors import ConfigError, MegaError, MissingPackageError
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<path>.+)")
+
+
+READ_AHEAD = 1 << 23  # bytes that are asked for at once
+
+
+class Stamp(NamedTuple):
+    """How long an object is, and what its store calls the content or when it was put, empty where it does not tell."""
+
+    size: int
+    state: str
 
 
 class RemoteError(MegaError):
@@ -102,11 +113,28 @@ class Remote(str):
 
     def stamps(self) -> dict[str, str]:
         """{name below this place: length and what the store calls the content, or when it was put}."""
-        told = ("ETag", "LastModified", "created", "mtime")
-        return {
-            name: f"{entry['size']} bytes " + str(next((entry[key] for key in told if entry.get(key)), ""))
-            for name, entry in self._below().items()
-        }
+        return {name: f"{entry['size']} bytes {_state(entry)}" for name, entry in self._below().items()}
+
+    def open(self) -> IO[bytes]:
+        """An object to read from anywhere in it.
+
+        Raises:
+            FileNotFoundError: when there is none.
+        """
+        with self._asked() as (files, path):
+            return files.open(path, "rb", block_size=READ_AHEAD, cache_type="readahead")  # type: ignore[no-any-return]
+
+    def matches(self) -> dict[str, Stamp]:
+        """{URL: size and state} of all objects that a glob matches, sorted by name, or of all below this place."""
+        with self._asked() as (files, path):
+            found = files.glob(path, detail=True) if glob.has_magic(path) else files.find(path, detail=True)
+            return {
+                f"{self}{name[len(path) :]}" if name.startswith(path) else str(files.unstrip_protocol(name)): Stamp(
+                    int(entry["size"] or 0), _state(entry)
+                )
+                for name, entry in sorted(found.items())
+                if entry["type"] == "file"
+            }
 
     def open_new(self) -> IO[bytes]:
         """An object to write in parts; closing it makes it appear, discarding it does not."""
@@ -137,6 +165,11 @@ class Remote(str):
             files, path = fsspec.core.url_to_fs(str(self))
             files.invalidate_cache()  # other machines write too
             yield files, path
+
+
+def _state(entry: Mapping[str, Any]) -> str:
+    told = ("ETag", "etag", "LastModified", "updated", "created", "mtime", "blob_id")
+    return str(next((entry[key] for key in told if entry.get(key)), ""))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mega_common.errors import DataError
 from mega_common.log import ProgressBar, human, logger
+from mega_data.encoder import Choice
 from mega_data.readers import Document, Rejected, read
 from mega_data.sources import Kind, LeftOut, Source, describe
 from mega_data.tokenizer import Tokenizer
@@ -46,7 +47,8 @@ class Batch:
 class Progress:
     """How far a run came: `items` of source number `source`, after all before it; and what came of them.
 
-    `made_from` tells a run from one with other inputs or settings; `quarantined` counts bytes.
+    `made_from` tells a run from one with other inputs or settings; `quarantined` counts bytes, and `encoder`
+    is the one that was asked for, or had to be.
     """
 
     made_from: str
@@ -60,15 +62,23 @@ class Progress:
     ends: int = 0
     cut: int = 0
     quarantined: int = 0
+    encoder: Choice = "auto"
 
 
 class Reading:
     """All sources one after another, from where an interrupted run was, and the progress of that in bytes."""
 
     def __init__(
-        self, sources: Sequence[Source], json_key: str, left_out: LeftOut, done: Progress, bar: ProgressBar
+        self,
+        sources: Sequence[Source],
+        json_key: str,
+        left_out: LeftOut,
+        done: Progress,
+        bar: ProgressBar,
+        *,
+        whole: bool = False,
     ) -> None:
-        self.sources, self.json_key, self.left_out, self.bar = sources, json_key, left_out, bar
+        self.sources, self.json_key, self.left_out, self.bar, self.whole = sources, json_key, left_out, bar, whole
         self.start = done.source, done.items
         self.kinds: Counter[Kind] = Counter()
         self.lines = 0  # of the last source that was read to its end
@@ -97,7 +107,7 @@ class Reading:
         self.left_out.tell()
 
     def _read(self, source: Source) -> Iterator[Document | Rejected]:
-        return read(source, self.json_key, self._advance, self._tell_kind, self._tell_lines)
+        return read(source, self.json_key, self._advance, self._tell_kind, self._tell_lines, whole=self.whole)
 
     def _tell_lines(self, count: int) -> None:
         self.lines = count

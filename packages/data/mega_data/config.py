@@ -10,13 +10,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from mega_common.config import Config, Problem
+from mega_data.objectives import BertConfig, FimConfig, T5Config
 
 Order = Literal["shuffled", "stable", "megatron"]
-KindName = Literal["text", "documents", "conversations", "pairs"]
+KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert", "t5"]
 
 
 class Source(Config):
-    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind. A bare string is a path.
+    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind. A bare string is a path,
+    and a URL is fetched.
 
     A path with `*`, `?` or `[` is a glob: the data sets that match it share its weight by their tokens, as one would.
     """
@@ -84,8 +86,12 @@ class DataConfig(Config):
     kind: KindName = Field(
         "text",
         description="text: windows of running text; documents: whole ones, packed; conversations: those, with the weights of "
-        "their mask; pairs: a chosen and a rejected answer",
+        "their mask; pairs: a chosen and a rejected answer; fim: text with middles to fill in; bert: masked words of sentences "
+        "in pairs; t5: spans for a decoder to tell",
     )
+    fim: FimConfig = FimConfig()
+    bert: BertConfig = BertConfig()
+    t5: T5Config = T5Config()
     long_documents: Literal["split", "drop"] = Field(
         "split", description="what kind documents does with those of more than seq_length + 1 tokens: cut or leave out"
     )
@@ -113,8 +119,8 @@ class DataConfig(Config):
     eod_mask_loss: bool = Field(False, description="no loss where the input is an end-of-document token")
     cache: Path | None = Field(
         None,
-        description="folder for the indices of packing and of orders shuffled and megatron; default: .cache beside the data, where "
-        "writable",
+        description="folder for the indices of packing and of orders shuffled and megatron, default: .cache beside the data, where"
+        " writable; and for data sets that are URLs, default: ~/.cache/mega/data",
     )
 
     @property
@@ -128,12 +134,22 @@ class DataConfig(Config):
         own = (False, self.valid is not None, self.test is not None)
         return [0.0 if has else number for number, has in zip(self.split, own, strict=True)]
 
+    @property
+    def kinds(self) -> set[KindName]:
+        """Those of all its data sets."""
+        return {source.kind or self.kind for source in (*self.train, *(self.valid or []), *(self.test or []))}
+
     def problems(self) -> Iterator[Problem]:
-        """Rules of the split and of Megatron's order."""
+        """Rules of the split, of Megatron's order and of the kinds of data."""
+        yield from self._kind_problems()
         if len(self.split) != 3 or not math.fsum(self.split):
             yield Problem("split", "must be up to three numbers, for train, valid and test", self.split, "969,30,1")
         elif not self.split[0]:
             yield Problem("split", "gives nothing to train", self.split, "969,30,1")
+        sources = [source for name in ("train", "valid", "test") for source in getattr(self, name) or []]
+        if "pairs" in {self.kind, *(source.kind for source in sources)}:
+            rule = "has no loss to train with yet: preference pairs can be made and shown"
+            yield Problem("kind", rule, "pairs", "conversations, made of the chosen answers")
         for name in ("train", "valid", "test"):
             yield from self._blend_problems(name, getattr(self, name) or [])
 
@@ -153,6 +169,22 @@ class DataConfig(Config):
                     yield Problem(
                         f"{name}.{i}.{key}", "order megatron has one blend for all of a run", getattr(source, key)
                     )
+
+    def _kind_problems(self) -> Iterator[Problem]:
+        alone = self.kinds & {"bert", "t5"}
+        if not alone:
+            return
+        if len(self.kinds) > 1:
+            rule = f"{' and '.join(sorted(self.kinds))} make samples that no one model takes"
+            yield Problem("kind", rule, self.kind, "bert and t5 mix with no other kind")
+        least = {"bert": 5, "t5": 4}[min(alone)]
+        if self.seq_length < least:
+            yield Problem("seq_length", f"leaves no room for text in a sample of {min(alone)}", self.seq_length)
+        for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if getattr(self, flag):
+                yield Problem(flag, f"is of running text, and the kind {min(alone)} has no documents in a sample", True)
+        if "t5" in alone and self.sample_order == "megatron" and self.t5.decoder_seq_length is None:
+            yield Problem("t5.decoder_seq_length", "order megatron needs it", None, "Megatron's --decoder-seq-length")
 
 
 def weight_at(weights: Mapping[int, float], tokens: int) -> float:

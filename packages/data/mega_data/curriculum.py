@@ -126,7 +126,7 @@ def training_blend(
     """The blend of the training split in another order than Megatron's; `limits` as in `StagedBlend`."""
     begun = config.begun or Begun(samples=0, read={})
     weights = weights_by_sample([part.weights for part in parts], config.seq_length, begun.samples)
-    read = [begun.read.get(name, 0) for name in names_of(part.reader.prefix for part in parts)]
+    read = [begun.read.get(name, 0) for name in names_of(part.name for part in parts)]
     if config.begun is None and len(weights) == 1 and all(weights[0][1]) and not any(limits):
         return StableBlend(weights[0][1])
     return StagedBlend(weights, limits, read)
@@ -138,11 +138,11 @@ def fixed_blend(parts: Sequence[Part]) -> StableBlend | StagedBlend:
     return StableBlend(weights) if all(weights) else StagedBlend([(0, weights)], [None] * len(parts), [0] * len(parts))
 
 
-def names_of(prefixes: Iterable[Path]) -> list[str]:
+def names_of(paths: Iterable[Path | str]) -> list[str]:
     """The paths of data sets, each with a number where one comes again."""
     seen: Counter[str] = Counter()
     names = []
-    for path in map(str, prefixes):
+    for path in map(str, paths):
         seen[path] += 1
         names.append(path if seen[path] == 1 else f"{path}#{seen[path]}")
     return names

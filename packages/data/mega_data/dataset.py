@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -20,6 +20,7 @@ from mega_data.kinds import kinds
 from mega_data.kinds.base import Sample, Samples, Setting
 from mega_data.kinds.text import DocumentRules
 from mega_data.parts import SPLITS, Part, Parts
+from mega_data.tokenizer import Tokenizer
 
 
 class Blend(Protocol):
@@ -44,7 +45,12 @@ class BlendedDataset:
     """
 
     def __init__(
-        self, parts: Sequence[Part], sources: Sequence[Samples], blend: Blend, rules: DocumentRules, seq_length: int
+        self,
+        parts: Sequence[Part],
+        sources: Sequence[Samples[Any]],
+        blend: Blend,
+        rules: DocumentRules,
+        seq_length: int,
     ) -> None:
         self._parts, self._sources, self._blend = parts, sources, blend
         self._rules, self._seq_length = rules, seq_length
@@ -57,7 +63,8 @@ class BlendedDataset:
         told = [self._blend.identity, *(source.identity for source in self._sources), repr(self._rules)]
         return xxhash.xxh3_128_hexdigest("\n".join(told).encode())
 
-    def __getitem__(self, k: int) -> Sample:
+    def __getitem__(self, k: int) -> Any:
+        """A `Sample`, or what the kind of the data sets makes instead (`BertSample`, `T5Sample`)."""
         source, number = self._blend.locate(k)
         return self._sources[source][number]
 
@@ -73,7 +80,7 @@ class BlendedDataset:
 
     def read(self, k: int) -> dict[str, int]:
         """How many of the samples before `k` are of each data set, by path."""
-        return dict(zip(names_of(part.reader.prefix for part in self._parts), self._blend.counts(k), strict=True))
+        return dict(zip(names_of(part.name for part in self._parts), self._blend.counts(k), strict=True))
 
     def epochs(self, k: int) -> dict[str, float]:
         """How often each entry of the blend has been read before sample `k`, by its path; a glob is one entry."""
@@ -87,12 +94,18 @@ class BlendedDataset:
 
 
 def build_datasets(
-    config: DataConfig, *, seed: int, samples: Mapping[str, int], eod: int | None
+    config: DataConfig,
+    *,
+    seed: int,
+    samples: Mapping[str, int],
+    eod: int | None,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
     """The train, valid and test sets of a run.
 
     `samples` says how many samples the run will read of "train", "valid" and "test"; order `megatron` depends on it,
-    order `stable` does not. Valid and test are None when none is asked for or `split` gives them nothing.
+    order `stable` does not. `tokenizer` is that of the data, which the kinds `fim`, `bert` and `t5` need; by default the one that
+    `config` names. Valid and test are None when none is asked for or `split` gives them nothing.
 
     Raises:
         ConfigError: when a rule about documents is on and `eod` is None.
@@ -106,7 +119,7 @@ def build_datasets(
         if not chosen:
             return None
         cache = config.cache or chosen[0].reader.prefix.parent / ".cache"
-        return _blended(chosen, Setting(config, seed, eod, cache), wanted, training=name == "train")
+        return _blended(chosen, Setting(config, seed, eod, cache, tokenizer), wanted, training=name == "train")
 
     train, valid, test = map(split, SPLITS)
     if train is None:

@@ -6,6 +6,7 @@ kills a worker is an answer too, so that the other parts go on.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -62,7 +63,7 @@ def on_ray(make: Make, shards: Sequence[Shard], workers: int | None) -> Answers:
     except ImportError:
         raise MissingPackageError("--engine ray needs the package ray", hint="pip install 'mega-data[ray]'") from None
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, logging_level="WARNING")
+        ray.init(log_to_driver=False, logging_level=logging.WARNING)
     folder = os.getcwd()
 
     def made(shard: Shard) -> str | None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +27,8 @@ import xxhash
 from mega_common.errors import DataError
 from mega_common.files import fsync_folder
 from mega_common.log import ProgressBar
+from mega_data.fetch import local_prefix
+from mega_data.partial import LOCK, discard, give_names, hold, partial_folder, refusals
 
 Tokens = npt.NDArray[np.integer[Any]]
 
@@ -36,7 +37,6 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = {6: "float64", 7: "float32"}
 CHUNK = 1 << 22
-LOCK = "lock"
 
 
 def best_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -68,58 +68,6 @@ def mask_prefix(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".mask")
 
 
-@contextlib.contextmanager
-def refusals(path: Path) -> Iterator[None]:
-    """Turn what a disk raises while `path` is written into one sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror})") from error
-
-
-def partial_folder(prefix: Path) -> Path:
-    """Where a data set is while it is written: `.NAME.partial`."""
-    prefix = data_prefix(prefix)
-    return prefix.with_name(f".{prefix.name}.partial")
-
-
-def hold(folder: Path, *, wait: bool) -> int | None:
-    """Make a folder and lock it for this process, which may also remove it; the lock's descriptor.
-
-    None when another process holds it and it is not to be waited for.
-    """
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # its holder has just removed it
-            continue
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
-                return descriptor
-        os.close(descriptor)
-        if not wait:
-            return None
-
-
-def discard(folder: Path, last: Sequence[str] = ()) -> None:
-    """Remove a folder that this process holds, the files named in `last` after the others and the lock after all."""
-    with contextlib.suppress(OSError):
-        names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == LOCK, name in last))
-        for name in names:
-            (folder / name).unlink()
-        folder.rmdir()
-
-
-def give_names(folder: Path, names: Mapping[str, Path]) -> None:
-    """Rename the files of `folder`, those of them that are there, durably one after another."""
-    for name, final in names.items():
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(folder / name, final)
-            fsync_folder(final.parent)
-
-
 def mask_names(prefix: Path) -> dict[str, Path]:
     """The files of a mask as `give_names` takes them."""
     mask = mask_prefix(prefix)
@@ -144,7 +92,7 @@ class IndexedWriter:
     never a mixture. What a kill left is cleared by the next writer, or with `resume` kept for `go_on`. With `wait` a
     writer of the same data set is waited for, and not an error.
 
-    With `masked` a byte for each token goes to `PREFIX.mask.bin` and `.idx`. A document has so many `sequences`.
+    With `masked` a byte for each token goes to `PREFIX.mask.bin` and `.idx`.
 
     Raises:
         DataError: when the dtype is not one of the format's, a token does not fit it, the disk refuses, or another
@@ -159,7 +107,6 @@ class IndexedWriter:
         resume: bool = False,
         wait: bool = False,
         masked: bool = False,
-        sequences: int = 1,
     ) -> None:
         self.prefix = data_prefix(Path(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -169,7 +116,7 @@ class IndexedWriter:
         self._code = codes[0]
         self._lengths = array("i")
         self._ends = array("q", [0])
-        self._lasts, self._sequences = False, sequences
+        self._lasts = False
         self.folder = partial_folder(self.prefix)
         with refusals(self.prefix):
             self._lock = hold(self.folder, wait=wait)
@@ -201,11 +148,12 @@ class IndexedWriter:
         """Make what was added so far last, for a later writer to `go_on` after it should this one end early."""
         with refusals(self.prefix):
             self._flush()
-            with open(self.folder / "lengths", "ab") as stream:
-                known = stream.tell() // self._lengths.itemsize
-                stream.write(self._lengths[known:].tobytes())
-                stream.flush()
-                os.fsync(stream.fileno())
+            for name, values in (("lengths", self._lengths), ("ends", self._ends)):
+                with open(self.folder / name, "ab") as stream:
+                    known = stream.tell() // values.itemsize
+                    stream.write(values[known:].tobytes())
+                    stream.flush()
+                    os.fsync(stream.fileno())
             fsync_folder(self.folder)
         self._lasts = True
 
@@ -216,18 +164,20 @@ class IndexedWriter:
             DataError: when less is there than that.
         """
         with refusals(self.prefix):
-            sequences = documents * self._sequences
+            ends = np.fromfile(self.folder / "ends", np.int64, documents + 1)
+            sequences = int(ends[-1]) if ends.size else 0
             lengths = np.fromfile(self.folder / "lengths", np.int32, sequences)
             tokens = int(lengths.sum(dtype=np.int64))
             size = tokens * self.dtype.itemsize
+            whole = ends.size == documents + 1 and lengths.size == sequences
             for stream, wanted in zip(self._streams, (size, tokens), strict=False):
-                if lengths.size < sequences or os.fstat(stream.fileno()).st_size < wanted:
+                if not whole or os.fstat(stream.fileno()).st_size < wanted:
                     raise DataError(f"{self.folder}: damaged", hint="remove it to start over")
                 stream.truncate(wanted)
                 stream.seek(wanted)
+            os.truncate(self.folder / "ends", ends.nbytes)
             os.truncate(self.folder / "lengths", lengths.nbytes)
-        self._lengths, self._ends = array("i", lengths.tobytes()), array("q", [0])
-        self._end_documents(0, sequences)
+        self._lengths, self._ends = array("i", lengths.tobytes()), array("q", ends.tobytes())
         self._lasts = True
         return np.memmap(self.folder / "bin", self.dtype, "r") if size else np.empty(0, self.dtype)
 
@@ -237,9 +187,16 @@ class IndexedWriter:
         self.add_documents(values, np.array([values.size]))
 
     def add_documents(
-        self, tokens: npt.ArrayLike, lengths: npt.ArrayLike, mask: npt.NDArray[np.uint8] | None = None
+        self,
+        tokens: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+        mask: Tokens | None = None,
+        sequences: npt.ArrayLike | None = None,
     ) -> None:
-        """Add many documents: the tokens of their sequences one after another, int[sum(lengths)], and the mask's bytes."""
+        """Add many documents: the tokens of their sequences one after another, int[sum(lengths)], and the mask's bytes.
+
+        Each has one sequence, or as many as `sequences` says.
+        """
         values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if values.ndim != 1 or sizes.sum() != values.size:
             raise ValueError(f"tokens of shape {values.shape} for documents of {sizes.sum()} tokens together")
@@ -248,16 +205,10 @@ class IndexedWriter:
         self._write(self._fitting(values), mask)
         first = len(self._lengths)
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
-        self._end_documents(first, first + sizes.size)
+        counts = np.ones(sizes.size, np.int64) if sequences is None else np.asarray(sequences, np.int64)
+        self._ends.frombytes((first + np.cumsum(counts)).tobytes())
 
-    def _end_documents(self, first: int, last: int) -> None:
-        """Note documents for the sequences [first, last)."""
-        ends = np.arange(first + self._sequences, last + 1, self._sequences, dtype=np.int64)
-        self._ends.frombytes(ends.tobytes())
-
-    def append(
-        self, reader: IndexedReader, bar: ProgressBar | None = None, mask: npt.NDArray[np.uint8] | None = None
-    ) -> None:
+    def append(self, reader: IndexedReader, bar: ProgressBar | None = None, mask: Tokens | None = None) -> None:
         """Add all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.
 
         Raises:
@@ -345,7 +296,7 @@ class IndexedWriter:
                 )
         return values.astype(self.dtype, copy=False)
 
-    def _write(self, values: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None) -> None:
+    def _write(self, values: npt.NDArray[Any], mask: Tokens | None) -> None:
         if (self._mask is None) != (mask is None) or (mask is not None and mask.size != values.size):
             raise ValueError(f"a mask of {None if mask is None else mask.size} bytes for {values.size} tokens")
         with refusals(self.prefix):
@@ -403,6 +354,7 @@ class IndexedReader:
 
     With `files` only the header, the sizes and the ends of the index are read on opening, by a few small reads; the files
     are mapped, and the first time checked, when something is asked of them, and closed again when `files` has others.
+    A URL is fetched first (`local_prefix`).
 
     Attributes:
         documents: their number.
@@ -413,7 +365,7 @@ class IndexedReader:
     """
 
     def __init__(self, prefix: Path, files: OpenFiles | None = None) -> None:
-        self.prefix = data_prefix(Path(prefix))
+        self.prefix = data_prefix(local_prefix(Path(prefix)))
         self._bin, self._idx, self._files = bin_path(self.prefix), idx_path(self.prefix), files
         for path in (self._idx, self._bin):
             if not path.is_file():
@@ -528,11 +480,13 @@ class IndexedReader:
     def _wrong_documents(self) -> DataError:
         return DataError(f"{self._idx}: the document index does not rise from 0 to the {len(self)} sequences")
 
-    def _nearby(self) -> str | None:
+    def _nearby(self) -> str:
         """Megatron's tools add `_text_document` to the name they are given; people forget it."""
         names = sorted(path.name.removesuffix(".idx") for path in self.prefix.parent.glob("*.idx"))
         near = [name for name in names if name.startswith(self.prefix.name)] or names
-        return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}" if near else None
+        if near:
+            return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}"
+        return f"one is made of text by mega data preprocess --output {self.prefix}"
 
     def _read_header(self) -> tuple[int, int, int]:
         """Dtype code, sequence count and length of the document index."""

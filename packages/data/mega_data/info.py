@@ -12,6 +12,7 @@ import numpy as np
 from mega_common.config import Config
 from mega_common.errors import DataError
 from mega_common.files import sha256_file, write_json
+from mega_data.fetch import local_prefix
 from mega_data.indexed import bin_path, data_prefix, idx_path, mask_names
 from mega_data.tokenizer import Tokenizer
 
@@ -131,12 +132,12 @@ def quarantine_path(prefix: Path) -> Path:
 
 
 def read_info(prefix: Path) -> DataInfo | None:
-    """The description of a data set, None when it has none (other people's tools write none).
+    """The description of a data set, by its prefix or URL; None when it has none (other people's tools write none).
 
     Raises:
         DataError, ConfigError: when `PREFIX.info` is there and is not one.
     """
-    path = info_path(prefix)
+    path = info_path(local_prefix(prefix))
     if not path.exists():
         return None
     try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +12,8 @@ from mega_data.indexed import CHUNK, IndexedReader, bin_path, idx_path, mask_pre
 from mega_data.info import read_info
 
 
-def open_mask(reader: IndexedReader) -> npt.NDArray[np.uint8]:
-    """The bytes of all tokens of a data set, [num_tokens].
+def open_mask(reader: IndexedReader) -> IndexedReader:
+    """The mask of a data set: its `tokens` are the bytes of all tokens, uint8 [num_tokens].
 
     Raises:
         DataError: when it has no mask, or that is of other sequences.
@@ -28,49 +27,51 @@ def open_mask(reader: IndexedReader) -> npt.NDArray[np.uint8]:
     mask = IndexedReader(prefix)
     if mask.dtype != np.uint8 or not np.array_equal(mask.lengths, reader.lengths):
         raise DataError(f"{prefix}: not a mask of {reader.prefix}: its sequences are others", hint="make both anew")
-    return mask.tokens.view(np.uint8)
+    return mask
 
 
-@dataclass(frozen=True)
 class LossWeights:
-    """The mask of a data set as weights in the loss.
+    """The mask of a data set as weights in the loss, fp32. It is opened when something is asked of it.
 
-    Attributes:
-        fingerprint: of the bytes and of what they stand for.
+    A mask that other tools made is of 0 and 1.
+
+    Raises:
+        DataError: on opening, as `open_mask`; when nothing counts, or everything though only answers should.
     """
 
-    bytes: npt.NDArray[np.uint8]
-    one: int
-    fingerprint: str
+    def __init__(self, reader: IndexedReader) -> None:
+        self._reader = reader
 
-    @classmethod
-    def of(cls, reader: IndexedReader) -> LossWeights:
-        """Those of a data set. A mask that other tools made is of 0 and 1.
-
-        Raises:
-            DataError: as `open_mask`; when nothing counts, or everything though only answers should.
-        """
-        info = read_info(reader.prefix)
-        mask, chat = open_mask(reader), info.chat if info else None
+    @cached_property
+    def _opened(self) -> tuple[IndexedReader, int]:
+        """The mask, and the byte that stands for weight 1."""
+        info = read_info(self._reader.prefix)
+        mask, chat = open_mask(self._reader), info.chat if info else None
         if chat is None or chat.loss_on != "all":
-            _check_bytes(mask, mask_prefix(reader.prefix))
-        one = chat.one if chat else 1
-        return cls(mask, one, f"{IndexedReader(mask_prefix(reader.prefix)).fingerprint}/{one}")
+            _check_bytes(mask)
+        return mask, chat.one if chat else 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the bytes and of what they stand for."""
+        mask, one = self._opened
+        return f"{mask.fingerprint}/{one}"
 
     def __getitem__(self, tokens: slice) -> npt.NDArray[np.float32]:
-        return self.bytes[tokens].astype(np.float32) / np.float32(self.one)
+        mask, one = self._opened
+        return mask.tokens[tokens].astype(np.float32) / np.float32(one)
 
 
-def _check_bytes(mask: npt.NDArray[np.uint8], prefix: Path) -> None:
+def _check_bytes(mask: IndexedReader) -> None:
     """Refuse a mask that hides nothing, or everything. It is read up to the first difference, which is near."""
     some, every = False, True
-    for start in range(0, mask.size, CHUNK):
-        counts = mask[start : start + CHUNK] > 0
+    for start in range(0, mask.num_tokens, CHUNK):
+        counts = mask.tokens[start : start + CHUNK] > 0
         some, every = some or bool(counts.any()), every and bool(counts.all())
         if some and not every:
             return
     raise DataError(
-        f"{bin_path(prefix)}: counts "
+        f"{bin_path(mask.prefix)}: counts "
         + ("every token in the loss, those of questions too" if some else "no token in the loss"),
         hint="make it anew, with a chat template that marks answers" + (", or with --loss-on all" if some else ""),
     )

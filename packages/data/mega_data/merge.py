@@ -76,7 +76,7 @@ def append_all(
     documents = tokens = 0
     with ProgressBar("merging", total=size or None, unit="bytes") as bar:
         for reader in readers:
-            writer.append(reader, bar, None if chat is None else open_mask(reader))
+            writer.append(reader, bar, None if chat is None else open_mask(reader).tokens)
             documents, tokens = documents + reader.document_index.size - 1, tokens + reader.num_tokens
     writer.finish()
     if chat is not None:

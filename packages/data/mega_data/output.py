@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -23,7 +24,8 @@ from mega_common.files import sha256_file, write_json
 from mega_common.log import ProgressBar, logger
 from mega_data.batches import Batch, Progress
 from mega_data.commit import commit
-from mega_data.indexed import CHUNK, IndexedWriter, best_dtype, refusals
+from mega_data.encoder import Differs
+from mega_data.indexed import CHUNK, IndexedWriter, best_dtype
 from mega_data.info import (
     ChatInfo,
     DataInfo,
@@ -34,10 +36,11 @@ from mega_data.info import (
     quarantine_path,
     write_info,
 )
+from mega_data.partial import refusals
 from mega_data.readers import Rejected
 from mega_data.tokenizer import Tokenizer
 
-Arrays = list[npt.NDArray[Any]]
+Sequences = list[npt.NDArray[Any]]  # tokens of those that a document is written as
 
 EVERY = 5.0  # seconds between two records of how far a run came
 
@@ -66,14 +69,12 @@ class Output:
         self.prefix, self.tokenizer, self.append_eod, self.lasting = prefix, tokenizer, append_eod, lasting
         self.chat, self.shard = chat, shard
         self.dtype = best_dtype(tokenizer.vocab_size)
-        self._sequences = 2 if chat is not None and chat.kind == "pairs" else 1
         self.writer = IndexedWriter(
             prefix,
             self.dtype,
             resume=True,
             wait=shard is not None,
             masked=chat is not None,
-            sequences=self._sequences,
         )
         self.done = Progress(made_from)
         self.tokens = 0
@@ -81,7 +82,7 @@ class Output:
         self._quarantine: IO[bytes] | None = None
         self._end = np.full(int(append_eod), tokenizer.eos_id or 0, self.dtype)
         self._digest = hashlib.sha256()
-        self._begun: Arrays = []
+        self._begun: list[Sequences] = []
         self._recorded = time.monotonic()
 
     def begin(self) -> Progress:
@@ -118,20 +119,20 @@ class Output:
             return None
         return left
 
-    def add(self, batch: Batch, arrays: Arrays) -> None:
-        """Write a batch and its tokens, one array a document, and now and then how far that is."""
+    def add(self, batch: Batch, documents: Sequence[Sequences]) -> None:
+        """Write a batch, the tokens of the sequences of each document, and now and then how far that is."""
         for item in batch.rejected:
             self._reject(item)
         if batch.goes_on:
-            self._begun += arrays
+            self._begun += documents
             return
         if self._begun:
-            arrays = [np.concatenate([*self._begun, arrays[0]]), *arrays[1:]]
+            documents = [_joined([*self._begun, documents[0]]), *documents[1:]]
             self._begun = []
-        full = [array for array in arrays if array.size]
+        full = [found for document in documents if (found := [sequence for sequence in document if sequence.size])]
         if full:
             self._write(full)
-        self.done.empty += (len(arrays) - len(full)) // self._sequences
+        self.done.empty += len(documents) - len(full)
         self.done.cut += batch.cut
         self.done.text_bytes += sum(document.size for document in batch.documents)
         self.done.ends += batch.ends
@@ -139,16 +140,18 @@ class Output:
         if time.monotonic() - self._recorded > EVERY:
             self.record()
 
-    def _write(self, arrays: Arrays) -> None:
-        lengths = np.array([array.size + self._end.size for array in arrays])
+    def _write(self, documents: Sequence[Sequences]) -> None:
+        counts = [len(document) for document in documents]
+        lengths = np.array([sequence.size for document in documents for sequence in document])
+        lengths[np.cumsum(counts) - 1] += self._end.size
         if self.chat is None:
-            tokens, mask = np.concatenate([part for array in arrays for part in (array, self._end)]), None
+            tokens, mask = np.concatenate([part for document in documents for part in (*document, self._end)]), None
         else:
-            both = np.concatenate(arrays)
+            both = np.concatenate([sequence for document in documents for sequence in document])
             tokens, mask = np.ascontiguousarray(both["token"]), both["mask"]
-        self.writer.add_documents(tokens, lengths, mask)
+        self.writer.add_documents(tokens, lengths, mask, counts)
         self._digest.update(tokens.data)
-        self.done.documents += len(arrays) // self._sequences
+        self.done.documents += len(documents)
         self.tokens += tokens.size
 
     def _reject(self, item: Rejected) -> None:
@@ -185,6 +188,8 @@ class Output:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Differs):  # none of its tokens can be trusted
+            self._record.unlink(missing_ok=True)
         if kind is not None:
             self._keep()
             return
@@ -233,3 +238,12 @@ class Output:
             logger.info("%s: what is done is kept, and the same command goes on with it", self.writer.folder)
         self._close_quarantine()
         self.writer.abort()
+
+
+def _joined(pieces: Sequence[Sequences]) -> Sequences:
+    """The sequences of a document that was encoded in pieces: each goes on with what the one before ended in."""
+    parts: list[Sequences] = [[]]
+    for first, *others in filter(None, pieces):
+        parts[-1].append(first)
+        parts += [[sequence] for sequence in others]
+    return [np.concatenate(sequence) for sequence in parts if sequence]

@@ -14,7 +14,8 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig, Source
 from mega_data.document_order import token_range
-from mega_data.indexed import IndexedReader, OpenFiles, data_prefix
+from mega_data.fetch import local_prefix
+from mega_data.indexed import IndexedReader, OpenFiles, data_prefix, idx_path
 from mega_data.info import read_info
 from mega_data.limits import allow_open_files
 from mega_data.mask import kind_of
@@ -23,6 +24,7 @@ SPLITS = ("train", "valid", "test")
 LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
 MOST = 1000  # data sets whose files are open at a time
 CHECKED = 1 << 28  # bytes of indices that are checked on opening; where there are more, each when it is first read
+OF_SENTENCES = ("bert", "t5")  # kinds whose data sets are cut between documents, for their sequences are sentences
 Bounds = tuple[float, float]
 
 
@@ -33,6 +35,7 @@ class Part:
     Attributes:
         source: what the configuration says of it.
         share: a factor of its weights: for its size, or its part of what a glob matches.
+        path: of the data set, as the run names it; None: where it is read.
     """
 
     reader: IndexedReader
@@ -42,6 +45,12 @@ class Part:
     kind: str
     source: Source | None = None
     share: float = 1.0
+    path: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """What a run calls it."""
+        return str(self.path or self.reader.prefix)
 
     @property
     def weights(self) -> dict[int, float]:
@@ -120,7 +129,7 @@ class Parts:
         wrong = []
         for path in new:
             try:
-                self._readers[path] = IndexedReader(path, self._files)
+                self._readers[path] = IndexedReader(local_prefix(path, self._config.cache), self._files)
             except DataError as error:
                 wrong.append(error)
         opened = [self._readers[path] for path in new if path in self._readers]
@@ -143,10 +152,9 @@ class Parts:
         for path in paths:
             reader, kind = self._readers[path], source.kind or self._config.kind
             check_kind(reader, kind)
-            # Python's rounding, half to even, of the very product that Megatron rounds.
-            first, last = (round(bound * float(len(reader))) for bound in bounds)
+            first, last = (_sequence_at(bound, reader, kind) for bound in bounds)
             if reader.position(first) < reader.position(last):
-                yield Part(reader, first, last, source.weight, kind, source)
+                yield Part(reader, first, last, source.weight, kind, source, path=path)
             elif name == "train":
                 raise DataError(f"{path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
             else:
@@ -159,13 +167,23 @@ def matching(source: Source) -> list[Path]:
     Raises:
         DataError: when it is a glob that nothing matches.
     """
-    if not source.is_glob:
+    if not source.is_glob or idx_path(source.path).exists():
         return [data_prefix(source.path)]
     pattern = str(data_prefix(source.path)) + ".idx"
     found = [Path(name).with_suffix("") for name in sorted(glob(pattern, recursive=True))]
     if not found:
         raise DataError(f"{source.path}: no data set matches", hint="it is to match the names without .bin and .idx")
     return found
+
+
+def _sequence_at(bound: float, reader: IndexedReader, kind: str) -> int:
+    """The sequence that a share `bound` of a data set ends before.
+
+    Python's rounding, half to even, of the very product that Megatron rounds.
+    """
+    if kind in OF_SENTENCES:
+        return int(reader.document_index[round(bound * float(reader.document_index.size - 1))])
+    return round(bound * float(len(reader)))
 
 
 def check_kind(reader: IndexedReader, kind: str) -> None:
@@ -194,7 +212,8 @@ def split_bounds(shares: Sequence[float]) -> list[Bounds | None]:
 def check_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
     """Look whether documents are told apart by the token `eod`, where `rules` depend on that.
 
-    Some documents are looked at, not all, and none where the data set's description tells. One that begins with the token is told apart as well.
+    Some documents are looked at, not all, and none where the data set's description tells. One that begins with the token
+    is told apart as well.
 
     Raises:
         DataError: when none is, and a boundary was asked for.

@@ -27,13 +27,15 @@ from mega_common.log import ProgressBar, human, logger
 from mega_data.batches import Batch, Reading, batches
 from mega_data.chat.prepare import ChatOptions, Chats
 from mega_data.commit import settle
+from mega_data.encoder import Choice, Differs, Encoder, choose_encoder
 from mega_data.engines import Engine, in_processes, on_ray
 from mega_data.indexed import data_prefix
 from mega_data.info import DataInfo, ShardInfo, data_files, prepare_output, quarantine_path, read_info, refuse_inputs
-from mega_data.output import Arrays, Output
+from mega_data.output import Output, Sequences
 from mega_data.readers import Document
 from mega_data.shards import Shard, cut, failure_noted, finished, join
 from mega_data.sources import WHOLE, LeftOut, Source, find_sources
+from mega_data.split_sentences import SentenceEncoder
 from mega_data.tokenizer import Tokenizer, one_thread_per_call
 from mega_data.unpack import STDIN
 
@@ -53,17 +55,21 @@ def preprocess(
     workers: int | None = None,
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
+    encoder: Choice = "auto",
     chat: ChatOptions | None = None,
     shard: Shard | None = None,
     engine: Engine = "threads",
     shards: int | None = None,
+    sentences: str | None = None,
 ) -> DataInfo:
     """Tokenize `inputs` (see `find_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.info`.
 
-    A document is one sequence of the data set; documents without a token are left out and counted. `append_eod` ends
+    A document is one sequence of the data set, or with `sentences`, a language such as `en`, as many as it has
+    sentences; documents without a token are left out and counted. `append_eod` ends
     each with the tokenizer's end token; a special token that a text spells stays text without `parse_special_tokens`.
     `workers` is the number of encoding threads, by default the usable cores. With `on_bad_line="skip"` bad lines go
-    into `PREFIX.quarantine.jsonl` instead of stopping the run.
+    into `PREFIX.quarantine.jsonl` instead of stopping the run. The `encoder` decides about speed alone (see
+    `choose_encoder`).
 
     Until everything is written no file has its final name, whatever ends the run. A run that was ended goes on where it
     was when it is started again, if its inputs are files and they did not change; the data set is the same then.
@@ -84,7 +90,8 @@ def preprocess(
     """
     job = Job(
         tuple(inputs), Path(tokenizer_path), data_prefix(Path(output_prefix)),
-        WHOLE if chat else json_key, append_eod, parse_special_tokens or chat is not None, on_bad_line, overwrite, chat,
+        WHOLE if chat else json_key, append_eod, parse_special_tokens or chat is not None, on_bad_line, overwrite,
+        encoder, chat, sentences,
     )  # fmt: skip
     if settled := job.check():
         return settled
@@ -108,7 +115,9 @@ class Job:
     parse_special_tokens: bool
     on_bad_line: Literal["error", "skip"]
     overwrite: bool
+    encoder: Choice = "auto"
     chat: ChatOptions | None = None
+    sentences: str | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -144,6 +153,7 @@ class Job:
             tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key,
         ]  # fmt: skip
         settings += [self.chats.info.model_dump()] if self.chats else []
+        settings += [] if self.sentences is None else [self.sentences]
         files = [(source.name, source.kind, source.size, source.changed) for source in self.sources]
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
@@ -159,6 +169,26 @@ class Job:
         self, prefix: Path, sources: Sequence[Source], made_from: str, workers: int, shard: ShardInfo | None = None
     ) -> DataInfo:
         """Read, encode and write all of `sources`, from where an interrupted run was."""
+        try:
+            return self._make(prefix, sources, made_from, workers, shard, self.encoder)
+        except Differs as error:
+            if not all(source.again for source in sources):
+                raise DataError(
+                    f"{error.where}: fastokens makes other tokens than tokenizers, and what is read cannot be read again",
+                    hint="--encoder tokenizers",
+                ) from None
+            logger.warning("%s: fastokens makes other tokens than tokenizers: starting over without it", error.where)
+            return self._make(prefix, sources, made_from, workers, shard, "tokenizers")
+
+    def _make(
+        self,
+        prefix: Path,
+        sources: Sequence[Source],
+        made_from: str,
+        workers: int,
+        shard: ShardInfo | None,
+        choice: Choice,
+    ) -> DataInfo:
         tokenizer, chats = self.tokenizer, self.chats
         lasting = all(source.again for source in sources)
         with contextlib.ExitStack() as stack:
@@ -175,7 +205,13 @@ class Job:
             )
             size = sum(source.bytes for source in sources)
             bar = stack.enter_context(ProgressBar("tokenizing", total=size or None, unit="bytes"))
-            reading = Reading(sources, self.json_key, self.left_out, output.begin(), bar)
+            done = output.begin()
+            done.encoder = done.encoder if choice == "auto" else choice  # what was given up stays so
+            by_sentence = SentenceEncoder(tokenizer, self.sentences) if self.sentences else None
+            encoder = (
+                tokenizer if chats or by_sentence else choose_encoder(done.encoder, tokenizer, size, again=lasting)
+            )
+            reading = Reading(sources, self.json_key, self.left_out, done, bar)
             good = batches(
                 reading,
                 tokenizer,
@@ -184,11 +220,10 @@ class Job:
                 prepare=chats.prepare if chats else None,
             )
             stack.enter_context(one_thread_per_call())
-            encoded = _encoded(good, self, output.dtype, workers)
-            for batch, arrays in stack.enter_context(contextlib.closing(encoded)):
-                output.add(batch, arrays)
+            encoded = _encoded(good, Encoding(encoder, chats, by_sentence), output.dtype, workers)
+            for batch, documents in stack.enter_context(contextlib.closing(encoded)):
+                output.add(batch, documents)
                 reading.show(batch.read)
-            done = output.done
             if shard is not None:
                 output.shard = shard.model_copy(update={"lines": reading.lines})
             elif not done.documents:
@@ -199,12 +234,6 @@ class Job:
         reading.tell()
         _tell(output.info, output, tokenizer)
         return output.info
-
-    def encode(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> tuple[Arrays, int]:
-        """The arrays of documents, and how many answers the length limit cut."""
-        if self.chats:
-            return self.chats.encoder.encode([document.chats for document in documents], dtype)
-        return self.tokenizer.encode_batch([document.text for document in documents], dtype), 0
 
     def make_part(self, shard: Shard, workers: int) -> DataInfo:
         """Make the part of one shard, unless it is made already."""
@@ -264,16 +293,34 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """How documents become tokens."""
+
+    encoder: Encoder
+    chats: Chats | None
+    by_sentence: SentenceEncoder | None
+
+    def encode(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> tuple[list[Sequences], int]:
+        """The sequences of each document, and how many answers the length limit cut."""
+        if self.chats:
+            return self.chats.encoder.encode([document.chats for document in documents], dtype)
+        texts = [document.text for document in documents]
+        if self.by_sentence:
+            return self.by_sentence.encode(texts, dtype), 0
+        return [[ids] for ids in self.encoder.encode_batch(texts, dtype)], 0
+
+
 def _encoded(
-    batches: Iterable[Batch], job: Job, dtype: np.dtype[Any], workers: int
-) -> Generator[tuple[Batch, Arrays], None, None]:
+    batches: Iterable[Batch], encoding: Encoding, dtype: np.dtype[Any], workers: int
+) -> Generator[tuple[Batch, list[Sequences]], None, None]:
     """Each batch with its tokens, in order; at most `AHEAD` bytes per worker (or one batch) are under way."""
     if workers == 1:  # a thread of its own would cost more, in memory arenas, than it saves
-        yield from ((batch, _encode(batch, job, dtype)) for batch in batches)
+        yield from ((batch, _encode(batch, encoding, dtype)) for batch in batches)
         return
-    pending: deque[tuple[Batch, Future[Arrays]]] = deque()
+    pending: deque[tuple[Batch, Future[list[Sequences]]]] = deque()
     under_way = 0
-    failure: DataError | None = None
+    failure: MegaError | None = None
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     try:
         try:
@@ -281,12 +328,12 @@ def _encoded(
                 while pending and under_way + batch.size > workers * AHEAD:
                     under_way -= pending[0][0].size
                     yield _finished(*pending.popleft())
-                pending.append((batch, pool.submit(_encode, batch, job, dtype)))
+                pending.append((batch, pool.submit(_encode, batch, encoding, dtype)))
                 under_way += batch.size
                 while pending and pending[0][1].done():
                     under_way -= pending[0][0].size
                     yield _finished(*pending.popleft())
-        except DataError as error:  # of the batch that would come next: what is under way is worth keeping
+        except MegaError as error:  # of the batch that would come next: what is under way is worth keeping
             failure = error
         while pending:
             yield _finished(*pending.popleft())
@@ -296,26 +343,29 @@ def _encoded(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _finished(batch: Batch, future: Future[Arrays]) -> tuple[Batch, Arrays]:
+def _finished(batch: Batch, future: Future[list[Sequences]]) -> tuple[Batch, list[Sequences]]:
     return batch, future.result()
 
 
-def _encode(batch: Batch, job: Job, dtype: np.dtype[Any]) -> Arrays:
+def _encode(batch: Batch, encoding: Encoding, dtype: np.dtype[Any]) -> list[Sequences]:
     if not batch.documents:
         return []
     try:
-        arrays, batch.cut = job.encode(batch.documents, dtype)
+        found, batch.cut = encoding.encode(batch.documents, dtype)
+    except Differs as error:
+        error.where = batch.documents[error.index].where
+        raise
     except BaseException as error:  # a panic in Rust is no Exception
-        raise _blame(batch, job, dtype, error) from error
-    return arrays
+        raise _blame(batch, encoding, dtype, error) from error
+    return found
 
 
-def _blame(batch: Batch, job: Job, dtype: np.dtype[Any], error: BaseException) -> DataError:
+def _blame(batch: Batch, encoding: Encoding, dtype: np.dtype[Any], error: BaseException) -> DataError:
     """Find the document of a batch that the tokenizer fails on."""
-    path = job.tokenizer.path
+    path = encoding.encoder.path
     for document in batch.documents:
         try:
-            job.encode([document], dtype)
+            encoding.encode([document], dtype)
         except BaseException as own:  # noqa: BLE001 - as above; it is told, not lost
             return DataError(f"{document.where}: the tokenizer {path} fails on this document ({own})")
     first, last = batch.documents[0], batch.documents[-1]

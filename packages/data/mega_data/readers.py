@@ -7,6 +7,7 @@ it came from. What to do about a `Rejected` is the caller's business.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
 import json
@@ -41,6 +42,7 @@ LARGEST_VALUE = 1 << 30  # characters of one JSON value; what looks longer has a
 class Document(NamedTuple):
     """A text of `size` UTF-8 bytes, and where it stands (`line` counts from 1; rows, records and JSON values too).
 
+    `record` is all that stands there beside the text, where `read` was asked for it and the format has more.
     `chats` are the conversations that a record was; there is no other text then.
     """
 
@@ -49,6 +51,7 @@ class Document(NamedTuple):
     file: str
     line: int
     chats: tuple[Rendered, ...] = ()
+    record: dict[str, Any] | None = None
 
     @property
     def where(self) -> str:
@@ -78,10 +81,13 @@ def read(
     advance: Advance = lambda _: None,
     tell_kind: Callable[[Kind], object] = lambda _: None,
     tell_lines: Callable[[int], object] = lambda _: None,
+    *,
+    whole: bool = False,
 ) -> Items:
     """The documents of a source; `advance` is told the bytes of the file as they are consumed, `tell_kind` how it is read.
 
-    `tell_lines` is told, at the end of JSON lines, their number.
+    `tell_lines` is told, at the end of JSON lines, their number. `whole`: documents come with their records, all
+    columns of them.
 
     What of a damaged file comes before the damage is read; the damage is a `Rejected`.
 
@@ -91,7 +97,10 @@ def read(
     """
     if source.kind in ("datasets", "parquet"):
         tell_kind(source.kind)
-        yield from (_read_datasets if source.kind == "datasets" else _read_parquet)(source, json_key, advance)
+        if source.kind == "datasets":
+            yield from _read_datasets(source, json_key, whole)
+        else:
+            yield from _read_parquet(source, json_key, advance, whole)
         return
     with opened(source.name, advance) as stream:
         try:
@@ -103,11 +112,11 @@ def read(
         tell_kind(kind)
         readers = {"json": _read_json, "csv": _read_csv, "tsv": _read_csv, "text": _read_text}
         if kind == "parquet":
-            yield from _read_parquet(source, json_key, advance)
+            yield from _read_parquet(source, json_key, advance, whole)
         elif kind == "jsonl":
-            yield from _read_jsonl(stream, source, json_key, tell_lines)
+            yield from _read_jsonl(stream, source, json_key, tell_lines, whole)
         else:
-            yield from readers[kind](stream, source, json_key)
+            yield from readers[kind](stream, source, json_key, whole)
 
 
 def texts(inputs: Sequence[str | Path], json_key: str = "text") -> Iterator[str]:
@@ -150,13 +159,17 @@ def _damaged(error: Exception, file: str, line: int) -> Rejected:
     return Rejected(f"cannot be read to its end ({error}); is the file damaged or truncated?", "", file, line)
 
 
-def _of_record(record: object, key: str, file: str, line: int) -> Document | Rejected:
+def _of_record(record: object, key: str, file: str, line: int, whole: bool) -> Document | Rejected:
     if not isinstance(record, dict):
         return Rejected(f"the record is {_named(record)}, not an object", "", file, line)
     value = lookup(record, key)
     if value is ABSENT:
         return Rejected(f"no key {key!r}; the keys are {_keys(record)}", "", file, line)
-    return _checked(value, key, file, line)
+    return _with(_checked(value, key, file, line), record if whole else None)
+
+
+def _with(item: Document | Rejected, record: dict[str, Any] | None) -> Document | Rejected:
+    return item._replace(record=record) if record is not None and isinstance(item, Document) else item
 
 
 def _keys(record: dict[str, Any]) -> str:
@@ -167,13 +180,15 @@ def _keys(record: dict[str, Any]) -> str:
     return ", ".join(name for group in names for name in group) or "none"
 
 
-def _read_jsonl(stream: io.BufferedReader, source: Source, key: str, tell_lines: Callable[[int], object]) -> Items:
+def _read_jsonl(
+    stream: io.BufferedReader, source: Source, key: str, tell_lines: Callable[[int], object], whole: bool
+) -> Items:
     line, ranged = 0, source.begin or source.end is not None
     try:
         for line, raw in enumerate(_range(stream, source.begin, source.end) if ranged else stream, 1):
             if not raw.isspace():
                 first = line == 1 and not source.begin
-                yield _parsed(raw.removeprefix(BOM) if first else raw, key, source.shown, line)
+                yield _parsed(raw.removeprefix(BOM) if first else raw, key, source.shown, line, whole)
         tell_lines(line)
     except DAMAGE as error:
         yield _damaged(error, source.shown, line + 1)
@@ -189,14 +204,14 @@ def _range(stream: io.BufferedReader, begin: int, end: int | None) -> Iterator[b
         yield raw
 
 
-def _parsed(raw: bytes, key: str, file: str, line: int) -> Document | Rejected:
+def _parsed(raw: bytes, key: str, file: str, line: int, whole: bool) -> Document | Rejected:
     try:
         record = json.loads(raw.decode())
     except UnicodeDecodeError as error:
         return Rejected(f"not UTF-8 (byte {error.start} of the line)", _shown(raw), file, line)
     except (ValueError, RecursionError) as error:
         return Rejected(f"not JSON ({error})", _shown(raw), file, line)
-    item = _of_record(record, key, file, line)
+    item = _of_record(record, key, file, line, whole)
     return item._replace(content=_shown(raw)) if isinstance(item, Rejected) else item
 
 
@@ -204,12 +219,12 @@ def _shown(raw: bytes) -> str:
     return raw.decode("utf-8", "backslashreplace").rstrip("\n")
 
 
-def _read_json(stream: io.BufferedReader, source: Source, key: str) -> Items:
+def _read_json(stream: io.BufferedReader, source: Source, key: str, whole: bool) -> Items:
     """Objects one after another or in an array, however they are laid out; `line` counts them."""
     line = 0
     try:
         for line, record in enumerate(_values(stream), 1):
-            item = _of_record(record, key, source.name, line)
+            item = _of_record(record, key, source.name, line, whole)
             yield item._replace(content=json.dumps(record)) if isinstance(item, Rejected) else item
     except UnicodeDecodeError:
         yield Rejected("not UTF-8", "", source.name, line + 1)
@@ -241,21 +256,23 @@ def _values(stream: io.BufferedReader) -> Iterator[object]:
         text, at = text[at:] + decode(raw, final=not more), 0
 
 
-def _read_csv(stream: io.BufferedReader, source: Source, key: str) -> Items:
+def _read_csv(stream: io.BufferedReader, source: Source, key: str, whole: bool) -> Items:
     csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KiB, is for the whole process or not at all
     tab = source.kind == "tsv"
     rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter="\t" if tab else ",")
     try:
         header = next(rows, [])
-        if key not in header:
+        if key not in header and key != WHOLE:
             if source.found:
                 yield Rejected(f"no column {key!r}", "", source.name, 1, left_out=True)
                 return
             raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(header)}")
-        column = header.index(key)
+        column = -1 if key == WHOLE else header.index(key)
         for row in rows:
             if len(row) > column:
-                yield _checked(row[column], key, source.name, rows.line_num)
+                record = dict(zip(header, row, strict=False)) if whole or key == WHOLE else {}
+                value = lookup(record, key) if key == WHOLE else row[column]
+                yield _with(_checked(value, key, source.name, rows.line_num), record if whole else None)
             elif row:
                 yield Rejected(f"no column {key!r} in this row", str(row), source.name, rows.line_num)
     except UnicodeDecodeError:
@@ -264,7 +281,7 @@ def _read_csv(stream: io.BufferedReader, source: Source, key: str) -> Items:
         yield _damaged(error, source.name, rows.line_num + 1)
 
 
-def _read_text(stream: io.BufferedReader, source: Source, _: str) -> Items:
+def _read_text(stream: io.BufferedReader, source: Source, _key: str, _whole: bool) -> Items:
     try:
         raw = stream.read()
         text = raw.removeprefix(BOM).decode()
@@ -280,22 +297,25 @@ def _read_text(stream: io.BufferedReader, source: Source, _: str) -> Items:
             yield _checked(text, "the text", source.name, 1)
 
 
-def _read_parquet(source: Source, key: str, advance: Advance) -> Items:
+def _read_parquet(source: Source, key: str, advance: Advance, whole: bool) -> Items:
     parquet = package("pyarrow.parquet", "Parquet files")
     arrow = package("pyarrow", "Parquet files")
     line = 0
     try:
-        with parquet.ParquetFile(source.name) as file:
+        with contextlib.ExitStack() as stack:
+            remote = "://" in source.name
+            where = stack.enter_context(opened(source.name, lambda _: None)) if remote else source.name
+            file = stack.enter_context(parquet.ParquetFile(where))
             names = _leaves(file.schema_arrow, arrow.types.is_struct)
             if key not in names and key != WHOLE:
                 raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(names)}")
-            columns = None if key == WHOLE else [key]
+            columns = None if whole or key == WHOLE else [key]
             rows = max(file.metadata.num_rows, 1)
             groups, line = _row_groups(file.metadata, source)
             for batch in file.iter_batches(columns=columns, batch_size=256, row_groups=groups):
                 for record in batch.to_pylist():
                     line += 1
-                    yield _checked(lookup(record, key), key, source.name, line)
+                    yield _with(_checked(lookup(record, key), key, source.name, line), record if whole else None)
                 advance(source.size * batch.num_rows // rows)
     except (OSError, ValueError, arrow.ArrowException) as error:
         if not line:
@@ -320,7 +340,7 @@ def _leaves(columns: Iterable[Any], is_struct: Callable[[Any], bool], prefix: st
     return names
 
 
-def _read_datasets(source: Source, key: str, _: Advance) -> Items:
+def _read_datasets(source: Source, key: str, whole: bool) -> Items:
     datasets = package("datasets", "hf: inputs")
     name, _at, split = source.name.removeprefix("hf:").partition("@")
     try:
@@ -328,7 +348,7 @@ def _read_datasets(source: Source, key: str, _: Advance) -> Items:
             value = lookup(row, key)
             if value is ABSENT:
                 raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {_keys(row)}")
-            yield _checked(value, key, source.name, line)
+            yield _with(_checked(value, key, source.name, line), dict(row) if whole else None)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise DataError(f"{source.name}: `datasets` cannot load it ({error})") from error
 

@@ -20,9 +20,10 @@ from typing import Any
 from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.files import write_json
 from mega_data.commit import settle
-from mega_data.indexed import IndexedReader, IndexedWriter, idx_path, refusals
+from mega_data.indexed import IndexedReader, IndexedWriter, idx_path
 from mega_data.info import DataInfo, data_files, quarantine_path, read_info
 from mega_data.merge import append_all
+from mega_data.partial import refusals
 from mega_data.sources import Kind, Source, kind_by_content
 from mega_data.unpack import head, is_plain, opened
 

@@ -48,7 +48,7 @@ def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> lis
     if not 0 <= number < documents:
         raise DataError(f"{reader.prefix}: no document {number}; its {documents:,} are numbered from 0")
     kind = kind_of(reader)
-    weights = None if kind == "text" else LossWeights.of(reader)
+    weights = None if kind == "text" else LossWeights(reader)
     first, last = reader.document_index[number : number + 2].tolist()
     parts = []
     for sequence in range(first, last):

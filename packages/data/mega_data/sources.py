@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 from mega_common.errors import DataError
 from mega_common.log import logger
+from mega_common.remote import Remote, Stamp, place
 from mega_data.indexed import MAGIC
 from mega_data.info import is_info
 from mega_data.unpack import DAMAGE, STDIN, head, opened
@@ -50,7 +52,7 @@ class Source:
 
     Attributes:
         kind: how it is read; None where only its content tells, when it is opened.
-        size: bytes on disk, 0 where unknown; `changed` its modification time in ns.
+        size: bytes on disk, 0 where unknown; `changed` its modification time in ns, of an object a number for its state.
         found: in a folder, where anything may lie: what is no text there is left out and not refused.
         begin, end: of a file that several shards read, the bytes of this one's (`shards.cut`): the lines, or row groups
             of Parquet, that begin there; a line begins at `begin`. An `end` of None is the file's.
@@ -84,18 +86,18 @@ class Source:
 class LeftOut:
     """What was left out of folders, by the reason."""
 
-    names: dict[str, list[str]] = field(default_factory=dict)
+    names: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def add(self, reason: str, paths: Iterable[Path | str]) -> None:
         """Take note of files."""
         for path in paths:
-            self.names.setdefault(reason, []).append(str(path))
+            self.names.setdefault(reason, {})[str(path)] = None  # once, if it is read anew
 
     def tell(self) -> None:
         """Log each reason with its first files."""
         for reason, names in self.names.items():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            logger.warning("left out, %s: %s%s", reason, ", ".join(names[:3]), more)
+            logger.warning("left out, %s: %s%s", reason, ", ".join(list(names)[:3]), more)
 
 
 def find_sources(inputs: Sequence[str | Path], json_key: str = "text", left_out: LeftOut | None = None) -> list[Source]:
@@ -103,9 +105,11 @@ def find_sources(inputs: Sequence[str | Path], json_key: str = "text", left_out:
 
     A file of a folder or glob counts once, whatever links lead to it. Of a folder every file counts but those in hidden
     folders, hidden ones, and what is noted in `left_out`. `hf:NAME[:CONFIG][@SPLIT]` is a data set of the HuggingFace
-    Hub or a folder that `datasets` saved, split `train` unless said otherwise; `-` is standard input.
+    Hub or a folder that `datasets` saved, split `train` unless said otherwise; `-` is standard input. URLs that fsspec
+    knows (`s3://bucket/folder/*.jsonl`) name objects, globs and folders likewise.
 
     Raises:
+        RemoteError: when an object store cannot be asked.
         DataError: when an input does not exist, is no corpus, or a folder or glob holds nothing.
     """
     left_out = LeftOut() if left_out is None else left_out
@@ -113,11 +117,14 @@ def find_sources(inputs: Sequence[str | Path], json_key: str = "text", left_out:
 
 
 def _expand(item: str, key: str, left_out: LeftOut) -> list[Source]:
-    path = Path(item)
     if item == STDIN:
         return [Source(STDIN, None)]
+    if isinstance(where := place(item), Remote):
+        return _remote(where, key, left_out)
     if item.startswith("hf:"):
         return [Source(item, "datasets")]
+    path = Path(where)
+    item = str(where) if "://" in item else item
     if path.is_dir():
         return _folder(path, key, left_out)
     if path.exists():
@@ -128,6 +135,28 @@ def _expand(item: str, key: str, left_out: LeftOut) -> list[Source]:
         f"{item}: no such file or folder",
         hint="a data set of the HuggingFace Hub is written hf:NAME[:CONFIG][@SPLIT]",
     )
+
+
+def _remote(where: Remote, key: str, left_out: LeftOut) -> list[Source]:
+    """An object, those that a glob matches, or all below a URL, with a folder's rules."""
+    found = where.matches()
+    if not found:
+        raise DataError(f"{where}: no such object, and none below it or that matches")
+    folder = not glob.has_magic(where) and list(found) != [where]
+    begin = re.split(r"[*?[]", where)[0]
+    visible = [name for name in found if "/." not in f"/{name.removeprefix(begin)}"]
+    sources = [_object(name, found[name], key, folder) for name in visible]
+    return _without_companions(_training_split(sources, Path(where), left_out), left_out) if folder else sources
+
+
+def _object(name: str, stamp: Stamp, key: str, found: bool) -> Source:
+    path = Path(name)
+    kind = _kind_by_name(path)
+    if kind == "json":
+        named = not found or path.suffix.lower() in PACKED
+        kind = kind_by_content(_begin(name), key, path, named=named)
+    changed = int.from_bytes(hashlib.sha256(stamp.state.encode()).digest()[:6]) if stamp.state else 0
+    return Source(name, kind, stamp.size, changed, found)
 
 
 def _glob(pattern: str, key: str, left_out: LeftOut) -> list[Source]:
@@ -248,7 +277,7 @@ def _kind_by_name(path: Path) -> Kind | None:
     return NAMES.get(suffixes[-1]) if suffixes else None
 
 
-def _begin(path: Path) -> bytes:
+def _begin(path: Path | str) -> bytes:
     with opened(str(path), lambda _: None) as stream, contextlib.suppress(*DAMAGE):
         return head(stream)
     return b""

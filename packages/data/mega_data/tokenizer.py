@@ -65,7 +65,7 @@ class Tokenizer:
         # Such files remember the settings of whoever saved them; a corpus cut at 512 tokens would go unnoticed.
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.backend.encode_special_tokens = specials_as_text
+        self.backend.encode_special_tokens = self.specials_as_text = specials_as_text
         ids = self.backend.get_vocab(with_added_tokens=True)
         if not ids:
             raise DataError(f"{self.path}: the vocabulary is empty")
@@ -129,20 +129,21 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def one_thread_per_call() -> Iterator[None]:
-    """Keep `tokenizers` from spreading each batch over a thread pool of its own: the caller has threads.
+    """Keep the encoding libraries from spreading each batch over threads of their own: the caller has threads.
 
-    The library takes this setting from the environment alone; it is put back on leaving.
+    They take this setting from the environment alone; it is put back on leaving.
     """
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
+    settings = {"TOKENIZERS_PARALLELISM": "false", "FASTOKENS_BPE_THREADS": "1"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _tokenizer_file(path: Path) -> Path:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mega_common.errors import DataError, MissingPackageError
+from mega_common.remote import Remote, in_words
 
 Advance = Callable[[int], None]
 
@@ -27,17 +28,19 @@ DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 def opened(name: str, advance: Advance) -> io.BufferedReader[Any]:
-    """Open a file, or standard input for `-`, to read what is in it; `advance` is told the bytes read of the file.
+    """Open a file or URL, or standard input for `-`, to read what is in it; `advance` is told the bytes read of it.
 
     Raises:
         DataError: when it cannot be opened.
+        RemoteError: when an object store refuses, also from every reading: then nothing is wrong with the file.
         MissingPackageError: when unpacking needs a package that is not installed.
     """
     try:
-        plain: io.BufferedReader[Any] = io.BufferedReader(_Counted(name, advance), 1 << 20)
+        raw = _Remote(Remote(name), advance) if "://" in name else _Counted(name, advance)
+        plain: io.BufferedReader[Any] = io.BufferedReader(raw, 1 << 20)
         unpacked = _unpacked(plain)
     except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
+        raise DataError(f"{name}: cannot be read ({error.strerror or error})") from error
     return plain if unpacked is None else io.BufferedReader(unpacked, 1 << 20)
 
 
@@ -52,7 +55,7 @@ def head(stream: io.BufferedReader[Any]) -> bytes:
 
 def is_plain(stream: io.BufferedReader[Any]) -> bool:
     """Whether an opened file is read as it is, and so from any place in it."""
-    return isinstance(stream.raw, _Counted)
+    return isinstance(stream.raw, (_Counted, _Remote))
 
 
 def _unpacked(plain: io.BufferedReader[Any]) -> io.RawIOBase | None:
@@ -107,3 +110,34 @@ class _Counted(io.FileIO):
         count = super().readinto(buffer)
         self.advance(count or 0)
         return count
+
+
+class _Remote(io.RawIOBase):
+    """Likewise an object of a store, read ahead in blocks."""
+
+    def __init__(self, place: Remote, advance: Advance) -> None:
+        self.place, self.advance, self.stream = place, advance, place.open()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with in_words(self.place):
+            block = self.stream.read(len(buffer))
+        buffer[: len(block)] = block
+        self.advance(len(block))
+        return len(block)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self.stream.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.stream.tell()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.stream.close()
+        super().close()

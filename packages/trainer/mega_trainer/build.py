@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from mega_data.dataset import BlendedDataset, build_datasets
+from mega_data.tokenizer import Tokenizer
 from mega_trainer.comm import CommLog
 from mega_trainer.config import RunConfig
 from mega_trainer.fp8 import check_device, layers_kept
@@ -213,9 +214,12 @@ def _shared(config: RunConfig, stage: Decoder, sharing: Sharing) -> SharedStage:
     return FullyShardedStage(stage, decoupled=sharing.decoupled, reduce_dtype=sharing.reduce_dtype, layers=layers)
 
 
-def load_data(config: RunConfig, eod: int | None) -> tuple[BlendedDataset, BlendedDataset | None]:
-    """The train set, and the validation set where validation is asked for. `eod` is the id that ends a document."""
-    training, valid, _ = build_datasets(config.data, seed=config.train.seed, samples=config.samples, eod=eod)
+def load_data(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[BlendedDataset, BlendedDataset | None]:
+    """The train set, and the validation set where validation is asked for. `tokenizer` is that of the data."""
+    eod = None if tokenizer is None else tokenizer.eos_id
+    training, valid, _ = build_datasets(
+        config.data, seed=config.train.seed, samples=config.samples, eod=eod, tokenizer=tokenizer
+    )
     return training, valid
 
 

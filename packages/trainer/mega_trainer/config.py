@@ -1,15 +1,14 @@
-"""A training run as configuration: the sections of run.yaml. Checked whole before torch is imported."""
+"""A training run as configuration: run.yaml, all of its sections. Checked whole before torch is imported."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import frexp
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 
 from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
 from mega_common.model_config import ModelConfig
@@ -20,223 +19,21 @@ from mega_trainer.batch_size import BatchConfig
 from mega_trainer.fp8 import Fp8Config, fp8_problems
 from mega_trainer.layout import model_problems, world_problems
 from mega_trainer.optim.lr import LRCurve, LRSchedule
+from mega_trainer.sections import (
+    CheckpointConfig,
+    DebugConfig,
+    Fp16Config,
+    KernelsConfig,
+    LogConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ProfileConfig,
+    RecomputeConfig,
+    TrainConfig,
+)
 
 UNFINISHED = re.compile(r"\$[A-Za-z_{(\d]|<[^<>]+>")
-
-
-class ParallelConfig(Config):
-    """Degrees of parallelism; their product times dp is the number of ranks."""
-
-    tp: PositiveInt = 1
-    sp: bool = Field(False, description="split the residual stream over the sequence among the tensor ranks")
-    pp: PositiveInt = 1
-    virtual_stages: PositiveInt = 1
-    schedule: Literal["1f1b", "zb-h1", "zbv"] = Field(
-        "1f1b", description="zb-h1 and zbv (which has 2 virtual stages) fill waits with weight gradients put off"
-    )
-    pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
-    cp: PositiveInt = Field(1, description="ranks that share the tokens of each sequence")
-    cp_kind: Literal["ring", "allgather", "alltoall"] = Field(
-        "ring",
-        description="how attention reaches the tokens of other cp ranks: keys and values passed on, or gathered, or heads "
-        "exchanged for tokens",
-    )
-    ep: PositiveInt = Field(
-        1, description="split the experts among so many ranks, of all data, context and tensor ranks"
-    )
-    expert_tp: PositiveInt = Field(1, description="split each expert among so many ranks, besides ep")
-    dispatch: Literal["alltoall", "deepep"] = Field(
-        "alltoall", description="what brings tokens to experts on other ranks; deepep is a library for NVLink and RDMA"
-    )
-    dispatch_bound: float | None = Field(
-        None,
-        ge=1,
-        description="room for tokens on their way to each rank's experts, as a multiple of an even load: the host then waits "
-        "in no layer, and a step that needs more ends the run; default: as much as there is",
-    )
-    dp: PositiveInt | None = Field(None, description="follows from the number of ranks when left out")
-    zero: Literal[0, 1, 2, 3] = Field(
-        1, description="what data ranks share: 1 optimizer state, 2 also gradients, 3 also weights"
-    )
-    zero3_shard: int | None = Field(
-        None, ge=2, description="under zero 3, neighbouring data ranks that share one copy; default: all of them"
-    )
-    zero3_layers: PositiveInt | None = Field(
-        None, description="under zero 3, layers gathered at once; default: more, the more ranks share smaller layers"
-    )
-    grad_reduce_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="what gradients are summed over data ranks in; bf16 sends half as much, and sums lose bits"
-    )
-    bucket_elements: PositiveInt | None = Field(
-        None,
-        description="gradients that are summed over data ranks at once, in elements; default: 40M, or 1M a rank from 40 ranks on",
-    )
-
-
-class TrainConfig(Config):
-    """How long, how often to validate, and what to do when the numbers go wrong."""
-
-    steps: PositiveInt = 1000
-    eval_every: int = Field(0, ge=0, description="steps between validations; 0 for none")
-    eval_steps: PositiveInt = Field(10, description="global batches of one validation")
-    seed: int = Field(1234, ge=0)
-    exit_after_minutes: float | None = Field(
-        None, gt=0, description="save and end with status 75 after so long; the same command goes on"
-    )
-    exit_interval: PositiveInt | None = Field(None, description="the same after each step that is a multiple of this")
-    on_nan: Literal["stop", "skip"] = Field("stop", description="on a loss or gradient that is not finite")
-    max_skips: PositiveInt = Field(10, description="skipped steps in a row after which `skip` stops too")
-    gc_every: int = Field(
-        50,
-        ge=0,
-        description="steps between collections of Python's garbage, on all ranks at once; 0: when Python likes",
-    )
-    spike_factor: float = Field(0.0, ge=0, description="a loss this many times the recent average is a spike; 0: never")
-    on_spike: Literal["warn", "stop"] = "warn"
-
-
-class MuonConfig(Config):
-    """Muon, for hidden matrices; the rest is AdamW's. Its updates have the size of AdamW's, so that lr can be shared."""
-
-    momentum: float = Field(0.95, ge=0, lt=1)
-    nesterov: bool = True
-    lr_factor: float = Field(1.0, gt=0, description="its learning rate, as a multiple of optimizer.lr")
-    weight_decay: float | None = Field(None, ge=0, description="default: optimizer.weight_decay")
-    rounds: PositiveInt = Field(5, description="rounds of the Newton-Schulz iteration")
-
-
-class OptimizerConfig(Config):
-    """AdamW or Muon beside it, and the clip of the global gradient norm."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    lr: float = Field(3e-4, gt=0)
-    decoupled_lr: float | None = Field(
-        None, gt=0, description="learning rate of the input embedding and the output layer; default: lr"
-    )
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
-    clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clip")
-    offload: bool = Field(False, description="keep main weights and moments in host memory, and update them there")
-    muon: MuonConfig = MuonConfig()
-
-    def problems(self) -> Iterator[Problem]:
-        """Betas lie in [0, 1)."""
-        for index, beta in enumerate(self.betas):
-            if not 0 <= beta < 1:
-                yield Problem(f"betas.{index}", "must be at least 0 and below 1", beta)
-
-
-class Fp16Config(Config):
-    """The loss scale under fp16: powers of two, so that scaling changes no bits."""
-
-    initial_scale: float = 65536.0
-    growth_interval: PositiveInt = Field(1000, description="steps without overflow after which it doubles")
-    min_scale: float = Field(1.0, description="an overflow at this scale counts as a number that is not finite")
-
-    def problems(self) -> Iterator[Problem]:
-        """Powers of two, the smallest first."""
-        for name in ("initial_scale", "min_scale"):
-            value = getattr(self, name)
-            if not value > 0 or frexp(value)[0] != 0.5:
-                yield Problem(name, "must be a power of two", value)
-        if self.initial_scale < self.min_scale:
-            yield Problem("initial_scale", f"must not be below min_scale = {self.min_scale:g}", self.initial_scale)
-
-
-class RecomputeConfig(Config):
-    """What the backward computes again: nothing, some `modules` of each layer, or whole layers (the first `layers`)."""
-
-    kind: Literal["none", "selective", "full"] = "none"
-    layers: PositiveInt | None = None
-    modules: list[Literal["norm", "activation", "attention", "mlp", "moe"]] = Field(
-        ["norm", "activation"],
-        min_length=1,
-        description="of selective: norms and what stands between the projections of a feed-forward block or an expert cost "
-        "little; the core of attention pays where it is not fused; mlp and moe are whole blocks",
-    )
-
-    def problems(self) -> Iterator[Problem]:
-        """Modules are those of `selective`."""
-        if self.kind != "selective" and self.modules != RecomputeConfig().modules:
-            yield Problem(
-                "modules", f"says what selective recomputes, and kind = {self.kind}", self.modules, "kind: selective"
-            )
-
-
-class OffloadConfig(Config):
-    """Activations in host memory from forward to backward, copied beside the work."""
-
-    activations: int = Field(
-        0,
-        ge=0,
-        description="of so many layers of each stage, the first ones; not the inputs of layers that are recomputed whole",
-    )
-    min_bytes: int = Field(1 << 20, ge=0, description="smaller tensors stay on the device")
-
-
-class KernelsConfig(Config):
-    """Which library computes what. `auto` takes the best that is there; a run says at its start what that is, and why."""
-
-    linear: Literal["auto", "torch", "te"] = Field(
-        "auto", description="products of linear layers; te: Transformer Engine"
-    )
-    attention: Literal["auto", "sdpa", "varlen", "flash", "flex", "te"] = Field(
-        "auto",
-        description="sdpa: torch's choice of a kernel, and its flash attention for blocks, documents and windows; varlen: that "
-        "one always; flash: flash-attn 3 or 2; flex: FlexAttention; te: Transformer Engine, which is cuDNN",
-    )
-
-
-class CheckpointConfig(Config):
-    """When to save, what to keep, where to go on from."""
-
-    save: bool = Field(True, description="false: none is written, not even at the end, as for a measurement")
-    every: int = Field(0, ge=0, description="steps between saves; 0: only at the end")
-    keep: PositiveInt | None = Field(None, description="newest checkpoints to keep; default: all")
-    keep_every: PositiveInt | None = Field(None, description="keep each checkpoint whose step is a multiple of this")
-    async_: bool = Field(True, alias="async", description="write in the background")
-    path: str | None = Field(
-        None,
-        description="where they are kept, a folder or a URL such as s3://bucket/run; default: `output`/checkpoints",
-    )
-    load: str | None = Field(None, description="go on from this checkpoint, a folder or a URL; it must exist")
-    resume: bool = Field(
-        True, description="go on from the newest checkpoint of this run, if any; false refuses a used folder"
-    )
-    allow_changes: bool = Field(False, description="resume although settings that change the model differ")
-    allow_lr_jump: bool = Field(False, description="resume although the learning rate jumps by changed settings")
-
-
-class LogConfig(Config):
-    """Where the numbers go, besides the screen and metrics.jsonl."""
-
-    every: PositiveInt = 1
-    tensorboard: bool = True
-    wandb: str | None = Field(None, description="project name for Weights & Biases")
-
-
-class ProfileConfig(Config):
-    """Steps whose time and memory are looked at, into `output`/profile."""
-
-    steps: tuple[PositiveInt, PositiveInt] = Field(description="the first and the last one")
-    trace: bool = Field(True, description="a trace of torch's profiler, for chrome://tracing or Perfetto")
-    memory: bool = Field(True, description="a snapshot of a GPU's memory, for pytorch.org/memory_viz")
-    ranks: list[NonNegativeInt] = Field([0], description="that are looked at")
-
-    def problems(self) -> Iterator[Problem]:
-        """The first is not behind the last."""
-        if self.steps[0] > self.steps[1]:
-            yield Problem("steps", "are the first and the last one, in this order", list(self.steps))
-
-
-class DebugConfig(Config):
-    """Slow checks and reproducible sums, for finding faults."""
-
-    ordered_reductions: bool = Field(False, description="sum over ranks in rank order, bit for bit reproducible")
-    reduce_every_microbatch: bool = Field(
-        False, description="sum gradients over ranks after each micro-batch at every ZeRO level, as level 2 must"
-    )
 
 
 class RunConfig(Config):
@@ -344,9 +141,9 @@ class RunConfig(Config):
         model, data, parallel = self.model, self.data, self.parallel
         if model.position == "learned" and data.seq_length > model.max_position:
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
-        if "pairs" in (data.kind, *(source.kind for source in (*data.train, *(data.valid or []), *(data.test or [])))):
-            rule = "has no loss to train with yet: preference pairs can be made and shown"
-            yield Problem("data.kind", rule, "pairs", "conversations, made of the chosen answers")
+        if encoded := sorted(data.kinds & {"bert", "t5"}):
+            rule = "is data for an encoder, and every model here is a decoder"
+            yield Problem("data.kind", rule, encoded[0], "text or fim; mega_data reads such samples for other programs")
         yield from model_problems(self)
         yield from fp8_problems(self)
         if self.kernels.linear == "te" and self.precision == "fp8":
@@ -378,6 +175,8 @@ class RunConfig(Config):
         """Texts that are not final, as those of a translated launch script whose variables it does not set."""
         rule = "holds a variable of a shell or a placeholder, which nothing fills in"
         for path, value in flat(self.model_dump(mode="json", by_alias=True)).items():
+            if path == "data.fim.tokens":  # which are spelt like placeholders
+                continue
             for text in filter(UNFINISHED.search, _texts(value)):
                 yield Problem(path, rule, text, "write its value")
 

@@ -13,7 +13,8 @@ from mega_trainer.layout import split_widths
 
 if TYPE_CHECKING:
     from mega_common.model_config import ModelConfig
-    from mega_trainer.config import ParallelConfig, RunConfig
+    from mega_trainer.config import RunConfig
+    from mega_trainer.sections import ParallelConfig
 
 # Of the sizes of a product: what the kernels ask for, or the side of a block, so that no layout cuts one.
 MULTIPLES = {"tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}

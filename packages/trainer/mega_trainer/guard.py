@@ -12,7 +12,7 @@ from types import FrameType
 
 from mega_common.errors import TrainingError
 from mega_common.log import logger
-from mega_trainer.config import TrainConfig
+from mega_trainer.sections import TrainConfig
 from mega_trainer.step import StepResult
 
 MEMORY = 0.98  # weight of the past in the running average of the loss: about the last fifty steps

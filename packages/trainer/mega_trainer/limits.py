@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from mega_trainer.config import TrainConfig
+from mega_trainer.sections import TrainConfig
 
 
 class Limits:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mega_common.errors import DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig
+from mega_data.fetch import local_prefix
 from mega_data.info import DataInfo, info_path, read_info
 from mega_data.parts import matching
 from mega_data.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ def _makers(data: DataConfig) -> dict[Path, DataInfo]:
     found = {}
     for source in (*data.train, *(data.valid or []), *(data.test or [])):
         for path in matching(source):
-            info = read_info(path)
+            info = read_info(local_prefix(path, data.cache))
             if info is not None and info.tokenizer is not None:
                 found[path] = info
     return found

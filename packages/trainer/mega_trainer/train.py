@@ -114,7 +114,7 @@ def train(config: RunConfig, ranks: Ranks, groups: Groups, store: Store | None) 
     profiler = Profiler(config, device, ranks.rank)
     state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
-    train_data, valid_data = load_data(config, None if tokenizer is None else tokenizer.eos_id)
+    train_data, valid_data = load_data(config, tokenizer)
     state.read = train_data.read
     if not begin(state, checkpoint, groups.world, tokenizer):
         return state

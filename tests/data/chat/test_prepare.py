@@ -14,6 +14,7 @@ from mega_data.indexed import IndexedReader, bin_path, idx_path, mask_prefix
 from mega_data.info import DataInfo, data_files, read_info
 from mega_data.mask import LossWeights, open_mask
 from mega_data.merge import merge
+from mega_data.output import Output
 from mega_data.preprocess import preprocess
 from mega_data.shards import Shard
 from mega_data.tokenizer import Tokenizer
@@ -41,8 +42,7 @@ def made(folder: Path, tokenizer: Path, records: list[Any], name: str = "d", **h
 def counted(prefix: Path, tokenizer: Path) -> list[str]:
     """What counts of each sequence."""
     reader, backend = IndexedReader(prefix), Tokenizer(tokenizer)
-    masks = IndexedReader(mask_prefix(prefix))
-    assert open_mask(reader).size == reader.num_tokens
+    masks = open_mask(reader)
     return [backend.decode(reader.read(i)[masks.read(i) > 0].tolist()) for i in range(len(reader))]
 
 
@@ -73,7 +73,7 @@ def test_pairs_are_two_sequences_a_document(tmp_path: Path, tokenizer: Path) -> 
 def test_weights_of_turns_are_hundredths(tmp_path: Path, tokenizer: Path) -> None:
     record = {"messages": [ASK, {**ANSWER, "weight": 0.25}, MORE[0], {**MORE[1], "weight": 2}]}
     made(tmp_path, tokenizer, [record], turn_weights=True)
-    weights = LossWeights.of(IndexedReader(tmp_path / "d"))
+    weights = LossWeights(IndexedReader(tmp_path / "d"))
     assert set(weights[0:10_000].tolist()) == {0, 0.25, 2}
     with pytest.raises(
         DataError, match=r"b.jsonl:1: a weight of 0.25, which must be 0 or 1; --turn-weights allows others"
@@ -86,7 +86,7 @@ def test_weights_of_turns_are_hundredths(tmp_path: Path, tokenizer: Path) -> Non
 def test_what_the_limit_cuts_is_counted(tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = CONVERSATIONS["turns"]
     whole = made(tmp_path, tokenizer, [record])
-    begin = int(np.flatnonzero(open_mask(IndexedReader(tmp_path / "d")))[0])
+    begin = int(np.flatnonzero(open_mask(IndexedReader(tmp_path / "d")).tokens)[0])
     for limit, cut, documents in ((whole.tokens, 0, 1), (whole.tokens - 1, 1, 1), (begin + 2, 2, 1)):
         info = made(tmp_path, tokenizer, [record], max_length=limit, overwrite=True)
         assert info.chat is not None
@@ -104,6 +104,49 @@ def test_bad_records_are_named_or_set_aside(tmp_path: Path, tokenizer: Path) -> 
     assert (info.documents, info.skipped.bad) == (1, 2)
     aside = [json.loads(line) for line in (tmp_path / "d.quarantine.jsonl").read_text().splitlines()]
     assert [(one["line"], json.loads(one["content"])) for one in aside] == [(2, records[1]), (3, records[2])]
+
+
+def test_a_table_of_prompts_and_responses(tmp_path: Path, tokenizer: Path) -> None:
+    made(tmp_path, tokenizer, [{"prompt": "Hi, you", "response": "Hello\nthere"}])
+    (tmp_path / "in.csv").write_text('id,prompt,response\n7,"Hi, you","Hello\nthere"\n')
+    preprocess([tmp_path / "in.csv"], tokenizer, tmp_path / "other", chat=ChatOptions())
+    assert bin_path(tmp_path / "other").read_bytes() == bin_path(tmp_path / "d").read_bytes()
+
+
+class Stopped(BaseException):
+    """As Ctrl-C."""
+
+
+@pytest.mark.parametrize("kind", ["conversations", "pairs"])
+def test_a_run_that_was_ended_goes_on_with_the_mask(
+    tmp_path: Path, tokenizer: Path, kind: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mega_data.output.EVERY", 0.0)
+    monkeypatch.setattr("mega_data.batches.BATCH", 1500)
+    caplog.set_level("INFO")
+    records = [
+        {"prompt": f"q{n}", "response": "a " * n, "chosen": "a" * (n % 9 + 1), "rejected": "b"} for n in range(1, 60)
+    ]
+    straight = made(tmp_path, tokenizer, records, kind=kind, max_length=90)
+    real, left = Output.add, [0]
+
+    def add(self: Output, *args: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise Stopped
+        real(self, *args)
+
+    monkeypatch.setattr(Output, "add", add)
+    chat = ChatOptions(kind=kind, max_length=90)
+    for batches in (2, 4):
+        left[0] = batches
+        with pytest.raises(Stopped):
+            preprocess([tmp_path / "d.jsonl"], tokenizer, tmp_path / "e", chat=chat, workers=1)
+    assert preprocess([tmp_path / "d.jsonl"], tokenizer, tmp_path / "e", chat=chat) == straight
+    assert "e: going on after the " in caplog.text
+    for prefix in (tmp_path / "d", mask_prefix(tmp_path / "d")):
+        for path in (bin_path, idx_path):
+            assert path(prefix).read_bytes() == path(tmp_path / prefix.name.replace("d", "e")).read_bytes()
 
 
 @pytest.mark.parametrize("form", ["json", "parquet", "folder"])

@@ -52,6 +52,21 @@ def test_tools_and_their_arguments_become_objects() -> None:
     assert one.tools == [{"type": "function"}]
 
 
+def test_calls_of_tools_in_sharegpts_form() -> None:
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}
+    ((asked, called, told),) = parsed(
+        {"conversations": [{"from": "human", "value": "Hi"}, call, {"from": "observation", "value": "4"}]}
+    )
+    assert asked == HI
+    assert called == {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+    }
+    assert told == {"role": "tool", "content": "4"}
+    with pytest.raises(DataError, match=r"conversations\[0\].value is no JSON"):
+        parsed({"conversations": [{"from": "function_call", "value": "f(1)"}]})
+
+
 @pytest.mark.parametrize(
     "record",
     [

@@ -71,7 +71,7 @@ def test_a_mask_of_nothing_or_everything_is_refused(tmp_path: Path, byte: int, s
     path = bin_path(mask_prefix(data_set(tmp_path / "d", [5, 20])))
     path.write_bytes(bytes([byte] * 25))
     with pytest.raises(DataError, match=said):
-        built(tmp_path / "d")
+        built(tmp_path / "d").fingerprint  # noqa: B018 - what a run asks for first
 
 
 def test_a_mask_of_everything_may_be_what_was_asked_for(tmp_path: Path) -> None:

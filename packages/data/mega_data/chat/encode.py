@@ -30,15 +30,18 @@ class ChatEncoder:
     def __init__(self, tokenizer: Tokenizer, one: int, max_length: int | None) -> None:
         self._tokenizer, self._one, self._max_length = tokenizer, one, max_length
 
-    def encode(self, chats: Sequence[tuple[Rendered, ...]], dtype: npt.DTypeLike) -> tuple[list[npt.NDArray[Any]], int]:
+    def encode(
+        self, chats: Sequence[tuple[Rendered, ...]], dtype: npt.DTypeLike
+    ) -> tuple[list[list[npt.NDArray[Any]]], int]:
         """The tokens of each text of each chat, and the number of answers of which the limit cut something.
 
-        Where nothing that counts is left of one of a chat's texts, all of them are empty.
+        Where nothing that counts is left of one of a chat's texts, none of them is there.
         """
         encodings = self._tokenizer.backend.encode_batch(
             [one.text for chat in chats for one in chat], add_special_tokens=False
         )
-        arrays, cut, at = [], 0, 0
+        encoded: list[list[npt.NDArray[Any]]] = []
+        cut, at = 0, 0
         for chat in chats:
             texts = []
             for one, encoding in zip(chat, encodings[at : at + len(chat)], strict=True):
@@ -49,14 +52,13 @@ class ChatEncoder:
                 texts.append(array[: self._max_length])
             # The first token of a sequence is nobody's label.
             whole = all(array["mask"][1:].any() for array in texts)
-            arrays += texts if whole else [array[:0] for array in texts]
+            encoded.append(texts if whole else [])
             at += len(chat)
-        return arrays, cut
+        return encoded, cut
 
     def _mask(self, offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> tuple[npt.NDArray[np.uint8], int]:
         """The byte of each token, uint8 [n], and of how many spans the limit cuts something."""
         begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-        ends = np.maximum(ends, begins + 1)  # a token without a character belongs where the next one begins
         mask, cut = np.zeros(begins.size, np.uint8), 0
         for span in spans:
             inside = (begins < span.end) & (ends > span.begin)

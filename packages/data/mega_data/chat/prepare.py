@@ -52,9 +52,8 @@ class Chats:
     def __init__(self, options: ChatOptions, tokenizer: Tokenizer) -> None:
         if options.kind == "pairs" and options.loss_on == "all":
             raise DataError("--loss-on all: what two answers of a pair share cannot be told better or worse")
-        self._options, self._template = options, load_template(
-            tokenizer.path, options.template, options.template_options
-        )  # fmt: skip
+        self._options = options
+        self._template = load_template(tokenizer.path, options.template, options.template_options)
         one = HUNDREDTHS if options.turn_weights else 1
         self.info = ChatInfo(
             kind=options.kind, loss_on=options.loss_on, one=one, template=self._template.fingerprint,
@@ -90,7 +89,7 @@ class Chats:
         except DataError as error:
             return Rejected(str(error), item.text, item.file, item.line)
         size = sum(len(chat.text.encode("utf-8", "replace")) for chat in chats)
-        return Document("", size, item.file, item.line, chats)
+        return Document("", size, item.file, item.line, chats=chats)
 
     def _check(self, chat: Rendered, where: str) -> None:
         """Refuse weights that the mask cannot hold; tell once of answers that end with no special token."""

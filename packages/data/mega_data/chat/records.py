@@ -24,7 +24,7 @@ Message = dict[str, Any]
 
 SHAREGPT = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
-    "observation": "tool",
+    "observation": "tool", "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
 FORMS = "messages, conversations, prompt with completion or response, chosen with rejected"
 
@@ -115,7 +115,8 @@ def _message(raw: Any, name: str) -> Message:
         role = message.pop("from")
         if role not in SHAREGPT:
             raise DataError(f"{name}.from = {role!r}: none of {', '.join(SHAREGPT)}")
-        message = {"role": SHAREGPT[role], "content": message.pop("value", ""), **message}
+        said = _called(message.pop("value", ""), name) if role == "function_call" else message.pop("value", "")
+        message = {"role": SHAREGPT[role], "tool_calls" if role == "function_call" else "content": said, **message}
     if not isinstance(message.get("role"), str):
         raise DataError(f"{name} has no 'role'")
     if isinstance(message.get("content"), list):
@@ -125,6 +126,15 @@ def _message(raw: Any, name: str) -> Message:
     if isinstance(message.get("tool_calls"), list):
         message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     return message
+
+
+def _called(value: Any, name: str) -> list[Any]:
+    """The calls of tools that ShareGPT's form has as JSON text: one, or a list of them, each with a name and arguments."""
+    try:
+        calls = json.loads(value)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{name}.value is no JSON, as a function_call has it ({error})") from None
+    return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
 def _text(parts: list[Any], name: str) -> str:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from mega_data.kinds.base import Kind
+from mega_data.kinds.bert import bert
 from mega_data.kinds.conversations import conversations
+from mega_data.kinds.fim import fim
 from mega_data.kinds.packed import documents
+from mega_data.kinds.t5 import t5
 from mega_data.kinds.text import text
 
 
 def kinds() -> dict[str, Kind]:
     """Each kind by its name, as `mega_data.config.KindName` lists them."""
-    return {"conversations": conversations, "documents": documents, "text": text}
+    return {
+        "text": text,
+        "documents": documents,
+        "conversations": conversations,
+        "fim": fim,
+        "bert": bert,
+        "t5": t5,
+    }

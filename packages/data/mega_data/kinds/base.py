@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from mega_common.errors import ConfigError
 from mega_data.config import DataConfig
 from mega_data.parts import Part
+from mega_data.tokenizer import Tokenizer
+
+Made_co = TypeVar("Made_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,8 @@ class Sample:
     document_ids: npt.NDArray[np.int32] | None
 
 
-class Samples(Protocol):
-    """The samples of one data set. Nothing of it is read before one of these is asked for."""
+class Samples(Protocol[Made_co]):
+    """The samples of one data set: `Sample`, or what its kind makes instead. Nothing of it is read before it is asked for."""
 
     @property
     def identity(self) -> str:
@@ -48,7 +53,7 @@ class Samples(Protocol):
         """Pairs of tokens, about, that attention meets in sample `k`, told without reading its tokens: S squared where
         documents are not closed to each other. The samples of a step are dealt to the ranks by it."""
 
-    def __getitem__(self, k: int, /) -> Sample: ...
+    def __getitem__(self, k: int, /) -> Made_co: ...
 
 
 @dataclass(frozen=True)
@@ -58,14 +63,37 @@ class Setting:
     Attributes:
         eod: the token that ends a document, if the tokenizer has one.
         cache: a folder for indices.
+        known_tokenizer: the tokenizer of the data, where it was found already.
     """
 
     config: DataConfig
     seed: int
     eod: int | None
     cache: Path
+    known_tokenizer: Tokenizer | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the data, for kinds that need one: the one that is known, else the one the run names.
+
+        Raises:
+            ConfigError: when there is neither.
+        """
+        if self.known_tokenizer is not None:
+            return self.known_tokenizer
+        if self.config.tokenizer is None:
+            raise ConfigError(
+                f"data.kind = {self.config.kind}: needs the tokenizer of the data",
+                hint="data.tokenizer names its folder",
+            )
+        return Tokenizer(self.config.tokenizer)
+
+    @cached_property
+    def text_tokenizer(self) -> Tokenizer:
+        """The same, taking a special token that a text spells for text."""
+        return Tokenizer(self.tokenizer.path, specials_as_text=True)
 
 
-Kind: TypeAlias = Callable[[Part, Setting, int], Samples]
+Kind: TypeAlias = Callable[[Part, Setting, int], Samples[Any]]
 """Makes the samples of a part of a data set, of which the run will read so many (which only order `megatron` may
 depend on). Raises DataError when the data set is not of this kind, or nothing of it is in the part."""

@@ -13,6 +13,6 @@ def conversations(part: Part, setting: Setting, wanted: int) -> PackedSamples:
 
     Raises:
         ConfigError: in order `megatron`, which knows no packing.
-        DataError: without a mask, or when that counts nothing or everything.
+        DataError: on the first sample, without a mask, or when that counts nothing or everything.
     """
-    return documents(part, setting, wanted, weights=LossWeights.of(part.reader))
+    return documents(part, setting, wanted, weights=LossWeights(part.reader))

@@ -80,15 +80,18 @@ class TextSamples:
         return self._rules.sample(self._windows[k])
 
 
+def windows(part: Part, setting: Setting, wanted: int, seq_length: int) -> Windows:
+    """Windows of seq_length + 1 tokens of a part, in the order of the run."""
+    order, within = setting.config.sample_order, (part.reader, part.first, part.last)
+    seed, cache = setting.seed, setting.cache
+    if order == "megatron":
+        return MegatronSamples(*within, seq_length=seq_length, seed=seed, num_samples=wanted, cache=cache)
+    if order == "stable":
+        return StableSamples(*within, seq_length=seq_length, seed=seed)
+    return ShuffledSamples(*within, seq_length=seq_length, seed=seed, cache=cache)
+
+
 def text(part: Part, setting: Setting, wanted: int) -> TextSamples:
     """The kind `text`, in the order of the run."""
-    config, within = setting.config, (part.reader, part.first, part.last)
-    seq_length, seed, cache = config.seq_length, setting.seed, setting.cache
-    windows: Windows
-    if config.sample_order == "megatron":
-        windows = MegatronSamples(*within, seq_length=seq_length, seed=seed, num_samples=wanted, cache=cache)
-    elif config.sample_order == "stable":
-        windows = StableSamples(*within, seq_length=seq_length, seed=seed)
-    else:
-        windows = ShuffledSamples(*within, seq_length=seq_length, seed=seed, cache=cache)
-    return TextSamples(windows, DocumentRules.of(setting), seq_length)
+    seq_length = setting.config.seq_length
+    return TextSamples(windows(part, setting, wanted, seq_length), DocumentRules.of(setting), seq_length)

@@ -1,0 +1,122 @@
+"""A stage of a workflow that tokenizes text, as many jobs that make a part each: an array of Slurm's, an Indexed Job."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mega_cli.launch.kubernetes import GROUP, document
+from mega_cli.launch.slurm import SlurmPlan
+from mega_cli.workflow_config import Workflow, nearest
+from mega_common.config import load_yaml
+from mega_common.errors import ConfigError
+
+COMMAND = "data preprocess"
+NOTICE_SECONDS = 60  # before the time limit: how far a part came is noted every few seconds
+CONTAINER = "data"
+
+
+@dataclass(frozen=True)
+class PartsPlan:
+    """`count` jobs of `words`, a command of mega, in `folder`."""
+
+    words: Sequence[str]
+    count: int
+    folder: Path
+
+    def line(self, python: str, number: str) -> str:
+        """Shell for one job; `number` is shell that gives its number, from 1."""
+        enter = "" if self.folder == Path() else f"cd {shlex.quote(str(self.folder))}\n"
+        command = shlex.join([python, "-m", "mega_cli.main", *self.words])
+        return f'{enter}exec {command} --shard "{number}/{self.count}"'
+
+
+def plan_parts(workflow: Path, name: str, count: int) -> PartsPlan:
+    """The jobs for stage `name` of a workflow.
+
+    Raises:
+        ConfigError: when there is no such stage, or it does something else.
+    """
+    stages = Workflow.parse(load_yaml(workflow), source=str(workflow)).stages
+    if name not in stages:
+        raise ConfigError(f"{workflow}: no stage {name!r}", hint=nearest(name, stages))
+    if stages[name].run != COMMAND:
+        raise ConfigError(
+            f"{workflow}: stage {name!r} runs 'mega {stages[name].run}', which is not made in parts",
+            hint=f"a stage that runs '{COMMAND}' is; a run.yaml is launched without --stage",
+        )
+    return PartsPlan(stages[name].command, count, workflow.parent)
+
+
+def array_script(plan: SlurmPlan, parts: PartsPlan) -> str:
+    """The batch script of an array. A job near its time limit queues itself again and goes on where it was."""
+    directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
+    directives += [f"#SBATCH --{flag}" for flag in plan.flags]
+    task = "\n".join(["", *plan.prologue, parts.line(plan.python, "$SLURM_ARRAY_TASK_ID"), ""])
+    options, before = plan.container.wrap() if plan.container else ([], [])
+    step = ['srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"', *options]
+    step += [" ".join([*before, "bash", "-c", shlex.quote(task)])]
+    return f"""#!/bin/bash
+{chr(10).join(directives)}
+#SBATCH --array=1-{parts.count}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%A-%a.log
+#SBATCH --signal=B:USR1@{NOTICE_SECONDS}
+set -euo pipefail
+
+{(" " + chr(92) + chr(10) + "  ").join(step)} &
+step=$!
+
+limit=
+on_time_limit() {{
+  limit=near
+  kill -TERM "$step"
+}}
+trap on_time_limit USR1
+
+status=0
+wait "$step" || status=$?
+if [[ $limit ]]; then # the signal ended that `wait`
+  status=0
+  wait "$step" || status=$?
+  if ((status != 0)); then
+    scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
+    exit 0
+  fi
+fi
+exit "$status"
+"""
+
+
+def parts_manifest(parts: PartsPlan, job: str, image: str, volume: str, cpus: int) -> str:
+    """An Indexed Job with a pod for each part; a part that fails by its input is given up, and the others go on."""
+    container = {
+        "name": CONTAINER,
+        "image": image,
+        "workingDir": "/workspace",
+        "command": ["sh", "-c", parts.line("python3", "$((JOB_COMPLETION_INDEX + 1))")],
+        "resources": {"requests": {"cpu": cpus}},
+        "volumeMounts": [{"name": "workspace", "mountPath": "/workspace"}],
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "securityContext": {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
+        "containers": [container],
+        "volumes": [{"name": "workspace", "persistentVolumeClaim": {"claimName": volume}}],
+    }
+    mistake = {"containerName": CONTAINER, "operator": "In", "values": [2]}
+    spec: dict[str, Any] = {
+        "completionMode": "Indexed", "completions": parts.count, "parallelism": parts.count,
+        "backoffLimitPerIndex": 10,
+        "podFailurePolicy": {"rules": [
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            {"action": "FailIndex", "onExitCodes": mistake},
+        ]},
+        "template": {"metadata": {"labels": {"app": job}}, "spec": pod},
+    }  # fmt: skip
+    metadata = {"name": job, "labels": {"app": job}}
+    return document([{"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}])

@@ -1,0 +1,275 @@
+"""`mega data clean`: two passes over a corpus, with all that goes kept beside.
+
+The first pass asks the rules about each document and notes the fingerprints of those that stay. The second, after these
+were compared, takes the duplicates out. Both are done by `workers` processes, and both go on where they were after any
+end: everything happens in `.NAME.partial` beside the output, which appears at once when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from mega_common.errors import DataError
+from mega_common.files import install_folder, locked, write_json
+from mega_common.log import ProgressBar, logger
+from mega_data.batches import Progress, Reading
+from mega_data.cleaning.config import RULES, CleanConfig
+from mega_data.cleaning.decontaminate import evaluation_ngrams
+from mega_data.cleaning.journal import Journal
+from mega_data.cleaning.judge import Batch, Judge, Judged, Settings, judge
+from mega_data.cleaning.known import keep_fingerprints, take_up
+from mega_data.cleaning.lines import SUFFIXES
+from mega_data.cleaning.pool import in_order
+from mega_data.cleaning.split import Names, Split, compare, split
+from mega_data.cleaning.tally import Amount, Tally, total
+from mega_data.preprocess import usable_cores
+from mega_data.readers import Document, Rejected
+from mega_data.sources import LeftOut, Source, find_sources
+
+BATCH = 1 << 20  # bytes of text judged at once
+PART = 1 << 28  # bytes of text in a file of the output
+ORDER = ("unreadable", *RULES, "exact", "minhash")  # of rules in the summary
+EVERY = 5.0  # seconds between two records of how far the first pass came
+
+
+@dataclass
+class State:
+    """How far the first pass came: `items` of source number `source`, after all before it; and what came of them.
+
+    Attributes:
+        starts: the number of the first document of each part; documents are numbered as they are kept.
+        part_bytes: bytes of text in the last part.
+    """
+
+    made_from: str
+    source: int = 0
+    items: int = 0
+    documents: int = 0
+    starts: list[int] = field(default_factory=lambda: [0])
+    part_bytes: int = 0
+    finished: bool = False
+    tally: Tally = field(default_factory=Tally)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+def clean(
+    inputs: Sequence[str | Path],
+    config: CleanConfig,
+    output: Path,
+    *,
+    json_key: str = "text",
+    folder: Path | None = None,
+    workers: int | None = None,
+    on_bad_line: Literal["error", "skip"] = "error",
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Clean `inputs` (see `find_sources`) into the folder `output`, and return what `output/summary.json` says.
+
+    `kept/` has the documents that stay, `dropped/` those that go with rule and reason, `changed/` what those that a rule
+    changed were before, all as JSON lines; `fingerprints/` is what later runs compare with (`duplicates.against`).
+    `folder` is where a module for `filter` may stand. The result does not depend on the number of `workers`.
+
+    Memory: a few hundred bytes for each of the `AHEAD` * `BATCH` bytes of text per worker (more for a document that is
+    longer than that alone), and about 50 bytes a document while duplicates are looked for.
+
+    Raises:
+        DataError: naming file and line of a bad document, or what cannot be read or written.
+        MissingPackageError: when a rule or a format needs a package that is not installed.
+    """
+    if output.exists() and not overwrite:
+        raise DataError(f"{output}: exists already", hint="choose another --output, or say --overwrite")
+    left_out = LeftOut()
+    sources = [(str(item), source) for item in inputs for source in find_sources([item], json_key, left_out)]
+    for _, source in sources:
+        if output.resolve() in Path(source.name).resolve().parents:
+            raise DataError(f"{source.name}: both an input and the output", hint="choose another --output")
+    work = output.parent / f".{output.name}.partial"
+    with _working(work):
+        run = Run(work, sources, config, json_key, (folder or Path()).resolve(), workers or usable_cores())
+        run.begin()
+        run.first_pass(left_out, on_bad_line)
+        run.second_pass()
+        summary = run.summary()
+        install_folder(work / "result", output)
+    shutil.rmtree(work)
+    return summary
+
+
+@contextlib.contextmanager
+def _working(work: Path) -> Iterator[None]:
+    """Hold the folder of a run; after an error it stays if the run came so far that it was recorded."""
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(work):
+            yield
+    except BaseException:
+        if (work / "progress.json").exists():
+            logger.info("%s: what is done is kept, and the same command goes on with it", work)
+        else:
+            shutil.rmtree(work)
+        raise
+
+
+class Run:
+    """One cleaning, in the folder `work`."""
+
+    def __init__(
+        self, work: Path, sources: list[tuple[str, Source]], config: CleanConfig, key: str, folder: Path, workers: int
+    ) -> None:
+        self.work, self.sources, self.config, self.workers = work, sources, config, workers
+        self.inputs = list(dict.fromkeys(name for name, _ in sources))
+        self.settings = Settings(config.model_dump_json(exclude_none=True), key, str(folder), str(work / "ngrams.npy"))
+        self.state = State(self._made_from())
+        self.journal = Journal(work)
+
+    def _made_from(self) -> str:
+        """What tells one run from another: a digest of all that decides about its result."""
+        files = [(name, s.name, s.kind, s.size, s.changed) for name, s in self.sources]
+        against = self.config.duplicates.against if self.config.duplicates else []
+        summaries = [folder / "summary.json" for folder in against]
+        earlier = [path.stat().st_mtime_ns for path in summaries if path.exists()]
+        return hashlib.sha256(json.dumps([self.settings[:3], files, earlier]).encode()).hexdigest()
+
+    def begin(self) -> None:
+        """Take up what an interrupted run of the same inputs and settings left, or start anew.
+
+        Raises:
+            MegaError: when a rule cannot be had; here, before anything is done.
+        """
+        left, record = None, self.work / "progress.json"
+        with contextlib.suppress(OSError, ValidationError):  # none, or one that another version wrote
+            left = TypeAdapter(State).validate_json(record.read_bytes())
+        if left and left.made_from == self.state.made_from and all(source.again for _, source in self.sources):
+            self.state = left
+            self.journal.begin(left.sizes)
+            logger.info("going on after the %s documents that an interrupted run kept", f"{left.documents:,}")
+        else:
+            self.journal.clear()
+            if self.config.duplicates is not None:
+                self.state.documents = take_up(self.config.duplicates, self.journal)
+                self.state.starts = [self.state.documents]
+        if self.config.decontaminate is not None:
+            np.save(self.settings.ngrams, evaluation_ngrams(self.config.decontaminate))
+        Judge(self.settings)
+
+    def first_pass(self, left_out: LeftOut, on_bad_line: str) -> None:
+        """Every document through the rules."""
+        if self.state.finished:
+            return
+        sources = [source for _, source in self.sources]
+        place = Progress("", self.state.source, self.state.items)
+        recorded = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            bar = stack.enter_context(ProgressBar("cleaning", total=sum(s.size for s in sources) or None, unit="bytes"))
+            stack.callback(self.journal.close)
+            reading = Reading(sources, self.settings.json_key, left_out, place, bar, whole=True)
+            judged = in_order(partial(judge, settings=self.settings), self._batches(reading, on_bad_line), self.workers)
+            for batch, result in stack.enter_context(contextlib.closing(judged)):
+                self._add(batch, result)
+                reading.show(batch.read)
+                if time.monotonic() - recorded > EVERY:
+                    self._record()
+                    recorded = time.monotonic()
+            self.state.finished = True
+            self._record()
+        reading.tell()
+
+    def _record(self) -> None:
+        self.journal.commit(asdict(self.state))
+
+    def _batches(self, reading: Reading, on_bad_line: str) -> Iterator[Batch]:
+        batch, source = Batch(""), -1
+        for place, item in reading.items():
+            if isinstance(item, Rejected) and not item.left_out and on_bad_line == "error":
+                raise DataError(
+                    f"{item.file}:{item.line}: {item.reason}",
+                    hint="--on-bad-line skip goes on, and puts such lines with those dropped",
+                )
+            if batch.items and (place[0] != source or batch.size >= BATCH):
+                yield batch
+                batch = Batch("")
+            source, batch.input = place[0], self.sources[place[0]][0]
+            if isinstance(item, Document) or not item.left_out:
+                batch.items.append(item)
+            batch.size += item.size if isinstance(item, Document) else len(item.content)
+            batch.upto, batch.read = place, reading.read
+        if batch.items:
+            yield batch
+
+    def _add(self, batch: Batch, judged: Judged) -> None:
+        state, suffix = self.state, SUFFIXES[self.config.compression]
+        if state.part_bytes >= PART:
+            for name in ("kept", "dropped", "changed"):
+                self.journal.finish(self._file(name, suffix))
+            state.starts.append(state.documents)
+            state.part_bytes = 0
+        for name, lines in judged.lines.items():
+            self.journal.append(self._file(name, suffix), lines)
+        places = judged.places
+        places["input"], places["source"] = self.inputs.index(batch.input), batch.upto[0]
+        for name, data in (("exact", judged.exact), ("minhash", judged.minhash), ("places", places.tobytes())):
+            self.journal.append(f"{name}.bin", data)
+        state.documents += len(places)
+        state.part_bytes += int(places["size"].sum())
+        state.tally.add(judged.tally, self.config.samples)
+        state.source, state.items = batch.upto
+
+    def _file(self, name: str, suffix: str) -> str:
+        folder = "first" if name == "kept" and self.config.duplicates else f"result/{name}"
+        return f"{folder}/{len(self.state.starts) - 1:05}{suffix}"
+
+    def second_pass(self) -> None:
+        """Duplicates out, part by part."""
+        state, wanted = self.state, self.config.duplicates
+        if wanted is None:
+            return
+        compare(self.work, wanted)
+        bounds = [*state.starts, state.documents]
+        parts = [Split(number, *bounds[number : number + 2]) for number in range(len(state.starts))]
+        names = Names(
+            [source.name for _, source in self.sources],
+            self.inputs,
+            list(map(str, wanted.against)),
+            self.settings.json_key,
+        )
+        task = partial(split, work=self.work, config=self.config, names=names)
+        with (
+            ProgressBar("taking out duplicates", total=bounds[-1] - bounds[0] or None, unit="documents") as bar,
+            contextlib.closing(in_order(task, parts, self.workers)) as results,
+        ):
+            for part, tally in results:
+                state.tally.add(tally, self.config.samples)
+                bar.advance(part.end - part.start)
+
+    def summary(self) -> dict[str, Any]:
+        """What came of it all, which is written as `summary.json`."""
+        tally, wanted = self.state.tally, self.config.duplicates
+        dropped = [rule.dropped for rule in tally.rules.values()]
+        summary = {
+            "version": 1,
+            "config": self.config.model_dump(mode="json", exclude_none=True),
+            "read": asdict(total(tally.read.values())),
+            "kept": asdict(total(tally.kept.values())),
+            "dropped": asdict(total(dropped)),
+            "inputs": {
+                name: {"read": asdict(tally.read.get(name, Amount())), "kept": asdict(tally.kept.get(name, Amount()))}
+                for name in self.inputs
+            },
+            "rules": {name: asdict(tally.rules[name]) for name in ORDER if name in tally.rules},
+            "languages": dict(sorted(tally.languages.items(), key=lambda item: -item[1])),
+            "fingerprints": None if wanted is None else keep_fingerprints(self.work, wanted, self.state.starts[0]),
+        }
+        write_json(self.work / "result" / "summary.json", summary)
+        return summary

@@ -1,0 +1,164 @@
+"""Middles to fill in: the published rule, written down a second time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from mega_common.errors import ConfigError
+from mega_data.config import DataConfig
+from mega_data.dataset import build_datasets
+from mega_data.indexed import IndexedWriter
+from mega_data.kinds.base import Sample, Setting
+from mega_data.kinds.fim import FimSamples, fim
+from mega_data.kinds.masking import drawn_random
+from mega_data.kinds.text import text
+from mega_data.parts import Parts
+from mega_data.preprocess import preprocess
+from mega_data.tokenizer import Tokenizer
+
+S = 96
+LINES = ["def f(x):\n    return x + 1\n", "naïve café über straße\n", "the cat sat on the mat\n", "x = {'a': [1, 2]}\n"]
+
+
+@pytest.fixture(scope="session")
+def coder(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The usual tokenizer with tokens for filling in: 0 ends a text, then 300 <fim_prefix>, middle, suffix and pad."""
+    folder = tmp_path_factory.mktemp("coder")
+    backend = Backend.from_file(str(tokenizer_folder / "tokenizer.json"))
+    names = ["prefix", "middle", "suffix", "pad"]
+    backend.add_special_tokens([f"<fim_{name}>" for name in names])
+    backend.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="session")
+def code(coder: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("code")
+    for i in range(60):
+        (folder / f"{i:02}.txt").write_text("".join(LINES[(i + j) % 4] for j in range(i % 9 + 1)) + str(i))
+    preprocess([folder], coder.path, folder / "code", append_eod=True)
+    return folder / "code"
+
+
+def samples(code: Path, tokenizer: Tokenizer, cache: Path, **fields: Any) -> tuple[FimSamples, Any]:
+    """Samples, and those of the kind text that they are made from."""
+    config = DataConfig.parse({"train": str(code), "split": [1], "seq_length": S, "kind": "fim", **fields})
+    setting = Setting(config, 1, 0, cache, tokenizer)
+    (part,) = Parts(config, 0).of("train")
+    return fim(part, setting, 200), text(part, setting, 200)
+
+
+def by_the_rule(
+    window: list[int], tokenizer: Tokenizer, draw: np.random.RandomState, spm_rate: float, cut: str
+) -> list[int]:
+    """A window with every document in it rearranged, and an end token after each but the last."""
+    documents: list[list[int]] = [[]]
+    for token in window:
+        if token == 0:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    out: list[int] = []
+    for number, ids in enumerate(documents):
+        out += [0] if number else []
+        if not ids:
+            continue
+        if draw.binomial(1, 0.7) == 0:
+            out += ids
+            continue
+        words = tokenizer.decode(ids)
+        if cut == "character" and "\ufffd" not in words:
+            a, b = sorted(draw.randint(0, len(words) + 1, size=2))
+            prefix, middle, suffix = (tokenizer.encode(part) for part in (words[:a], words[a:b], words[b:]))
+        else:
+            a, b = sorted(draw.randint(0, len(ids) + 1, size=2))
+            prefix, middle, suffix = ids[:a], ids[a:b], ids[b:]
+        if draw.binomial(1, spm_rate):
+            out += [300, 302, *suffix, 301, *prefix, *middle]
+        else:
+            out += [300, *prefix, 302, *suffix, 301, *middle]
+    return out
+
+
+@pytest.mark.parametrize("cut", ["character", "token"])
+@pytest.mark.parametrize("spm_rate", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("order", ["shuffled", "stable", "megatron"])
+def test_samples_follow_the_rule(
+    tmp_path: Path, code: Path, coder: Tokenizer, cut: str, spm_rate: float, order: str
+) -> None:
+    settings = {"rate": 0.7, "spm_rate": spm_rate, "cut": cut}
+    found, plain = samples(code, coder, tmp_path, fim=settings, order=order)
+    changed = 0
+    for k in range(60):
+        before = [*plain[k].tokens.tolist(), int(plain[k].labels[-1])]
+        expected = by_the_rule(before, coder, drawn_random(found.identity, k), spm_rate, cut)[: S + 1]
+        filled = [*expected, *[303] * (S + 1 - len(expected))]
+        sample = found[k]
+        assert [*sample.tokens.tolist(), int(sample.labels[-1])] == filled
+        assert sample.labels[:-1].tolist() == sample.tokens[1:].tolist()
+        assert sample.loss_weights.tolist() == [float(i + 1 < len(expected)) for i in range(S)]
+        changed += filled != before
+    assert changed > 40
+
+
+def test_a_window_that_becomes_shorter_is_filled_without_loss(tmp_path: Path, coder: Tokenizer) -> None:
+    letters = [coder.encode(letter)[0] for letter in "the cat sat on the mat"]  # which has longer tokens
+    with IndexedWriter(tmp_path / "d", "uint16") as writer:
+        writer.add_document(np.array(letters * 20))
+    found, _ = samples(tmp_path / "d", coder, tmp_path, fim={"rate": 1.0})
+    for k in range(20):
+        sample = found[k]
+        last = int(np.flatnonzero(sample.tokens != 303)[-1])
+        assert last < S - 10
+        assert sample.loss_weights.tolist() == [float(i < last) for i in range(S)]
+
+
+def test_text_that_spells_a_special_token_stays_text(tmp_path: Path, coder: Tokenizer) -> None:
+    as_text = Tokenizer(coder.path, specials_as_text=True)
+    ids = as_text.encode("a <fim_middle> b <|endoftext|> c " * 4)
+    with IndexedWriter(tmp_path / "d", "uint16") as writer:
+        writer.add_document(np.array(ids))
+    found, _ = samples(tmp_path / "d", coder, tmp_path, fim={"rate": 1.0}, seq_length=len(ids))
+    for k in range(20):
+        assert np.isin(found[k].tokens, [0, 301]).sum() <= 1
+
+
+def test_rules_about_documents_hold_for_what_was_rearranged(tmp_path: Path, code: Path, coder: Tokenizer) -> None:
+    found, _ = samples(code, coder, tmp_path, reset_attention_mask=True, reset_position_ids=True)
+    for k in range(20):
+        sample: Sample = found[k]
+        begins = np.flatnonzero(sample.tokens[:-1] == 0) + 1
+        assert not sample.position_ids[begins].any()
+        assert sample.document_ids is not None
+        assert sample.document_ids[-1] == begins.size
+
+
+def test_text_and_middles_mix_in_a_blend(tmp_path: Path, code: Path, coder: Tokenizer) -> None:
+    train = [{"path": code, "weight": 1}, {"path": code, "weight": 1, "kind": "fim"}]
+    config = DataConfig.parse({"train": train, "split": [1], "seq_length": S, "fim": {"rate": 1.0}})
+    data, _, _ = build_datasets(config, seed=1, samples={"train": 100}, eod=0, tokenizer=coder)
+    with_middle = [bool((data[k].tokens == 300).any()) for k in range(100)]
+    assert sum(with_middle) == 50
+
+
+def test_tokens_are_found_by_their_names_or_named(tmp_path: Path, code: Path, tokenizer_folder: Path) -> None:
+    plain = Tokenizer(tokenizer_folder)
+    with pytest.raises(ConfigError, match="has no tokens for the kind fim") as refused:
+        samples(code, plain, tmp_path)
+    assert "data.fim.tokens" in str(refused.value.hint)
+    backend = Backend.from_file(str(tokenizer_folder / "tokenizer.json"))
+    backend.add_special_tokens(["<a>", "<b>", "<c>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    found, _ = samples(code, Tokenizer(tmp_path), tmp_path, fim={"rate": 1.0, "tokens": ["<a>", "<b>", "<c>"]})
+    assert {300, 301, 302} <= set(np.concatenate([found[k].tokens for k in range(10)]).tolist())
+
+
+def test_a_tokenizer_that_is_not_known_is_asked_for(tmp_path: Path, code: Path) -> None:
+    config = DataConfig.parse({"train": str(code), "split": [1], "kind": "fim"})
+    with pytest.raises(ConfigError, match=r"data.kind = fim: needs the tokenizer of the data"):
+        build_datasets(config, seed=1, samples={"train": 1}, eod=0)

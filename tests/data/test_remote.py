@@ -1,0 +1,124 @@
+"""Text and token files by URL: the same data sets as from files, and nothing mistaken for damage that is the store's."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from mega_common.errors import ConfigError, DataError, MissingPackageError
+from mega_common.remote import Remote, RemoteError
+from mega_data.preprocess import preprocess
+from mega_data.shards import Shard
+from mega_data.sources import LeftOut, find_sources
+
+TEXT = "the cat sat on the mat "
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """An empty object store in memory."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+
+
+def records(name: str, count: int = 30) -> bytes:
+    return b"".join(json.dumps({"text": f"{name} {i} " + TEXT * (i * 7 % 11)}).encode() + b"\n" for i in range(count))
+
+
+def fill(folder: Path, store: Any) -> None:
+    """The same files in a folder and below memory://bucket/in."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.jsonl").write_bytes(records("a") + b"oops\n")
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(records("b")))
+    parquet.write_table(
+        pyarrow.table({"text": [f"row {i}" for i in range(40)]}), folder / "c.parquet", row_group_size=9
+    )
+    (folder / "deep" / "d.json").write_bytes(records("d"))
+    for name in ("README.md", ".hidden.jsonl", "deep/test.jsonl", "deep/train.jsonl"):
+        (folder / name).write_bytes(records("e"))
+    for path in filter(Path.is_file, folder.rglob("*")):
+        store.pipe(f"/bucket/in/{path.relative_to(folder)}", path.read_bytes())
+
+
+def content(prefix: Path) -> dict[str, bytes]:
+    names = {path.name.removeprefix(prefix.name): path for path in prefix.parent.glob(f"{prefix.name}.*")}
+    return {name: path.read_bytes() for name, path in names.items() if name in (".bin", ".idx")}
+
+
+def test_a_url_is_read_as_the_folder_is(tmp_path: Path, tokenizer_folder: Path, store: Any) -> None:
+    fill(tmp_path / "in", store)
+    for name, where in (("files", str(tmp_path / "in")), ("objects", "memory://bucket/in")):
+        preprocess([where], tokenizer_folder, tmp_path / name, on_bad_line="skip")
+    assert content(tmp_path / "objects") == content(tmp_path / "files")
+    bad = json.loads((tmp_path / "objects.quarantine.jsonl").read_text())
+    assert (bad["file"], bad["line"]) == ("memory://bucket/in/a.jsonl", 31)
+    left_out = LeftOut()
+    find_sources(["memory://bucket/in"], left_out=left_out)
+    assert {Path(name).name for names in left_out.names.values() for name in names} == {"README.md", "test.jsonl"}
+
+
+@pytest.mark.parametrize(
+    "where", ["memory://bucket/in/a.jsonl", "memory://bucket/in/*.jsonl", "memory://bucket/in/**/a*"]
+)
+def test_an_object_and_globs(tmp_path: Path, tokenizer_folder: Path, store: Any, where: str) -> None:
+    fill(tmp_path / "in", store)
+    preprocess([tmp_path / "in" / "a.jsonl"], tokenizer_folder, tmp_path / "file", on_bad_line="skip")
+    preprocess([where], tokenizer_folder, tmp_path / "objects", on_bad_line="skip")
+    assert content(tmp_path / "objects") == content(tmp_path / "file")
+
+
+def test_shards_of_objects(tmp_path: Path, tokenizer_folder: Path, store: Any) -> None:
+    fill(tmp_path / "in", store)
+    preprocess(["memory://bucket/in"], tokenizer_folder, tmp_path / "one", on_bad_line="skip")
+    for shard in Shard(1, 5).all:
+        preprocess(["memory://bucket/in"], tokenizer_folder, tmp_path / "d", on_bad_line="skip", shard=shard)
+    assert content(tmp_path / "d") == content(tmp_path / "one")
+    assert (tmp_path / "d.info").read_bytes() == (tmp_path / "one.info").read_bytes()
+
+
+def test_file_urls_are_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(records("a"))
+    assert find_sources([f"file://{tmp_path}/*.jsonl"]) == find_sources([tmp_path / "a.jsonl"])
+
+
+def test_a_store_that_fails_is_no_damaged_file(
+    tmp_path: Path, tokenizer_folder: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bad lines would be put aside; here the run ends, and goes on when the store is back."""
+    store.pipe("/bucket/a.jsonl", records("a", 2000))
+    preprocess(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "straight")
+
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell() > 50_000:
+                raise OSError("connection reset")
+            return super().read(min(size or 0, 20_000))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mega_data.output.EVERY", 0.0)
+        patch.setattr("mega_data.batches.BATCH", 4000)
+        patch.setattr(Remote, "open", lambda place: Failing(place.read_bytes()))
+        with pytest.raises(RemoteError, match=r"memory://bucket/a.jsonl: OSError: connection reset"):
+            preprocess(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
+    assert (tmp_path / ".d.partial" / "progress.json").exists()
+    preprocess(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
+    assert content(tmp_path / "d") == content(tmp_path / "straight")
+
+
+def test_what_is_not_there(store: Any) -> None:
+    with pytest.raises(DataError, match=r"memory://bucket/none: no such object"):
+        find_sources(["memory://bucket/none"])
+    with pytest.raises(ConfigError, match=r"no object store is called s4://"):
+        find_sources(["s4://bucket/a.jsonl"])
+    with pytest.raises(MissingPackageError, match=r"gs://bucket/a.jsonl(?s:.*)gcsfs"):
+        find_sources(["gs://bucket/a.jsonl"])
