@@ -43,12 +43,14 @@ def used() -> dict[str, float]:
     """What this process has used so far."""
     io = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     usage = resource.getrusage(resource.RUSAGE_SELF)
+    resident, shared = (int(pages) * 4096 / 1e6 for pages in Path("/proc/self/statm").read_text().split()[1:3])
     return {
         "processor_seconds": usage.ru_utime + usage.ru_stime,
         "seconds": time.monotonic(),
         "reads": int(io["syscr"]),
         "bytes_read": int(io["rchar"]),
-        "resident_megabytes": int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6,
+        "private_megabytes": resident - shared,
+        "mapped_megabytes": shared,  # pages of the files, which the system keeps and shares as it likes
         "files": len(os.listdir("/proc/self/fd")),
     }
 
@@ -79,7 +81,7 @@ def main() -> None:
             print(
                 f"{order}: {COUNT} data sets, {COUNT * DOCUMENTS * LENGTH / 1e12:g}T tokens, open in {opening['seconds']:.1f} s;"
                 f" each {opening['reads'] / COUNT:.1f} reads, {opening['bytes_read'] / COUNT:.0f} bytes,"
-                f" {opening['resident_megabytes'] / COUNT * 1000:.1f} kB, {opening['files'] / COUNT:.2f} files;"
+                f" {opening['private_megabytes'] / COUNT * 1000:.1f} kB, {opening['files'] / COUNT:.2f} files;"
                 f" {SAMPLES} first samples of as many: {results[order]['samples']}"
             )
     print(record.write("data_sets", {"data_sets": COUNT, "tokens": COUNT * DOCUMENTS * LENGTH, **results}, ["numpy"]))

@@ -185,6 +185,11 @@ def test_a_glob_weighs_as_one_by_the_tokens_of_what_matches(tmp_path: Path) -> N
         planned_use(config(tmp_path / "code-*"), {"train": 1}, None)
 
 
+def test_a_name_with_brackets_that_is_there_is_no_glob(tmp_path: Path) -> None:
+    path = data_set(tmp_path / "web[2]")
+    assert [use.prefix for use in planned_use(config(path), {"train": 10}, None)] == [path]
+
+
 def test_temperature_favours_small_data_sets(tmp_path: Path) -> None:
     one, two = data_set(tmp_path / "one", documents=90), data_set(tmp_path / "two", documents=10)
     shares = []

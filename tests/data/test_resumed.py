@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 def config(folder: Path, weights: dict[str, float], **fields: Any) -> DataConfig:
     train = [{"path": str(folder / name), "weight": weight} for name, weight in weights.items()]
-    return DataConfig.parse({"train": train, "seq_length": 8, "split": [1], **fields})
+    return DataConfig.parse({"train": train or "-", "seq_length": 8, "split": [1], **fields})
 
 
 def opened(config: DataConfig) -> BlendedDataset:
@@ -94,6 +94,25 @@ def test_a_glob_that_matches_more_is_a_change(folder: Path) -> None:
     second = resumed(first, first.model_dump(mode="json"), 100, read)
     assert second.begun is not None
     assert second.begun.read == read
+
+
+def test_validation_is_the_same_whatever_becomes_of_the_blend(folder: Path) -> None:
+    plain = config(folder, {"a": 3, "b": 1}, split=[1, 1], order="stable")
+    train = [
+        {"path": str(folder / "a"), "weight": 3, "max_epochs": 0.1},
+        {"path": str(folder / "b"), "max_epochs": 0.1},
+    ]
+    changed = resumed(
+        config(folder, {}, split=[1, 1], train=train), plain.model_dump(mode="json"), 10, {str(folder / "a"): 8}
+    )
+    assert changed.begun is not None
+
+    def valid(config: DataConfig) -> list[list[int]]:
+        held_out = build_datasets(config, seed=1, samples={"train": 1, "valid": 1}, eod=None)[1]
+        assert held_out is not None
+        return [held_out[k].tokens.tolist() for k in range(100)]
+
+    assert valid(changed) == valid(plain)
 
 
 def test_epochs_are_of_entries_as_they_stand(folder: Path) -> None:

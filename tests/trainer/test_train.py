@@ -109,8 +109,9 @@ def test_a_run_goes_on_in_its_order_and_a_changed_blend_with_what_is_next(
     trained(settings(data={"order": "stable"}, train={"steps": 2}))
     blend = {"train": [tokens, {"path": str(tmp_path / "more"), "weight": 3, "max_epochs": 5}]}
     more: dict[str, Any] = {"checkpoint": {"every": 1}, "lr_schedule": {"decay_steps": 2}}
-    for steps in (4, 5):
-        state = trained(settings(data=blend, train={"steps": steps}, **more))
+    with caplog.at_level("INFO"):
+        for steps in (4, 5):
+            state = trained(settings(data=blend, train={"steps": steps}, **more))
     resolved = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["data"]
     assert (state.config.data.order, resolved["order"]) == ("stable", "stable")
     assert resolved["begun"] == {"samples": 8, "read": {tokens: 8}}

@@ -119,8 +119,8 @@ class DataConfig(Config):
     eod_mask_loss: bool = Field(False, description="no loss where the input is an end-of-document token")
     cache: Path | None = Field(
         None,
-        description="folder for the indices of order megatron, default: .cache beside the data, where writable; and for"
-        " data sets that are URLs, default: ~/.cache/mega/data",
+        description="folder for the indices of packing and of orders shuffled and megatron, default: .cache beside the data, where"
+        " writable; and for data sets that are URLs, default: ~/.cache/mega/data",
     )
 
     @property

@@ -12,7 +12,7 @@ from threading import Lock
 
 from mega_common.errors import DataError
 from mega_data.blend import StableBlend
-from mega_data.config import DataConfig, weight_at
+from mega_data.config import Begun, DataConfig, weight_at
 from mega_data.parts import Part
 
 
@@ -120,24 +120,29 @@ class StagedBlend:
         return bisect_left(range(high + 1), True, key=reached)
 
 
-def blend_of(parts: Sequence[Part], config: DataConfig, limits: Sequence[int | None]) -> StableBlend | StagedBlend:
-    """The blend of a split in another order than Megatron's; `limits` as in `StagedBlend`."""
-    weights = weights_by_sample([part.weights for part in parts], config.seq_length, 0)
-    begun = config.begun
-    if begun is None and len(weights) == 1 and not any(limits):
+def training_blend(
+    parts: Sequence[Part], config: DataConfig, limits: Sequence[int | None]
+) -> StableBlend | StagedBlend:
+    """The blend of the training split in another order than Megatron's; `limits` as in `StagedBlend`."""
+    begun = config.begun or Begun(samples=0, read={})
+    weights = weights_by_sample([part.weights for part in parts], config.seq_length, begun.samples)
+    read = [begun.read.get(name, 0) for name in names_of(part.name for part in parts)]
+    if config.begun is None and len(weights) == 1 and all(weights[0][1]) and not any(limits):
         return StableBlend(weights[0][1])
-    read = [0] * len(parts)
-    if begun is not None:
-        weights = weights_by_sample([part.weights for part in parts], config.seq_length, begun.samples)
-        read = [begun.read.get(name, 0) for name in names_of(part.reader.prefix for part in parts)]
     return StagedBlend(weights, limits, read)
 
 
-def names_of(prefixes: Iterable[Path]) -> list[str]:
+def fixed_blend(parts: Sequence[Part]) -> StableBlend | StagedBlend:
+    """That of another split, which is the same whenever it is read: by the weights that a run begins with."""
+    weights = [part.weights[0] for part in parts]
+    return StableBlend(weights) if all(weights) else StagedBlend([(0, weights)], [None] * len(parts), [0] * len(parts))
+
+
+def names_of(paths: Iterable[Path | str]) -> list[str]:
     """The paths of data sets, each with a number where one comes again."""
     seen: Counter[str] = Counter()
     names = []
-    for path in map(str, prefixes):
+    for path in map(str, paths):
         seen[path] += 1
         names.append(path if seen[path] == 1 else f"{path}#{seen[path]}")
     return names

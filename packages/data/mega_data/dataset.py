@@ -14,7 +14,7 @@ import xxhash
 from mega_common.errors import ConfigError, DataError
 from mega_data.blend import MegatronBlend, StableBlend
 from mega_data.config import DataConfig
-from mega_data.curriculum import blend_of, names_of
+from mega_data.curriculum import fixed_blend, names_of, training_blend
 from mega_data.indexed import IndexedReader
 from mega_data.kinds import kinds
 from mega_data.kinds.base import Sample, Samples, Setting
@@ -80,7 +80,7 @@ class BlendedDataset:
 
     def read(self, k: int) -> dict[str, int]:
         """How many of the samples before `k` are of each data set, by path."""
-        return dict(zip(names_of(part.reader.prefix for part in self._parts), self._blend.counts(k), strict=True))
+        return dict(zip(names_of(part.name for part in self._parts), self._blend.counts(k), strict=True))
 
     def epochs(self, k: int) -> dict[str, float]:
         """How often each entry of the blend has been read before sample `k`, by its path; a glob is one entry."""
@@ -119,7 +119,7 @@ def build_datasets(
         if not chosen:
             return None
         cache = config.cache or chosen[0].reader.prefix.parent / ".cache"
-        return _blended(chosen, Setting(config, seed, eod, cache, tokenizer), wanted)
+        return _blended(chosen, Setting(config, seed, eod, cache, tokenizer), wanted, training=name == "train")
 
     train, valid, test = map(split, SPLITS)
     if train is None:
@@ -127,17 +127,14 @@ def build_datasets(
     return train, valid, test
 
 
-def _blended(parts: Sequence[Part], setting: Setting, wanted: int) -> BlendedDataset:
+def _blended(parts: Sequence[Part], setting: Setting, wanted: int, *, training: bool) -> BlendedDataset:
     config, known = setting.config, kinds()
     if config.sample_order != "megatron":
         sources = [known[part.kind](part, setting, wanted) for part in parts]
-        limits = [
-            part.limit(partial(getattr, source, "samples_per_epoch"))
-            for part, source in zip(parts, sources, strict=True)
-        ]
-        return BlendedDataset(
-            parts, sources, blend_of(parts, config, limits), DocumentRules.of(setting), config.seq_length
-        )
+        each = [partial(getattr, source, "samples_per_epoch") for source in sources]
+        limits = [part.limit(passes) for part, passes in zip(parts, each, strict=True)]
+        mixed = training_blend(parts, config, limits) if training else fixed_blend(parts)
+        return BlendedDataset(parts, sources, mixed, DocumentRules.of(setting), config.seq_length)
     blend: Blend = StableBlend([parts[0].weights[0]])
     sizes, own_splits = [wanted], config.valid is not None or config.test is not None
     # One data set goes through Megatron's blending, and its surplus, only where it has a weight and shares a split.

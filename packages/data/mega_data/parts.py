@@ -15,7 +15,7 @@ from mega_common.log import logger
 from mega_data.config import DataConfig, Source
 from mega_data.document_order import token_range
 from mega_data.fetch import local_prefix
-from mega_data.indexed import IndexedReader, OpenFiles, data_prefix
+from mega_data.indexed import IndexedReader, OpenFiles, data_prefix, idx_path
 from mega_data.info import read_info
 from mega_data.limits import allow_open_files
 from mega_data.mask import kind_of
@@ -35,6 +35,7 @@ class Part:
     Attributes:
         source: what the configuration says of it.
         share: a factor of its weights: for its size, or its part of what a glob matches.
+        path: of the data set, as the run names it; None: where it is read.
     """
 
     reader: IndexedReader
@@ -44,6 +45,12 @@ class Part:
     kind: str
     source: Source | None = None
     share: float = 1.0
+    path: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """What a run calls it."""
+        return str(self.path or self.reader.prefix)
 
     @property
     def weights(self) -> dict[int, float]:
@@ -147,7 +154,7 @@ class Parts:
             check_kind(reader, kind)
             first, last = (_sequence_at(bound, reader, kind) for bound in bounds)
             if reader.position(first) < reader.position(last):
-                yield Part(reader, first, last, source.weight, kind, source)
+                yield Part(reader, first, last, source.weight, kind, source, path=path)
             elif name == "train":
                 raise DataError(f"{path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
             else:
@@ -160,7 +167,7 @@ def matching(source: Source) -> list[Path]:
     Raises:
         DataError: when it is a glob that nothing matches.
     """
-    if not source.is_glob:
+    if not source.is_glob or idx_path(source.path).exists():
         return [data_prefix(source.path)]
     pattern = str(data_prefix(source.path)) + ".idx"
     found = [Path(name).with_suffix("") for name in sorted(glob(pattern, recursive=True))]
@@ -205,7 +212,8 @@ def split_bounds(shares: Sequence[float]) -> list[Bounds | None]:
 def check_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
     """Look whether documents are told apart by the token `eod`, where `rules` depend on that.
 
-    Some documents are looked at, not all, and none where the data set's description tells. One that begins with the token is told apart as well.
+    Some documents are looked at, not all, and none where the data set's description tells. One that begins with the token
+    is told apart as well.
 
     Raises:
         DataError: when none is, and a boundary was asked for.

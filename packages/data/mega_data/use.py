@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from mega_data.config import DataConfig
-from mega_data.curriculum import blend_of
+from mega_data.curriculum import fixed_blend, training_blend
 from mega_data.parts import SPLITS, Parts
 
 
@@ -35,7 +35,8 @@ def planned_use(config: DataConfig, samples: Mapping[str, int], eod: int | None)
         chosen = parts.of(name) if name == "train" or samples.get(name) else []
         passes = [part.tokens / config.seq_length for part in chosen]
         limits = [part.limit(partial(float, each)) for part, each in zip(chosen, passes, strict=True)]
-        counts = blend_of(chosen, config, limits).counts(samples.get(name, 0)) if chosen else []
+        blend = training_blend(chosen, config, limits) if name == "train" else fixed_blend(chosen) if chosen else None
+        counts = blend.counts(samples.get(name, 0)) if blend else []
         for part, count, each in zip(chosen, counts, passes, strict=True):
             found.append(Use(name, part.reader.prefix, part.reader.documents, part.tokens, count, count / each))
     return found

@@ -205,14 +205,13 @@ class Saver:
                 logger.warning("old checkpoints are not removed: %s", error)
 
 
-def continued(config: RunConfig) -> RunConfig:
-    """The configuration of a run with what it keeps of the one that it goes on with: the order and blend of its data.
+def continued(config: RunConfig, checkpoint: Place | None) -> RunConfig:
+    """The configuration of a run with what it keeps of the one that it goes on with, where there is one: the order of its
+    data and how far each data set was read.
 
     Raises:
-        CheckpointError: as `starting_point`.
         DataError: when data sets that the run names by a glob are not there.
     """
-    checkpoint = starting_point(config)
     saved = {} if checkpoint is None else Checkpoint.open(checkpoint).state
     if "data" in saved.get("settings", {}):
         data = resumed(config.data, saved["settings"]["data"], saved["consumed_samples"], saved.get("read"))

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from mega_ckpt.folders import latest
 from mega_ckpt.source import load_weights, open_source, tell_unread
+from mega_ckpt.store import Place
 from mega_common.errors import ConfigError, Interrupted
 from mega_common.log import human, logger
 from mega_data.loader import Loader
@@ -105,14 +106,15 @@ def train(
     config: RunConfig, ranks: Ranks, groups: Groups, needs: Callable[[], Needs], store: Store | None
 ) -> TrainState:
     """The run itself, in folders that are its own; `needs` is what a message about full memory tells."""
-    config = continued(config)
+    checkpoint = starting_point(config)
+    config = continued(config, checkpoint)
     limits, device = Limits(config.train), ready_device(config, ranks, groups)
     profiler = Profiler(config, device, ranks.rank)
     state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, tokenizer)
     state.read = train_data.read
-    if not begin(state, groups.world, tokenizer):
+    if not begin(state, checkpoint, groups.world, tokenizer):
         return state
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype_of(config), ranks.world_size)
@@ -205,13 +207,12 @@ def conclude(state: TrainState, reason: str | None) -> None:
     logger.info("done: %d steps; the model is in %s", state.step, where)
 
 
-def begin(state: TrainState, world: Group, tokenizer: Tokenizer | None) -> bool:
-    """Bring the weights to where this run starts: a checkpoint's, another model's, or fresh ones; make the run folder.
+def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: Tokenizer | None) -> bool:
+    """Bring the weights to where this run starts: the checkpoint's, another model's, or fresh ones; make the run folder.
 
     Returns whether there are steps to do; where there are none, nothing is written.
     """
     config = state.config
-    checkpoint = starting_point(config)
     if checkpoint is not None:
         for line in state.restore(checkpoint, world.handle):
             logger.info("  changed since it was saved: %s", line)
