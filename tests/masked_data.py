@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed_writer import IndexedWriter
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]"]
 WORDS = [f"w{i}" for i in range(60)] + [f"##p{i}" for i in range(40)]

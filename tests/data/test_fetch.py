@@ -14,7 +14,8 @@ from mega_common.errors import DataError
 from mega_common.remote import Remote
 from mega_data.config import DataConfig
 from mega_data.fetch import local_prefix
-from mega_data.indexed import IndexedReader, IndexedWriter
+from mega_data.indexed import IndexedReader
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.info import read_info
 from mega_data.parts import Parts
 from mega_data.preprocess import preprocess

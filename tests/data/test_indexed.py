@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_common.errors import DataError
-from mega_data.indexed import HEADER, IndexedReader, IndexedWriter, best_dtype, bin_path, idx_path
+from mega_data.indexed import HEADER, IndexedReader, best_dtype, bin_path, idx_path
+from mega_data.indexed_writer import IndexedWriter
 
 
 def reference_documents(count: int = 200) -> list[np.ndarray]:

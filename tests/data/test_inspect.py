@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_common.errors import DataError
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.inspect import Frequent, Sample, inspect
 from mega_data.preprocess import preprocess
 from mega_data.tokenizer import Tokenizer, train_tokenizer

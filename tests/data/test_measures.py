@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_data import measures
-from mega_data.indexed import IndexedReader, IndexedWriter
+from mega_data.indexed import IndexedReader
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.measures import duplicates, frequent_ngrams, languages, near_duplicates, sample
 
 

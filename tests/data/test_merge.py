@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mega_common.errors import DataError
-from mega_data.indexed import IndexedReader, IndexedWriter
+from mega_data.indexed import IndexedReader
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.merge import merge
 from mega_data.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer

@@ -13,7 +13,7 @@ import pytest
 
 from mega_common.errors import DataError
 from mega_data import output as module
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.output import Output
 from mega_data.preprocess import preprocess
 

@@ -16,7 +16,8 @@ import pytest
 from mega_common.errors import DataError
 from mega_data.config import DataConfig
 from mega_data.dataset import build_datasets
-from mega_data.indexed import IndexedReader, IndexedWriter, OpenFiles
+from mega_data.indexed import IndexedReader, OpenFiles
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.use import Use, planned_use
 
 EOD = 0

@@ -11,7 +11,7 @@ import pytest
 from mega_common.errors import DataError
 from mega_data.cleaning.config import CleanConfig
 from mega_data.cleaning.run import clean
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.preprocess import preprocess
 from mega_data.report import report
 from mega_data.tokenizer import Tokenizer, train_tokenizer

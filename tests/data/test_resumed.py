@@ -8,7 +8,7 @@ import pytest
 
 from mega_data.config import DataConfig
 from mega_data.dataset import BlendedDataset, build_datasets
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.resumed import resumed
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mega_common.errors import DataError
 from mega_data.document_order import DocumentOrder
-from mega_data.indexed import IndexedReader, IndexedWriter
+from mega_data.indexed import IndexedReader
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.sample_index import MegatronSamples, ShuffledSamples, StableSamples, megatron_indices
 
 REFERENCE = np.array([(i * 37) % 91 + 5 for i in range(200)], np.int32)

@@ -8,7 +8,8 @@ import pytest
 
 from mega_common.errors import DataError
 from mega_data import shuffle as module
-from mega_data.indexed import IndexedReader, IndexedWriter
+from mega_data.indexed import IndexedReader
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.info import Skipped, TokenizerInfo, read_info, write_info
 from mega_data.shuffle import shuffle
 from mega_data.verify import verify

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mega_common.errors import ConfigError, DataError
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.info import info_path
 from mega_data.preprocess import preprocess
 from mega_data.tokenizer import Tokenizer, train_tokenizer

@@ -13,7 +13,7 @@ from mega_ckpt.convert import convert
 from mega_ckpt.families import family_named
 from mega_common.errors import CheckpointError, DataError
 from mega_data.dataset import sequential
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.info import TokenizerInfo, write_info
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.load import load_model

@@ -19,7 +19,7 @@ from mega_ckpt.convert import convert
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint
 from mega_common.log import logger
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed_writer import IndexedWriter
 from mega_trainer import train as trainer
 from mega_trainer.config import RunConfig
 from mega_trainer.ranks import Ranks

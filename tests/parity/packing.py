@@ -20,7 +20,8 @@ from parity.worker import Found, References, sweep_against, verdicts
 from ranks import run_ranks
 
 from mega_data.config import DataConfig
-from mega_data.indexed import IndexedReader, IndexedWriter
+from mega_data.indexed import IndexedReader
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.kinds.base import Setting
 from mega_data.kinds.packed import PackedSamples
 from mega_data.loader import Loader, StepBatch

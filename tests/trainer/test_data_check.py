@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from mega_cli.main import main
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_common.errors import ConfigError, TrainingError
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed_writer import IndexedWriter
 from mega_trainer.config import RunConfig
 from mega_trainer.micro_batch import candidates, find_micro_batch, largest
 

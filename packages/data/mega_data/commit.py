@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mega_common.files import fsync_folder, write_json
-from mega_data.indexed import IndexedWriter, bin_path, idx_path, mask_names, remove_earlier
+from mega_data.indexed import bin_path, idx_path, mask_names
+from mega_data.indexed_writer import IndexedWriter, remove_earlier
 from mega_data.info import forget, info_path, quarantine_path
 from mega_data.partial import LOCK, discard, give_names, hold, partial_folder, refusals
 

@@ -9,7 +9,8 @@ from mega_common.errors import DataError
 from mega_common.files import sha256_file
 from mega_common.log import ProgressBar
 from mega_data.commit import commit, settle
-from mega_data.indexed import IndexedReader, IndexedWriter, bin_path, data_prefix, idx_path
+from mega_data.indexed import IndexedReader, bin_path, data_prefix, idx_path
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.info import (
     ChatInfo,
     DataInfo,

@@ -25,7 +25,8 @@ from mega_common.log import ProgressBar, logger
 from mega_data.batches import Batch, Progress
 from mega_data.commit import commit
 from mega_data.encoder import Differs
-from mega_data.indexed import CHUNK, IndexedWriter, best_dtype
+from mega_data.indexed import CHUNK, best_dtype
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.info import (
     ChatInfo,
     DataInfo,

@@ -20,7 +20,8 @@ from typing import Any
 from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.files import write_json
 from mega_data.commit import settle
-from mega_data.indexed import IndexedReader, IndexedWriter, idx_path
+from mega_data.indexed import IndexedReader, idx_path
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.info import DataInfo, data_files, quarantine_path, read_info
 from mega_data.merge import append_all
 from mega_data.partial import refusals

@@ -14,7 +14,8 @@ from mega_common.errors import DataError
 from mega_common.files import naming, sha256_file
 from mega_common.log import ProgressBar
 from mega_data.document_order import Ints, token_positions
-from mega_data.indexed import IndexedReader, IndexedWriter, Tokens, bin_path, data_prefix, idx_path
+from mega_data.indexed import IndexedReader, Tokens, bin_path, data_prefix, idx_path
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.info import DataInfo, Skipped, data_files, forget, prepare_output, read_info, refuse_inputs, write_info
 from mega_data.mask import kind_of
 from mega_data.permutation import permuted_many

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from mega_common.errors import ConfigError
 from mega_data.config import DataConfig
 from mega_data.dataset import build_datasets
-from mega_data.indexed import IndexedWriter
+from mega_data.indexed_writer import IndexedWriter
 from mega_data.kinds.base import Sample, Setting
 from mega_data.kinds.fim import FimSamples, fim
 from mega_data.kinds.masking import drawn_random
