@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mega_common.errors import ConfigError, DataError
 from mega_data import output
 from mega_data.commit import READY, settle
-from mega_data.indexed import partial_folder
+from mega_data.partial import partial_folder
 from mega_data.preprocess import preprocess
 from mega_data.shards import Shard, cut
 from mega_data.sources import find_sources
