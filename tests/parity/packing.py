@@ -20,11 +20,12 @@ from parity.worker import Found, References, sweep_against, verdicts
 from ranks import run_ranks
 
 from mega_data.config import DataConfig
-from mega_data.indexed import IndexedReader
+from mega_data.indexed import IndexedReader, mask_prefix
 from mega_data.indexed_writer import IndexedWriter
 from mega_data.kinds.base import Setting
 from mega_data.kinds.packed import PackedSamples
 from mega_data.loader import Loader, StepBatch
+from mega_data.mask import LossWeights
 from mega_data.parts import Part
 from mega_trainer.config import RunConfig
 
@@ -61,14 +62,14 @@ def make_corpus(folder: Path, length: int, count: int) -> None:
             writer.add_documents(rng.integers(0, TOKENS, (sizes + 1).sum()), sizes + 1)
         if samples_of(folder, length, count, weighted=False).samples_per_epoch == count:
             break
-    weights = rng.choice([0.0, 0.5, 1.0, 2.0], (sizes + 1).sum()).astype(np.float32)
-    np.save(folder / f"{length}-{count}.npy", weights)
+    with IndexedWriter(mask_prefix(prefix), "uint8") as writer:
+        writer.add_documents(rng.choice([0, 1, 2, 4], (sizes + 1).sum()).astype(np.uint8), sizes + 1)
 
 
 def samples_of(folder: Path, length: int, count: int, *, weighted: bool = True) -> PackedSamples:
     """The corpus, packed."""
     reader = IndexedReader(folder / f"{length}-{count}")
-    weights = np.load(folder / f"{length}-{count}.npy") if weighted else None
+    weights = LossWeights(reader) if weighted else None
     config = DataConfig.parse({"train": "-", "seq_length": length})
     return PackedSamples(
         Part(reader, 0, len(reader), None, "documents"), Setting(config, 1, None, folder), weights=weights
@@ -89,7 +90,8 @@ def one_by_one(
 ) -> StepBatch:
     """The corpus's documents as they stand in the file, each in a row of its own, and nothing said of documents."""
     length = config.data.seq_length
-    reader, weights = IndexedReader(folder / f"{length}-{count}"), np.load(folder / f"{length}-{count}.npy")
+    prefix = folder / f"{length}-{count}"
+    reader, weights = IndexedReader(prefix), IndexedReader(mask_prefix(prefix)).tokens
     rows = np.zeros((3, len(reader), length))
     for row, (start, size) in enumerate(zip(reader.pointers // 4, reader.lengths, strict=True)):
         read = reader.tokens[start : start + size]
