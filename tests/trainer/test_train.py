@@ -109,7 +109,7 @@ def test_a_run_goes_on_in_its_order_and_a_changed_blend_with_what_is_next(
     trained(settings(data={"order": "stable"}, train={"steps": 2}))
     blend = {"train": [tokens, {"path": str(tmp_path / "more"), "weight": 3, "max_epochs": 5}]}
     more: dict[str, Any] = {"checkpoint": {"every": 1}, "lr_schedule": {"decay_steps": 2}}
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", "mega"):
         for steps in (4, 5):
             state = trained(settings(data=blend, train={"steps": steps}, **more))
     resolved = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["data"]
