@@ -76,7 +76,15 @@ def run_ours(folder: Path, side: str, cores: int) -> None:
     """Print wall and processor seconds of one `preprocess`."""
     source = folder / {"jsonl": "corpus.jsonl", "folder": "corpus"}[side]
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    preprocess([source], folder / "tokenizer", folder / "out", append_eod=True, workers=cores, overwrite=True)
+    preprocess(
+        [source],
+        folder / "tokenizer",
+        folder / "out",
+        append_eod=True,
+        workers=cores,
+        overwrite=True,
+        encoder="tokenizers",
+    )
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     print(json.dumps({"wall": time.perf_counter() - start, "cpu": cpu}))
