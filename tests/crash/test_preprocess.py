@@ -1,4 +1,7 @@
-"""Killed at fifty random times, by any engine and number of workers, preprocessing ends with the files of a straight run."""
+"""Killed at random times, by any engine and number of workers, preprocessing ends with the files of a straight run.
+
+PYTHONPATH=tests python tests/crash/test_preprocess.py     # fifty times each engine on one, two and four workers
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +22,7 @@ import pytest
 from mega_data.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
-
-KILLS = 50
+pytestmark = pytest.mark.long
 
 # As the command, but for smaller steps; so that in the second a run takes there is much to go on with.
 RUN = """
@@ -38,8 +40,11 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text, a tokenizer, the program, and `straight`, made by a run that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("killed")
+    return filled(tmp_path_factory.mktemp("killed"))
+
+
+def filled(folder: Path) -> Path:
+    """With text, a tokenizer, the program, and `straight`, made by a run that nobody disturbed."""
     source = random.Random(1)
     words = ["".join(source.choices("abcdefghijklmnop", k=source.randint(2, 9))) for _ in range(3000)]
     texts = [" ".join(source.choices(words, k=source.randint(0, 400))) for _ in range(1500)]
@@ -86,7 +91,8 @@ def cluster(engine: str, workers: int) -> Iterator[str | None]:
     if engine != "ray":
         yield None
         return
-    ray = pytest.importorskip("ray")
+    import ray
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # else anything else on this machine comes first
         context = ray.init(num_cpus=workers, log_to_driver=False)
@@ -96,9 +102,8 @@ def cluster(engine: str, workers: int) -> Iterator[str | None]:
         ray.shutdown()
 
 
-@pytest.mark.parametrize("engine", ["threads", "processes", "ray"])
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_killed_at_fifty_random_times(folder: Path, tmp_path: Path, engine: str, workers: int) -> None:
+def killed(folder: Path, tmp_path: Path, engine: str, workers: int, most: int) -> None:
+    """Make the data set again and again, killed at random times, until that were so many."""
     source = random.Random(f"{engine} {workers}")
     straight = content(folder / "straight")
     with cluster(engine, workers) as address:
@@ -107,7 +112,7 @@ def test_killed_at_fifty_random_times(folder: Path, tmp_path: Path, engine: str,
         longest = time.monotonic() - began
         assert content(tmp_path / "first") == straight
         kills = rounds = 0
-        while kills < KILLS:
+        while kills < most:
             rounds += 1
             output = tmp_path / str(rounds)
             while True:
@@ -127,3 +132,16 @@ def test_killed_at_fifty_random_times(folder: Path, tmp_path: Path, engine: str,
                     break
             assert content(output) == straight
         print(f"{engine}, {workers} workers: {kills} kills, {rounds} data sets")
+
+
+@pytest.mark.parametrize(("engine", "workers"), [("threads", 2), ("processes", 4), ("ray", 2)])
+def test_killed_at_random_times(folder: Path, tmp_path: Path, engine: str, workers: int) -> None:
+    killed(folder, tmp_path, engine, workers, 8)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        made = filled(Path(scratch))
+        for engine in ("threads", "processes", "ray"):
+            for workers in (1, 2, 4):
+                killed(made, made / f"{engine}-{workers}", engine, workers, 50)

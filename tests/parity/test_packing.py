@@ -14,5 +14,6 @@ def test_packed_documents_train_as_one_by_one_in_a_covering_of_layouts() -> None
 
 
 @pytest.mark.long
-def test_packed_documents_train_as_one_by_one_in_every_layout_of_four_ranks() -> None:
-    assert not [problem for part in batches(plain_layouts()) for problem in problems(part, part[0].ranks)]
+def test_packed_documents_train_as_one_by_one_in_layouts_of_four_ranks() -> None:
+    """Sixty of the 1,600, drawn so that every pair of settings is there; tests/parity/packing.py runs all."""
+    assert not [problem for part in batches(covering(plain_layouts(), 60)) for problem in problems(part, part[0].ranks)]
