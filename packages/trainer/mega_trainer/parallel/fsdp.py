@@ -59,11 +59,12 @@ def shard_fully(
     meshes = {sharers: DeviceMesh.from_group(_handle(sharers), device.type) for sharers in (group, apart)}
     infos = {name: info_of(parameter) for name, parameter in model.named_parameters()}
     kept = next(model.parameters()).dtype
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == kept else dtype, reduce_dtype=reduce_dtype or kept, cast_forward_inputs=False
-    )
     for modules in units_of(model, layers):
         unit, sharers = modules[0], apart if isinstance(modules[0], Experts) else group
+        sent = reduce_dtype if sharers.size > 1 else None  # what is sent to nobody is not rounded
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype == kept else dtype, reduce_dtype=sent or kept, cast_forward_inputs=False
+        )
         fully_shard(modules, mesh=meshes[sharers], mp_policy=policy, reshard_after_forward=unit is not model)
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all ranks already
