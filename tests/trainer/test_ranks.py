@@ -25,7 +25,7 @@ from mega_ckpt.store import latest
 from mega_common.errors import ConfigError
 from mega_trainer import ranks as ranks_module
 from mega_trainer.config import RunConfig
-from mega_trainer.ranks import Ranks, joined, ranks_of, warn_of_restarts
+from mega_trainer.ranks import Ranks, joined, ranks_of, start_local_ranks, warn_of_restarts
 from mega_trainer.train import run
 
 Settings = Callable[..., dict[str, Any]]
@@ -239,3 +239,16 @@ def test_communicators_are_made_by_their_first_message(monkeypatch: pytest.Monke
         pass
     assert said[0]["backend"] == "cpu:gloo,cuda:nccl"
     assert "device_id" not in said[0]
+
+
+@pytest.mark.parametrize(("said", "threads"), [(None, "2"), ("3", "3")])
+def test_local_ranks_share_the_cores(
+    said: str | None, threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if said:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    tells = "import os, pathlib, sys; pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(os.environ['OMP_NUM_THREADS'])"
+    assert start_local_ranks([sys.executable, "-c", tells, str(tmp_path)], 2, tmp_path) == 0
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [threads, threads]

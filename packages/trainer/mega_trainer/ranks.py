@@ -127,7 +127,9 @@ def start_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it tells of ends that we tell of
     logs = output / "logs"
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    threads = max(1, torch.get_num_threads() // count)  # those of ranks that share cores would wait for each other
     everyone = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": uuid4().hex[:8],
     }  # fmt: skip
