@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_cli.launch.kubernetes import GROUP, document
-from mega_cli.launch.slurm import SlurmPlan
+from mega_cli.launch.slurm import WAIT, SlurmPlan
 from mega_cli.workflow_config import Workflow, nearest
 from mega_common.config import load_yaml
 from mega_common.errors import ConfigError
@@ -71,19 +71,7 @@ set -euo pipefail
 {(" " + chr(92) + chr(10) + "  ").join(step)} &
 step=$!
 
-limit=
-on_time_limit() {{
-  limit=near
-  kill -TERM "$step"
-}}
-trap on_time_limit USR1
-
-status=0
-wait "$step" || status=$?
-if [[ $limit ]]; then # the signal ended that `wait`
-  status=0
-  wait "$step" || status=$?
-  if ((status != 0)); then
+{WAIT}  if ((status != 0)); then
     scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
     exit 0
   fi

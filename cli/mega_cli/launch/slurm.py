@@ -9,6 +9,21 @@ from pathlib import Path
 
 from mega_cli.launch.ranks import ENVIRONMENT, SAVE_SECONDS, agent_command
 
+# Shell that waits for $step, and asks it to end when USR1 tells that the time limit is near; what follows is in that `if`.
+WAIT = """limit=
+on_time_limit() {
+  limit=near
+  kill -TERM "$step"
+}
+trap on_time_limit USR1
+
+status=0
+wait "$step" || status=$?
+if [[ $limit ]]; then # the signal ended that `wait`
+  status=0
+  wait "$step" || status=$?
+"""
+
 
 @dataclass(frozen=True)
 class Container:
@@ -68,19 +83,7 @@ export {" ".join(f"{key}={value}" for key, value in ENVIRONMENT.items())}
 step=$!
 
 # Shortly before the time limit, let the ranks save.
-limit=
-on_time_limit() {{
-  limit=near
-  kill -TERM "$step"
-}}
-trap on_time_limit USR1
-
-status=0
-wait "$step" || status=$?
-if [[ $limit ]]; then # the signal ended that `wait`
-  status=0
-  wait "$step" || status=$?
-fi
+{WAIT}fi
 
 # 75 is saved before the end: queue this job again, to go on from there.
 if ((status == 75)) || [[ $limit && $status != 0 ]]; then
