@@ -169,8 +169,11 @@ class Job:
         self, prefix: Path, sources: Sequence[Source], made_from: str, workers: int, shard: ShardInfo | None = None
     ) -> DataInfo:
         """Read, encode and write all of `sources`, from where an interrupted run was."""
+        choice: Choice = (
+            "tokenizers" if self.chats or self.by_sentence else self.encoder
+        )  # masks want the places of tokens, and a difference is told by document
         try:
-            return self._make(prefix, sources, made_from, workers, shard, "tokenizers" if self.chats else self.encoder)
+            return self._make(prefix, sources, made_from, workers, shard, choice)
         except Differs as error:
             if not all(source.again for source in sources):
                 raise DataError(
@@ -207,9 +210,7 @@ class Job:
             bar = stack.enter_context(ProgressBar("tokenizing", total=size or None, unit="bytes"))
             done = output.begin()
             done.encoder = done.encoder if choice == "auto" else choice  # what was given up stays so
-            encoder = (
-                tokenizer if chats or self.by_sentence else choose_encoder(done.encoder, tokenizer, size, again=lasting)
-            )
+            encoder = choose_encoder(done.encoder, tokenizer, size, again=lasting)
             reading = Reading(sources, self.json_key, self.left_out, done, bar)
             good = batches(
                 reading,
