@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 
 from mega_data.tokenizer import train_tokenizer
@@ -15,3 +18,12 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(CORPUS, 300, folder)
     return folder
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """An empty object store in memory."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -19,15 +17,6 @@ from mega_data.indexed_writer import IndexedWriter
 from mega_data.info import read_info
 from mega_data.parts import Parts
 from mega_data.preprocess import preprocess
-
-
-@pytest.fixture
-def store() -> Iterator[Any]:
-    """An empty object store in memory."""
-    files = fsspec.filesystem("memory")
-    files.store.clear()
-    yield files
-    files.store.clear()
 
 
 def put(store: Any, prefix: Path) -> None:

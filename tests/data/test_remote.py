@@ -5,11 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from mega_common.errors import ConfigError, DataError, MissingPackageError
@@ -19,15 +17,6 @@ from mega_data.shards import Shard
 from mega_data.sources import LeftOut, find_sources
 
 TEXT = "the cat sat on the mat "
-
-
-@pytest.fixture
-def store() -> Iterator[Any]:
-    """An empty object store in memory."""
-    files = fsspec.filesystem("memory")
-    files.store.clear()
-    yield files
-    files.store.clear()
 
 
 def records(name: str, count: int = 30) -> bytes:
