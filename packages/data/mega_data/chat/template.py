@@ -77,6 +77,14 @@ class ChatTemplate:
             raise DataError("all of the text is an answer, the questions too", hint=f"--loss-on all says so, or {MARK}")
         return Rendered(text, tuple(spans))
 
+    def prompt(self, conversation: Conversation) -> str:
+        """The text of a conversation up to where the next answer begins.
+
+        Raises:
+            DataError: when the template refuses it.
+        """
+        return self._text(conversation, conversation.messages, add_generation_prompt=True)[0]
+
     def _by_marks(self, conversation: Conversation) -> tuple[str, list[Span]]:
         text, marked = self._text(conversation, conversation.messages, return_assistant_tokens_mask=True)
         answers = [
