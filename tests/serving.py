@@ -76,14 +76,14 @@ def serving(
     """A server on a free port of this machine; its address without the path. It ends as by SIGTERM."""
     hosts = None if key else ("127.0.0.1", "localhost")
     listener = bind("127.0.0.1", 0, key)
-    server = Server(service, Bounds(key, hosts, requests, service.seconds), max_body=max_body, drain=drain)
+    server = Server(service, Bounds(key, hosts, requests, service.seconds, max_body), drain=drain)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
         until(lambda: server.started)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
     finally:
-        if thread.is_alive():
+        if not server.gate.draining:
             server.handle_exit(signal.SIGTERM, None)
         thread.join(30)
     assert not thread.is_alive()

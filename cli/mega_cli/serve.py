@@ -115,8 +115,8 @@ def serve_command(
         metrics=Metrics(found.engine),
     )
     hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
-    bounds = Bounds(key, hosts, requests=max_requests, seconds=timeout)
-    server = Server(service, bounds, max_body=max_body, drain=drain)
+    bounds = Bounds(key, hosts, requests=max_requests, seconds=timeout, body=max_body)
+    server = Server(service, bounds, drain=drain)
     server.run(sockets=[listener])
     if server.force_exit:
         raise KeyboardInterrupt

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -32,23 +31,14 @@ from mega_eval.server.service import Running, Service
 T = TypeVar("T")
 
 
-def create_app(service: Service, bounds: Bounds, *, max_body: int) -> Gate:
-    """The application; it starts and ends the service's engine with itself. `max_body`: bytes of a request."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.driver.start()
-        yield
-        service.driver.close()
-
+def create_app(service: Service, bounds: Bounds) -> Gate:
+    """The application; the service's driver has to be started before the first request."""
     app = FastAPI(
         title="mega",
         summary="OpenAI-compatible access to one language model",
         version=service.version,
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
-        lifespan=lifespan,
-        max_body_size=max_body,
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     errors.install(app)

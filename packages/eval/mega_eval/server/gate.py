@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,12 +36,14 @@ class Bounds:
             can be made to lead here ("DNS rebinding").
         requests: of any kind, at the same time.
         seconds: for one request, from its first byte to the last of the answer.
+        body: bytes of a request.
     """
 
     key: str | None
     hosts: Sequence[str] | None
     requests: int
     seconds: float
+    body: int
 
 
 class Gate:
@@ -68,7 +71,7 @@ class Gate:
             self.active += 1
             try:
                 async with asyncio.timeout(self._bounds.seconds + GRACE):
-                    await self._app(scope, receive, answer.send)
+                    await self._app(scope, _at_most(self._bounds.body, receive), answer.send)
             finally:
                 self.active -= 1
         except Exception as error:  # noqa: BLE001 - the last place where a request can be answered
@@ -97,6 +100,22 @@ class Gate:
             raise Refusal(503, "the server is shutting down", retry_after=10)
         if self.active >= bounds.requests:
             raise Refusal(429, f"the server is busy with {self.active} requests", retry_after=1)
+
+
+def _at_most(size: int, receive: Receive) -> Receive:
+    """Takes no more than `size` bytes of a body, whatever its header says."""
+    taken = 0
+
+    async def bounded() -> Message:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        if taken > size:
+            # of all errors it is this one that FastAPI lets through while it reads a body
+            raise HTTPException(413, f"the body has more than {size} bytes")
+        return message
+
+    return bounded
 
 
 def _host(headers: Headers) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import logging
 import socket
 import time
 from types import FrameType
@@ -53,14 +52,15 @@ class Server(uvicorn.Server):
     there was a second signal.
     """
 
-    def __init__(self, service: Service, bounds: Bounds, *, max_body: int, drain: float) -> None:
-        """`max_body`: bytes of a request; `drain`: seconds to finish what runs."""
-        self._gate = create_app(service, bounds, max_body=max_body)
+    def __init__(self, service: Service, bounds: Bounds, *, drain: float) -> None:
+        """`drain`: seconds to finish what runs."""
+        self.gate = create_app(service, bounds)
         config = uvicorn.Config(
-            self._gate,
+            self.gate,
             log_config=None,
+            log_level="critical",  # what it would tell, the gate has told
             access_log=False,
-            lifespan="on",
+            lifespan="off",
             timeout_graceful_shutdown=5,
             server_header=False,
             proxy_headers=False,
@@ -68,7 +68,14 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._drain = service, drain
         self._deadline = 0.0
-        _show_warnings()
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on these until the end; the engine runs meanwhile."""
+        self._service.driver.start()
+        try:
+            super().run(sockets)
+        finally:
+            self._service.driver.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -79,27 +86,20 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; uvicorn calls it for both signals."""
-        if self._gate.draining:
+        if self.gate.draining:
             self.should_exit = self.force_exit = True
             return
-        self._gate.draining, self._deadline = True, time.monotonic() + self._drain
-        if self._gate.active:
+        self.gate.draining, self._deadline = True, time.monotonic() + self._drain
+        if self.gate.active:
             what = "%d requests are finished first, for %.0f seconds at most; another signal ends at once"
-            logger.info(what, self._gate.active, self._drain)
+            logger.info(what, self.gate.active, self._drain)
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end; uvicorn asks ten times a second."""
-        if self._gate.draining and not self.should_exit:
+        if self.gate.draining and not self.should_exit:
             late = time.monotonic() >= self._deadline
-            if late and self._gate.active:
-                logger.warning("%d requests are not finished, and given up", self._gate.active)
+            if late and self.gate.active:
+                logger.warning("%d requests are not finished, and given up", self.gate.active)
                 self._service.driver.abort(Refusal(503, "the server is shutting down"))
-            self.should_exit = late or not self._gate.active
+            self.should_exit = late or not self.gate.active
         return await super().on_tick(counter)
-
-
-def _show_warnings() -> None:
-    """uvicorn's own log goes to ours, but for what we tell better."""
-    theirs = logging.getLogger("uvicorn")
-    theirs.handlers, theirs.propagate = logger.handlers, False
-    theirs.setLevel(logging.WARNING)

@@ -107,6 +107,8 @@ class Service:
         self, body: Generation, form: Format, prompts: Sequence[list[int]], echoes: Sequence[Echo | None]
     ) -> Running:
         """Hand `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
+        if body.constraint() is not None:
+            raise Refusal(400, "grammars are not supported by this engine")
         choices, sampling, alternatives = body.n or 1, body.sampling(), body.alternatives()
         requests = [
             Request(
@@ -116,7 +118,6 @@ class Service:
                 sample=choice,
                 logprobs=alternatives,
                 prompt_logprobs=echo is not None and alternatives is not None,
-                grammar=body.constraint(),
             )
             for prompt, echo in zip(prompts, echoes, strict=True)
             for choice in range(choices)
