@@ -237,18 +237,22 @@ def _talk(chat: Chat) -> None:
     if terminal:
         import readline  # noqa: F401 - its import gives input() a line that can be edited
 
-        print("/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer", file=sys.stderr)
+        _note("/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer")
     for turn in _turns(terminal):
         if turn == "/quit":
             return
         if turn == "/reset":
             chat.messages.clear()
-            logger.info("the conversation is forgotten")
+            _note("the conversation is forgotten")
             continue
         if turn.startswith("/") and terminal and " " not in turn:
-            logger.warning("%s: no such command; there are /reset and /quit", turn)
+            _note(f"{turn}: no such command; there are /reset and /quit")
             continue
         _answer(chat, turn)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _turns(terminal: bool) -> Iterator[str]:
@@ -263,7 +267,7 @@ def _turns(terminal: bool) -> Iterator[str]:
         except KeyboardInterrupt:
             if not terminal:
                 raise
-            print("\n(/quit ends)", file=sys.stderr)
+            _note("\n/quit or Ctrl-D ends")
             continue
         if line.strip():
             yield line.strip()
@@ -277,10 +281,10 @@ def _answer(chat: Chat, turn: str) -> None:
                 print(text, end="", flush=True)
             print()
     except MegaError as error:
-        logger.error("%s", error)
+        _note(f"error: {error}")
         return
     if len(chat.messages) < remembered + 2:
-        logger.warning("the conversation is longer than the model's %d tokens: its begin is forgotten", chat.max_length)
+        _note(f"the conversation is longer than the model's {chat.max_length} tokens: its begin is forgotten")
 
 
 @contextlib.contextmanager
