@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,15 @@ def commands(text: str) -> Iterator[list[str]]:
                 yield shlex.split(re.split(r" \||&&|;|>", typed[1])[0], comments=True)
 
 
+@cache
+def everything() -> Any:
+    """The tree of commands."""
+    return typer.main.get_command(build_app())
+
+
 def unknown(words: list[str]) -> list[str]:
     """Commands and options among the words that there are not."""
-    here: Any = typer.main.get_command(build_app())
+    here = everything()
     while hasattr(here, "commands"):
         if not words or words[0].startswith("-"):
             return []
