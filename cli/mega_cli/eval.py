@@ -145,9 +145,10 @@ def generate_command(
     """Continue prompts. A single one is printed as it is written; nothing but the continuation goes to standard output."""
     prompts = _prompts(prompt or [], prompt_file)
     from mega_data.tokenizer import Tokenizer
-    from mega_eval.generate import Limits, generate, stream
+    from mega_eval.generate import generate, stream
     from mega_eval.load import PRECISIONS, device_named, end_tokens, load_model, load_tokenizer
     from mega_eval.sampling import Sampling
+    from mega_eval.text import Limits
 
     raw = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     sampling = Sampling.parse(raw, source="options")
