@@ -153,6 +153,19 @@ def expert_problems(config: RunConfig) -> Iterator[Problem]:
             f"takes bf16 and whole experts: precision = {config.precision}, parallel.expert_tp = {parallel.expert_tp}"
         )
         yield Problem("parallel.dispatch", rule, parallel.dispatch, "alltoall")
+    if parallel.dispatch == "nvshmem" and (unfit := _unfit_for_nvshmem(config)):
+        yield Problem("parallel.dispatch", unfit, parallel.dispatch, "alltoall")
+
+
+def _unfit_for_nvshmem(config: RunConfig) -> str | None:
+    """What of the run its kernel does not take: it shares the bytes that come from a rank evenly among blocks."""
+    parallel, width = config.parallel, config.model.hidden_size
+    ranks = parallel.ep * parallel.expert_tp
+    if parallel.dispatch_bound is None:
+        return "wants to know how much room there is, and parallel.dispatch_bound is not set"
+    if ranks & (ranks - 1) or width % 32:
+        return f"takes powers of two of ranks, and widths of a multiple of 32: ep x expert_tp = {ranks}, hidden_size = {width}"
+    return None
 
 
 def _expert_degrees(model: ModelConfig) -> list[int]:
