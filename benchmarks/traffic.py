@@ -60,8 +60,9 @@ from mega_trainer.model.routing import Routing
 from mega_trainer.optim import clip
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel import buckets, context, exchange, expert
+from mega_trainer.parallel import buckets, context, exchange, expert, nvshmem
 from mega_trainer.parallel.grads import Sharing, flatten
+from mega_trainer.parallel.nvshmem import Nvshmem
 
 MATMUL, ATTENTION, FP32, MEMORY, LAUNCH = 0.75 * 989e12, 0.60 * 989e12, 67e12, 0.80 * 3.35e12, 5e-6
 D, FFN, HEADS, KV, HEAD, VOCAB = 4096, 14_336, 32, 8, 128, 128_256
@@ -283,7 +284,9 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
     def leaf(self: Leaves, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with traffic.silence():
             out = function(*args, **kwargs)
-        ins, outs = _distinct(_tensors([args, kwargs])), _tensors(out)
+        outs = _tensors(out)
+        # one that is returned is a place to write to
+        ins = [t for t in _distinct(_tensors([args, kwargs])) if not any(t is other for other in outs)]
         # torch.compile makes a sum over rows, of a weight's gradient, a kernel of its own
         summed = any(t.dim() < max(x.dim() for x in ins) for t in outs)
         # nor is the scale of a tensor, or of a column, known before all of it is read
@@ -462,7 +465,7 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def experts(traffic: Traffic, length: int) -> dict[str, dict[str, float]]:
-    """Layers of experts on one rank of several, an even load, as many rows as there are and with a bound of 1.25.
+    """Layers of experts on one rank of several, an even load, by each way of dispatch.
 
     Returns, by region, GB that the rank sends to other ranks, those that one row for each token and rank would be, and
     waits of the host. Choices are of random scores.
@@ -476,12 +479,13 @@ def experts(traffic: Traffic, length: int) -> dict[str, dict[str, float]]:
             chosen = choose(torch.rand(length, moe.num_experts, generator=torch.Generator().manual_seed(0)), moe, None)
             held = torch.zeros(length, ranks).scatter_(1, chosen * ranks // moe.num_experts, 1.0)
             rows = round(held.sum().item() / ranks)  # to each rank
-        for bound in (None, 1.25):
-            region = f"experts, {name}, {ranks} ranks" + (f", bound {bound}" if bound else "")
-            wire = Wire(ranks, rows, length * moe.top_k)
+        for way, bound in (("", None), (", bound 1.25", 1.25), (", nvshmem, bound 1.25", 1.25)):
+            region, wire = f"experts, {name}, {ranks} ranks{way}", Wire(ranks, rows, length * moe.top_k)
             with traffic.silence():
-                groups = Groups(ep=Group("ep", tuple(range(ranks))))
-                layer = Moe(Builder(config, groups, dtype=torch.bfloat16, device=CPU, dispatch_bound=bound), 0)
+                groups, leaves = Groups(ep=Group("ep", tuple(range(ranks)))), Leaves(compiled=True)
+                own = Nvshmem(moe.num_experts, groups.ep, 1, 1.25, leaves) if "nvshmem" in way else None
+                build = Builder(config, groups, dtype=torch.bfloat16, device=CPU, dispatcher=own, dispatch_bound=bound)
+                layer = Moe(build, 0)
                 x = _bf16(traffic, 1, length, config.hidden_size)
                 context = Context(Sequences(length, CPU), routing=Routing(None, None, 1.0, 1.0))
             with wire.instead(traffic):
@@ -513,6 +517,14 @@ class Wire:
             self.size += _nbytes(table)
             return torch.empty_like(table)
 
+        def everyones(counts: Tensor, group: Group) -> Tensor:
+            self.size += _nbytes(counts) * (self.ranks - 1)
+            return counts.repeat(self.ranks)
+
+        def send_those_there_are(tables: nvshmem.Tables, group: Group, received: Tensor) -> Any:
+            self.size += self.rows * (self.ranks - 1) * _nbytes(tables.leaving[0])
+            return SimpleNamespace(wait=lambda: None)
+
         def fetched(table: Tensor) -> Callable[[], Any]:
             self.waits += 1
             even = [[self.rows, self.choices // self.ranks]] * self.ranks
@@ -527,6 +539,7 @@ class Wire:
         with ExitStack() as stack:
             for place, name, stand_in in (
                 (exchange, "all_to_all_into", send), (expert, "all_to_all", counts), (expert, "fetched", fetched),
+                (nvshmem, "all_gather", everyones), (nvshmem, "by_gloo", send_those_there_are),
                 (router, "wide_product", wide_product), (grouped, "_at_once", lambda x, width: True),
                 (grouped, "_zero_without_rows", lambda device: True),
             ):  # fmt: skip

@@ -38,6 +38,7 @@ from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.expert import Dispatcher
 from mega_trainer.parallel.fsdp import FullyShardedStage, shard_fully
 from mega_trainer.parallel.grads import Sharing, flatten
+from mega_trainer.parallel.nvshmem import Nvshmem
 from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
@@ -71,11 +72,14 @@ def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, lo
     )
 
 
-def build_dispatcher(config: RunConfig, groups: Groups) -> Dispatcher | None:
-    """What brings tokens to experts on other ranks, where that is not the trainer's own."""
+def build_dispatcher(config: RunConfig, groups: Groups, leaves: Leaves) -> Dispatcher | None:
+    """What brings tokens to experts on other ranks, where that is not the usual way."""
     moe, parallel = config.model.moe, config.parallel
     if moe is None or groups.ep.size == 1 or parallel.dispatch == "alltoall":
         return None
+    if parallel.dispatch == "nvshmem":
+        assert parallel.dispatch_bound is not None
+        return Nvshmem(moe.num_experts, groups.ep, groups.expert_tp.size, parallel.dispatch_bound, leaves)
     return DeepEp(moe.num_experts, groups.ep, parallel.dispatch_bound)
 
 
