@@ -133,8 +133,8 @@ def expert_problems(config: RunConfig) -> Iterator[Problem]:
         widths = [n for n in range(1, 17) if moe.ffn_hidden_size % n == 0]
         rule = f"must divide the experts' ffn_hidden_size {moe.ffn_hidden_size}"
         yield Problem("parallel.expert_tp", rule, parallel.expert_tp, f"one of {widths}")
-    if rule := _unfit_for_dispatch(config):
-        yield Problem("parallel.dispatch", rule, parallel.dispatch, "alltoall")
+    if unfit := _unfit_for_dispatch(config):
+        yield Problem("parallel.dispatch", unfit, parallel.dispatch, "alltoall")
 
 
 def _unfit_for_dispatch(config: RunConfig) -> str | None:

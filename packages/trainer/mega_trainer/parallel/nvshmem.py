@@ -161,7 +161,7 @@ class SymmetricWire:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # as its address, which a fake tensor has not
+    return int(tensor.untyped_storage()._cdata)  # as its address, which a fake tensor has not
 
 
 def launch(tables: Tables, group: Group) -> None:

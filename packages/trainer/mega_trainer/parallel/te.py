@@ -43,7 +43,8 @@ class TeDispatch:
                 f"parallel.dispatch = te: Transformer Engine's experts cannot be imported: {error}",
                 hint="install transformer-engine 2.20 or later for this CUDA, or set parallel.dispatch=alltoall",
             ) from error
-        (tokens, choices), width, room = chosen.shape, x.shape[1], math.ceil(self.bound * chosen.numel())
+        (tokens, choices), width = chosen.shape, x.shape[1]
+        room = math.ceil(self.bound * chosen.numel()) + 1  # of a table's rows the last is nobody's, for grouped products
         if not ep.is_ep_bootstrapped():
             ep.ep_bootstrap(
                 self.group.handle, self.num_experts, tokens, width, choices, recv_capacity_per_rank=room,
@@ -53,8 +54,8 @@ class TeDispatch:
         buffer = ep.EpBuffer(choices, tokens, width, self.num_experts // self.group.size, recv_capacity_per_rank=room)
         rows, came, counts = ep.ep_dispatch(buffer, x, chosen, weights)
         total: Tensor = buffer.total_recv_tokens  # [1]
-        lost = (total.sum() - room).clamp(min=0)
-        here = Sorted(rows, came, Rows(counts.cumsum(0).clamp(max=room).int()), lambda y: y, lost)
+        lost = (total.sum() - (room - 1)).clamp(min=0)
+        here = Sorted(rows, came, Rows(counts.cumsum(0).clamp(max=room - 1).int()), lambda y: y, lost)
 
         def back(y: Tensor) -> Tensor:
             out: Tensor = ep.ep_combine(buffer, y, num_local_tokens=tokens)
