@@ -44,7 +44,7 @@ class TeDispatch:
                 hint="install transformer-engine 2.20 or later for this CUDA, or set parallel.dispatch=alltoall",
             ) from error
         (tokens, choices), width = chosen.shape, x.shape[1]
-        room = math.ceil(self.bound * chosen.numel()) + 1  # of a table's rows the last is nobody's, for grouped products
+        room = math.ceil(self.bound * chosen.numel()) + 1  # the last row is nobody's, as grouped products want it
         if not ep.is_ep_bootstrapped():
             ep.ep_bootstrap(
                 self.group.handle, self.num_experts, tokens, width, choices, recv_capacity_per_rank=room,
