@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -107,13 +108,15 @@ class Reading:
         self.left_out.tell()
 
     def _read(self, source: Source) -> Iterator[Document | Rejected]:
-        return read(source, self.json_key, self._advance, self._tell_kind, self._tell_lines, whole=self.whole)
+        end = self.read + source.bytes if source.size else math.inf
+
+        def advance(count: int) -> None:  # blocks reach beyond the range of a part
+            self.read = min(self.read + count, end)
+
+        return read(source, self.json_key, advance, self._tell_kind, self._tell_lines, whole=self.whole)
 
     def _tell_lines(self, count: int) -> None:
         self.lines = count
-
-    def _advance(self, count: int) -> None:
-        self.read += count
 
     def _tell_kind(self, kind: Kind) -> None:
         self.kinds[kind] += 1

@@ -222,6 +222,7 @@ class Output:
                 bin_sha256=self._digest.hexdigest(),
                 chat=chat,
                 shard=self.shard,
+                made_from=None if self.shard else self.done.made_from,
             )
             self._close_quarantine()
             commit(self.writer, self.done.made_from)

@@ -84,6 +84,21 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.schedule", error.message, parallel.schedule, error.hint or "")
 
 
+def check_degrees(model: ModelConfig, *, tp: int, ep: int) -> None:
+    """Refuse degrees by which a model cannot be shared, where there is no run to check.
+
+    Raises:
+        ConfigError: naming the degree, with those that can be.
+    """
+    if not _splits(model, tp):
+        degrees = [n for n in range(1, model.num_attention_heads + 1) if _splits(model, n)]
+        raise ConfigError(f"tp = {tp}: this model's heads and widths cannot be shared so", hint=f"one of {degrees}")
+    if ep not in _expert_degrees(model):
+        raise ConfigError(
+            f"ep = {ep}: this model's experts cannot be shared so", hint=f"one of {_expert_degrees(model)}"
+        )
+
+
 def context_problems(config: RunConfig) -> Iterator[Problem]:
     """What of the split of a sequence, over context ranks and under sequence parallelism, does not fit the model."""
     model, parallel, length = config.model, config.parallel, config.data.seq_length
