@@ -20,11 +20,12 @@ Products add into fp32 as on a GPU. Views and empty allocations are free; host t
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,7 @@ import torch
 from predict import Compute, predictions
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,6 +65,7 @@ from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel import buckets, context, exchange, expert, nvshmem
 from mega_trainer.parallel.grads import Sharing, flatten
 from mega_trainer.parallel.nvshmem import Nvshmem
+from mega_trainer.parallel.te import TeDispatch
 
 MATMUL, ATTENTION, FP32, MEMORY, LAUNCH = 0.75 * 989e12, 0.60 * 989e12, 67e12, 0.80 * 3.35e12, 5e-6
 D, FFN, HEADS, KV, HEAD, VOCAB = 4096, 14_336, 32, 8, 128, 128_256
@@ -468,7 +471,8 @@ def experts(traffic: Traffic, length: int) -> dict[str, dict[str, float]]:
     """Layers of experts on one rank of several, an even load, by each way of dispatch.
 
     Returns, by region, GB that the rank sends to other ranks, those that one row for each token and rank would be, and
-    waits of the host. Choices are of random scores.
+    waits of the host. Choices are of random scores. Of Transformer Engine's kernels, which are not seen here, these are what
+    NCCL documents.
     """
     found = {}
     for name, (ranks, shape) in SHAPES.items():
@@ -479,11 +483,14 @@ def experts(traffic: Traffic, length: int) -> dict[str, dict[str, float]]:
             chosen = choose(torch.rand(length, moe.num_experts, generator=torch.Generator().manual_seed(0)), moe, None)
             held = torch.zeros(length, ranks).scatter_(1, chosen * ranks // moe.num_experts, 1.0)
             rows = round(held.sum().item() / ranks)  # to each rank
-        for way, bound in (("", None), (", bound 1.25", 1.25), (", nvshmem, bound 1.25", 1.25)):
+        for way, bound in (("", None), *((f", {name}bound 1.25", 1.25) for name in ("", "nvshmem, ", "te, "))):
             region, wire = f"experts, {name}, {ranks} ranks{way}", Wire(ranks, rows, length * moe.top_k)
             with traffic.silence():
-                groups, leaves = Groups(ep=Group("ep", tuple(range(ranks)))), Leaves(compiled=True)
-                own = Nvshmem(moe.num_experts, groups.ep, 1, 1.25, leaves) if "nvshmem" in way else None
+                groups, own = Groups(ep=Group("ep", tuple(range(ranks)))), None
+                if "nvshmem" in way:
+                    own = Nvshmem(moe.num_experts, groups.ep, 1, 1.25, Leaves(compiled=True))
+                elif "te" in way:
+                    own = TeDispatch(moe.num_experts, groups.ep, 1.25)
                 build = Builder(config, groups, dtype=torch.bfloat16, device=CPU, dispatcher=own, dispatch_bound=bound)
                 layer = Moe(build, 0)
                 x = _bf16(traffic, 1, length, config.hidden_size)
@@ -536,7 +543,13 @@ class Wire:
             traffic.add("wide product", product=2.0 * a.numel() * b.shape[1], size=sum(map(_nbytes, (out, a, b))))
             return out
 
+        def by_library(made: Tensor, *given: Tensor) -> Tensor:
+            self.size += self.rows * (self.ranks - 1) * _nbytes(given[0][0])
+            traffic.add("library", size=sum(map(_nbytes, (made, *given))))
+            return made
+
         with ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(sys.modules, transformer_engine(by_library)))
             for place, name, stand_in in (
                 (exchange, "all_to_all_into", send), (expert, "all_to_all", counts), (expert, "fetched", fetched),
                 (nvshmem, "all_gather", everyones), (nvshmem, "by_gloo", send_those_there_are),
@@ -545,6 +558,49 @@ class Wire:
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(place, name, stand_in))
             yield
+
+
+def transformer_engine(kernel: Callable[..., Tensor]) -> dict[str, ModuleType]:
+    """Its dispatch and combine, one kernel each way."""
+
+    class Dispatch(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weights: Tensor, room: int) -> tuple[Tensor, Tensor]:
+            ctx.like = x, weights
+            return kernel(x.new_empty(room, x.shape[1]), x), weights.new_empty(room)
+
+        @staticmethod
+        def backward(ctx: Any, dx: Tensor, dweights: Tensor) -> tuple[Tensor, Tensor, None]:
+            x, weights = ctx.like
+            return kernel(torch.empty_like(x), dx, dweights), torch.empty_like(weights), None
+
+    class Combine(Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor, tokens: int) -> Tensor:
+            ctx.room = len(y)
+            return kernel(y.new_empty(tokens, y.shape[1]), y)
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+            return kernel(dy.new_empty(ctx.room, dy.shape[1]), dy), None
+
+    def buffer(choices: int, tokens: int, width: int, own: int, *, recv_capacity_per_rank: int) -> SimpleNamespace:
+        total = torch.empty(1, dtype=torch.int64)
+        return SimpleNamespace(own=own, room=recv_capacity_per_rank, total_recv_tokens=total)
+
+    def dispatch(buffer: SimpleNamespace, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        rows, came = Dispatch.apply(x, weights, buffer.room)  # type: ignore[no-untyped-call]
+        return rows, came, torch.empty(buffer.own, dtype=torch.int64)
+
+    def combine(buffer: SimpleNamespace, y: Tensor, *, num_local_tokens: int) -> Tensor:
+        out: Tensor = Combine.apply(y, num_local_tokens)  # type: ignore[no-untyped-call]
+        return out
+
+    found = {name: ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch")}
+    found["transformer_engine.pytorch"].ep = SimpleNamespace(  # type: ignore[attr-defined]
+        is_ep_bootstrapped=lambda: True, EpBuffer=buffer, ep_dispatch=dispatch, ep_combine=combine
+    )
+    return found
 
 
 def _as_one_kernel(mask: Packed, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

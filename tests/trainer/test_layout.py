@@ -89,6 +89,7 @@ MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 12}
             {"ep": 2, "expert_tp": 2, "dispatch": "deepep"},
             "parallel.dispatch = 'deepep': takes bf16 and whole experts",
         ),
+        (MOE, {"ep": 2, "expert_tp": 2, "dispatch": "te"}, "parallel.dispatch = 'te': takes bf16 and whole experts"),
         (MOE, {"ep": 2, "dispatch": "nvshmem"}, "parallel.dispatch_bound is not set -> alltoall"),
         (
             MOE,

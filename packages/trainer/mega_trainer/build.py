@@ -40,6 +40,7 @@ from mega_trainer.parallel.fsdp import FullyShardedStage, shard_fully
 from mega_trainer.parallel.grads import Sharing, flatten
 from mega_trainer.parallel.nvshmem import Nvshmem
 from mega_trainer.parallel.shared import SharedStage
+from mega_trainer.parallel.te import TeDispatch
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.advice import run_shape
@@ -77,10 +78,13 @@ def build_dispatcher(config: RunConfig, groups: Groups, leaves: Leaves) -> Dispa
     moe, parallel = config.model.moe, config.parallel
     if moe is None or groups.ep.size == 1 or parallel.dispatch == "alltoall":
         return None
-    if parallel.dispatch == "nvshmem":
-        assert parallel.dispatch_bound is not None
-        return Nvshmem(moe.num_experts, groups.ep, groups.expert_tp.size, parallel.dispatch_bound, leaves)
-    return DeepEp(moe.num_experts, groups.ep, parallel.dispatch_bound)
+    bound = parallel.dispatch_bound
+    if parallel.dispatch == "deepep":
+        return DeepEp(moe.num_experts, groups.ep, bound)
+    assert bound is not None
+    if parallel.dispatch == "te":
+        return TeDispatch(moe.num_experts, groups.ep, bound)
+    return Nvshmem(moe.num_experts, groups.ep, groups.expert_tp.size, bound, leaves)
 
 
 def choose_kernels(config: RunConfig, device: torch.device) -> Choice:

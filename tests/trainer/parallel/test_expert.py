@@ -46,7 +46,7 @@ def dispatched(
     chosen = torch.rand(tokens, E if not empty else E // 2, generator=g).topk(3).indices
     chosen[0, 1] = -1
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-    first, own = rank // parts * (E // ep), E // ep
+    first = rank // parts * (E // ep)
     seen = []
 
     def experts(rows: Tensor, weights: Tensor, by: Rows) -> Tensor:
@@ -57,7 +57,7 @@ def dispatched(
         y = rows[:count] * (factors / parts * weights[:count]).unsqueeze(-1) * scale
         return torch.cat([y, torch.full_like(rows[count:], torch.nan)])
 
-    y, lost = through(way(E, group, parts, bound).send(x, chosen, weights), experts, own)
+    y, lost = through(way(E, group, parts, bound).send(x, chosen, weights), experts)
     dy = torch.randn(tokens, D, generator=g, dtype=torch.float64)
     y.backward(dy)
     both = torch.where(chosen >= 0, 2.0 ** chosen.double(), 0.0)

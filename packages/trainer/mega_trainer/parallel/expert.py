@@ -30,27 +30,44 @@ from mega_trainer.kernels.grouped import Rows, outer
 from mega_trainer.parallel.exchange import Exchange, HostWire, fetched, start
 from mega_trainer.parallel.slots import Slots, collect, gather, pick, summed
 
-# rows of this rank's experts, sorted by expert [M + 1, D], and their weights [M + 1] -> what is to be summed [M + 1, D]
+# rows of this rank's experts, sorted by expert [M, D], and their weights [M] -> what is to be summed [M, D]
 Experts = Callable[[Tensor, Tensor, Rows], Tensor]
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """Tokens that are to meet this rank's experts.
+class Sorted:
+    """Tokens that meet this rank's experts, a row for each token and expert.
 
     Attributes:
-        x: [T, D].
-        chosen: int64 [T, K], which of this rank's experts; -1 for others' and none.
-        weights: [T, K].
-        rows: M, at least as many as there are choices of this rank's experts.
-        sum: makes sums of rows where they are to leave from; see `Slots.sum`.
+        x: [M, D], sorted by expert.
+        weights: [M].
+        rows: which are whose; there may be others behind them.
+        back: takes what the experts made of them, [M, D].
+        lost: int64, choices that found no row.
     """
 
     x: Tensor
-    chosen: Tensor
     weights: Tensor
-    rows: int
-    sum: Callable[[Tensor, Tensor], Tensor] = summed
+    rows: Rows
+    back: Callable[[Tensor], Tensor]
+    lost: Tensor
+
+
+def by_expert(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: int, rows: int, total: Callable[..., Tensor] = summed
+) -> Sorted:
+    """Rows for T tokens, made and put together here.
+
+    Args:
+        x: [T, D].
+        chosen: int64 [T, K], which of this rank's experts; -1 for others' and none.
+        weights: [T, K].
+        experts: of this rank.
+        rows: M - 1, at least as many as there are choices of this rank's experts.
+        total: makes sums of rows; see `Slots.sum`.
+    """
+    slots = replace(Slots.of(chosen, experts, rows), sum=total)
+    return Sorted(gather(x, slots), pick(weights, slots), Rows(slots.ends), lambda y: collect(y, slots), slots.lost)
 
 
 @dataclass(frozen=True)
@@ -59,11 +76,11 @@ class Delivery:
 
     Attributes:
         arrived: waits for those that come here.
-        back: takes what this rank's experts made of these, [T, D], and returns the sums of this rank's tokens, [N, D].
+        back: takes what these became, and returns the sums of this rank's tokens, [N, D].
         lost: int64, choices that did not fit; always none where nothing bounds them.
     """
 
-    arrived: Callable[[], Arrived]
+    arrived: Callable[[], Sorted]
     back: Callable[[Tensor], Tensor]
     lost: Tensor
 
@@ -81,15 +98,11 @@ class Dispatcher(Protocol):
         """
 
 
-def through(delivery: Delivery, experts: Experts, count: int) -> tuple[Tensor, Tensor]:
-    """The weighted sum of each token's experts, [N, D], zero for tokens without any, and how many choices were lost.
-
-    `experts` are this rank's `count`.
-    """
+def through(delivery: Delivery, experts: Experts) -> tuple[Tensor, Tensor]:
+    """The weighted sum of each token's experts, [N, D], zero for tokens without any, and how many choices were lost."""
     here = delivery.arrived()
-    slots = replace(Slots.of(here.chosen, count, here.rows), sum=here.sum)
-    y = experts(gather(here.x, slots), pick(here.weights, slots), Rows(slots.ends))
-    return delivery.back(collect(y, slots)), delivery.lost + slots.lost
+    y = experts(here.x, here.weights, here.rows)
+    return delivery.back(here.back(y)), delivery.lost + here.lost
 
 
 @dataclass(frozen=True)
@@ -115,7 +128,7 @@ class AllToAll:
     def send(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Delivery:
         """See `Dispatcher`."""
         if self.group.size == 1:
-            alone = Arrived(x, chosen, weights, chosen.numel())
+            alone = by_expert(x, chosen, weights, self.own, chosen.numel())
             return Delivery(lambda: alone, lambda y: y, chosen.new_zeros(()))
         capacity, wire = self._capacity(*chosen.shape), HostWire(self.group)
         ranks = ranks_of(chosen, self.own, self.parts)
@@ -128,9 +141,10 @@ class AllToAll:
         choices = start(ticket, Exchange(wire, sent, received, sum(received) + 1))
         tokens = start(gather(x, slots), Exchange(wire, sent, received, sum(received) + 1))
 
-        def arrived() -> Arrived:
+        def arrived() -> Sorted:
             came, theirs = read_ticket(choices(), chosen.shape[1])
-            return Arrived(tokens(), own_of(theirs, self.group.rank // self.parts, self.own), came, count)
+            theirs = own_of(theirs, self.group.rank // self.parts, self.own)
+            return by_expert(tokens(), theirs, came, self.own, count)
 
         def back(y: Tensor) -> Tensor:
             return collect(start(y, Exchange(wire, received, sent, slots.rows + 1))(), slots)

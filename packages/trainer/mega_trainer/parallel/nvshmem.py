@@ -26,7 +26,7 @@ from mega_trainer.comm import Group, Work, all_gather
 from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.parallel.exchange import Exchange, start
-from mega_trainer.parallel.expert import Arrived, Delivery, own_of, ranks_of, read_ticket, ticket_of
+from mega_trainer.parallel.expert import Delivery, Sorted, by_expert, own_of, ranks_of, read_ticket, ticket_of
 from mega_trainer.parallel.slots import Slots, collect, gather
 
 # The kernel wants what comes from a rank to be the same number of bytes for each of up to 64 blocks, which are as many
@@ -65,10 +65,10 @@ class Nvshmem:
         away = start(ticket_of(chosen, weights, slots), Exchange(wire, sent, received, room + 1))
         there = start(gather(x, replace(slots, pick=wire.pick)), Exchange(wire, sent, received, room + 1))
 
-        def arrived() -> Arrived:
+        def arrived() -> Sorted:
             came, theirs = read_ticket(away(), choices, received.sum())
-            theirs = own_of(theirs, self.group.rank // self.parts, own)
-            return Arrived(there(), theirs, came, math.ceil(self.bound * tokens * choices * self.parts), wire.sum)
+            theirs, rows = own_of(theirs, self.group.rank // self.parts, own), tokens * choices * self.parts
+            return by_expert(there(), theirs, came, own, math.ceil(self.bound * rows), wire.sum)
 
         def back(y: Tensor) -> Tensor:
             came = start(y, Exchange(wire, received, sent, leaving + 1))()
@@ -115,7 +115,7 @@ class SymmetricWire:
     length: int
     leaves: Leaves
     _tables: dict[tuple[int, torch.dtype], list[Tables]] = field(default_factory=dict)
-    _made: dict[int, Tables] = field(default_factory=dict)  # whose rows are made and not sent yet, by their address
+    _made: dict[int, Tables] = field(default_factory=dict)  # whose rows are made and not sent yet, by their memory
     _stream: torch.cuda.Stream | None = None
 
     def pick(self, x: Tensor, numbers: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class SymmetricWire:
 
     def __call__(self, rows: Tensor, sent: Tensor, received: Tensor, length: int) -> tuple[Tensor, Work]:
         """See `Wire`. Between the first exchange of a shape and the third, the second must have ended."""
-        tables = self._made.pop(rows.data_ptr(), None)
+        tables = self._made.pop(_memory(rows), None)
         if tables is None:  # made elsewhere
             per_row = ALIGNMENT // rows.element_size()
             tables = self._turn(rows, -(-rows.shape[1] // per_row) * per_row)
@@ -138,7 +138,7 @@ class SymmetricWire:
 
     def _place(self, count: int, like: Tensor) -> Tensor:
         tables = self._turn(like, like.shape[1])
-        self._made[tables.leaving.data_ptr()] = tables
+        self._made[_memory(tables.leaving)] = tables
         return tables.leaving[:count]
 
     def _turn(self, like: Tensor, width: int) -> Tables:
@@ -158,6 +158,10 @@ class SymmetricWire:
         with torch.cuda.stream(stream):
             launch(tables, self.group)
         return _Launched(stream.record_event())
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # as its address, which a fake tensor has not
 
 
 def launch(tables: Tables, group: Group) -> None:
