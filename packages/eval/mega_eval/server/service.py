@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 
@@ -32,6 +33,7 @@ class Service:
         tokenizer: of the model.
         template: of its chats; None: it has none.
         ends: tokens that end a text.
+        own: how the model wants tokens drawn where a request does not say.
         max_length: tokens of a prompt and its continuation.
         vocab_size: of the model.
         seconds: for one answer.
@@ -44,6 +46,7 @@ class Service:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     ends: frozenset[int]
+    own: Mapping[str, Any]
     max_length: int
     vocab_size: int
     seconds: float
@@ -108,9 +111,7 @@ class Service:
         self, body: Generation, form: Format, prompts: Sequence[list[int]], echoes: Sequence[Echo | None]
     ) -> Running:
         """Hand `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
-        if body.constraint() is not None:
-            raise Refusal(400, "grammars are not supported by this engine")
-        choices, sampling, alternatives = body.n or 1, body.sampling(), body.alternatives()
+        choices, sampling, alternatives = body.n or 1, body.sampling(self.own), body.alternatives()
         requests = [
             Request(
                 prompt,
@@ -119,6 +120,7 @@ class Service:
                 sample=choice,
                 logprobs=alternatives,
                 prompt_logprobs=echo is not None and alternatives is not None,
+                grammar=body.constraint(),
             )
             for prompt, echo in zip(prompts, echoes, strict=True)
             for choice in range(choices)
