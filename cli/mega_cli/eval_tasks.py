@@ -107,14 +107,14 @@ def _lead(names: list[str], asked: Asked, options: TaskOptions, degrees: Degrees
     from mega_eval.load import end_tokens
     from mega_eval.tasks import find_tasks, run_tasks, table, write_results
 
-    find_tasks(names, options.include_path)  # a mistake is told before the model is loaded
+    manager = find_tasks(names, options.include_path)  # a mistake is told before the model is loaded
     replicas = _load(asked, degrees, 0, world_size)
     words = replicas.prompts.tokenizer
     length = asked.seq_length or replicas.model.config.max_position
     template = load_template(words.path) if options.apply_chat_template else None
     model = HarnessModel(replicas, end_tokens(asked.model, words), template, length)
     told = {"model_args": {"model": asked.model, "precision": asked.precision, "max_length": length}}
-    results = run_tasks(model, names, options, told)
+    results = run_tasks(model, names, options, told, manager)
     replicas.close()
     if asked.output is not None:
         write_results(asked.output, results)
