@@ -222,7 +222,8 @@ class Job:
             done = output.begin()
             done.encoder = done.encoder if choice == "auto" else choice  # what was given up stays so
             encoder = choose_encoder(done.encoder, tokenizer, size, again=lasting)
-            reading = Reading(sources, self.json_key, self.left_out, done, bar)
+            folder = output.writer.folder if chats is None else None  # a conversation is parsed as a whole
+            reading = Reading(sources, self.json_key, self.left_out, done, bar, folder=folder)
             good = batches(
                 reading,
                 tokenizer,

@@ -92,8 +92,10 @@ class Tokenizer:
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def split(self, text: str, size: int) -> Iterator[Piece]:
+    def split(self, blocks: Iterable[str], size: int) -> Iterator[Piece]:
         """Cut a long text into pieces of `size` to twice as many characters, which encode to the tokens of the whole.
+
+        It comes in blocks, of which no more are held than a piece and what is looked at around its end.
 
         Encoding takes a hundred bytes of memory and more for each byte of text, so half a gigabyte of text cannot go in
         one call. A cut is made where the text around it encodes to the same tokens with and without the cut; the space
@@ -101,8 +103,14 @@ class Tokenizer:
         a million digits in a row, is cut where it decodes to the same text at least, and that piece is not `exact`.
         Where not even that holds, the rest is one piece.
         """
-        start = 0
-        while len(text) - start > size:
+        blocks, text, start, more = iter(blocks), "", 0, True
+        while True:
+            while more and len(text) - start <= 2 * size + WINDOW:
+                block = next(blocks, None)
+                more = block is not None
+                text, start = text[max(start - WINDOW, 0) :] + (block or ""), min(start, WINDOW)
+            if len(text) - start <= size:
+                break
             low, high = start + size, min(start + 2 * size, len(text))
             cut = self._seam(text, low, high)
             exact = cut is not None
@@ -110,7 +118,7 @@ class Tokenizer:
                 break
             yield Piece(text[start : cut[0]], exact, last=False)
             start = cut[1]
-        yield Piece(text[start:], exact=True, last=True)
+        yield Piece("".join([text[start:], *blocks]), exact=True, last=True)
 
     def _seam(self, text: str, low: int, high: int, tries: int = 64) -> tuple[int, int] | None:
         """Where a piece ends and the next begins, with the tokens of the whole."""
