@@ -67,6 +67,7 @@ class Tokenizer:
         vocab_size: the largest id + 1, added and special tokens included.
         eos_id: the token that ends a text, None when the folder names none.
         eos_token: how it is spelt, None likewise.
+        bos_id: the token that begins a text, None when the folder names none.
         fingerprint: SHA-256 of `tokenizer.json`, 64 hex digits.
 
     Raises:
@@ -88,6 +89,8 @@ class Tokenizer:
             raise DataError(f"{self.path}: the vocabulary is empty")
         self.vocab_size = max(ids.values()) + 1
         self.eos_id = _eos_id(self.path.parent, ids)
+        begin = _named(self.path.parent, "bos_token")
+        self.bos_id = ids.get(begin[1]) if begin else None
         self.eos_token = self.backend.id_to_token(self.eos_id) if self.eos_id is not None else None
         self.fingerprint = sha256_file(self.path)
 
@@ -204,19 +207,27 @@ def _tokenizer_file(path: Path) -> Path:
 
 
 def _eos_id(folder: Path, ids: dict[str, int]) -> int | None:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).is_file():
-            try:
-                entry = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
-            except (OSError, ValueError, AttributeError) as error:
-                raise DataError(f"{folder / name}: cannot be read ({error})") from None
-            token = entry.get("content") if isinstance(entry, dict) else entry
-            if token is not None:
-                if token not in ids:
-                    raise DataError(f"{folder / name}: eos_token {token!r} is not in the vocabulary of tokenizer.json")
-                return ids[token]
+    if named := _named(folder, "eos_token"):
+        file, token = named
+        if token not in ids:
+            raise DataError(f"{file}: eos_token {token!r} is not in the vocabulary of tokenizer.json")
+        return ids[token]
     usual = [ids[token] for token in USUAL_ENDS if token in ids]
     return usual[0] if len(usual) == 1 else None
+
+
+def _named(folder: Path, key: str) -> tuple[Path, str] | None:
+    """The token that the folder's settings have under `key`, and the file that says so."""
+    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if file.is_file():
+            try:
+                entry = json.loads(file.read_text(encoding="utf-8")).get(key)
+            except (OSError, ValueError, AttributeError) as error:
+                raise DataError(f"{file}: cannot be read ({error})") from None
+            token = entry.get("content") if isinstance(entry, dict) else entry
+            if token is not None:
+                return file, token
+    return None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, overwrite: bool = False) -> Tokenizer:

@@ -1,0 +1,74 @@
+"""What README, docs and the packages' pages tell people to type, the command takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from mega_cli.main import build_app
+from mega_trainer.config import load_run
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDERS = ("", "docs", "docker", "cli", "examples/*", "packages/*", "benchmarks")
+PAGES = sorted(
+    {page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md".lstrip("/"))} - {ROOT / "docs/log.md"}
+)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command line of mega in a page's blocks of code, without variables in front and prompts."""
+    for block in re.findall(r"```(?:bash|sh|console)?\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            typed = re.match(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?mega (.+)", line)
+            if typed:
+                yield shlex.split(re.split(r" \||&&|;|>", typed[1])[0], comments=True)
+
+
+@cache
+def everything() -> Any:
+    """The tree of commands."""
+    return typer.main.get_command(build_app())
+
+
+def unknown(words: list[str]) -> list[str]:
+    """Commands and options among the words that there are not."""
+    here = everything()
+    while hasattr(here, "commands"):
+        if not words or words[0].startswith("-"):
+            return []
+        name, *words = words
+        if name not in here.commands:
+            return [name]
+        here = here.commands[name]
+    known = {option for parameter in here.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    known |= {"--help", "-h"}
+    asked = words[: words.index("--")] if "--" in words else words
+    return [word for word in asked if word.startswith("--") and word.split("=")[0] not in known]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_the_pages_exist(page: Path) -> None:
+    wrong = {shlex.join(words): unknown(words) for words in commands(page.read_text(encoding="utf-8"))}
+    assert not {line: what for line, what in wrong.items() if what}
+
+
+def test_commands_are_found_and_judged() -> None:
+    found = list(commands("```bash\n$ OMP_NUM_THREADS=1 mega train run.yaml \\\n  --nope 3 | tee log\n```\n"))
+    assert found == [["train", "run.yaml", "--nope", "3"]]
+    assert unknown(found[0]) == ["--nope"]
+    assert unknown(["data", "nothing"]) == ["nothing"]
+    assert sum(len(list(commands(page.read_text(encoding="utf-8")))) for page in PAGES) > 20
+
+
+def test_the_run_of_the_architecture_is_one(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(# run.yaml.*?)```", text, re.DOTALL)
+    (tmp_path / "run.yaml").write_text(block)
+    assert load_run(tmp_path / "run.yaml").parallel.virtual_stages == 2
