@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from mega_common.errors import DataError
 from mega_data.long_text import LongText
 from mega_data.preprocess import preprocess
 from mega_data.readers import SHOWN, Document, Rejected, read
@@ -90,6 +91,17 @@ def test_bad_lines_of_any_length(tmp_path: Path) -> None:
         "not JSON (Invalid control character at)", "not JSON (Invalid \\escape)", "no key 'text'; the keys are a",
         "the record is a list, not an object", "'text' is not valid Unicode (lone surrogate at character 0)",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl", "txt"])
+def test_a_full_disk_is_no_damaged_file(
+    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: Path("/dev/full").open("w+b"))
+    (tmp_path / f"a.{form}").write_text(json.dumps({"text": "the cat " * 9}))
+    with pytest.raises(DataError, match=r".d.partial: cannot be written \(No space left on device\)"):
+        preprocess([tmp_path / f"a.{form}"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
+    assert {path.name for path in tmp_path.iterdir()} == {f"a.{form}"}
 
 
 def test_a_word_is_found_across_blocks(tmp_path: Path) -> None:

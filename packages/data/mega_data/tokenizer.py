@@ -34,7 +34,6 @@ USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 SEAM = re.compile(r"(?<=\n)(?=[^\W_])|(?<=[^\W_])(?=[^\w\n][^\W_])")
 WINDOW = 2048
 
-
 # What a piece may begin with that is taken off again: a line's end keeps what a tokenizer puts before a text from the text.
 LEADS = ("", "\n")
 
@@ -114,14 +113,13 @@ class Tokenizer:
     def split(self, blocks: Iterable[str], size: int, leads: Sequence[str] = LEADS) -> Iterator[Piece]:
         """Cut a long text into pieces of `size` to twice as many characters, which encode to the tokens of the whole.
 
-        It comes in blocks, of which no more are held than a piece and what is looked at around its end.
+        It comes in blocks, of which no more are held than a piece and what is looked at around its end. Encoding takes a
+        hundred bytes of memory and more for each byte of text, so half a gigabyte of text cannot go in one call.
 
-        Encoding takes a hundred bytes of memory and more for each byte of text, so half a gigabyte of text cannot go in
-        one call. A cut is made where the text around it encodes to the same tokens with and without the cut; the space
-        between two words is left out there if the tokenizer puts one before each text, which in other places takes a lead
-        in between. Text without such a place, as
-        a million digits in a row, is cut where it decodes to the same text at least, and that piece is not `exact`.
-        Where not even that holds, the rest is one piece.
+        A cut is made where the text around it encodes to the same tokens with and without the cut; the space between two
+        words is left out there if the tokenizer puts one before each text, which in other places takes a lead in between.
+        Text without such a place, as a million digits in a row, is cut where it decodes to the same text at least, and that
+        piece is not `exact`. Where not even that holds, the rest is one piece.
         """
         blocks, text, start, more, lead = iter(blocks), "", 0, True, ""
         while True:
