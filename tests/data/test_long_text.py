@@ -97,7 +97,7 @@ def test_bad_lines_of_any_length(tmp_path: Path) -> None:
 def test_a_full_disk_is_no_damaged_file(
     tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: Path("/dev/full").open("w+b"))
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: open("/dev/full", "w+b"))  # noqa: SIM115
     (tmp_path / f"a.{form}").write_text(json.dumps({"text": "the cat " * 9}))
     with pytest.raises(DataError, match=r".d.partial: cannot be written \(No space left on device\)"):
         preprocess([tmp_path / f"a.{form}"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
