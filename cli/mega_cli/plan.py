@@ -36,10 +36,10 @@ def plan_command(
 ) -> None:
     """Parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline's bubble beside the closed formula."""
     from mega_trainer.config import load_plan
+    from mega_trainer.layout import fewest_ranks
 
     config = load_plan(run, set_ or [])
-    parallel = config.parallel
-    ranks = ranks or parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
+    ranks = ranks or fewest_ranks(config)
     config.check_ranks(ranks)
     told = _plan(config, ranks, draw)
     print(json.dumps(told, indent=1) if as_json else _table(told))
