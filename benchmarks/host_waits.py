@@ -6,7 +6,8 @@ Rank 0 of some layouts takes a step on fake tensors of a device that is not ther
 A dispatch mode notes every read of a number, every operation whose shape depends on numbers, every copy to the host, and
 every copy from host memory that is not pinned, which waits too, also inside of FSDP2 (ZeRO-3); an event that the host would
 wait for ends the count.
-Experts on several ranks without `parallel.dispatch_bound` are not here: their host waits once a layer and micro-batch.
+NVSHMEM's exchange has nothing to do. Experts on several ranks without `parallel.dispatch_bound` are not here: their host
+waits once a layer and micro-batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,6 +38,7 @@ from mega_trainer.config import RunConfig
 from mega_trainer.kernels import blocks, grouped
 from mega_trainer.model import loss
 from mega_trainer.optim import clip
+from mega_trainer.parallel import nvshmem
 from mega_trainer.ranks import Ranks
 from mega_trainer.train import assemble
 
@@ -63,6 +66,10 @@ LAYOUTS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "experts, spread and split, with a bound": (
         4,
         {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2, "dispatch_bound": 2.0},
+    ),
+    "experts, spread and split, by NVSHMEM": (
+        4,
+        {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2, "dispatch": "nvshmem", "dispatch_bound": 2.0},
     ),
 }
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 16, "shared_ffn_hidden_size": 16, "aux_loss": 0.01}
@@ -143,6 +150,7 @@ def fake_gpu(ranks: int) -> Iterator[None]:
         stack.enter_context(mock.patch.object(step, "routing_metrics", return_value={}))  # every number here is one
         stack.enter_context(mock.patch.object(grouped, "_at_once", return_value=True))  # as CUDA
         stack.enter_context(mock.patch.object(grouped, "_zero_without_rows", return_value=False))
+        stack.enter_context(mock.patch.object(nvshmem, "by_gloo", return_value=SimpleNamespace(wait=lambda: None)))
         stack.enter_context(mock.patch.object(DeviceMesh, "from_group", _mesh))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", return_value=[]))  # it knows no such device
         streams = {"Stream": _Stream, "Event": _Event, "stream": nullcontext, "current_stream": _Stream}

@@ -20,11 +20,12 @@ Products add into fp32 as on a GPU. Views and empty allocations are free; host t
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,7 @@ import torch
 from predict import Compute, predictions
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,8 +62,10 @@ from mega_trainer.model.routing import Routing
 from mega_trainer.optim import clip
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel import buckets, context, exchange, expert
+from mega_trainer.parallel import buckets, context, exchange, expert, nvshmem
 from mega_trainer.parallel.grads import Sharing, flatten
+from mega_trainer.parallel.nvshmem import Nvshmem
+from mega_trainer.parallel.te import TeDispatch
 
 MATMUL, ATTENTION, FP32, MEMORY, LAUNCH = 0.75 * 989e12, 0.60 * 989e12, 67e12, 0.80 * 3.35e12, 5e-6
 D, FFN, HEADS, KV, HEAD, VOCAB = 4096, 14_336, 32, 8, 128, 128_256
@@ -283,7 +287,9 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
     def leaf(self: Leaves, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with traffic.silence():
             out = function(*args, **kwargs)
-        ins, outs = _distinct(_tensors([args, kwargs])), _tensors(out)
+        outs = _tensors(out)
+        # one that is returned is a place to write to
+        ins = [t for t in _distinct(_tensors([args, kwargs])) if not any(t is other for other in outs)]
         # torch.compile makes a sum over rows, of a weight's gradient, a kernel of its own
         summed = any(t.dim() < max(x.dim() for x in ins) for t in outs)
         # nor is the scale of a tensor, or of a column, known before all of it is read
@@ -462,10 +468,11 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def experts(traffic: Traffic, length: int) -> dict[str, dict[str, float]]:
-    """Layers of experts on one rank of several, an even load, as many rows as there are and with a bound of 1.25.
+    """Layers of experts on one rank of several, an even load, by each way of dispatch.
 
     Returns, by region, GB that the rank sends to other ranks, those that one row for each token and rank would be, and
-    waits of the host. Choices are of random scores.
+    waits of the host. Choices are of random scores. Of Transformer Engine's kernels, which are not seen here, these are what
+    NCCL documents.
     """
     found = {}
     for name, (ranks, shape) in SHAPES.items():
@@ -476,12 +483,16 @@ def experts(traffic: Traffic, length: int) -> dict[str, dict[str, float]]:
             chosen = choose(torch.rand(length, moe.num_experts, generator=torch.Generator().manual_seed(0)), moe, None)
             held = torch.zeros(length, ranks).scatter_(1, chosen * ranks // moe.num_experts, 1.0)
             rows = round(held.sum().item() / ranks)  # to each rank
-        for bound in (None, 1.25):
-            region = f"experts, {name}, {ranks} ranks" + (f", bound {bound}" if bound else "")
-            wire = Wire(ranks, rows, length * moe.top_k)
+        for way, bound in (("", None), *((f", {name}bound 1.25", 1.25) for name in ("", "nvshmem, ", "te, "))):
+            region, wire = f"experts, {name}, {ranks} ranks{way}", Wire(ranks, rows, length * moe.top_k)
             with traffic.silence():
-                groups = Groups(ep=Group("ep", tuple(range(ranks))))
-                layer = Moe(Builder(config, groups, dtype=torch.bfloat16, device=CPU, dispatch_bound=bound), 0)
+                groups, own = Groups(ep=Group("ep", tuple(range(ranks)))), None
+                if "nvshmem" in way:
+                    own = Nvshmem(moe.num_experts, groups.ep, 1, 1.25, Leaves(compiled=True))
+                elif "te" in way:
+                    own = TeDispatch(moe.num_experts, groups.ep, 1.25)
+                build = Builder(config, groups, dtype=torch.bfloat16, device=CPU, dispatcher=own, dispatch_bound=bound)
+                layer = Moe(build, 0)
                 x = _bf16(traffic, 1, length, config.hidden_size)
                 context = Context(Sequences(length, CPU), routing=Routing(None, None, 1.0, 1.0))
             with wire.instead(traffic):
@@ -513,6 +524,14 @@ class Wire:
             self.size += _nbytes(table)
             return torch.empty_like(table)
 
+        def everyones(counts: Tensor, group: Group) -> Tensor:
+            self.size += _nbytes(counts) * (self.ranks - 1)
+            return counts.repeat(self.ranks)
+
+        def send_those_there_are(tables: nvshmem.Tables, group: Group, received: Tensor) -> Any:
+            self.size += self.rows * (self.ranks - 1) * _nbytes(tables.leaving[0])
+            return SimpleNamespace(wait=lambda: None)
+
         def fetched(table: Tensor) -> Callable[[], Any]:
             self.waits += 1
             even = [[self.rows, self.choices // self.ranks]] * self.ranks
@@ -524,14 +543,64 @@ class Wire:
             traffic.add("wide product", product=2.0 * a.numel() * b.shape[1], size=sum(map(_nbytes, (out, a, b))))
             return out
 
+        def by_library(made: Tensor, *given: Tensor) -> Tensor:
+            self.size += self.rows * (self.ranks - 1) * _nbytes(given[0][0])
+            traffic.add("library", size=sum(map(_nbytes, (made, *given))))
+            return made
+
         with ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(sys.modules, transformer_engine(by_library)))
             for place, name, stand_in in (
                 (exchange, "all_to_all_into", send), (expert, "all_to_all", counts), (expert, "fetched", fetched),
+                (nvshmem, "all_gather", everyones), (nvshmem, "by_gloo", send_those_there_are),
                 (router, "wide_product", wide_product), (grouped, "_at_once", lambda x, width: True),
                 (grouped, "_zero_without_rows", lambda device: True),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(place, name, stand_in))
             yield
+
+
+def transformer_engine(kernel: Callable[..., Tensor]) -> dict[str, ModuleType]:
+    """Its dispatch and combine, one kernel each way."""
+
+    class Dispatch(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weights: Tensor, room: int) -> tuple[Tensor, Tensor]:
+            ctx.like = x, weights
+            return kernel(x.new_empty(room, x.shape[1]), x), weights.new_empty(room)
+
+        @staticmethod
+        def backward(ctx: Any, dx: Tensor, dweights: Tensor) -> tuple[Tensor, Tensor, None]:
+            x, weights = ctx.like
+            return kernel(torch.empty_like(x), dx, dweights), torch.empty_like(weights), None
+
+    class Combine(Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor, tokens: int) -> Tensor:
+            ctx.room = len(y)
+            return kernel(y.new_empty(tokens, y.shape[1]), y)
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+            return kernel(dy.new_empty(ctx.room, dy.shape[1]), dy), None
+
+    def buffer(choices: int, tokens: int, width: int, own: int, *, recv_capacity_per_rank: int) -> SimpleNamespace:
+        total = torch.empty(1, dtype=torch.int64)
+        return SimpleNamespace(own=own, room=recv_capacity_per_rank, total_recv_tokens=total)
+
+    def dispatch(buffer: SimpleNamespace, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        rows, came = Dispatch.apply(x, weights, buffer.room)  # type: ignore[no-untyped-call]
+        return rows, came, torch.empty(buffer.own, dtype=torch.int64)
+
+    def combine(buffer: SimpleNamespace, y: Tensor, *, num_local_tokens: int) -> Tensor:
+        out: Tensor = Combine.apply(y, num_local_tokens)  # type: ignore[no-untyped-call]
+        return out
+
+    found = {name: ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch")}
+    found["transformer_engine.pytorch"].ep = SimpleNamespace(  # type: ignore[attr-defined]
+        is_ep_bootstrapped=lambda: True, EpBuffer=buffer, ep_dispatch=dispatch, ep_combine=combine
+    )
+    return found
 
 
 def _as_one_kernel(mask: Packed, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_common.errors import CheckpointError, DataError
+from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.log import logger
 
 if TYPE_CHECKING:
@@ -22,6 +22,12 @@ EVAL_EXAMPLES = """Examples:
     mega eval runs/llama3-8b --data data/held-out --seq-length 4096
 
     mega eval out/hf --data data/held-out --precision bf16 --json eval.json --per-sample eval.jsonl
+
+    mega eval out/hf --tasks hellaswag,arc_easy --output results.json --log-samples
+
+    mega eval runs/llama3-8b --tasks tasks/mine.yaml --num-fewshot 5 --limit 100 --offline
+
+    mega eval runs/llama3-8b --tasks mmlu --nproc 8 --tp 2 --precision bf16 --cache eval-cache
 """
 GENERATE_EXAMPLES = """Examples:
 
@@ -32,6 +38,11 @@ GENERATE_EXAMPLES = """Examples:
     echo "Once upon a time" | mega generate runs/llama3-8b --stop "The end"
 """
 LONGEST_DEFAULT = 4096  # tokens
+OF_DATA = ("check_tokenizer", "json_file", "per_sample")  # options of `mega eval` that go with --data, and with --tasks
+OF_TASKS = (
+    "include_path", "num_fewshot", "limit", "apply_chat_template", "log_samples", "output", "cache", "offline", "nproc",
+    "tp", "ep",
+)  # fmt: skip
 
 
 class Precision(StrEnum):
@@ -57,12 +68,25 @@ TokenizerOption = Annotated[
 
 
 def eval_command(
+    ctx: typer.Context,
     model: Model,
-    data: Annotated[Path, typer.Option(help="The held-out data set: PREFIX of PREFIX.bin and PREFIX.idx.")],
-    seq_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens the model sees at once; default: all it can, up to 4096.")
+    data: Annotated[
+        Path | None, typer.Option(help="The held-out data set: PREFIX of PREFIX.bin and PREFIX.idx.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences computed together on a GPU.")] = 8,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Tasks of lm-evaluation-harness instead: names, groups, patterns as 'mmlu_*', or YAML files.",
+        ),
+    ] = None,
+    seq_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens the model sees at once; default: all it can, with --data up to 4096."),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Sequences computed together on a GPU; prompts continued together anywhere.")
+    ] = 8,
     precision: PrecisionOption = Precision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
@@ -70,17 +94,59 @@ def eval_command(
         bool, typer.Option(help="Insist that the data set was made with the model's tokenizer.")
     ] = True,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the result to this file as JSON; - for standard output.")
+        Path | None,
+        typer.Option("--json", help="--data: write the result to this file as JSON; - for standard output."),
     ] = None,
     per_sample: Annotated[
-        Path | None, typer.Option(help="Write each sequence's loss to this file, JSON lines.")
+        Path | None, typer.Option(help="--data: write each sequence's loss to this file, JSON lines.")
     ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="--tasks: a folder with tasks of your own.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="--tasks: solved examples before each question; default: the task's own.")
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(help="--tasks: so many samples of each; below 1, such a share of them.")
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="--tasks: ask each question as a message of a chat.")
+    ] = False,
+    log_samples: Annotated[
+        bool, typer.Option("--log-samples", help="--tasks: keep each sample in the results, for `mega compare`.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="--tasks: write the results to this file, in the harness's own JSON.")
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="--tasks: a folder that keeps answers; the same command goes on where it was ended."),
+    ] = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="--tasks: ask the hub for nothing; data are in its cache or in files.")
+    ] = False,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="--tasks: ranks to start here; what --tp and --ep leave shares the samples."),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="--tasks: ranks that share each weight.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="--tasks: ranks that share the experts.")] = 1,
 ) -> None:
-    """Score a model on held-out tokens: loss, perplexity, bits per byte.
+    """Score a model on held-out tokens (--data: loss, perplexity, bits per byte) or on downstream tasks (--tasks).
 
-    Every token but the first is predicted once, in sequences that follow one another. With --per-sample, two models or
-    two forms of one can be compared sequence by sequence.
+    With --data every token but the first is predicted once, in sequences that follow one another. With --per-sample, two
+    models or two forms of one can be compared sequence by sequence; with --log-samples `mega compare` does that for tasks.
     """
+    _check_use(ctx, data, tasks)
+    if tasks is not None:
+        from mega_cli.eval_tasks import Asked, Degrees, evaluate_tasks, import_harness
+
+        import_harness(offline=offline)
+        from mega_eval.tasks import TaskOptions
+
+        asked = Asked(model, tokenizer, precision, device, batch_size, seq_length, output)
+        options = TaskOptions(include_path, num_fewshot, limit, apply_chat_template, log_samples, cache)
+        evaluate_tasks(tasks.split(","), asked, options, Degrees(nproc, tp, ep))
+        return
+    assert data is not None
     from mega_common.files import write_json
     from mega_eval.load import PRECISIONS, device_named, load_model
     from mega_eval.perplexity import evaluate
@@ -95,6 +161,24 @@ def eval_command(
     if json_file is not None:
         write_json(json_file, result.as_json())
     print(_table(result))
+
+
+def _check_use(ctx: typer.Context, data: Path | None, tasks: str | None) -> None:
+    """Refuse options of the one use with the other."""
+    if (data is None) == (tasks is None):
+        raise ConfigError(
+            "neither --data nor --tasks is given"
+            if data is None
+            else "--data and --tasks are given, and one is run at a time",
+            hint="--data PREFIX scores tokens, --tasks NAME,... runs tasks; see mega eval --help",
+        )
+    mine, theirs = ("--data", OF_TASKS) if tasks is None else ("--tasks", OF_DATA)
+    for name in theirs:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "json" if name == "json_file" else name.replace("_", "-")
+            other = "--tasks" if mine == "--data" else "--data"
+            raise ConfigError(f"--{option} is for {other}, and {mine} is given")
 
 
 def _tokenizer_if_any(model: str, named: Path | None) -> Tokenizer | None:
@@ -145,9 +229,10 @@ def generate_command(
     """Continue prompts. A single one is printed as it is written; nothing but the continuation goes to standard output."""
     prompts = _prompts(prompt or [], prompt_file)
     from mega_data.tokenizer import Tokenizer
-    from mega_eval.generate import Limits, generate, stream
+    from mega_eval.generate import generate, stream
     from mega_eval.load import PRECISIONS, device_named, end_tokens, load_model, load_tokenizer
     from mega_eval.sampling import Sampling
+    from mega_eval.text import Limits
 
     raw = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     sampling = Sampling.parse(raw, source="options")

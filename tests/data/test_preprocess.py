@@ -250,6 +250,17 @@ class TestBadInput:
             preprocess([source], tokenizer_folder, tmp_path / "d", workers=3)
         assert files(tmp_path) == {"a.jsonl"}
 
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_ctrl_c_while_it_encodes_is_no_failure_of_it(
+        self, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+    ) -> None:
+        monkeypatch.setattr(Tokenizer, "encode_batch", Failing(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(
+                [jsonl(tmp_path / "a.jsonl", {"text": "fail"})], tokenizer_folder, tmp_path / "d", workers=workers
+            )
+        assert files(tmp_path) == {"a.jsonl"}
+
 
 class TestOutput:
     def test_nothing_is_overwritten_unasked(self, tmp_path: Path, tokenizer_folder: Path) -> None:

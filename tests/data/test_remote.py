@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mega_common.errors import ConfigError, DataError, MissingPackageError
+from mega_common.log import ProgressBar
 from mega_common.remote import Remote, RemoteError
 from mega_data.preprocess import preprocess
 from mega_data.shards import Shard
@@ -73,6 +74,18 @@ def test_shards_of_objects(tmp_path: Path, tokenizer_folder: Path, store: Any) -
         preprocess(["memory://bucket/in"], tokenizer_folder, tmp_path / "d", on_bad_line="skip", shard=shard)
     assert content(tmp_path / "d") == content(tmp_path / "one")
     assert (tmp_path / "d.info").read_bytes() == (tmp_path / "one.info").read_bytes()
+
+
+def test_progress_of_a_small_range_ends_at_all_of_it(
+    tmp_path: Path, tokenizer_folder: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that is read reaches beyond the range."""
+    told: list[float] = []
+    monkeypatch.setattr(ProgressBar, "advance", lambda _, amount: told.append(amount))
+    store.pipe("/bucket/a.jsonl", records("a", 300))
+    size = len(records("a", 300))
+    preprocess(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "d", shard=Shard(2, 3))
+    assert sum(told) == pytest.approx(size / 3, abs=300)  # a line more or less
 
 
 def test_file_urls_are_files(tmp_path: Path) -> None:

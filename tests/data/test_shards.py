@@ -111,6 +111,24 @@ def test_a_part_that_is_made_is_not_made_again(corpus: list[Path], tokenizer_fol
     assert prefix.with_name(f"{prefix.name}.bin").stat() != before
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_part_asked_for_after_the_join_is_done(
+    corpus: list[Path], tokenizer_folder: Path, tmp_path: Path, overwrite: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2):
+        whole = run(corpus, tokenizer_folder, tmp_path / "d", f"{number}/2")
+    before = files(tmp_path / "d")
+    with caplog.at_level("INFO", "mega"):
+        assert run(corpus, tokenizer_folder, tmp_path / "d", "1/2", overwrite=overwrite) == whole
+    told = f"{tmp_path / 'd'}: is made already, of these inputs and with these settings: nothing is left to do"
+    assert caplog.messages[-1] == told
+    assert files(tmp_path / "d") == before
+    with corpus[0].open("a") as stream:
+        stream.write('\n{"text": "more"}\n')
+    with pytest.raises(DataError, match=r"d.idx: exists already"):
+        run(corpus, tokenizer_folder, tmp_path / "d", "1/2")
+
+
 def test_a_failed_part_says_why_and_the_others_are_made(tokenizer_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in "abc":

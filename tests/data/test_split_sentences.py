@@ -12,6 +12,7 @@ import pytest
 
 from mega_common.errors import DataError, MissingPackageError
 from mega_data import output
+from mega_data.encoder import Differs, FastEncoder
 from mega_data.indexed import IndexedReader
 from mega_data.output import Output
 from mega_data.preprocess import preprocess
@@ -138,7 +139,7 @@ def test_files_are_those_that_megatron_writes(corpus: Path, tokenizer_folder: Pa
     encoder = SentenceEncoder(tokenizer, "en")
     builder = theirs.IndexedDatasetBuilder(str(corpus.with_name("theirs.bin")), dtype=np.uint16)
     for line in corpus.read_text().splitlines():
-        (sentences,) = encoder.encode([json.loads(line)["text"]], np.int32)
+        (sentences,) = encoder.encode(tokenizer, [json.loads(line)["text"]], np.int32)
         if sentences:
             sentences[-1] = np.append(sentences[-1], tokenizer.eos_id)
             builder.add_document(torch.tensor(np.concatenate(sentences)), [part.size for part in sentences])
@@ -146,6 +147,24 @@ def test_files_are_those_that_megatron_writes(corpus: Path, tokenizer_folder: Pa
     ours = run(corpus, tokenizer_folder, "ours", sentences="en")
     assert ours[".bin"] == corpus.with_name("theirs.bin").read_bytes()
     assert ours[".idx"] == corpus.with_name("theirs.idx").read_bytes()
+
+
+@needs_sentencex
+def test_a_faster_encoder_encodes_sentences(
+    corpus: Path, tokenizer_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = run(corpus, tokenizer_folder, "straight", sentences="en", encoder="tokenizers")
+    with caplog.at_level("INFO", "mega"):
+        assert run(corpus, tokenizer_folder, "fast", sentences="en", encoder="fastokens") == straight
+        assert caplog.text.count(" encodes, and is compared with tokenizers") == 1
+        monkeypatch.setattr(FastEncoder, "encode_batch", lambda *_: raising(Differs(4)))
+        assert run(corpus, tokenizer_folder, "slow", sentences="en", encoder="fastokens") == straight
+    # the fifth sentence is the second of the fourth document
+    assert f"{corpus}:4: fastokens makes other tokens than tokenizers: starting over without it" in caplog.text
+
+
+def raising(error: Exception) -> None:
+    raise error
 
 
 @needs_sentencex

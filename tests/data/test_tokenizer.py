@@ -114,13 +114,17 @@ def test_training_stops_with_the_error_of_its_texts(tmp_path: Path) -> None:
 LINES = st.lists(st.text(alphabet="abc é\t,1'", max_size=12), max_size=40)
 
 
-@given(lines=LINES, size=st.integers(1, 60))
+@given(lines=LINES, size=st.integers(1, 60), block=st.integers(1, 99))
 @settings(max_examples=100, deadline=None)
-def test_pieces_encode_to_the_tokens_of_the_whole(tokenizer_folder: Path, lines: list[str], size: int) -> None:
+def test_pieces_encode_to_the_tokens_of_the_whole(
+    tokenizer_folder: Path, lines: list[str], size: int, block: int
+) -> None:
     tokenizer, text = Tokenizer(tokenizer_folder), "\n".join(lines)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mega_data.tokenizer.WINDOW", 16)  # small, so that a cut is judged by less than the whole text
-        pieces = list(tokenizer.split(text, size))
+        pieces = list(tokenizer.split([text], size))
+        blocks = [text[at : at + block] for at in range(0, len(text), block)]
+        assert list(tokenizer.split(blocks, size)) == pieces
     assert "".join(piece.text for piece in pieces) == text
     tokens = [token for piece in pieces for token in tokenizer.encode(piece.text)]
     if all(piece.exact for piece in pieces):
@@ -129,7 +133,7 @@ def test_pieces_encode_to_the_tokens_of_the_whole(tokenizer_folder: Path, lines:
 
 
 def test_long_text_is_cut(tokenizer_folder: Path) -> None:
-    pieces = list(Tokenizer(tokenizer_folder).split("the cat sat on the mat\n" * 1000, 1000))
+    pieces = list(Tokenizer(tokenizer_folder).split(["the cat sat on the mat\n" * 1000], 1000))
     assert max(len(piece.text) for piece in pieces) < 2000
 
 
@@ -139,12 +143,12 @@ def test_text_is_not_cut_where_the_tokenizer_marks_its_begin(tmp_path: Path) -> 
     backend.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
     backend.save(str(tmp_path / "tokenizer.json"))
     text = "a\n" * 100
-    assert [piece.text for piece in Tokenizer(tmp_path).split(text, 10)] == [text]
+    assert [piece.text for piece in Tokenizer(tmp_path).split([text], 10)] == [text]
 
 
 def test_text_without_a_place_to_cut_is_cut_anywhere(tokenizer_folder: Path) -> None:
     tokenizer, text = Tokenizer(tokenizer_folder), "0123456789" * 1000
-    pieces = list(tokenizer.split(text, 1000))
+    pieces = list(tokenizer.split([text], 1000))
     assert max(len(piece.text) for piece in pieces) < 2000
     assert {piece.exact for piece in pieces[:-1]} == {False}
     assert tokenizer.decode([token for piece in pieces for token in tokenizer.encode(piece.text)]) == text
@@ -152,7 +156,7 @@ def test_text_without_a_place_to_cut_is_cut_anywhere(tokenizer_folder: Path) -> 
 
 def test_numbers_and_marks_are_places_to_cut(tokenizer_folder: Path) -> None:
     for text in ("12345 67 " * 2000, "1,2\n33,4\n" * 2000, "日本語。中文，" * 2000):
-        pieces = list(Tokenizer(tokenizer_folder).split(text, 1000))
+        pieces = list(Tokenizer(tokenizer_folder).split([text], 1000))
         assert len(pieces) > 5
         assert all(piece.exact for piece in pieces)
 
@@ -162,7 +166,7 @@ def test_the_space_that_a_tokenizer_puts_before_each_text_stands_for_the_one_at_
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer, text = Tokenizer(tmp_path), "a b " * 1000
-    pieces = list(tokenizer.split(text, 100))
+    pieces = list(tokenizer.split([text], 100))
     assert len(pieces) > 10
     assert [token for piece in pieces for token in tokenizer.encode(piece.text)] == tokenizer.encode(text)
 

@@ -14,9 +14,10 @@ from mega_ckpt.families import family_named
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.generate import Completion, Limits, Row, TextStream, generate, stream
+from mega_eval.generate import Completion, generate, stream
 from mega_eval.load import load_model
 from mega_eval.sampling import Sampling
+from mega_eval.text import Continuation, Limits, TextStream
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
 
@@ -113,9 +114,9 @@ def test_streamed_text_is_the_text(cut: int | None):
     assert "".join(stream(MODEL, Numbers(), "7", limits, sampling)) == completion.text
 
 
-def pieces_of(tokenizer: Tokenizer, text: str, *stop: str) -> tuple[list[str], Row]:
+def pieces_of(tokenizer: Tokenizer, text: str, *stop: str) -> tuple[list[str], Continuation]:
     tokens = tokenizer.encode(text)
-    row = Row(tokenizer, Limits(len(tokens), stop=stop), 0, tokenizer.encode("A prompt,"))
+    row = Continuation(tokenizer, Limits(len(tokens), stop=stop), tokenizer.encode("A prompt,"))
     pieces = []
     for token in tokens:
         if row.finish is None:
@@ -125,8 +126,8 @@ def pieces_of(tokenizer: Tokenizer, text: str, *stop: str) -> tuple[list[str], R
 
 def test_stop_string_never_shows_even_in_part(tokenizer: Tokenizer):
     pieces, row = pieces_of(tokenizer, "the story of the other ENDxyz more", "END", "ENDING")
-    assert row.completion().text == "".join(pieces) == "the story of the other "
-    assert row.completion().finish == "stop"
+    assert row.text == "".join(pieces) == "the story of the other "
+    assert row.finish == "stop"
     pieces, row = pieces_of(tokenizer, "the story of the EN", "END")
     assert "".join(pieces) == "the story of the EN"
     assert not any("E" in piece for piece in pieces[:-1])
@@ -180,7 +181,7 @@ def test_any_bytes_are_survived(tokenizer: Tokenizer, tokens: list[int]):
     [
         ("", Limits(9), "prompt 2.*no tokens"),
         ("61", Limits(9), "prompt 2.*token 61 .*vocabulary of 61"),
-        ("1 2 3", Limits(63), "prompt 2: 3 tokens and 63 new ones.*64 positions"),
+        ("1 2 3", Limits(63), r"prompt 2 \('1 2 3'\): 3 tokens and 63 new ones.*64 positions"),
     ],
 )
 def test_prompts_that_cannot_be(prompt: str, limits: Limits, message: str):

@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from local_tasks import assert_same, hf_results, write_tasks
 from safetensors.torch import load_file
 from torch import Tensor
 
 from mega_ckpt.convert import Options, convert
 from mega_ckpt.source import open_source
 from mega_data.indexed import IndexedReader
-from mega_eval.generate import Limits, generate
+from mega_eval.generate import generate
 from mega_eval.load import end_tokens, load_model, load_tokenizer
+from mega_eval.text import Limits
 
 pytestmark = pytest.mark.long
 
@@ -103,6 +105,17 @@ def test_logits_loss_and_greedy_text_are_those_of_transformers(mega: Path, refer
     theirs = reference.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=10, do_sample=False)
     assert tokenizer.decode(theirs[0]) == prompt + one.text + "<|im_end|>"
     assert one.text == "The capital of France is Paris."
+
+
+def test_tasks_score_as_with_the_harness_own_model_sample_by_sample(mega: Path, hf: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
+    tasks = write_tasks(tmp_path, 6)
+    call("eval", mega, "--tasks", ",".join(tasks), "--log-samples", "--output", tmp_path / "ours.json", "--offline")
+    chats = ["--tasks", tasks[0], "--apply-chat-template", "--limit", 3, "--output", tmp_path / "chats.json"]
+    call("eval", mega, *chats, "--log-samples", "--offline")
+    assert_same(json.loads((tmp_path / "ours.json").read_text()), hf_results(hf, tasks))
+    theirs = hf_results(hf, tasks[:1], apply_chat_template=True, limit=3)
+    assert_same(json.loads((tmp_path / "chats.json").read_text()), theirs)
 
 
 def call(*arguments: object) -> None:

@@ -18,9 +18,8 @@ from mega_trainer.model import builder, moe, router, routing
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.moe import Experts
 from mega_trainer.optim import clip
-from mega_trainer.parallel import expert
+from mega_trainer.parallel import expert, nvshmem
 from mega_trainer.parallel.buckets import Bucket
-from mega_trainer.parallel.expert import AllToAll, Arrived, Delivery
 from mega_trainer.parallel.slots import Slots
 from mega_trainer.pipeline import run
 
@@ -33,6 +32,7 @@ SP = case("moe", 2, parallel={"tp": 2, "sp": True, "ep": 2}, micro=4)
 DP = case("moe", 2, micro=2)
 BOTH = case("moe", 4, parallel={"tp": 2, "ep": 4}, micro=4)
 PARTS = case("moe", 4, parallel={"ep": 2, "expert_tp": 2}, micro=2)
+COUNTED = case("moe", 2, parallel={"ep": 2, "dispatch": "nvshmem", "dispatch_bound": 2.0}, micro=2)
 MASKED = case("moe", 1, micro=2)
 BALANCED = case("moe", 2, parallel={"tp": 2, "sp": True}, micro=4, variant=VARIANTS["moe"][-1])
 
@@ -141,34 +141,27 @@ def _weights_of_the_choice() -> AbstractContextManager[Any]:
 
 
 def _sent(change: Callable[..., Any]) -> Patch:
-    """Change the columns [N, K parts] of ranks that tokens go to."""
-    real = AllToAll._ranks
-    return lambda: swap(AllToAll, "_ranks", lambda self, chosen: change(self, chosen, real(self, chosen)))
-
-
-def _roomier(here: Arrived) -> Arrived:
-    return replace(here, rows=2 * here.rows)
+    """Change the columns [N, K parts] of ranks that tokens go to, of which so many hold parts of one expert."""
+    real = expert.ranks_of
+    return lambda: swap(expert, "ranks_of", lambda chosen, own, parts: change(real(chosen, own, parts), parts))
 
 
 def _once_for_each_choice() -> AbstractContextManager[Any]:
     """A token's rows are sent as often as it has experts there, and each time all of these work on it."""
-
-    def send(self: AllToAll, x: Tensor, chosen: Tensor, weights: Tensor) -> Delivery:
-        sent = real(self, x, chosen, weights)
-        return replace(sent, arrived=lambda: _roomier(sent.arrived()))
-
-    real, patches = AllToAll.send, ExitStack()
-    patches.enter_context(swap(AllToAll, "send", send))
-    patches.enter_context(swap(AllToAll, "_ranks", lambda self, chosen: chosen // self.own))
+    real, patches = expert.by_expert, ExitStack()
+    patches.enter_context(
+        swap(expert, "by_expert", lambda x, chosen, weights, own, rows: real(x, chosen, weights, own, 2 * rows))
+    )
+    patches.enter_context(swap(expert, "ranks_of", lambda chosen, own, parts: chosen // own))
     return patches
 
 
-def _to_the_next(self: AllToAll, chosen: Tensor, ranks: Tensor) -> Tensor:
-    return torch.where(ranks < 0, -1, (ranks + self.parts) % self.group.size)
+def _to_the_next(ranks: Tensor, parts: int) -> Tensor:
+    return torch.where(ranks < 0, -1, (ranks + parts) % EP.ranks)
 
 
-def _to_one_part(self: AllToAll, chosen: Tensor, ranks: Tensor) -> Tensor:
-    return torch.where(ranks % self.parts == 0, ranks, -1)
+def _to_one_part(ranks: Tensor, parts: int) -> Tensor:
+    return torch.where(ranks % parts == 0, ranks, -1)
 
 
 def _all_weigh_the_same() -> AbstractContextManager[Any]:
@@ -188,20 +181,26 @@ def _weights_of_the_first_choices() -> AbstractContextManager[Any]:
 
 def _gradient_of_weights_stays() -> AbstractContextManager[Any]:
     """The weights' gradient does not come back from the other ranks."""
-    real = expert._read
+    real = expert.read_ticket
 
     def read(ticket: Tensor, choices: int) -> tuple[Tensor, Tensor]:
         weights, chosen = real(ticket, choices)
         return weights.detach(), chosen
 
-    return swap(expert, "_read", read)
+    return swap(expert, "read_ticket", read)
+
+
+def _rows_that_nobody_sent() -> AbstractContextManager[Any]:
+    """What a table held before is taken for tokens."""
+    real = nvshmem.read_ticket
+    return swap(nvshmem, "read_ticket", lambda ticket, choices, there: real(ticket, choices))
 
 
 def _rows_in_order_of_arrival() -> AbstractContextManager[Any]:
     """Rows are not sorted by expert, and the products take them for sorted."""
     real = Slots.of.__func__  # type: ignore[attr-defined]
 
-    def unsorted(cls: type[Slots], groups: Tensor, count: int, rows: int, capacity: int | None = None) -> Slots:
+    def unsorted(cls: type[Slots], groups: Tensor, count: int, rows: int, capacity: Any = None) -> Slots:
         slots: Slots = real(cls, groups, count, rows, capacity)
         if count != 4:  # ranks, not experts
             return slots
@@ -246,5 +245,6 @@ EXPERTS: list[tuple[str, Case, Patch]] = [
     ("experts: bias not weighted", EP, _bias_weighs_one),
     ("experts: weight of another choice", EP, _weights_of_the_first_choices),
     ("experts: gradient of the weights stays where the experts are", EP, _gradient_of_weights_stays),
+    ("experts: rows that nobody sent", COUNTED, _rows_that_nobody_sent),
     ("experts: norm of this rank's experts alone", BOTH, _norm_without("ep")),
 ]

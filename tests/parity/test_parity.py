@@ -63,6 +63,21 @@ def test_a_fixed_number_of_tokens_to_each_rank() -> None:
     assert not problems(cases, 4)
 
 
+def test_as_many_tokens_as_there_are_without_the_host_knowing_how_many() -> None:
+    """The same room, and what has no room in one way of recomputation or schedule would have none in the other."""
+    shapes: list[dict[str, Any]] = [
+        {"ep": 4, "dispatch_bound": 4.0}, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2, "dispatch_bound": 2.0},
+        {"tp": 2, "pp": 2, "ep": 2, "schedule": "zb-h1", "dispatch_bound": 2.0},
+        {"cp": 2, "ep": 4, "zero": 3, "dispatch_bound": 4.0},
+    ]  # fmt: skip
+    cases = [
+        case(name, 4, layers=4, parallel={**parallel, "dispatch": "nvshmem"}, micro=2, recompute=again)
+        for name, again in (("moe", {}), ("deepseek", {"kind": "selective"}))
+        for parallel in shapes
+    ]
+    assert not problems(cases, 4)
+
+
 def test_experts_and_ranks_that_get_no_token() -> None:
     """A step has 32 tokens for 64 experts, so that half of these get none; a micro-batch of 4, for 8 ranks."""
     shapes = [

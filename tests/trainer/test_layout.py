@@ -89,6 +89,13 @@ MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 12}
             {"ep": 2, "expert_tp": 2, "dispatch": "deepep"},
             "parallel.dispatch = 'deepep': takes bf16 and whole experts",
         ),
+        (MOE, {"ep": 2, "expert_tp": 2, "dispatch": "te"}, "parallel.dispatch = 'te': takes bf16 and whole experts"),
+        (MOE, {"ep": 2, "dispatch": "nvshmem"}, "parallel.dispatch_bound is not set -> alltoall"),
+        (
+            MOE,
+            {"ep": 2, "expert_tp": 3, "dispatch": "nvshmem", "dispatch_bound": 2.0},
+            "ep x expert_tp = 6, hidden_size =",
+        ),
         (MOE, {"expert_tp": 8}, "must divide the experts' ffn_hidden_size 12 -> one of [1, 2, 3, 4, 6, 12]"),
         ({**MOE, "shared_ffn_hidden_size": 6}, {"tp": 4}, "ffn_hidden_size 6, and divide"),
         ({**MOE, "shared_ffn_hidden_size": 6, "layers": [0]}, {"tp": 4}, "ffn_hidden_size 6 and 64, and divide"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from mega_data.sources import Kind, LeftOut, Source, describe
 from mega_data.tokenizer import Tokenizer
 
 BATCH = 1 << 18  # bytes of text: 40 ms of work, so that threads stay busy and little waits
-PIECE = 1 << 19  # characters of a longer document that are encoded at once
+PIECE = 1 << 18  # characters of a longer document that are encoded at once
 
 Place = tuple[int, int]  # the number of a source, and of items of it that are done
 
@@ -77,8 +79,10 @@ class Reading:
         bar: ProgressBar,
         *,
         whole: bool = False,
+        folder: Path | None = None,
     ) -> None:
-        self.sources, self.json_key, self.left_out, self.bar, self.whole = sources, json_key, left_out, bar, whole
+        self.sources, self.json_key, self.left_out, self.bar = sources, json_key, left_out, bar
+        self.whole, self.folder = whole, folder
         self.start = done.source, done.items
         self.kinds: Counter[Kind] = Counter()
         self.lines = 0  # of the last source that was read to its end
@@ -107,13 +111,16 @@ class Reading:
         self.left_out.tell()
 
     def _read(self, source: Source) -> Iterator[Document | Rejected]:
-        return read(source, self.json_key, self._advance, self._tell_kind, self._tell_lines, whole=self.whole)
+        end = self.read + source.bytes if source.size else math.inf
+
+        def advance(count: int) -> None:  # blocks reach beyond the range of a part
+            self.read = min(self.read + count, end)
+
+        tell = advance, self._tell_kind, self._tell_lines
+        return read(source, self.json_key, *tell, whole=self.whole, folder=self.folder)
 
     def _tell_lines(self, count: int) -> None:
         self.lines = count
-
-    def _advance(self, count: int) -> None:
-        self.read += count
 
     def _tell_kind(self, kind: Kind) -> None:
         self.kinds[kind] += 1
@@ -143,7 +150,8 @@ def batches(
     for place, read_item in reading.items():
         item = prepare(read_item) if prepare else read_item
         size = item.size if isinstance(item, Document) else len(item.content)
-        long = isinstance(item, Document) and len(item.text) > PIECE
+        long = isinstance(item, Document) and (item.long is not None or len(item.text) > PIECE)
+        ends = isinstance(item, Document) and end is not None and end in (item.long or item.text)
         if (batch.documents or batch.rejected) and (long or batch.size + size > BATCH):
             yield batch
             batch = Batch()
@@ -157,7 +165,7 @@ def batches(
         else:
             batch.documents.append(item)
         batch.size += 0 if long else size
-        batch.ends += isinstance(item, Document) and end is not None and end in item.text
+        batch.ends += ends
         batch.upto, batch.read = place, reading.read
         before = reading.read
     if batch.documents or batch.rejected:
@@ -175,15 +183,16 @@ def _check(item: Rejected, refuse: Path | None) -> None:
 def _pieces(document: Document, tokenizer: Tokenizer, before: float, read: float) -> Iterator[Batch]:
     """A long document in batches of its own; `before` and `read` are the bytes read without it and with it."""
     done, exact = 0, True
-    for piece in tokenizer.split(document.text, PIECE):
-        done, exact = done + len(piece.text), exact and piece.exact
-        if len(piece.text) > 8 * PIECE:
-            logger.warning("%s: %s characters in one piece, which takes much memory: %s finds no place to cut them",
-                           document.where, human(len(piece.text)), tokenizer.path)  # fmt: skip
-        size = len(piece.text) if piece.text.isascii() else len(piece.text.encode())
-        part = document._replace(text=piece.text, size=document.size if piece.last else 0)
-        upto = before + (read - before) * done / len(document.text)
-        yield Batch([part], size=size, read=upto, goes_on=not piece.last)
+    with document.long or contextlib.nullcontext():
+        for piece in tokenizer.split(document.long.blocks() if document.long else [document.text], PIECE):
+            if len(piece.text) > 8 * PIECE:
+                logger.warning("%s: %s characters in one piece, which takes much memory: %s finds no place to cut them",
+                               document.where, human(len(piece.text)), tokenizer.path)  # fmt: skip
+            size = len(piece.text) if piece.text.isascii() else len(piece.text.encode())
+            done, exact = done + size, exact and piece.exact
+            part = document._replace(text=piece.text, long=None, size=document.size if piece.last else 0)
+            upto = read if piece.last else before + (read - before) * done / document.size
+            yield Batch([part], size=size, read=upto, goes_on=not piece.last)
     if not exact:
         logger.warning("%s: no place to cut in %s characters and more: cut anywhere, where tokens may differ from"
                        " those of the whole", document.where, human(PIECE))  # fmt: skip

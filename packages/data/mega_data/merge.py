@@ -99,6 +99,7 @@ def append_all(
         ),
         bin_sha256=sha256_file(writer.folder / "bin"),
         chat=chat,
+        made_from=made_from or None,
     )
     commit(writer, made_from, obsolete)
     return info

@@ -29,7 +29,7 @@ from mega_data.chat.prepare import ChatOptions, Chats
 from mega_data.commit import settle
 from mega_data.encoder import Choice, Differs, Encoder, choose_encoder
 from mega_data.engines import Engine, in_processes, on_ray
-from mega_data.indexed import data_prefix
+from mega_data.indexed import data_prefix, idx_path
 from mega_data.info import DataInfo, ShardInfo, data_files, prepare_output, quarantine_path, read_info, refuse_inputs
 from mega_data.output import Output, Sequences
 from mega_data.readers import Document
@@ -93,8 +93,8 @@ def preprocess(
         WHOLE if chat else json_key, append_eod, parse_special_tokens or chat is not None, on_bad_line, overwrite,
         encoder, chat, sentences,
     )  # fmt: skip
-    if settled := job.check():
-        return settled
+    if made := job.check(in_parts=shard is not None or engine != "threads"):
+        return made
     if shard is not None:
         part = job.make_part(shard, workers or usable_cores())
         return job.join(shard) or part
@@ -157,9 +157,18 @@ class Job:
         files = [(source.name, source.kind, source.size, source.changed) for source in self.sources]
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
-    def check(self) -> DataInfo | None:
-        """Whether the data set may be made; it is, already, if a kill left nothing to do but its names."""
+    def check(self, *, in_parts: bool) -> DataInfo | None:
+        """Whether the data set may be made; it is, already, if a kill left nothing to do but its names.
+
+        Or if its parts were joined: who makes one cannot know that another did, and starts again after that, too.
+        """
         if settle(self.whole) == self.made_from and (info := read_info(self.whole)):
+            return info
+        info = read_info(self.whole) if in_parts and idx_path(self.whole).exists() else None
+        if info and info.made_from == self.made_from:
+            logger.info(
+                "%s: is made already, of these inputs and with these settings: nothing is left to do", self.whole
+            )
             return info
         prepare_output(self.whole, self.overwrite)
         refuse_inputs(data_files(self.whole), [self.tokenizer.path, *(Path(source.name) for source in self.sources)])
@@ -169,9 +178,11 @@ class Job:
         self, prefix: Path, sources: Sequence[Source], made_from: str, workers: int, shard: ShardInfo | None = None
     ) -> DataInfo:
         """Read, encode and write all of `sources`, from where an interrupted run was."""
-        choice: Choice = (
-            "tokenizers" if self.chats or self.by_sentence else self.encoder
-        )  # masks want the places of tokens, and a difference is told by document
+        choice = self.encoder
+        if self.chats:
+            if choice == "fastokens":
+                logger.warning("tokenizers encodes: fastokens does not tell where in a conversation a token stands")
+            choice = "tokenizers"
         try:
             return self._make(prefix, sources, made_from, workers, shard, choice)
         except Differs as error:
@@ -211,7 +222,8 @@ class Job:
             done = output.begin()
             done.encoder = done.encoder if choice == "auto" else choice  # what was given up stays so
             encoder = choose_encoder(done.encoder, tokenizer, size, again=lasting)
-            reading = Reading(sources, self.json_key, self.left_out, done, bar)
+            folder = output.writer.folder if chats is None else None  # a conversation is parsed as a whole
+            reading = Reading(sources, self.json_key, self.left_out, done, bar, folder=folder)
             good = batches(
                 reading,
                 tokenizer,
@@ -312,7 +324,7 @@ class Encoding:
             return self.chats.encoder.encode([document.chats for document in documents], dtype)
         texts = [document.text for document in documents]
         if self.by_sentence:
-            return self.by_sentence.encode(texts, dtype), 0
+            return self.by_sentence.encode(self.encoder, texts, dtype), 0
         return [[ids] for ids in self.encoder.encode_batch(texts, dtype)], 0
 
 
@@ -360,6 +372,8 @@ def _encode(batch: Batch, encoding: Encoding, dtype: np.dtype[Any]) -> list[Sequ
     except Differs as error:
         error.where = batch.documents[error.index].where
         raise
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # a panic in Rust is no Exception
         raise _blame(batch, encoding, dtype, error) from error
     return found
@@ -371,6 +385,8 @@ def _blame(batch: Batch, encoding: Encoding, dtype: np.dtype[Any], error: BaseEx
     for document in batch.documents:
         try:
             encoding.encode([document], dtype)
+        except KeyboardInterrupt:
+            raise
         except BaseException as own:  # noqa: BLE001 - as above; it is told, not lost
             return DataError(f"{document.where}: the tokenizer {path} fails on this document ({own})")
     first, last = batch.documents[0], batch.documents[-1]

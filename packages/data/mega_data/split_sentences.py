@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy.typing as npt
 
 from mega_common.errors import DataError
+from mega_data.encoder import Differs, Encoder
 from mega_data.output import Sequences
 from mega_data.tokenizer import Tokenizer
 from mega_data.unpack import package
@@ -28,13 +29,21 @@ class SentenceEncoder:
         if not re.fullmatch("[a-z]{2,3}", language):
             raise DataError(f"{language!r} is no code of a language", hint="such as en, de or zh")
         self._segment = package("sentencex", "sentences").segment
-        self._tokenizer, self.language = tokenizer, language
+        self.language = language
         self._keep_space = tokenizer.encode("a. a") == tokenizer.encode("a.") + tokenizer.encode(" a")
 
-    def encode(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[Sequences]:
-        """Token ids of each sentence of each document: `dtype` [tokens]."""
+    def encode(self, encoder: Encoder, texts: Sequence[str], dtype: npt.DTypeLike) -> list[Sequences]:
+        """Token ids of each sentence of each document: `dtype` [tokens].
+
+        Raises:
+            Differs: with the number of the document, as the encoder does.
+        """
         split = [self.split(text) for text in texts]
-        encoded = iter(self._tokenizer.encode_batch([sentence for found in split for sentence in found], dtype))
+        try:
+            encoded = iter(encoder.encode_batch([sentence for found in split for sentence in found], dtype))
+        except Differs as error:
+            error.index = [number for number, found in enumerate(split) for _ in found][error.index]
+            raise
         return [[next(encoded) for _ in found] for found in split]
 
     def split(self, text: str) -> list[str]:

@@ -50,6 +50,7 @@ class Tokenizer:
         vocab_size: the largest id + 1, added and special tokens included.
         eos_id: the token that ends a text, None when the folder names none.
         eos_token: how it is spelt, None likewise.
+        bos_id: the token that begins a text, None when the folder names none.
         fingerprint: SHA-256 of `tokenizer.json`, 64 hex digits.
 
     Raises:
@@ -71,6 +72,8 @@ class Tokenizer:
             raise DataError(f"{self.path}: the vocabulary is empty")
         self.vocab_size = max(ids.values()) + 1
         self.eos_id = _eos_id(self.path.parent, ids)
+        begin = _named(self.path.parent, "bos_token")
+        self.bos_id = ids.get(begin[1]) if begin else None
         self.eos_token = self.backend.id_to_token(self.eos_id) if self.eos_id is not None else None
         self.fingerprint = sha256_file(self.path)
 
@@ -89,8 +92,10 @@ class Tokenizer:
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def split(self, text: str, size: int) -> Iterator[Piece]:
+    def split(self, blocks: Iterable[str], size: int) -> Iterator[Piece]:
         """Cut a long text into pieces of `size` to twice as many characters, which encode to the tokens of the whole.
+
+        It comes in blocks, of which no more are held than a piece and what is looked at around its end.
 
         Encoding takes a hundred bytes of memory and more for each byte of text, so half a gigabyte of text cannot go in
         one call. A cut is made where the text around it encodes to the same tokens with and without the cut; the space
@@ -98,8 +103,14 @@ class Tokenizer:
         a million digits in a row, is cut where it decodes to the same text at least, and that piece is not `exact`.
         Where not even that holds, the rest is one piece.
         """
-        start = 0
-        while len(text) - start > size:
+        blocks, text, start, more = iter(blocks), "", 0, True
+        while True:
+            while more and len(text) - start <= 2 * size + WINDOW:
+                block = next(blocks, None)
+                more = block is not None
+                text, start = text[max(start - WINDOW, 0) :] + (block or ""), min(start, WINDOW)
+            if len(text) - start <= size:
+                break
             low, high = start + size, min(start + 2 * size, len(text))
             cut = self._seam(text, low, high)
             exact = cut is not None
@@ -107,7 +118,7 @@ class Tokenizer:
                 break
             yield Piece(text[start : cut[0]], exact, last=False)
             start = cut[1]
-        yield Piece(text[start:], exact=True, last=True)
+        yield Piece("".join([text[start:], *blocks]), exact=True, last=True)
 
     def _seam(self, text: str, low: int, high: int, tries: int = 64) -> tuple[int, int] | None:
         """Where a piece ends and the next begins, with the tokens of the whole."""
@@ -165,19 +176,27 @@ def _tokenizer_file(path: Path) -> Path:
 
 
 def _eos_id(folder: Path, ids: dict[str, int]) -> int | None:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).is_file():
-            try:
-                entry = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
-            except (OSError, ValueError, AttributeError) as error:
-                raise DataError(f"{folder / name}: cannot be read ({error})") from None
-            token = entry.get("content") if isinstance(entry, dict) else entry
-            if token is not None:
-                if token not in ids:
-                    raise DataError(f"{folder / name}: eos_token {token!r} is not in the vocabulary of tokenizer.json")
-                return ids[token]
+    if named := _named(folder, "eos_token"):
+        file, token = named
+        if token not in ids:
+            raise DataError(f"{file}: eos_token {token!r} is not in the vocabulary of tokenizer.json")
+        return ids[token]
     usual = [ids[token] for token in USUAL_ENDS if token in ids]
     return usual[0] if len(usual) == 1 else None
+
+
+def _named(folder: Path, key: str) -> tuple[Path, str] | None:
+    """The token that the folder's settings have under `key`, and the file that says so."""
+    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if file.is_file():
+            try:
+                entry = json.loads(file.read_text(encoding="utf-8")).get(key)
+            except (OSError, ValueError, AttributeError) as error:
+                raise DataError(f"{file}: cannot be read ({error})") from None
+            token = entry.get("content") if isinstance(entry, dict) else entry
+            if token is not None:
+                return file, token
+    return None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, overwrite: bool = False) -> Tokenizer:

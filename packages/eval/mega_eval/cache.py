@@ -1,133 +1,114 @@
-"""Batched decoding with kept keys and values: rows of different lengths, padded on the left to end in one column.
+"""Keys and values in pages, and attention to them row by row: rows of any lengths are neither padded nor copied together.
 
-Legend: B rows, S new columns, T columns so far, K key/value heads, d head size, V vocabulary.
+All rows' new tokens of a step are one batch of N tokens for the layers' products; here each row's queries meet its keys.
+
+Legend: N new tokens of all rows, S of one row, T tokens of a row so far, H query heads, K key/value heads, d head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mega_trainer.model.decoder import Decoder
+from mega_eval.pages import PAGE
+from mega_trainer.kernels.masks import ALL, Band
+from mega_trainer.model.context import Attend
 
-BLOCK = 256  # columns by which a cache grows
-
-
-class KeyValueCache:
-    """Keys and values of each layer, or latents, [B, capacity, K, d]; the capacity grows in blocks as columns come in."""
-
-    def __init__(self, layers: int) -> None:
-        self._held: list[tuple[Tensor, ...]] = [()] * layers
-        self._columns = [0] * layers
-
-    @property
-    def columns(self) -> int:
-        """T, after all layers have been updated."""
-        return self._columns[-1]
-
-    def update(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append tensors [B, S, K, d]; returns all of the layer's so far, [B, T, K, d], as views."""
-        start = self._columns[layer]
-        stop = self._columns[layer] = start + new[0].shape[1]
-        held = self._held[layer] or tuple(part[:, :0] for part in new)
-        if stop > held[0].shape[1]:
-            held = self._held[layer] = tuple(_grown(buffer, start, stop) for buffer in held)
-        for buffer, part in zip(held, new, strict=True):
-            buffer[:, start:stop] = part
-        return tuple(buffer[:, :stop] for buffer in held)
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all rows but those, int64 [rows]."""
-        self._held = [tuple(buffer[rows] for buffer in held) for held in self._held]
-
-
-def _grown(buffer: Tensor, used: int, wanted: int) -> Tensor:
-    """A copy of `buffer` [B, capacity, K, d] with room for `wanted` columns."""
-    rows, _, *rest = buffer.shape
-    grown = buffer.new_zeros((rows, -(-wanted // BLOCK) * BLOCK, *rest))
-    grown[:, :used] = buffer[:, :used]
-    return grown
-
-
-class Batch:
-    """Rows of tokens that grow by the same number of columns at a time.
-
-    A padding token stands at position 0, is seen by no token of its row and sees only itself, so that what a row
-    computes is what it would compute alone.
-    """
-
-    def __init__(self, model: Decoder) -> None:
-        self._model = model
-        self._cache = KeyValueCache(model.config.num_layers)
-        self._padding = self._tokens = torch.empty(0)
-
-    def start(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Take the prompts, none of them empty; logits [B, V] of what follows each."""
-        longest, device = max(map(len, prompts)), self._model.head_weight.device
-        self._padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-        self._tokens = torch.empty((len(prompts), 0), dtype=torch.int64, device=device)
-        return self.feed(torch.tensor(padded, device=device))
-
-    @torch.inference_mode()
-    def feed(self, tokens: Tensor) -> Tensor:
-        """Append tokens int64 [B, S]; logits [B, V] of what follows the last."""
-        model, before = self._model, self._cache.columns
-        self._tokens = torch.cat([self._tokens, tokens], dim=1)
-        if before and self._outgrown(before):
-            self._cache, tokens, before = KeyValueCache(model.config.num_layers), self._tokens, 0
-        columns = torch.arange(before, before + tokens.shape[1], device=tokens.device)
-        positions = (columns - self._padding[:, None]).clamp(min=0)
-        # A prompt that is alone needs no mask of its own: plain causal attention has the faster kernel.
-        alone = not before and len(tokens) == 1
-        sight = None if alone else Columns(columns, self._padding)
-        context = model.context(positions, sight=sight, cache=self._cache)
-        x = model(model.embed(tokens, positions), context)
-        return model.logits(x[:, -1:])[:, 0]
-
-    def _outgrown(self, before: int) -> bool:
-        """Whether a row has become too long for the angles that its `before` first keys were turned by (LongRoPE)."""
-        config, now = self._model.config, self._tokens.shape[1]
-        ropes = [rope for rope in (config.rope, config.local_rope) if rope and rope.scaling == "longrope"]
-        bounds = [self._padding + (rope.original_max_position or 0) for rope in ropes]
-        return any(bool(((before <= bound) & (bound < now)).any()) for bound in bounds)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but those."""
-        index = torch.tensor(rows, device=self._padding.device)
-        self._padding, self._tokens = self._padding[index], self._tokens[index]
-        self._cache.keep(index)
+Run = tuple[int, int]  # slots from the first to before the second
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Who sees whom among rows that are padded on the left: see `visible`, whose masks it makes once each."""
+class Span:
+    """One row's part of a step.
 
-    columns: Tensor
-    padding: Tensor
-    _made: dict[int | None, Tensor] = field(default_factory=dict)
-
-    def mask(self, window: int | None) -> Tensor:
-        """bool [B, 1, S, T]."""
-        if window not in self._made:
-            self._made[window] = visible(self.columns, self.padding, window)
-        return self._made[window]
-
-
-def visible(columns: Tensor, padding: Tensor, window: int | None) -> Tensor:
-    """Which key columns the query `columns` int64 [S] see: bool [B, 1, S, T], T ending at the last of them.
-
-    Args:
-        columns: consecutive.
-        padding: int64 [B], columns of padding before each row.
-        window: keys a query sees, itself included.
+    Attributes:
+        tokens: which of the step's N tokens are the row's.
+        runs: the slots of all T tokens of the row in order, the new ones last.
     """
-    keys = torch.arange(int(columns[-1]) + 1, device=columns.device)
-    distance = columns[:, None] - keys
-    near = (distance >= 0) & (distance < (window or len(keys)))
-    real = keys >= padding[:, None, None]
-    # Padding sees itself: the softmax over nothing is not a number, which no mask would stop further up.
-    return ((near & real) | (distance == 0))[:, None]
+
+    tokens: slice
+    runs: list[Run]
+
+    @classmethod
+    def of(cls, first: int, new: int, total: int, pages: Sequence[int]) -> Span:
+        """Of a row of `total` tokens, the last `new` of which are the step's from the `first` on."""
+        return cls(slice(first, first + new), _runs(pages, total))
+
+    @property
+    def new(self) -> list[int]:
+        """The slots of the new tokens."""
+        runs = _last(self.runs, self.tokens.stop - self.tokens.start)
+        return [slot for start, stop in runs for slot in range(start, stop)]
+
+    def seen(self, window: int | None) -> list[Run]:
+        """The slots of the keys that some of the new tokens see."""
+        return self.runs if window is None else _last(self.runs, window - 1 + self.tokens.stop - self.tokens.start)
+
+
+class PagedCache:
+    """The layers' keys and values, or the latents that stand for both: tensors [slots, K, d], PAGE slots a page."""
+
+    def __init__(self, layers: int, pages: int) -> None:
+        self._slots = pages * PAGE
+        self._held: list[tuple[Tensor, ...]] = [()] * layers
+        self._spans: list[Span] = []
+        self._seen: dict[int | None, list[tuple[slice, list[Run]]]] = {}
+        self._new = torch.empty(0)
+
+    def begin(self, spans: list[Span], device: torch.device) -> None:
+        """Say whose tokens the next forward pass has."""
+        self._spans, self._seen = spans, {}
+        self._new = torch.tensor([slot for span in spans for slot in span.new], device=device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: Attend) -> Tensor:
+        """See `Cache.attend`; each of the N tokens stands in a batch row of its own: [N, 1, H or K, d]."""
+        held = self._put(layer, k) if v is None else self._put(layer, k, v)
+        if window not in self._seen:
+            self._seen[window] = [(span.tokens, span.seen(window)) for span in self._spans]
+        y = torch.empty_like(q)
+        for tokens, runs in self._seen[window]:
+            keys, values = (_joined(part, runs) for part in (held[0], held[-1]))
+            one = tokens.stop - tokens.start == 1  # which sees all the keys of its window
+            mask = ALL if one else Band(None if window is None else window - 1, right=0)
+            y[tokens] = attend(q[tokens].transpose(0, 1), keys, values, mask).transpose(0, 1)
+        return y
+
+    def _put(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Keep tensors [N, 1, K, d]; returns all of the layer's."""
+        if not self._held[layer]:  # not touched before it is used: on a CPU it costs memory only then
+            self._held[layer] = tuple(part.new_empty(self._slots, *part.shape[2:]) for part in new)
+        for held, part in zip(self._held[layer], new, strict=True):
+            held.index_copy_(0, self._new, part.squeeze(1))
+        return self._held[layer]
+
+
+def _runs(pages: Sequence[int], total: int) -> list[Run]:
+    """The slots of the first `total` tokens of a row with these pages, neighbouring pages as one run."""
+    runs: list[Run] = []
+    for number, page in enumerate(pages[: -(-total // PAGE)]):
+        start, stop = page * PAGE, page * PAGE + min(PAGE, total - number * PAGE)
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return runs
+
+
+def _last(runs: Sequence[Run], count: int) -> list[Run]:
+    """The last `count` slots, or all."""
+    found: list[Run] = []
+    for start, stop in reversed(runs):
+        found.insert(0, (max(start, stop - count), stop))
+        count -= stop - start
+        if count <= 0:
+            break
+    return found
+
+
+def _joined(held: Tensor, runs: Sequence[Run]) -> Tensor:
+    """What stands in these slots, [1, T, K, d]: a view if they are one run."""
+    parts = [held[start:stop] for start, stop in runs]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)

@@ -21,6 +21,7 @@ from mega_common.log import logger
 from mega_common.model_config import ModelConfig
 from mega_common.remote import Place
 from mega_data.tokenizer import Tokenizer
+from mega_trainer.mesh import Groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.parallel.param import info_of, kept_of
@@ -30,8 +31,14 @@ PRECISIONS: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 
 
-def load_model(path: str | Place, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
-    """The whole model at `path`, in `dtype` on `device`, for inference only.
+def load_model(
+    path: str | Place,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    groups: Groups | None = None,
+) -> Decoder:
+    """The whole model at `path`, or this rank's part of it under `groups`, in `dtype` on `device`, for inference only.
 
     Weights are read one tensor at a time, so that memory is needed for the model and one tensor more. Layers that
     predict further tokens are left out.
@@ -42,7 +49,7 @@ def load_model(path: str | Place, *, dtype: torch.dtype = torch.float32, device:
     source = open_source(path)
     tell_unread(source)
     config = source.model.model_copy(update={"mtp_layers": 0})
-    model = Decoder(Builder(config, dtype=dtype, device=torch.device(device)))
+    model = Decoder(Builder(config, groups or Groups(), dtype=dtype, device=torch.device(device)))
     held = [(parameter.detach(), info_of(parameter).pieces) for parameter in model.parameters()]
     boxes = boxes_of([*held, *kept_of(model)])
     unused = sorted(set(source.keys()) - tensors_of(source.model).keys())

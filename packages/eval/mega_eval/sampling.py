@@ -1,11 +1,14 @@
-"""Choosing the next token: greedy, or drawn with temperature, top-k and top-p (arXiv:1904.09751).
+"""Choosing the next token: greedy, or drawn with temperature, top-k, top-p (arXiv:1904.09751) and min-p (arXiv:2407.01082).
 
 A draw is a function of (seed, sample, step) alone. It comes from the CPU, whatever the model runs on, and decides by one
-uniform number per row; so a sample's text depends neither on its neighbours in the batch nor on the device.
+uniform number; so a sample's text depends neither on its neighbours in the batch nor on the device.
+
+Legend: V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -17,48 +20,96 @@ from mega_trainer.rng import generator
 
 
 class Sampling(Config):
-    """How tokens are drawn. `top_k` is applied before `top_p`, both after the temperature."""
+    """How tokens are drawn: penalties, then temperature, `top_k`, `top_p` and `min_p` in this order."""
 
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 takes the likeliest token each time")
     top_k: PositiveInt | None = Field(None, description="draw from so many likeliest tokens only")
     top_p: float = Field(1.0, gt=0, le=1, description="draw from the fewest tokens with this probability together")
+    min_p: float = Field(0.0, ge=0, le=1, description="draw from tokens with this share of the likeliest's probability")
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="divides scores above 0 of tokens seen before, multiplies those below",
+    )
+    presence_penalty: float = Field(
+        0.0, allow_inf_nan=False, description="taken from the score of a token that was generated before"
+    )
+    frequency_penalty: float = Field(
+        0.0,
+        allow_inf_nan=False,
+        description="taken from the score of a token for each time that it was generated before",
+    )
     seed: int = 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is taken as it is."""
+        return self.temperature == 0 and not self.penalises
 
-def choose(logits: Tensor, sampling: Sampling, samples: Sequence[int], step: int) -> Tensor:
-    """The next token of each row, int64 [B].
+    @property
+    def penalises(self) -> bool:
+        """Whether scores depend on the tokens before."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+
+def penalised(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
+    """The scores [V] after the penalties.
+
+    That on repetition counts the prompt, too, as in transformers (arXiv:1909.05858); the others do not, as in OpenAI's API.
+    """
+    if not sampling.penalises:
+        return logits
+    scores, device = logits.clone(), logits.device
+    seen = torch.tensor(sorted({*prompt, *generated}), device=device)
+    before = scores[seen]
+    scores[seen] = torch.where(before < 0, before * sampling.repetition_penalty, before / sampling.repetition_penalty)
+    if generated:
+        tokens, counts = (
+            torch.tensor(column, device=device) for column in zip(*Counter(generated).items(), strict=True)
+        )
+        scores[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(scores.dtype)
+    return scores
+
+
+def probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
+    """What a token is drawn by, fp64 [V], of scores [V]; their sum is one."""
+    if sampling.temperature == 0:
+        return torch.nn.functional.one_hot(scores.argmax(-1), len(scores)).double()
+    wide = scores.double()
+    p = ((wide - wide.amax()) / sampling.temperature).softmax(-1)
+    if sampling.top_k is not None and sampling.top_k < len(p):
+        p = p.where(p >= p.topk(sampling.top_k).values[-1], 0.0)
+    if sampling.top_p < 1:
+        p = _likeliest(p, sampling.top_p * p.sum())
+    if sampling.min_p:
+        p = p.where(p >= sampling.min_p * p.amax(), 0.0)
+    return p / p.sum()
+
+
+def _likeliest(p: Tensor, share: Tensor) -> Tensor:
+    """The fewest likeliest with this sum; the others are zero. Most often they are few, and not all need be sorted."""
+    for count in (min(256, len(p)), len(p)):
+        values, tokens = p.topk(count)
+        likelier = values.cumsum(-1) - values
+        if count == len(p) or likelier[-1] >= share:
+            break
+    return torch.zeros_like(p).scatter_(0, tokens, values.where(likelier < share, 0.0))
+
+
+def draw(p: Tensor, sampling: Sampling, sample: int, step: int) -> int:
+    """A token by the weights p, fp64 [V].
 
     Args:
-        logits: [B, V].
-        sampling: how to draw.
-        samples: the number of each row's sample [B].
+        p: not all zero.
+        sampling: whose seed it is.
+        sample: number of the sample.
         step: tokens drawn before.
     """
-    if sampling.temperature == 0:
-        return logits.argmax(-1)
-    likely, tokens = ranked(logits, sampling)
-    cumulative = likely.cumsum(-1)
-    draws = _draws(sampling.seed, samples, step).to(logits.device)
-    place = torch.searchsorted(cumulative, draws * cumulative[:, -1:])
-    return tokens.gather(1, place).squeeze(1)
+    cumulative = p.cumsum(-1)
+    return int(torch.searchsorted(cumulative, uniform(sampling.seed, sample, step) * cumulative[-1:]))
 
 
-def ranked(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Weights to draw by, fp64 [B, V] from the largest on, zero for what is cut off, and their tokens, int64 [B, V]."""
-    scores = logits.double()
-    scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
-    likely, tokens = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    if sampling.top_k is not None:
-        likely[:, sampling.top_k :] = 0
-    likelier = likely.cumsum(-1) - likely
-    likely[likelier >= sampling.top_p * likely.sum(-1, keepdim=True)] = 0
-    return likely, tokens
-
-
-def _draws(seed: int, samples: Sequence[int], step: int) -> Tensor:
-    """One number of (0, 1] for each row, fp64 [B, 1]."""
-    draws = [
-        torch.rand(1, generator=generator("cpu", seed, "sample", sample, step), dtype=torch.float64)
-        for sample in samples
-    ]
-    return 1 - torch.stack(draws)
+def uniform(seed: int, sample: int, step: int, use: str = "sample") -> float:
+    """A number of (0, 1], one for each `use`."""
+    return 1 - float(torch.rand(1, generator=generator("cpu", seed, use, sample, step), dtype=torch.float64))

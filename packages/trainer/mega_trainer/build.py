@@ -38,7 +38,9 @@ from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.expert import Dispatcher
 from mega_trainer.parallel.fsdp import FullyShardedStage, shard_fully
 from mega_trainer.parallel.grads import Sharing, flatten
+from mega_trainer.parallel.nvshmem import Nvshmem
 from mega_trainer.parallel.shared import SharedStage
+from mega_trainer.parallel.te import TeDispatch
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.advice import run_shape
@@ -71,12 +73,18 @@ def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, lo
     )
 
 
-def build_dispatcher(config: RunConfig, groups: Groups) -> Dispatcher | None:
-    """What brings tokens to experts on other ranks, where that is not the trainer's own."""
+def build_dispatcher(config: RunConfig, groups: Groups, leaves: Leaves) -> Dispatcher | None:
+    """What brings tokens to experts on other ranks, where that is not the usual way."""
     moe, parallel = config.model.moe, config.parallel
     if moe is None or groups.ep.size == 1 or parallel.dispatch == "alltoall":
         return None
-    return DeepEp(moe.num_experts, groups.ep, parallel.dispatch_bound)
+    bound = parallel.dispatch_bound
+    if parallel.dispatch == "deepep":
+        return DeepEp(moe.num_experts, groups.ep, bound)
+    assert bound is not None
+    if parallel.dispatch == "te":
+        return TeDispatch(moe.num_experts, groups.ep, bound)
+    return Nvshmem(moe.num_experts, groups.ep, groups.expert_tp.size, bound, leaves)
 
 
 def choose_kernels(config: RunConfig, device: torch.device) -> Choice:

@@ -84,6 +84,21 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.schedule", error.message, parallel.schedule, error.hint or "")
 
 
+def check_degrees(model: ModelConfig, *, tp: int, ep: int) -> None:
+    """Refuse degrees by which a model cannot be shared, where there is no run to check.
+
+    Raises:
+        ConfigError: naming the degree, with those that can be.
+    """
+    if not _splits(model, tp):
+        degrees = [n for n in range(1, model.num_attention_heads + 1) if _splits(model, n)]
+        raise ConfigError(f"tp = {tp}: this model's heads and widths cannot be shared so", hint=f"one of {degrees}")
+    if ep not in _expert_degrees(model):
+        raise ConfigError(
+            f"ep = {ep}: this model's experts cannot be shared so", hint=f"one of {_expert_degrees(model)}"
+        )
+
+
 def context_problems(config: RunConfig) -> Iterator[Problem]:
     """What of the split of a sequence, over context ranks and under sequence parallelism, does not fit the model."""
     model, parallel, length = config.model, config.parallel, config.data.seq_length
@@ -133,11 +148,23 @@ def expert_problems(config: RunConfig) -> Iterator[Problem]:
         widths = [n for n in range(1, 17) if moe.ffn_hidden_size % n == 0]
         rule = f"must divide the experts' ffn_hidden_size {moe.ffn_hidden_size}"
         yield Problem("parallel.expert_tp", rule, parallel.expert_tp, f"one of {widths}")
-    if parallel.dispatch == "deepep" and (parallel.expert_tp > 1 or config.precision not in ("bf16", "fp8")):
-        rule = (
+    if unfit := _unfit_for_dispatch(config):
+        yield Problem("parallel.dispatch", unfit, parallel.dispatch, "alltoall")
+
+
+def _unfit_for_dispatch(config: RunConfig) -> str | None:
+    """What of the run the library does not take that brings tokens to experts."""
+    parallel, width = config.parallel, config.model.hidden_size
+    ranks, way = parallel.ep * parallel.expert_tp, parallel.dispatch
+    if way in ("deepep", "te") and (parallel.expert_tp > 1 or config.precision not in ("bf16", "fp8")):
+        return (
             f"takes bf16 and whole experts: precision = {config.precision}, parallel.expert_tp = {parallel.expert_tp}"
         )
-        yield Problem("parallel.dispatch", rule, parallel.dispatch, "alltoall")
+    if way in ("nvshmem", "te") and parallel.dispatch_bound is None:
+        return "wants to know how much room there is, and parallel.dispatch_bound is not set"
+    if way == "nvshmem" and (ranks & (ranks - 1) or width % 32):  # its kernel shares bytes evenly among blocks
+        return f"takes powers of two of ranks, and widths of a multiple of 32: ep x expert_tp = {ranks}, hidden_size = {width}"
+    return None
 
 
 def _expert_degrees(model: ModelConfig) -> list[int]:

@@ -32,8 +32,10 @@ class ParallelConfig(Config):
         1, description="split the experts among so many ranks, of all data, context and tensor ranks"
     )
     expert_tp: PositiveInt = Field(1, description="split each expert among so many ranks, besides ep")
-    dispatch: Literal["alltoall", "deepep"] = Field(
-        "alltoall", description="what brings tokens to experts on other ranks; deepep is a library for NVLink and RDMA"
+    dispatch: Literal["alltoall", "deepep", "nvshmem", "te"] = Field(
+        "alltoall",
+        description="what brings tokens to experts on other ranks: deepep is a library for NVLink and RDMA; nvshmem, torch's "
+        "exchange, and te, NCCL's kernels in Transformer Engine, have room for dispatch_bound, and send what there is",
     )
     dispatch_bound: float | None = Field(
         None,

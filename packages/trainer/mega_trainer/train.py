@@ -91,7 +91,7 @@ def assemble(
     logger.info("%s", choice)
     builder = Builder(
         config.model, groups, make_kernels(choice, leaves), leaves,
-        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups),
+        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups, leaves),
         dispatch_bound=config.parallel.dispatch_bound, dtype=dtype_of(config), device=device,
     )  # fmt: skip
     stages = build_stages(config, builder, schedule)

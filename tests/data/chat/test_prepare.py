@@ -209,6 +209,13 @@ def test_a_mask_of_other_tokens_is_refused(tmp_path: Path, tokenizer: Path) -> N
         verify(tmp_path / "d")
 
 
+def test_an_encoder_that_knows_no_places_is_not_taken_and_that_is_said(
+    tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made(tmp_path, tokenizer, [CONVERSATIONS["turns"]], encoder="fastokens")
+    assert "tokenizers encodes: fastokens does not tell where in a conversation a token stands" in caplog.messages
+
+
 def test_what_the_template_does_is_told(tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     (tmp_path / "t.jinja").write_text(

@@ -12,7 +12,9 @@ import mega_trainer
 
 OURS = Path(mega_trainer.__file__).parent
 OPERATORS = "torch.ops.flash_attn_3"
+EXPERTS = "transformer_engine.pytorch.ep"
 VERSIONS = {
+    EXPERTS: ["transformer_engine-2.20.*.whl"],
     "flash_attn": ["flash_attn-*.tar.gz"],
     OPERATORS: ["flash_attn-*.tar.gz"],
     "transformer_engine": ["transformer_engine-2.10.*.whl", "transformer_engine-2.20.*.whl"],
@@ -27,12 +29,11 @@ def library(pattern: str) -> Library:
 
 
 def check(call: LibraryCall) -> None:
-    for name, patterns in VERSIONS.items():
-        if call.name.startswith(f"{name}."):
-            for pattern in patterns:
-                source = library(pattern)
-                operator = call.name.removeprefix("torch.ops.").replace(".", "::")
-                call.check(source.operator(operator) if name == OPERATORS else source.signature(call.name))
+    name = next(name for name in VERSIONS if call.name.startswith(f"{name}."))
+    for pattern in VERSIONS[name]:
+        source = library(pattern)
+        operator = call.name.removeprefix("torch.ops.").replace(".", "::")
+        call.check(source.operator(operator) if name == OPERATORS else source.signature(call.name))
 
 
 CALLS = list(library_calls(OURS, tuple(VERSIONS)))

@@ -139,7 +139,7 @@ def dispatched(bound: float | None) -> tuple[float, float, float]:
     def experts(rows: Tensor, weights: Tensor, by: Rows) -> Tensor:
         return rows * (2.0 ** (group.rank * E // 2 + by.group(len(rows)).double()) * weights).unsqueeze(-1)
 
-    y, lost = through(dispatcher.send(x, chosen, weights), experts, E // 2)
+    y, lost = through(dispatcher.send(x, chosen, weights), experts)
     y.backward(dy.detach())
     both = 2.0 ** chosen.double()
     factor = (both * weights).sum(-1, keepdim=True).detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -15,7 +16,7 @@ from mega_trainer.comm import Group
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.model.router import within_capacity
 from mega_trainer.model.routing import Tokens
-from mega_trainer.parallel.expert import AllToAll, all_shares, grouped_bias, own_share, through
+from mega_trainer.parallel.expert import AllToAll, Dispatcher, all_shares, grouped_bias, own_share, through
 
 E, D = 8, 3
 
@@ -32,7 +33,9 @@ class Found:
     lost: int
 
 
-def dispatched(ep: int, parts: int, empty: bool, bound: float | None = None) -> Found:
+def dispatched(
+    ep: int, parts: int, empty: bool, bound: float | None = None, way: Callable[..., Dispatcher] = AllToAll
+) -> Found:
     """Tokens through experts of which number e multiplies by 2^e."""
     rank = dist.get_rank()
     group = Group("ep", tuple(range(ep * parts)), rank, dist.group.WORLD)
@@ -43,7 +46,7 @@ def dispatched(ep: int, parts: int, empty: bool, bound: float | None = None) -> 
     chosen = torch.rand(tokens, E if not empty else E // 2, generator=g).topk(3).indices
     chosen[0, 1] = -1
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-    first, own = rank // parts * (E // ep), E // ep
+    first = rank // parts * (E // ep)
     seen = []
 
     def experts(rows: Tensor, weights: Tensor, by: Rows) -> Tensor:
@@ -54,7 +57,7 @@ def dispatched(ep: int, parts: int, empty: bool, bound: float | None = None) -> 
         y = rows[:count] * (factors / parts * weights[:count]).unsqueeze(-1) * scale
         return torch.cat([y, torch.full_like(rows[count:], torch.nan)])
 
-    y, lost = through(AllToAll(E, group, parts, bound).send(x, chosen, weights), experts, own)
+    y, lost = through(way(E, group, parts, bound).send(x, chosen, weights), experts)
     dy = torch.randn(tokens, D, generator=g, dtype=torch.float64)
     y.backward(dy)
     both = torch.where(chosen >= 0, 2.0 ** chosen.double(), 0.0)

@@ -27,6 +27,13 @@ def test_groups_begin_at_multiples_of_a_capacity() -> None:
     assert slots.lost == 1
 
 
+def test_groups_have_room_of_their_own() -> None:
+    slots = Slots.of(torch.tensor([[3, 0], [0, 3], [0, -1]]), 4, 6, torch.tensor([2, 0, 0, 1]))
+    assert slots.choice.tolist() == [1, 2, 0, -1, -1, -1, -1]
+    assert slots.row.tolist() == [[2, 0], [1, 6], [6, 6]]
+    assert slots.lost == 2
+
+
 def of_rows(chosen: list[list[int]], group: int) -> list[int]:
     return [token for token, row in enumerate(chosen) for one in row if one == group]
 

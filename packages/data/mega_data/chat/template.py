@@ -77,6 +77,15 @@ class ChatTemplate:
             raise DataError("all of the text is an answer, the questions too", hint=f"--loss-on all says so, or {MARK}")
         return Rendered(text, tuple(spans))
 
+    def prompt(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation up to where the next answer begins, or else goes on in its last message.
+
+        Raises:
+            DataError: when the template refuses it.
+        """
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return self._text(conversation, conversation.messages, **how)[0]
+
     def _by_marks(self, conversation: Conversation) -> tuple[str, list[Span]]:
         text, marked = self._text(conversation, conversation.messages, return_assistant_tokens_mask=True)
         answers = [

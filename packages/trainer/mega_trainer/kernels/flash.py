@@ -82,7 +82,8 @@ class TorchFlash:
         """See `Flash.takes`."""
         if how.softcap is not None:
             return False
-        return fits_gpu(q, v) if _on_gpu(q) else mask in (ALL, CAUSAL)
+        # on a CPU `causal` is the diagonal from the first query and the first key
+        return fits_gpu(q, v) if _on_gpu(q) else mask == ALL or (mask == CAUSAL and q.shape[1] == v.shape[1])
 
     def uneven(self, d: int, e: int) -> bool:
         """See `Flash.uneven`."""

@@ -14,7 +14,7 @@ from mega_trainer.kernels.flash import Flash, TorchFlash
 from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.kernels.leaves import Leaves
-from mega_trainer.kernels.masks import CAUSAL, Mask, dense
+from mega_trainer.kernels.masks import ALL, CAUSAL, Mask, dense
 
 
 class TorchKernels:
@@ -123,15 +123,22 @@ class TorchKernels:
 
 
 class Sdpa:
-    """Plain causal attention by whatever kernel torch thinks best."""
+    """Plain causal attention of whole sequences, or of one query to all keys, by whatever kernel torch thinks best."""
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> bool:
         """See `WholeAttention.takes`."""
-        return mask == CAUSAL and not how.bent
+        return not how.bent and (q.shape[1] == 1 if mask == ALL else mask == CAUSAL and q.shape[1] == k.shape[1])
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> Tensor:
         """See `WholeAttention.__call__`."""
-        return _sdpa(q, k, v, None, how.scale)
+        return _one_query(q, k, v, how.scale) if mask == ALL else _sdpa(q, k, v, None, how.scale)
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """As `_sdpa` for one query, which sees all keys: heads that share a key stand as queries of it, so that it is read once."""
+    rows = torch.unflatten(q, 2, (k.shape[2], -1)).flatten(0, 1)
+    y = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
+    return y.flatten(1, 2).unsqueeze(1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -22,7 +22,7 @@ class Attention(nn.Module):
         super().__init__()
         config, tp = build.config, build.groups.tp
         name = f"model.layers.{layer}.self_attn"
-        self.layer, self.size, self.rotates = layer, config.head_size, config.rotates(layer)
+        self.size, self.rotates = config.head_size, config.rotates(layer)
         self.heads = config.num_attention_heads // tp.size
         self.kv_heads = max(1, config.kv_heads // tp.size)
         sinks = build.sinks(f"{name}.sinks") if config.attention_sinks else None
@@ -49,8 +49,6 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[B, S or S/T, D] -> the same shape."""
         q, k, v = self._rotated(self.qkv(x).unflatten(-1, (-1, self.size)), context)
-        if context.cache is not None:
-            k, v = context.cache.update(self.layer, k, v)
         out: Tensor = self.out(self.core(q, k, v, context).flatten(-2))
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,12 +15,18 @@ from mega_trainer.kernels.masks import Band, Mask, Packed, Part, rectangle
 from mega_trainer.model.routing import Routing
 from mega_trainer.rng import Dropout
 
+# Queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e] and the mask to [B, S, H, e], by a layer's rule.
+Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+
 
 class Cache(Protocol):
-    """What attention needs of earlier tokens, for generation: their keys and values, or the latents of both."""
+    """Keeps the keys and values of earlier tokens for generation, or the latents of both."""
 
-    def update(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append this call's tensors [B, S, K, d], as many each time; returns all of the layer's so far, [B, T, K, d]."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: Attend) -> Tensor:
+        """Keep this call's k and v, and let its queries see them and what was kept before, `window` keys at most.
+
+        q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are the values, too.
+        """
 
 
 class Sight(Protocol):

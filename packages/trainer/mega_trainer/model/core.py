@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.torch import plain_attention
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Sequences
+from mega_trainer.model.context import Cache, Context, Sequences
 from mega_trainer.parallel.context import context_parallel
 
 
@@ -50,6 +50,8 @@ class AttentionCore(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q [B, S, H, d], k [B, T, K, d], v [B, T, K, e] -> [B, S, H, e]."""
+        if context.cache is not None:
+            return self.cached(q, k, v, context.cache)
         how = Scores(self.scale, self.softcap, self.sinks)
         whole = partial(self._whole, context)
         if self.spread is None:
@@ -57,6 +59,11 @@ class AttentionCore(nn.Module):
         assert isinstance(context.sight, Sequences)  # training's
         see = partial(context.sight.parts, window=self.window)
         return self.spread.attention(q, k, v, how, see, whole)
+
+    def cached(self, q: Tensor, k: Tensor, v: Tensor | None, cache: Cache) -> Tensor:
+        """See `Cache.attend`."""
+        attend = partial(self.kernels.attention, how=Scores(self.scale, self.softcap, self.sinks))
+        return cache.attend(self.layer, q, k, v, self.window, attend)
 
     def _whole(self, context: Context, q: Tensor, k: Tensor, v: Tensor, how: Scores, first: int) -> Tensor:
         """Attention of whole sequences by this rank's heads from its `first` on: block by block no scores are kept."""

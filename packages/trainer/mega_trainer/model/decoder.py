@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         """What the layers share for tokens at `positions` int64 [B or 1, S].
 
         `outline` says where attention is closed at document ends; it is required where context ranks have other tokens.
-        An explicit `sight` replaces what would be derived, and is required with a cache that already holds tokens.
+        An explicit `sight` replaces what would be derived; with a cache, which knows better, neither is asked.
         """
         turn = local = None
         lengths = None if outline is None else outline.lengths

@@ -41,7 +41,7 @@ class LatentAttention(nn.Module):
         config, mla, tp = build.config, build.config.mla, build.groups.tp
         assert mla is not None
         name, heads = f"model.layers.{layer}.self_attn", config.num_attention_heads
-        self.layer, self.mla, self.size = layer, mla, config.head_size
+        self.mla, self.size = mla, config.head_size
         self.linear, self.tp, self.sp = build.linear, tp, build.sp
         self.core = AttentionCore(build, layer, scale=score_scale(config))
         if mla.q_lora_rank is None:
@@ -67,7 +67,7 @@ class LatentAttention(nn.Module):
         if context.cache is None:
             y = self._attend(q, q_rot, latent, k_rot, context)
         else:
-            y = self._attend_cached(q, q_rot, latent.unsqueeze(-2), k_rot, context.cache, context)
+            y = self._attend_cached(q, q_rot, latent.unsqueeze(-2), k_rot, context.cache)
         out: Tensor = self.out(y.flatten(-2))
         return out
 
@@ -90,15 +90,13 @@ class LatentAttention(nn.Module):
         y: Tensor = self.core(torch.cat([q, q_rot], -1), k, v, context)
         return y
 
-    def _attend_cached(
-        self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, cache: Cache, context: Context
-    ) -> Tensor:
+    def _attend_cached(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, cache: Cache) -> Tensor:
         """[B, S, H, e], in the latent space, with all of the cache."""
         widths = [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
         to_key, to_value = torch.split(torch.unflatten(self.key_value_heads, 0, (-1, sum(widths))), widths, 1)
-        (keys,) = cache.update(self.layer, torch.cat([latent, k_rot], -1))
         q = torch.cat([torch.einsum("bshn,hnc->bshc", q, to_key), q_rot], -1)
-        y: Tensor = self.core(q, keys, keys[..., : self.mla.kv_lora_rank], context)
+        # values as wide as keys, which fused kernels want: what comes of k_rot is dropped
+        y = self.core.cached(q, torch.cat([latent, k_rot], -1), None, cache)[..., : self.mla.kv_lora_rank]
         return torch.einsum("bshc,hec->bshe", y, to_value)
 
 

@@ -33,7 +33,6 @@ class Moe(nn.Module):
         self.sharers = groups.cp.size * (groups.tp.size if build.sp else 1)  # ranks that share a sequence's positions
         self.router = Router(build, layer)
         self.experts = Experts(build, f"{name}.experts")
-        self.own = moe.num_experts * groups.expert_tp.size // groups.ep.size
         self.dispatch = build.dispatcher or AllToAll(
             moe.num_experts, groups.ep, groups.expert_tp.size, build.dispatch_bound
         )
@@ -52,7 +51,7 @@ class Moe(nn.Module):
         chosen, weights, own = self.router(own, self._tokens(x, context), context.routing)
         delivery = self.dispatch.send(own, chosen, weights)
         shared = None if self.shared is None else self._shared(x, self.shared)  # beside the exchange
-        y, lost = through(delivery, self.experts, self.own)
+        y, lost = through(delivery, self.experts)
         if context.routing is not None:
             context.routing.lose(self.router.layer, lost)
         y = (y if self.sp else all_shares(y, self.tp, flat.shape[0])).view_as(x)

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from mega_common.errors import ConfigError
 from mega_trainer.comm import Group
-from mega_trainer.parallel.expert import Arrived, Delivery
+from mega_trainer.parallel.expert import Delivery, Sorted, by_expert
 
 if TYPE_CHECKING:
     from deep_ep import ElasticBuffer
@@ -53,14 +53,14 @@ class DeepEp:
         trip = Trip(self._buffers[shape], self.num_experts, wait=self.bound is None)
         tokens, came = _Dispatch.apply(x, weights, chosen, trip)  # type: ignore[no-untyped-call]
 
-        def arrived() -> Arrived:
+        def arrived() -> Sorted:
             trip.event.current_stream_wait()
-            here = trip.chosen.long()
+            here, own = trip.chosen.long(), self.num_experts // self.group.size
             if self.bound is None:
-                return Arrived(tokens, here, came, sum(trip.handle.num_recv_tokens_per_expert_list))
+                return by_expert(tokens, here, came, own, sum(trip.handle.num_recv_tokens_per_expert_list))
             count = trip.handle.psum_num_recv_tokens_per_scaleup_rank[-1]  # behind these nothing is written
             here = here.masked_fill((torch.arange(len(here), device=here.device) >= count).unsqueeze(-1), -1)
-            return Arrived(tokens, here, came, math.ceil(self.bound * chosen.numel()))
+            return by_expert(tokens, here, came, own, math.ceil(self.bound * chosen.numel()))
 
         def back(y: Tensor) -> Tensor:
             combined: Tensor = _Combine.apply(y, trip)  # type: ignore[no-untyped-call]

@@ -20,43 +20,64 @@ from torch.autograd.function import once_differentiable
 
 from mega_trainer.comm import Group, Work, all_to_all_into
 
+# rows, of which the first are sent; how many to and from each rank of the group; rows of the table that is to be returned ->
+# that table, there after the wait, with what came as its first rows
+Wire = Callable[[Tensor, Any, Any, int], tuple[Tensor, Work]]
+
+
+@dataclass(frozen=True)
+class HostWire:
+    """A `Wire` for numbers of rows that the host knows."""
+
+    group: Group
+
+    def __call__(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], length: int) -> tuple[Tensor, Work]:
+        """See `Wire`."""
+        table = rows.new_empty((length, *rows.shape[1:]))
+        out, own = table[: sum(received)], rows[: sum(sent)].contiguous()
+        work = all_to_all_into(out, own, self.group, received, sent, async_op=True)
+        assert work is not None
+        return table, work
+
 
 @dataclass
 class Exchange:
     """One all-to-all, and later that of the gradients.
 
     Attributes:
-        group: who takes part.
-        sent, received: rows to and from each of its ranks.
+        wire: what sends.
+        sent, received: rows to and from each of its ranks, as the wire wants them.
+        length: of the table that comes.
     """
 
-    group: Group
-    sent: Sequence[int]
-    received: Sequence[int]
-    _out: Tensor | None = None
-    _work: Work | None = None
+    wire: Wire
+    sent: Any
+    received: Any
+    length: int
+    _under_way: tuple[Tensor, Work] | None = None  # from the one node of a pass to the other
 
-    def begin(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], length: int) -> Tensor:
-        """Start to send the first of `rows`. What comes is there after `end`, the first of `length` rows."""
-        self._out = rows.new_empty((length, *rows.shape[1:]))
-        out, own = self._out[: sum(received)], rows[: sum(sent)].contiguous()
-        self._work = all_to_all_into(out, own, self.group, received, sent, async_op=True)
-        return self._out
+    def begin(self, rows: Tensor) -> Tensor:
+        """Start to send the first of `rows`; what comes is there after `end`."""
+        self._under_way = self.wire(rows, self.sent, self.received, self.length)
+        return self._under_way[0]
+
+    def begin_back(self, rows: Tensor, length: int) -> None:
+        """The way back, of a table that is as long as the one that came."""
+        self._under_way = self.wire(rows, self.received, self.sent, length)
 
     def end(self) -> Tensor:
         """Wait for what was begun."""
-        out, work, self._out, self._work = self._out, self._work, None, None
-        assert out is not None
-        assert work is not None
+        assert self._under_way is not None
+        (table, work), self._under_way = self._under_way, None
         work.wait()
-        return out
+        return table
 
 
 class _Start(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.begin(rows, exchange.sent, exchange.received, sum(exchange.received) + 1)
+        return exchange.begin(rows)
 
     @staticmethod
     @once_differentiable
@@ -74,7 +95,7 @@ class _Wait(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.exchange.begin(dy, ctx.exchange.received, ctx.exchange.sent, ctx.length)
+        ctx.exchange.begin_back(dy, ctx.length)
         return dy, None, None  # what came back is `_Start`'s to return
 
 
@@ -94,7 +115,7 @@ def fetched(table: Tensor) -> Callable[[], Any]:
 
 
 def start(rows: Tensor, exchange: Exchange) -> Callable[[], Tensor]:
-    """Send the first of rows [sum(sent) + 1 or more, ..]. The function waits for what comes [sum(received) + 1, ..]."""
+    """Send the first of rows [more than are sent, ..]. The function waits for what comes [length, ..]."""
     out: Tensor = _Start.apply(rows, exchange)  # type: ignore[no-untyped-call]
 
     def arrived() -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,28 +27,47 @@ from torch.autograd.function import once_differentiable
 
 from mega_trainer.comm import Group, all_gather, all_to_all
 from mega_trainer.kernels.grouped import Rows, outer
-from mega_trainer.parallel.exchange import Exchange, fetched, start
-from mega_trainer.parallel.slots import Slots, collect, gather, pick
+from mega_trainer.parallel.exchange import Exchange, HostWire, fetched, start
+from mega_trainer.parallel.slots import Slots, collect, gather, pick, summed
 
-# rows of this rank's experts, sorted by expert [M + 1, D], and their weights [M + 1] -> what is to be summed [M + 1, D]
+# rows of this rank's experts, sorted by expert [M, D], and their weights [M] -> what is to be summed [M, D]
 Experts = Callable[[Tensor, Tensor, Rows], Tensor]
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """Tokens that are to meet this rank's experts.
+class Sorted:
+    """Tokens that meet this rank's experts, a row for each token and expert.
 
     Attributes:
-        x: [T, D].
-        chosen: int64 [T, K], which of this rank's experts; -1 for others' and none.
-        weights: [T, K].
-        rows: M, at least as many as there are choices of this rank's experts.
+        x: [M, D], sorted by expert.
+        weights: [M].
+        rows: which are whose; there may be others behind them.
+        back: takes what the experts made of them, [M, D].
+        lost: int64, choices that found no row.
     """
 
     x: Tensor
-    chosen: Tensor
     weights: Tensor
-    rows: int
+    rows: Rows
+    back: Callable[[Tensor], Tensor]
+    lost: Tensor
+
+
+def by_expert(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: int, rows: int, total: Callable[..., Tensor] = summed
+) -> Sorted:
+    """Rows for T tokens, made and put together here.
+
+    Args:
+        x: [T, D].
+        chosen: int64 [T, K], which of this rank's experts; -1 for others' and none.
+        weights: [T, K].
+        experts: of this rank.
+        rows: M - 1, at least as many as there are choices of this rank's experts.
+        total: makes sums of rows; see `Slots.sum`.
+    """
+    slots = replace(Slots.of(chosen, experts, rows), sum=total)
+    return Sorted(gather(x, slots), pick(weights, slots), Rows(slots.ends), lambda y: collect(y, slots), slots.lost)
 
 
 @dataclass(frozen=True)
@@ -57,11 +76,11 @@ class Delivery:
 
     Attributes:
         arrived: waits for those that come here.
-        back: takes what this rank's experts made of these, [T, D], and returns the sums of this rank's tokens, [N, D].
+        back: takes what these became, and returns the sums of this rank's tokens, [N, D].
         lost: int64, choices that did not fit; always none where nothing bounds them.
     """
 
-    arrived: Callable[[], Arrived]
+    arrived: Callable[[], Sorted]
     back: Callable[[Tensor], Tensor]
     lost: Tensor
 
@@ -79,15 +98,11 @@ class Dispatcher(Protocol):
         """
 
 
-def through(delivery: Delivery, experts: Experts, count: int) -> tuple[Tensor, Tensor]:
-    """The weighted sum of each token's experts, [N, D], zero for tokens without any, and how many choices were lost.
-
-    `experts` are this rank's `count`.
-    """
+def through(delivery: Delivery, experts: Experts) -> tuple[Tensor, Tensor]:
+    """The weighted sum of each token's experts, [N, D], zero for tokens without any, and how many choices were lost."""
     here = delivery.arrived()
-    slots = Slots.of(here.chosen, count, here.rows)
-    y = experts(gather(here.x, slots), pick(here.weights, slots), Rows(slots.ends))
-    return delivery.back(collect(y, slots)), delivery.lost + slots.lost
+    y = experts(here.x, here.weights, here.rows)
+    return delivery.back(here.back(y)), delivery.lost + here.lost
 
 
 @dataclass(frozen=True)
@@ -113,25 +128,26 @@ class AllToAll:
     def send(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Delivery:
         """See `Dispatcher`."""
         if self.group.size == 1:
-            alone = Arrived(x, chosen, weights, chosen.numel())
+            alone = by_expert(x, chosen, weights, self.own, chosen.numel())
             return Delivery(lambda: alone, lambda y: y, chosen.new_zeros(()))
-        capacity = self._capacity(*chosen.shape)
-        ranks = self._ranks(chosen)
+        capacity, wire = self._capacity(*chosen.shape), HostWire(self.group)
+        ranks = ranks_of(chosen, self.own, self.parts)
         size = ranks.numel() if capacity is None else capacity * self.group.size
         slots = Slots.of(ranks, self.group.size, size, capacity)
         splits = self._counted(chosen, slots) if capacity is None else partial(self._bounded, capacity, chosen.numel())
-        ticket = _ticket(gather(weights, slots), _chosen(chosen, slots))
+        ticket = ticket_of(chosen, weights, slots)
         sent, received, count = splits()
         slots = slots.first(sum(sent))
-        choices = start(ticket, Exchange(self.group, sent, received))
-        tokens = start(gather(x, slots), Exchange(self.group, sent, received))
+        choices = start(ticket, Exchange(wire, sent, received, sum(received) + 1))
+        tokens = start(gather(x, slots), Exchange(wire, sent, received, sum(received) + 1))
 
-        def arrived() -> Arrived:
-            came, theirs = _read(choices(), chosen.shape[1])
-            return Arrived(tokens(), self._own(theirs), came, count)
+        def arrived() -> Sorted:
+            came, theirs = read_ticket(choices(), chosen.shape[1])
+            theirs = own_of(theirs, self.group.rank // self.parts, self.own)
+            return by_expert(tokens(), theirs, came, self.own, count)
 
         def back(y: Tensor) -> Tensor:
-            return collect(start(y, Exchange(self.group, received, sent))(), slots)
+            return collect(start(y, Exchange(wire, received, sent, slots.rows + 1))(), slots)
 
         return Delivery(arrived, back, slots.lost)
 
@@ -139,19 +155,6 @@ class AllToAll:
     def own(self) -> int:
         """Experts of a rank."""
         return self.num_experts * self.parts // self.group.size
-
-    def _ranks(self, chosen: Tensor) -> Tensor:
-        """The ranks that each token goes to, each of them once: int64 [N, K parts], -1 for none."""
-        holder = chosen // self.own
-        again = (holder.unsqueeze(-1) == holder.unsqueeze(-2)).tril(-1).any(-1)
-        holder = holder.masked_fill(again, -1).unsqueeze(-1)
-        each = holder * self.parts + torch.arange(self.parts, device=chosen.device)
-        return each.masked_fill(holder < 0, -1).flatten(1)
-
-    def _own(self, chosen: Tensor) -> Tensor:
-        """Which of this rank's experts."""
-        local = chosen - self.group.rank // self.parts * self.own
-        return local.masked_fill((local < 0) | (local >= self.own), -1)
 
     def _capacity(self, tokens: int, choices: int) -> int | None:
         """Rows to each rank, where they are bounded: no more than there are tokens."""
@@ -182,22 +185,35 @@ class AllToAll:
         return splits
 
 
-def _chosen(chosen: Tensor, slots: Slots) -> Tensor:
-    """Each row its token's choice [M + 1, K], -1 for a row that is nobody's."""
-    return chosen[slots.token].masked_fill(slots.choice.unsqueeze(-1) < 0, -1)
+def ranks_of(chosen: Tensor, own: int, parts: int) -> Tensor:
+    """The ranks that each token goes to, each of them once: int64 [N, K parts], -1 for none; a rank has `own` experts."""
+    holder = chosen // own
+    again = (holder.unsqueeze(-1) == holder.unsqueeze(-2)).tril(-1).any(-1)
+    holder = holder.masked_fill(again, -1).unsqueeze(-1)
+    each = holder * parts + torch.arange(parts, device=chosen.device)
+    return each.masked_fill(holder < 0, -1).flatten(1)
 
 
-def _ticket(weights: Tensor, chosen: Tensor) -> Tensor:
-    """Weights and choices as one tensor [M + 1, 2 K], the choices as bits."""
-    bits = chosen.to(torch.int64 if weights.dtype == torch.float64 else torch.int32)
-    return torch.cat([weights, bits.view(weights.dtype)], 1)
+def own_of(chosen: Tensor, holder: int, own: int) -> Tensor:
+    """Which of this rank's `own` experts, where it is the `holder`-th of those that hold others."""
+    local = chosen - holder * own
+    return local.masked_fill((local < 0) | (local >= own), -1)
 
 
-def _read(ticket: Tensor, choices: int) -> tuple[Tensor, Tensor]:
-    """The way back; the last row, which nobody sent, chooses none."""
+def ticket_of(chosen: Tensor, weights: Tensor, slots: Slots) -> Tensor:
+    """For each row its token's weights and choices as one tensor [M + 1, 2 K], the choices as bits; -1 for nobody's row."""
+    theirs = chosen[slots.token].masked_fill(slots.choice.unsqueeze(-1) < 0, -1)
+    bits = theirs.to(torch.int64 if weights.dtype == torch.float64 else torch.int32)
+    return torch.cat([gather(weights, slots), bits.view(weights.dtype)], 1)
+
+
+def read_ticket(ticket: Tensor, choices: int, there: Tensor | int = -1) -> tuple[Tensor, Tensor]:
+    """The way back; rows from number `there` on, which nobody sent, choose none."""
     weights, bits = ticket[:, :choices], ticket[:, choices:].detach().clone(memory_format=torch.contiguous_format)
     chosen = bits.view(torch.int64 if ticket.dtype == torch.float64 else torch.int32).long()
-    chosen[-1] = -1
+    if isinstance(there, Tensor):
+        return weights, chosen.masked_fill((torch.arange(len(chosen), device=there.device) >= there).unsqueeze(-1), -1)
+    chosen[there:] = -1
     return weights, chosen
 
 

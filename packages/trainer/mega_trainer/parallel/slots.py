@@ -14,6 +14,7 @@ Legend: N tokens, K choices of each, G groups (ranks, or experts), M rows, D wid
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+
+def picked(x: Tensor, numbers: Tensor) -> Tensor:
+    """Rows of x [N, ..] by their numbers, int64 [M + 1]."""
+    return x[numbers]
+
+
+def summed(rows: Tensor, numbers: Tensor) -> Tensor:
+    """The sum of those of rows [M + 1, D] that have the numbers int64 [N, K], but for the last, which counts nothing."""
+    return F.embedding_bag(numbers, rows, mode="sum", padding_idx=len(rows) - 1)
 
 
 @dataclass(frozen=True)
@@ -33,32 +44,37 @@ class Slots:
         choice: int64 [M + 1], the choice of each row, counted through [N, K]; -1 where it has none.
         ends: int32 [G], where each group's rows end.
         lost: int64, choices of a group that found no row.
+        pick, sum: as `picked` and `summed`, which may make what they return at a place of their own.
     """
 
     row: Tensor
     choice: Tensor
     ends: Tensor
     lost: Tensor
+    pick: Callable[[Tensor, Tensor], Tensor] = picked
+    sum: Callable[[Tensor, Tensor], Tensor] = summed
 
     @classmethod
-    def of(cls, groups: Tensor, count: int, rows: int, capacity: int | None = None) -> Slots:
+    def of(cls, groups: Tensor, count: int, rows: int, capacity: int | Tensor | None = None) -> Slots:
         """Rows for the choices of `groups`, int64 [N, K], each one of `count` or -1.
 
-        Sorted by group, and then by token and choice: one after the other, or with a `capacity` each group from a
-        multiple of that on, and no more of it than that. What comes too late is lost.
+        Sorted by group, and then by token and choice: one after the other, or with a `capacity` each group behind as many
+        rows as those before it may have, and no more of it than that. What comes too late is lost.
 
         Args:
             groups: what was chosen.
             count: G.
             rows: M.
-            capacity: rows of a group.
+            capacity: rows of every group, or int64 [G], of each.
         """
         flat, device = groups.flatten(), groups.device
         sorted_groups, order = torch.where(flat < 0, count, flat).sort(stable=True)
         at, there = torch.arange(len(flat), device=device), sorted_groups < count
         if capacity is not None:
+            room = capacity if isinstance(capacity, Tensor) else flat.new_full((count,), capacity)
             at = at - torch.searchsorted(sorted_groups, sorted_groups)
-            there, at = there & (at < capacity), at + sorted_groups * capacity
+            there = there & (at < F.pad(room, (0, 1))[sorted_groups])
+            at = at + F.pad(room.cumsum(0), (1, 0))[sorted_groups]
         at = torch.where(there & (at < rows), at, rows)
         row = torch.empty_like(at).scatter_(0, order, at)
         choice = torch.full((rows + 1,), -1, device=device).scatter_(0, at, order)
@@ -86,24 +102,24 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
         ctx.slots = slots
-        return x[slots.token] if len(x) else x.new_empty((slots.rows + 1, *x.shape[1:]))
+        return slots.pick(x, slots.token) if len(x) else x.new_empty((slots.rows + 1, *x.shape[1:]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _summed(dy, ctx.slots), None
+        return ctx.slots.sum(dy, ctx.slots.row), None
 
 
 class _Collect(Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, slots: Slots) -> Tensor:
         ctx.slots = slots
-        return _summed(y, slots)
+        return slots.sum(y, slots.row)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy[ctx.slots.token], None
+        return ctx.slots.pick(dy, ctx.slots.token), None
 
 
 class _Pick(Function):
@@ -117,10 +133,6 @@ class _Pick(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         row = ctx.slots.row
         return dy[row].masked_fill(row == ctx.slots.rows, 0.0), None
-
-
-def _summed(rows: Tensor, slots: Slots) -> Tensor:
-    return F.embedding_bag(slots.row, rows, mode="sum", padding_idx=slots.rows)
 
 
 def gather(x: Tensor, slots: Slots) -> Tensor:

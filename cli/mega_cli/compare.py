@@ -1,0 +1,76 @@
+"""`mega compare`: two models on the same samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mega_common.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from mega_eval.paired import Comparison
+
+EXAMPLES = """Examples:
+
+    mega compare before.json after.json
+
+    mega compare before.json after.json --per-sample differing.jsonl --json -
+"""
+
+
+def compare_command(
+    first: Annotated[Path, typer.Argument(help="Results of `mega eval --tasks ... --log-samples --output`.")],
+    second: Annotated[Path, typer.Argument(help="Those of another model on the same tasks.")],
+    per_sample: Annotated[
+        Path | None, typer.Option(help="Write each sample whose scores differ to this file, JSON lines.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the comparison to this file as JSON; - for standard output.")
+    ] = None,
+) -> None:
+    """Tell whether two models differ on tasks, sample by sample.
+
+    A small p says that the difference is hardly by chance: McNemar's exact test where scores are 0 or 1, else Student's
+    paired t-test. With many tasks some p are small by chance: at 0.05, one in twenty.
+    """
+    from mega_common.files import atomic_file, write_json
+
+    try:
+        from mega_eval.paired import compare_results
+    except ModuleNotFoundError as error:
+        if error.name != "scipy":
+            raise
+        raise MissingPackageError(
+            "mega compare needs scipy, which is not installed", hint="pip install scipy"
+        ) from None
+    found = compare_results(first, second)
+    if per_sample is not None:
+        with atomic_file(per_sample, text=True) as stream:
+            for one in found:
+                for number, (a, b) in one.scores.items():
+                    if a != b:
+                        line = {"task": one.task, "metric": one.metric, "filter": one.filter, "sample": number}
+                        stream.write(json.dumps({**line, "first": a, "second": b}) + "\n")
+    lines = [one.as_json() for one in found]
+    if json_file == Path("-"):
+        print(json.dumps(lines, indent=1))
+        return
+    if json_file is not None:
+        write_json(json_file, lines)
+    print(_table(found))
+
+
+def _table(found: list[Comparison]) -> str:
+    rows = [("task", "metric", "samples", "first", "second", "difference", "lower", "higher", "p", "test")]
+    for one in found:
+        (a, b), (lower, higher) = one.means, one.differing
+        metric = one.metric if one.filter == "none" else f"{one.metric},{one.filter}"
+        numbers = (f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}", str(lower), str(higher), f"{one.p:.3g}")
+        rows.append((one.task, metric, str(len(one.scores)), *numbers, one.test))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,134 @@
+"""`mega eval --tasks`: downstream tasks, on one rank or several."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from mega_common.errors import ConfigError, MissingPackageError
+
+if TYPE_CHECKING:
+    from mega_eval.replicas import Replicas
+    from mega_eval.tasks import TaskOptions
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # what the libraries of the hub look at
+WAIT_SECONDS = 24 * 3600.0  # that ranks wait for the first, which may fetch data
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks there are, and how they share a copy of the model."""
+
+    nproc: int | None
+    tp: int
+    ep: int
+
+    @property
+    def block(self) -> int:
+        """Ranks of a copy."""
+        return max(self.tp, self.ep)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command was given about the model and where results go."""
+
+    model: str
+    tokenizer: Path | None
+    precision: str
+    device: str
+    batch_size: int
+    seq_length: int | None
+    output: Path | None
+
+
+def import_harness(*, offline: bool) -> None:
+    """Import lm-evaluation-harness, which takes from the environment whether it may ask the hub.
+
+    Raises:
+        MissingPackageError: where it is not installed.
+    """
+    if offline:
+        os.environ.update(OFFLINE)
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError:
+        raise MissingPackageError(
+            "--tasks needs lm-evaluation-harness, which is not installed",
+            hint="in the root of the repository: pip install 'packages/eval[tasks]'",
+        ) from None
+
+
+def evaluate_tasks(names: list[str], asked: Asked, options: TaskOptions, degrees: Degrees) -> None:
+    """Run tasks, in this process when it is a rank already or needs no others; else start the ranks."""
+    from mega_common.log import setup_log
+    from mega_trainer.ranks import Ranks, joined, ranks_of
+
+    ranks = ranks_of(os.environ)
+    count = ranks.world_size if ranks else degrees.nproc or degrees.block
+    if count % degrees.block or degrees.block % min(degrees.tp, degrees.ep):
+        raise ConfigError(
+            f"{count} ranks cannot be shared out by tp {degrees.tp} and ep {degrees.ep}",
+            hint="the larger of the two divides the number of ranks, and the smaller one the larger",
+        )
+    if ranks is None and count > 1:
+        raise typer.Exit(_start(count))
+    ranks = ranks or Ranks()
+    if ranks.world_size > 1:
+        setup_log(rank=ranks.rank, world_size=ranks.world_size)
+    with joined(ranks, asked.device, WAIT_SECONDS):
+        if ranks.rank == 0:
+            _lead(names, asked, options, degrees, ranks.world_size)
+        else:
+            _load(asked, degrees, ranks.rank, ranks.world_size).follow()
+
+
+def _start(count: int) -> int:
+    """Start this very command on so many ranks; their logs stay where it fails."""
+    from mega_trainer.ranks import start_local_ranks
+
+    folder = Path(tempfile.mkdtemp(prefix="mega-eval-"))
+    status = start_local_ranks([sys.executable, "-m", "mega_cli.main", *sys.argv[1:]], count, folder)
+    if status == 0:
+        shutil.rmtree(folder)
+    return status
+
+
+def _lead(names: list[str], asked: Asked, options: TaskOptions, degrees: Degrees, world_size: int) -> None:
+    from mega_data.chat.template import load_template
+    from mega_eval.harness import HarnessModel
+    from mega_eval.load import end_tokens
+    from mega_eval.tasks import find_tasks, run_tasks, table, write_results
+
+    find_tasks(names, options.include_path)  # a mistake is told before the model is loaded
+    replicas = _load(asked, degrees, 0, world_size)
+    words = replicas.prompts.tokenizer
+    length = asked.seq_length or replicas.model.config.max_position
+    template = load_template(words.path) if options.apply_chat_template else None
+    model = HarnessModel(replicas, end_tokens(asked.model, words), template, length)
+    told = {"model_args": {"model": asked.model, "precision": asked.precision, "max_length": length}}
+    results = run_tasks(model, names, options, told)
+    replicas.close()
+    if asked.output is not None:
+        write_results(asked.output, results)
+    print(table(results))
+
+
+def _load(asked: Asked, degrees: Degrees, rank: int, world_size: int) -> Replicas:
+    from mega_ckpt.source import model_at
+    from mega_data.tokenizer import Tokenizer
+    from mega_eval.load import PRECISIONS, device_named, load_model, load_tokenizer
+    from mega_eval.replicas import Prompts, Replicas, connect
+
+    words = Tokenizer(asked.tokenizer) if asked.tokenizer else load_tokenizer(asked.model)
+    groups = connect(model_at(asked.model), rank, world_size, tp=degrees.tp, ep=degrees.ep)
+    dtype, device = PRECISIONS[asked.precision], device_named(asked.device)
+    model = load_model(asked.model, dtype=dtype, device=device, groups=groups)
+    return Replicas(model, Prompts(words), asked.batch_size, rank, world_size, degrees.block)

@@ -1,0 +1,177 @@
+"""A mega model as EleutherAI's lm-evaluation-harness sees one.
+
+What the harness asks of a model is encoded, cut and windowed as its own `hf` model does it, so that scores are the same,
+sample by sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+
+from mega_common.errors import DataError
+from mega_common.log import ProgressBar
+from mega_data.chat.records import Conversation
+from mega_data.chat.template import ChatTemplate
+from mega_eval.replicas import Replicas
+from mega_eval.sampling import Sampling
+from mega_eval.score import Pair, windows
+from mega_eval.text import Limits
+
+NEW_TOKENS = 256  # where a task does not say: the harness's own number
+DRAWN = {"temperature", "top_p", "top_k", "min_p"}  # settings that mean nothing where the likeliest token is taken
+
+
+class HarnessModel(TemplateLM):  # type: ignore[misc]
+    """A mega model as the harness sees one.
+
+    Args:
+        replicas: what computes.
+        ends: the tokens that end a text.
+        template: of chats; None: there is none.
+        max_length: tokens the model sees at once; of what is longer the end is kept.
+
+    Raises:
+        DataError: when the tokenizer names no token that ends a text.
+    """
+
+    def __init__(
+        self, replicas: Replicas, ends: frozenset[int], template: ChatTemplate | None, max_length: int
+    ) -> None:
+        super().__init__()
+        self.replicas, self.ends, self.template, self.max_length = replicas, ends, template, max_length
+        self.text = replicas.prompts
+        if self.text.tokenizer.eos_id is None:
+            raise DataError(
+                f"{self.text.tokenizer.path}: no token is named that ends a text, which tasks need",
+                hint='name it in tokenizer_config.json, as "eos_token"',
+            )
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """The token that ends a text."""
+        return self.text.tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int | None:
+        """The token that a text without context follows."""
+        return self.text.prefix
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in caches of encoded requests."""
+        return self.text.tokenizer.fingerprint
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids of a text; with the special tokens around it that the tokenizer's template names, unless told."""
+        return self.text.encode(string, add_special_tokens=add_special_tokens is not False)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Names the template of chats."""
+        return self.template.fingerprint if self.template and chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a chat. A template that refuses it is tried without system messages."""
+        assert self.template is not None
+        try:
+            return self.template.prompt(_conversation(chat_history), add_generation_prompt=add_generation_prompt)
+        except DataError:
+            rest = [message for message in chat_history if message["role"] != "system"]
+            if len(rest) == len(chat_history):
+                raise
+            return self.template.prompt(_conversation(rest), add_generation_prompt=add_generation_prompt)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [self._cut(context, continuation) for _, context, continuation in requests]
+        answers: dict[int, tuple[float, bool]] = {}
+        with ProgressBar("scoring", total=len(pairs), unit="continuations") as bar:
+            for number, found in self.replicas.score(pairs):
+                answers[number] = found.logprob, found.greedy
+                self.cache_hook.add_partial("loglikelihood", requests[number][0], answers[number])
+                bar.advance(1)
+        return [answers[number] for number in range(len(pairs))]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each whole text."""
+        texts = [
+            windows(self.tok_encode(request.args[0]), self.prefix_token_id or 0, self.max_length)
+            for request in requests
+        ]
+        owners = [owner for owner, pairs in enumerate(texts) for _ in pairs]
+        parts: list[dict[int, float]] = [{} for _ in texts]
+        with ProgressBar("scoring", total=len(owners), unit="windows") as bar:
+            for number, found in self.replicas.score([pair for pairs in texts for pair in pairs]):
+                owner = owners[number]
+                parts[owner][number] = found.logprob
+                if len(parts[owner]) == len(texts[owner]):
+                    self.cache_hook.add_partial(
+                        "loglikelihood_rolling", requests[owner].args, math.fsum(parts[owner].values())
+                    )
+                bar.advance(1)
+        return [math.fsum(part.values()) for part in parts]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What follows each context, up to the first of its stop strings."""
+        alike: dict[str, list[int]] = {}  # numbers of the requests with the same settings
+        for number, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        answers: dict[int, str] = {}
+        for numbers in alike.values():
+            settings = requests[numbers[0]].args[1]
+            found = self._generate([requests[number].args[0] for number in numbers], settings)
+            for number, text in zip(numbers, found, strict=True):
+                answers[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+        return [answers[number] for number in range(len(requests))]
+
+    def _generate(self, contexts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+        rest = dict(normalize_gen_kwargs(dict(settings), NEW_TOKENS))
+        eos = self.text.decode([self.eot_token_id or 0])
+        stops = [stop for stop in handle_stop_sequences(rest.pop("until", None), eos=eos) if stop]
+        new, drawn = rest.pop("max_gen_toks"), rest.pop("do_sample")
+        if new >= self.max_length:
+            raise DataError(
+                f"the task asks for {new} new tokens (max_gen_toks), and the model sees {self.max_length} at once",
+                hint="--seq-length, where the model can see more; or a smaller number in the task",
+            )
+        rest = rest if drawn else {key: value for key, value in rest.items() if key not in DRAWN}
+        sampling = Sampling.parse(rest, source="generation_kwargs of the task")
+        limits = Limits(new, tuple(stops), self.ends)
+        found = self.replicas.generate(contexts, self.max_length - new, limits, sampling)
+        texts = [self.text.decode(one.tokens, skip_special_tokens=True) for one in found]
+        return [postprocess_generated_text(text, stops, None) for text in texts]
+
+    def _cut(self, context: list[int], continuation: list[int]) -> Pair:
+        """What the model sees of a pair that is too long: its end."""
+        room = self.max_length + 1 - len(continuation)
+        if room < 1:
+            raise DataError(
+                f"a continuation of {len(continuation)} tokens is more than the {self.max_length} that the model sees",
+                hint="--seq-length, where the model can see more",
+            )
+        return context[-room:], continuation
+
+
+def _conversation(messages: list[dict[str, str]]) -> Conversation:
+    return Conversation([dict(message) for message in messages], [], None, {})
+
+
+def fingerprint(model: HarnessModel) -> str:
+    """Names what decides about a model's answers in a cache of them: its weights, by a sample of each, and its text."""
+    template = model.template.fingerprint if model.template else ""
+    digest = hashlib.sha256(f"{model.text.tokenizer.fingerprint} {template} {model.max_length}".encode())
+    for name, parameter in model.replicas.model.named_parameters():
+        values = parameter.detach().flatten()
+        some = values[:: max(1, len(values) // 256)].to(torch.float64).cpu().numpy().tobytes()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + some)
+    return digest.hexdigest()[:16]

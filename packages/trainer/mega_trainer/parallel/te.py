@@ -1,0 +1,64 @@
+"""Experts reached by NCCL's own kernels for them, which Transformer Engine offers (version 2.20 or later).
+
+A token travels once to each rank, and comes sorted by expert into a table of a given length. Its kernels know from the device
+where that ends, so that the host waits in no layer, and touch no more rows than there are; but for the products and the
+activation in between, whose tables have room for a multiple of an even load, there is nothing left to do.
+
+Legend: N tokens of this rank, K experts of a token, M rows of this rank's experts, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mega_common.errors import ConfigError
+from mega_trainer.comm import Group
+from mega_trainer.kernels.grouped import Rows
+from mega_trainer.parallel.expert import Delivery, Sorted
+
+
+@dataclass(frozen=True)
+class TeDispatch:
+    """A `Dispatcher` for all layers of a model, in bf16; all ranks must bring as many tokens each time.
+
+    Attributes:
+        num_experts: E.
+        group: the ranks that hold all experts.
+        bound: rows of this rank's experts, as a multiple of an even load.
+    """
+
+    num_experts: int
+    group: Group
+    bound: float
+
+    def send(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Delivery:
+        """See `Dispatcher`."""
+        try:
+            from transformer_engine.pytorch import ep
+        except ImportError as error:
+            raise ConfigError(
+                f"parallel.dispatch = te: Transformer Engine's experts cannot be imported: {error}",
+                hint="install transformer-engine 2.20 or later for this CUDA, or set parallel.dispatch=alltoall",
+            ) from error
+        (tokens, choices), width = chosen.shape, x.shape[1]
+        room = math.ceil(self.bound * chosen.numel()) + 1  # the last row is nobody's, as grouped products want it
+        if not ep.is_ep_bootstrapped():
+            ep.ep_bootstrap(
+                self.group.handle, self.num_experts, tokens, width, choices, recv_capacity_per_rank=room,
+                drop_on_overflow=True,
+            )  # fmt: skip
+        # what a backward needs to know of its dispatch is in the buffer, so that each has one
+        buffer = ep.EpBuffer(choices, tokens, width, self.num_experts // self.group.size, recv_capacity_per_rank=room)
+        rows, came, counts = ep.ep_dispatch(buffer, x, chosen, weights)
+        total: Tensor = buffer.total_recv_tokens  # [1]
+        lost = (total.sum() - (room - 1)).clamp(min=0)
+        here = Sorted(rows, came, Rows(counts.cumsum(0).clamp(max=room - 1).int()), lambda y: y, lost)
+
+        def back(y: Tensor) -> Tensor:
+            out: Tensor = ep.ep_combine(buffer, y, num_local_tokens=tokens)
+            return out
+
+        return Delivery(lambda: here, back, chosen.new_zeros(()))

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from local_tasks import write_model, write_tasks
+from typer.testing import CliRunner, Result
+
+from mega_cli.compare import compare_command
+from mega_cli.eval import eval_command
+from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)  # asks half the machine, for seconds
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    write_tasks(folder, 6)
+    return folder
+
+
+def mega(*args: object, fails: type[MegaError] | None = None) -> Result:
+    app = typer.Typer()
+    app.command("eval")(eval_command)
+    app.command("compare")(compare_command)
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    if fails is not None:
+        assert isinstance(result.exception, fails), result.output or result.exception
+    else:
+        assert result.exit_code == 0, result.output or result.exception
+    return result
+
+
+def test_two_models_on_tasks_compared(folder: Path, tmp_path: Path) -> None:
+    tasks = f"{folder / 'choice.yaml'},{folder / 'rolling.yaml'}"
+    files = []
+    for precision in ("fp32", "bf16"):
+        files.append(tmp_path / f"{precision}.json")
+        shown = mega(
+            "eval", folder, "--tasks", tasks, "--precision", precision, "--device", "cpu", "--log-samples", "--output", files[-1],
+            "--limit", 4,
+        )  # fmt: skip
+        assert "local_choice" in shown.stdout
+        assert "bits_per_byte" in shown.stdout
+    results = json.loads(files[0].read_text())
+    assert results["config"]["model_args"] == {"model": str(folder), "precision": "fp32", "max_length": 64}
+    assert len(results["samples"]["local_choice"]) == 4
+    differing = tmp_path / "differing.jsonl"
+    found = json.loads(mega("compare", *files, "--json", "-", "--per-sample", differing).stdout)
+    assert {(one["task"], one["metric"]) for one in found} >= {
+        ("local_choice", "acc"),
+        ("local_rolling", "bits_per_byte"),
+    }
+    assert sum(one["lower"] + one["higher"] for one in found) == len(differing.read_text().splitlines()) > 0
+    told = mega("compare", files[0], files[0], "--json", tmp_path / "same.json").stdout
+    assert "mcnemar" in told
+    assert "t-test" in told
+    assert {one["p"] for one in json.loads((tmp_path / "same.json").read_text())} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "neither --data nor --tasks"),
+        (["--data", "a", "--tasks", "b"], "--data and --tasks"),
+        (["--data", "a", "--limit", 3], "--limit is for --tasks, and --data is given"),
+        (["--data", "a", "--tp", 1], "--tp is for --tasks, and --data is given"),
+        (["--tasks", "a", "--json", "x"], "--json is for --data, and --tasks is given"),
+        (["--tasks", "a", "--no-check-tokenizer"], "--check-tokenizer is for --data"),
+        (["--tasks", "none.yaml"], "none.yaml: no such file"),
+        (["--tasks", "a", "--include-path", "nowhere"], "nowhere: no such folder"),
+        (["--tasks", "a", "--nproc", 3, "--tp", 2], "3 ranks cannot be shared out by tp 2 and ep 1"),
+        (["--tasks", "a", "--tp", 2, "--ep", 3], "3 ranks cannot be shared out by tp 2 and ep 3"),
+    ],
+)
+def test_options_that_do_not_go_together(folder: Path, options: list[object], said: str) -> None:
+    assert said in str(mega("eval", folder, *options, fails=ConfigError).exception)
+
+
+def test_tasks_want_the_harness(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    error = mega("eval", folder, "--tasks", "hellaswag", fails=MissingPackageError).exception
+    assert "pip install 'packages/eval[tasks]'" in str(error)
+
+
+def test_a_tokenizer_without_a_template_has_no_chats(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        if file.name != "chat_template.jinja":
+            (tmp_path / file.name).symlink_to(file)
+    options = ["--tasks", folder / "choice.yaml", "--apply-chat-template"]
+    assert "no chat template" in str(mega("eval", tmp_path, *options, fails=DataError).exception)
+
+
+@pytest.mark.long
+def test_ranks_started_by_the_command_give_what_one_gives(folder: Path, tmp_path: Path) -> None:
+    tasks = ",".join(str(folder / f"{kind}.yaml") for kind in ("choice", "rolling", "generation"))
+    found = []
+    for options in ([], ["--nproc", "4", "--tp", "2"]):
+        out = tmp_path / f"{len(options)}.json"
+        command = [sys.executable, "-m", "mega_cli.main", "eval", str(folder), "--tasks", tasks, "--output", str(out)]
+        done = subprocess.run([*command, "--log-samples", "--offline", *options], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("local_choice") == 1  # one rank tells
+        found.append(json.loads(out.read_text())["samples"])
+    assert found[0].keys() == found[1].keys()
+    for task, samples in found[0].items():
+        for one, other in zip(samples, found[1][task], strict=True):
+            for left, right in zip(one["resps"], other["resps"], strict=True):
+                same = left == right if isinstance(left[0], str) else left[0][0] == pytest.approx(right[0][0], rel=1e-5)
+                assert same

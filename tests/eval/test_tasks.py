@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_tasks import assert_same, hf_results, write_model, write_tasks
+
+from mega_ckpt.convert import convert
+from mega_common.errors import ConfigError, DataError
+from mega_data.chat.template import load_template
+from mega_eval.load import end_tokens, load_model, load_tokenizer
+from mega_eval.replicas import Prompts, Replicas
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
+from mega_eval.harness import HarnessModel
+from mega_eval.tasks import TaskOptions, find_tasks, run_tasks, table, unknown_task, write_results
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Any:
+    """Data sets of local files are unpacked into a cache; none is fetched."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)  # asks half the machine, for seconds
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+def harness_model(folder: Path, **options: Any) -> HarnessModel:
+    tokenizer = load_tokenizer(folder)
+    replicas = Replicas(load_model(folder), Prompts(tokenizer), **options)
+    template = load_template(tokenizer.path)
+    return HarnessModel(replicas, end_tokens(folder, tokenizer), template, replicas.model.config.max_position)
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path, names: list[str]) -> dict[str, Any]:
+    return run_tasks(harness_model(folder, batch_size=3), names, TaskOptions(log_samples=True), {"device": "cpu"})
+
+
+def test_each_sample_scores_as_with_the_harness_own_model(folder: Path, names: list[str], ours: dict[str, Any]) -> None:
+    assert_same(ours, hf_results(folder, names))
+    texts = [sample["resps"][0][0] for sample in ours["samples"]["local_generation"]]
+    assert len(set(texts)) > 1  # the model does say something
+    longest = max(len(load_tokenizer(folder).encode(s["doc"]["text"])) for s in ours["samples"]["local_rolling"])
+    assert longest > 64  # of more than one window
+
+
+def test_chats_and_few_shots_are_those_of_the_harness_own_model(folder: Path, names: list[str]) -> None:
+    options = TaskOptions(apply_chat_template=True, num_fewshot=2, limit=3, log_samples=True)
+    mine = run_tasks(harness_model(folder), [names[0], names[2]], options)
+    other = hf_results(folder, [names[0], names[2]], apply_chat_template=True, num_fewshot=2, limit=3)
+    assert "<|im_start|>assistant" in mine["samples"]["local_choice"][0]["arguments"][0][0]
+    assert_same(mine, other)
+
+
+def test_a_mega_checkpoint_scores_as_its_export(
+    folder: Path, names: list[str], ours: dict[str, Any], tmp_path: Path
+) -> None:
+    convert(folder, tmp_path / "mega", "mega")
+    found = run_tasks(harness_model(tmp_path / "mega", batch_size=8), names, TaskOptions(log_samples=True))
+    assert_same(found, ours)
+
+
+def test_answers_are_kept_for_the_model_that_gave_them(folder: Path, names: list[str], tmp_path: Path) -> None:
+    options = TaskOptions(limit=2, log_samples=True, cache=tmp_path / "cache")
+    first = run_tasks(harness_model(folder), names, options)
+    again = harness_model(folder)
+
+    def none(*_: object) -> Any:
+        raise AssertionError("computed again")
+
+    again.replicas = type("Nothing", (), {"model": again.replicas.model, "score": none, "generate": none})()
+    assert_same(run_tasks(again, names, options), first)
+    other = harness_model(folder)
+    with torch.no_grad():
+        other.replicas.model.head_weight.mul_(1.5)
+    changed = run_tasks(other, names, options)
+    assert changed["samples"]["local_rolling"][0]["resps"] != first["samples"]["local_rolling"][0]["resps"]
+
+
+def test_results_are_told_and_written(ours: dict[str, Any], tmp_path: Path) -> None:
+    write_results(tmp_path / "results.json", ours)
+    raw = json.loads((tmp_path / "results.json").read_text())
+    assert raw["results"]["local_choice"]["acc,none"] == ours["results"]["local_choice"]["acc,none"]
+    assert raw["config"]["model"] == "mega"
+    assert raw["config"]["device"] == "cpu"
+    assert len(raw["samples"]["local_generation"]) == 12
+    assert "local_choice" in table(ours)
+    assert "word_perplexity" in table(ours)
+
+
+def test_a_task_that_is_not_there_has_a_nearest_name(tmp_path: Path) -> None:
+    assert "'hellaswag'" in str(unknown_task("hellaswg", ["arc_easy", "hellaswag", "mmlu"]))
+    with pytest.raises(ConfigError, match="no such file"):
+        find_tasks([str(tmp_path / "none.yaml")])
+    with pytest.raises(ConfigError, match="no such folder"):
+        find_tasks(["a"], tmp_path / "none")
+
+
+def test_tasks_of_a_folder_are_known_by_name_and_pattern(names: list[str]) -> None:
+    manager = find_tasks(["local_choice", "local_r*"], Path(names[0]).parent)
+    assert manager.match_tasks(["local_r*"]) == ["local_rolling"]
+
+
+def test_data_that_are_not_there(folder: Path, names: list[str], tmp_path: Path) -> None:
+    task = tmp_path / "task.yaml"
+    task.write_text(Path(names[0]).read_text().replace("choice.jsonl", "nowhere.jsonl"))
+    with pytest.raises(DataError, match=r"task .*task\.yaml: it cannot be loaded"):
+        run_tasks(harness_model(folder), [str(task)], TaskOptions())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("max_gen_toks: 12", "max_gen_toks: 64"), "64 new tokens"),
+        (("do_sample: false", "num_beams: 4"), "num_beams"),
+    ],
+)
+def test_generation_settings_that_cannot_be(
+    folder: Path, names: list[str], tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    task = tmp_path / "task.yaml"
+    task.write_text(Path(names[2]).read_text().replace(*change))
+    with pytest.raises((DataError, ConfigError), match=said):
+        run_tasks(harness_model(folder), [str(task)], TaskOptions(limit=1))
