@@ -29,10 +29,17 @@ def test_parts_add_up_and_products_alone_take_no_less_than_their_flops() -> None
     assert told.seconds > 8 * 8192 * model_flops(LLAMA, 8192) / H100.peak("bf16")
 
 
-def test_a_published_run_takes_as_long_as_was_measured() -> None:
-    """Llama-3.1-8B on 8 H100s, cp 2: 12.27 s a step of 128 samples (dgxc-benchmarking v25.04.01)."""
+@pytest.mark.parametrize(
+    ("model", "run", "measured"),
+    [
+        ("llama3-8b", RunShape(8192, 1, 32, cp=2, dp=4, zero=1), 12.27),
+        ("llama3-70b", RunShape(8192, 1, 64, tp=4, sp=True, pp=4, virtual_stages=5, cp=2, dp=2, zero=1), 14.66),
+    ],
+)
+def test_a_published_run_takes_as_long_as_was_measured(model: str, run: RunShape, measured: float) -> None:
+    """Batches of 128 samples on 8 and 64 H100s: dgxc-benchmarking v25.04.01."""
     peers = Habits(tp_waited=2, gradient_bytes=2)
-    assert seconds(RunShape(8192, 1, 32, cp=2, dp=4, zero=1), habits=peers) == pytest.approx(12.27, rel=0.1)
+    assert seconds(run, ModelConfig.parse(preset(model)), peers) == pytest.approx(measured, rel=0.15)
 
 
 def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microbatches() -> None:
