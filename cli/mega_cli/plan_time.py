@@ -91,31 +91,34 @@ def searched(config: RunConfig, ranks: int, name: str, *, as_json: bool) -> str:
     from mega_trainer.plan.machine import load_machine
     from mega_trainer.plan.search import best_layouts, reason, yaml_of
 
-    machine, begin = load_machine(name), time.monotonic()
-    shown = [begin]
+    shown = [time.monotonic()]
 
     def tell(text: str) -> None:
         if time.monotonic() - shown[0] > 2:
             shown[0] = time.monotonic()
             print(text, file=sys.stderr)
 
-    layouts = best_layouts(config, ranks, machine, tell=tell)
+    layouts = best_layouts(config, ranks, load_machine(name), tell=tell)
     best, tokens = layouts[0], config.batch.global_ * config.data.seq_length
-    rows = [
-        {
-            "settings": layout.settings, "seconds_per_step": layout.time.seconds, "memory_bytes": layout.memory,
-            "tokens_per_second_per_gpu": tokens / layout.time.seconds / ranks,
-            "slower": layout.time.seconds / best.time.seconds - 1, "reason": reason(layout, best),
-        }
-        for layout in layouts
-    ]  # fmt: skip
+
+    def slower(layout: Layout) -> float:
+        return layout.time.seconds / best.time.seconds - 1
+
     if as_json:
+        rows = [
+            {
+                "settings": layout.settings, "seconds_per_step": layout.time.seconds, "memory_bytes": layout.memory,
+                "tokens_per_second_per_gpu": tokens / layout.time.seconds / ranks, "slower": slower(layout),
+                "reason": reason(layout, best),
+            }
+            for layout in layouts
+        ]  # fmt: skip
         return json.dumps(rows, indent=1)
     lines = [f"# {ranks} ranks on {name}, predicted; seconds a step, tokens a second and GPU, GiB of the fullest rank"]
-    for row, layout in zip(rows, layouts, strict=True):
+    for layout in layouts:
         lines.append(
-            f"# {row['seconds_per_step']:.3f} s  {row['tokens_per_second_per_gpu']:,.0f}  {layout.memory / 2**30:.1f} GiB  "
-            f"+{100 * row['slower']:.1f} %  {_short(layout)}: {row['reason']}"
+            f"# {layout.time.seconds:.3f} s  {tokens / layout.time.seconds / ranks:,.0f}  {layout.memory / 2**30:.1f} GiB  "
+            f"+{100 * slower(layout):.1f} %  {_short(layout)}: {reason(layout, best)}"
         )
     return "\n".join([*lines, yaml_of(best).rstrip()])
 

@@ -18,7 +18,7 @@ import yaml
 from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig
 from mega_trainer.plan.advice import run_shape
-from mega_trainer.plan.flops import Parameters, count_parameters, feed_forward_width
+from mega_trainer.plan.flops import Parameters, RecomputeKind, count_parameters, feed_forward_width
 from mega_trainer.plan.machine import Machine, load_efficiency
 from mega_trainer.plan.memory import RunShape, memory
 from mega_trainer.plan.step_time import Planned, StepTime
@@ -239,7 +239,7 @@ def candidates(config: RunConfig, ranks: int, machine: Machine) -> Iterator[tupl
             yield settings_of(run, kind), run
 
 
-_RECOMPUTE = ("none", "selective", "full")
+_RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 
 
 def settings_of(run: RunShape, cp_kind: str) -> Settings:

@@ -291,10 +291,7 @@ class Bench:
         if run.cp == 1:
             return {}
         ranks = self.wires.ranks(run.cp, run.tp)
-        keys = 2 * model.kv_heads * model.head_size if model.mla is None else model.num_attention_heads * (
-            model.head_size + model.value_size
-        )  # fmt: skip
-        keys /= min(run.tp, model.kv_heads)
+        keys = model.kv_heads * (model.head_size + model.value_size) / min(run.tp, model.kv_heads)
         size = self.tokens * run.cp * keys * self.element
         if self.habits.cp_kind == "alltoall":
             rows = self.tokens * self.element * (2 * model.num_attention_heads * model.head_size / run.tp + keys)
