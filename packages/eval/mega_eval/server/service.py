@@ -93,6 +93,7 @@ class Service:
     async def completion(self, body: CompletionRequest) -> Running:
         """Begin a completion."""
         given, prompts = body.prompts(), []
+        self.driver.check(len(given) * (body.n or 1))  # before the work of encoding them
         for prompt in given:
             tokens = prompt if isinstance(prompt, list) else await self.encode(prompt, special=body.add_special_tokens)
             prompts.append(tokens)
@@ -104,6 +105,7 @@ class Service:
 
     async def chat(self, body: ChatRequest) -> Running:
         """Begin an answer in a chat."""
+        self.driver.check(body.n or 1)
         prompt = await self.chat_prompt(body.messages, body.chat_template_kwargs)
         return await self._begin(body, Chat(self.vocabulary), [prompt], [None])
 
