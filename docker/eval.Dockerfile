@@ -1,4 +1,4 @@
-# Evaluation and generation. Build in the root of the repository: docker build -f docker/eval.Dockerfile -t mega-eval .
+# Evaluation, generation and the server. Build in the root of the repository: docker build -f docker/eval.Dockerfile -t mega-eval .
 # BASE is any image with Python 3.11 or later and its venv module. The default suits CPUs, and GPUs too: torch's wheels
 # bring CUDA along, so that the machine has to offer no more than its driver. For an image that has a torch of its own:
 #   --build-arg BASE=<cuda image> --build-arg CONSTRAINTS=/dev/null
@@ -16,7 +16,7 @@ COPY packages/eval packages/eval
 COPY cli cli
 RUN python3 -m venv --system-site-packages /opt/mega \
     && /opt/mega/bin/pip install --no-cache-dir -c "$CONSTRAINTS" \
-        ./packages/common ./packages/data ./packages/ckpt ./packages/trainer ./packages/eval ./cli \
+        ./packages/common ./packages/data ./packages/ckpt ./packages/trainer "./packages/eval[all]" ./cli \
     && useradd --create-home --uid 10001 mega \
     && install -d -o mega -g mega /workspace
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from mega_cli import __version__, ckpt, compare, data, demo, launch, plan, train, workflow
+from mega_cli import __version__, ckpt, compare, data, demo, launch, plan, serve, train, workflow
 from mega_cli import eval as evaluation
 from mega_cli.fingerprint import STACKS
 from mega_common.errors import Interrupted, MegaError, MissingPackageError
@@ -40,6 +40,8 @@ def build_app() -> typer.Typer:
     app.command("eval", epilog=evaluation.EVAL_EXAMPLES)(evaluation.eval_command)
     app.command("compare", epilog=compare.EXAMPLES)(compare.compare_command)
     app.command("generate", epilog=evaluation.GENERATE_EXAMPLES)(evaluation.generate_command)
+    app.command("serve", epilog=serve.SERVE_EXAMPLES)(serve.serve_command)
+    app.command("chat", epilog=serve.CHAT_EXAMPLES)(serve.chat_command)
     app.command("run", epilog=workflow.EXAMPLES)(workflow.run)
     app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
     app.command("demo", epilog=demo.EXAMPLES)(demo.demo)

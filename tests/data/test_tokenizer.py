@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers
 
 from mega_common.errors import DataError
 from mega_data.tokenizer import Tokenizer, one_thread_per_call, train_tokenizer
@@ -114,45 +114,63 @@ def test_training_stops_with_the_error_of_its_texts(tmp_path: Path) -> None:
 LINES = st.lists(st.text(alphabet="abc é\t,1'", max_size=12), max_size=40)
 
 
-@given(lines=LINES, size=st.integers(1, 60))
+@given(lines=LINES, size=st.integers(1, 60), block=st.integers(1, 99))
 @settings(max_examples=100, deadline=None)
-def test_pieces_encode_to_the_tokens_of_the_whole(tokenizer_folder: Path, lines: list[str], size: int) -> None:
+def test_pieces_encode_to_the_tokens_of_the_whole(
+    tokenizer_folder: Path, lines: list[str], size: int, block: int
+) -> None:
     tokenizer, text = Tokenizer(tokenizer_folder), "\n".join(lines)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mega_data.tokenizer.WINDOW", 16)  # small, so that a cut is judged by less than the whole text
-        pieces = list(tokenizer.split(text, size))
+        pieces = list(tokenizer.split([text], size))
+        blocks = [text[at : at + block] for at in range(0, len(text), block)]
+        assert list(tokenizer.split(blocks, size)) == pieces
     assert "".join(piece.text for piece in pieces) == text
-    tokens = [token for piece in pieces for token in tokenizer.encode(piece.text)]
+    tokens = [token for piece in pieces for token in tokenizer.encode_after(piece.lead, piece.text)]
     if all(piece.exact for piece in pieces):
         assert tokens == tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
 
 
 def test_long_text_is_cut(tokenizer_folder: Path) -> None:
-    pieces = list(Tokenizer(tokenizer_folder).split("the cat sat on the mat\n" * 1000, 1000))
+    pieces = list(Tokenizer(tokenizer_folder).split(["the cat sat on the mat\n" * 1000], 1000))
     assert max(len(piece.text) for piece in pieces) < 2000
 
 
-def test_text_is_not_cut_where_the_tokenizer_marks_its_begin(tmp_path: Path) -> None:
-    backend = Backend(models.BPE({"▁": 0, "a": 1, "\n": 2, "▁a": 3}, [("▁", "a")]))
-    backend.normalizer = normalizers.Prepend("▁")
-    backend.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+@pytest.mark.parametrize("text", ["a\n" * 1000, "ab" * 1000, "a b" * 1000, "日本。" * 1000])
+def test_a_lead_keeps_the_mark_of_the_begin_from_a_piece(tmp_path: Path, text: str) -> None:
+    """As with Llama 2's tokenizer, which knows no words either."""
+    backend = Backend(models.BPE({"▁": 0, "a": 1, "b": 2, "\n": 3, "▁a": 4, "ab": 5, "日": 6, "本": 7, "。": 8, "▁日": 9},
+                                 [("▁", "a"), ("▁", "日"), ("a", "b")]))  # fmt: skip
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     backend.save(str(tmp_path / "tokenizer.json"))
-    text = "a\n" * 100
-    assert [piece.text for piece in Tokenizer(tmp_path).split(text, 10)] == [text]
+    tokenizer = Tokenizer(tmp_path)
+    pieces = list(tokenizer.split([text], 100))
+    assert len(pieces) >= 10
+    tokens = [token for piece in pieces for token in tokenizer.encode_after(piece.lead, piece.text)]
+    assert tokens == tokenizer.encode(text)
+
+
+def test_text_is_not_cut_where_the_text_would_change(tmp_path: Path) -> None:
+    Backend(models.WordLevel({"?": 0}, "?")).save(str(tmp_path / "tokenizer.json"))  # whatever it is given is one word
+    assert [piece.text for piece in Tokenizer(tmp_path).split(["a b " * 100], 10)] == ["a b " * 100]
 
 
 def test_text_without_a_place_to_cut_is_cut_anywhere(tokenizer_folder: Path) -> None:
     tokenizer, text = Tokenizer(tokenizer_folder), "0123456789" * 1000
-    pieces = list(tokenizer.split(text, 1000))
+    pieces = list(tokenizer.split([text], 1000))
     assert max(len(piece.text) for piece in pieces) < 2000
     assert {piece.exact for piece in pieces[:-1]} == {False}
-    assert tokenizer.decode([token for piece in pieces for token in tokenizer.encode(piece.text)]) == text
+    assert (
+        tokenizer.decode([token for piece in pieces for token in tokenizer.encode_after(piece.lead, piece.text)])
+        == text
+    )
 
 
 def test_numbers_and_marks_are_places_to_cut(tokenizer_folder: Path) -> None:
     for text in ("12345 67 " * 2000, "1,2\n33,4\n" * 2000, "日本語。中文，" * 2000):
-        pieces = list(Tokenizer(tokenizer_folder).split(text, 1000))
+        pieces = list(Tokenizer(tokenizer_folder).split([text], 1000))
         assert len(pieces) > 5
         assert all(piece.exact for piece in pieces)
 
@@ -162,9 +180,11 @@ def test_the_space_that_a_tokenizer_puts_before_each_text_stands_for_the_one_at_
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer, text = Tokenizer(tmp_path), "a b " * 1000
-    pieces = list(tokenizer.split(text, 100))
+    pieces = list(tokenizer.split([text], 100))
     assert len(pieces) > 10
-    assert [token for piece in pieces for token in tokenizer.encode(piece.text)] == tokenizer.encode(text)
+    assert [token for piece in pieces for token in tokenizer.encode_after(piece.lead, piece.text)] == tokenizer.encode(
+        text
+    )
 
 
 def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +13,8 @@ from tiny_models import BASE, VARIANTS, YARN, variant
 
 from mega_common.errors import DataError
 from mega_common.model_config import ModelConfig
+from mega_data.tokenizer import Tokenizer, train_tokenizer
+from mega_eval.draft import Drafter, ModelDrafter, NgramDrafter
 from mega_eval.engine import Engine, Event, Request
 from mega_eval.pages import PAGE
 from mega_eval.sampling import Sampling
@@ -119,7 +124,7 @@ def alone(request: Request) -> tuple[list[int], str | None]:
     return tokens_of(events), events[-1].finish
 
 
-@pytest.mark.parametrize("rounds", [40, pytest.param(3000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [30, pytest.param(3000, marks=pytest.mark.long)])
 def test_no_page_is_lost_and_no_token_changed_by_what_else_runs(rounds: int):
     """Many requests, some of which begin alike, some of which are cancelled, in a cache that is too small for them."""
     draw, engine = random.Random(1), engine_of(MODEL, cache_tokens=9 * PAGE, batch_size=6, chunk_tokens=20)
@@ -133,7 +138,7 @@ def test_no_page_is_lost_and_no_token_changed_by_what_else_runs(rounds: int):
                 *(draw.randrange(61) for _ in range(draw.randrange(9))),
             ]
             sampling = Sampling(temperature=draw.choice([0.0, 1.5]), seed=draw.randrange(9))
-            request = Request(prompt, Limits(draw.randrange(1, 40), ends={3}), sampling, sample=len(requests))
+            request = Request(prompt, Limits(draw.randrange(1, 20), ends={3}), sampling, sample=len(requests))
             number = engine.add(request)
             requests[number], found[number] = request, []
         if requests and draw.random() < 0.05:
@@ -146,3 +151,154 @@ def test_no_page_is_lost_and_no_token_changed_by_what_else_runs(rounds: int):
     assert len(requests) > rounds // 2
     for number, request in requests.items():
         assert (tokens_of(found[number]), found[number][-1].finish) == alone(request)
+
+
+def test_penalties_change_what_follows():
+    request = Request(PROMPTS[0], Limits(30))
+    plain, _ = alone(request)
+    varied, _ = alone(replace(request, sampling=Sampling(presence_penalty=100.0)))
+    assert len(set(varied)) == 30 > len(set(plain))
+    assert not set(alone(replace(request, sampling=Sampling(repetition_penalty=1e9)))[0]) & set(PROMPTS[0])
+
+
+def test_rows_that_begin_alike_share_pages():
+    engine, prompt = engine_of(MODEL), [*range(40)]
+    first = run(engine, [Request(prompt, Limits(1))])
+    engine.add(Request([*prompt, 5], Limits(2)))
+    engine.add(Request([*prompt, 6], Limits(2)))
+    before = engine.free_pages
+    engine.step()
+    assert before - engine.free_pages == 2 + 1 + 1  # two full pages of both, and a page of each
+    assert tokens_of(first[0]) == alone(Request(prompt, Limits(1)))[0]
+
+
+def test_a_request_goes_on_as_if_it_had_not_been_cut():
+    request = Request(PROMPTS[0], Limits(12), Sampling(temperature=1.5, seed=4, frequency_penalty=0.3), sample=3)
+    whole, _ = alone(request)
+    rest, _ = alone(replace(request, prompt=[*PROMPTS[0], *whole[:5]], limits=Limits(7), drawn=5))
+    assert rest == whole[5:]
+
+
+class Guesses:
+    """Guesses that are right, wrong or none, as a generator has it."""
+
+    def __init__(self) -> None:
+        self.draw, self.right = random.Random(0), 0
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        found = []
+        for one in requests:
+            tokens = alone(replace(one, limits=replace(one.limits, max_new_tokens=min(4, one.limits.max_new_tokens))))[
+                0
+            ]
+            found.append([token if self.draw.random() < 0.8 else 9 for token in tokens][: self.draw.randrange(5)])
+        return found
+
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.8, seed=1),
+    Sampling(temperature=1.2, top_p=0.9, repetition_penalty=1.3),
+]
+
+
+@pytest.mark.parametrize("kind", ["some", "ngrams", "model"])
+def test_guesses_change_no_token_greedy_or_drawn(kind: str):
+    drafters: dict[str, Drafter] = {
+        "some": Guesses(),
+        "ngrams": NgramDrafter(),
+        "model": ModelDrafter(engine_of(MODEL)),
+    }
+    engine = engine_of(MODEL, cache_tokens=12 * PAGE, batch_size=3, drafter=drafters[kind])
+    requests = [
+        Request(prompt, Limits(16, ends={3}), sampling, sample=number)
+        for number, (prompt, sampling) in enumerate(
+            (p, s) for p in [PROMPTS[0], [1, 2, 3, 1, 2, 3, 1, 2]] for s in SAMPLINGS
+        )
+    ]
+    for number, events in run(engine, requests).items():
+        assert (tokens_of(events), events[-1].finish) == alone(requests[number])
+        if kind == "model":  # which is the model itself: each guess is right
+            assert len(events) <= 1 + 15 // 5
+    assert engine.free_pages == engine.pages
+
+
+@pytest.mark.parametrize("name", ["dynamic", "long", "gemma2", "oss", "deepseek2", "gpt2"])
+def test_guesses_are_checked_as_tokens_are_computed(name: str):
+    model = model_of(variant(name))
+    request = Request(PROMPTS[0], Limits(20))
+    draft = ModelDrafter(engine_of(model))
+    (one,), (other,) = (run(engine_of(model, drafter=each), [request]).values() for each in (None, draft))
+    assert tokens_of(one) == tokens_of(other)
+
+
+def test_what_is_drawn_with_guesses_is_distributed_as_without():
+    """Chi-square over a vocabulary of 61, of tokens that another model guessed."""
+    count, other = 500, model_of(variant("multi-query"))
+    sampling = Sampling(temperature=0.5)
+    requests = [Request([5], Limits(3), sampling, sample=sample) for sample in range(count)]
+    drafter = ModelDrafter(engine_of(other, batch_size=64, cache_tokens=64 * PAGE), 1)
+    engine = engine_of(MODEL, batch_size=64, cache_tokens=64 * PAGE, drafter=drafter)
+    found = torch.zeros(61, dtype=torch.float64)
+    for events in run(engine, requests).values():
+        found[tokens_of(events)[1]] += 1
+    first = (uncached(MODEL, [5])[-1] / 0.5).softmax(-1)
+    second = torch.stack([(uncached(MODEL, [5, token])[-1] / 0.5).softmax(-1) for token in range(61)])
+    expected = first @ second * count
+    rare = expected < 5
+    seen, wanted = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (found, expected))
+    statistic, freedom = float(((seen - wanted) ** 2 / wanted).sum()), len(seen) - 1
+    assert 10 < freedom < 60  # tokens that are neither one nor all
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # four standard deviations
+
+
+def test_ngrams_repeat_what_followed():
+    def guess(tokens: list[int], room: int = 9) -> list[int]:
+        return NgramDrafter(count=3).propose([Request(tokens, Limits(room))])[0]
+
+    assert guess([1, 2, 3, 4, 5, 9, 2, 3]) == [4, 5, 9]
+    assert guess([1, 2, 7, 1, 2, 8, 1, 2]) == [8, 1, 2]  # the latest
+    assert guess([1, 2, 3, 4, 5, 9, 2, 3], room=1) == [4]
+    assert guess([1, 2, 3]) == guess([4]) == []
+    assert guess([256, 1, 5, 6, 0, 256]) == []  # bytes of which stand between two tokens
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Tokenizer]:
+    tokenizer = train_tokenizer(["the end of the story"] * 3, 280, tmp_path_factory.mktemp("tokenizer"))
+    return model_of(variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size + 3})), tokenizer
+
+
+SCHEMA = (
+    '{"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"], "additionalProperties": false}'
+)
+
+
+@pytest.mark.parametrize("drafter", [None, NgramDrafter()])
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_text_obeys_a_grammar(words: tuple[Decoder, Tokenizer], temperature: float, drafter: Drafter | None):
+    pytest.importorskip("llguidance", reason="what reads grammars")
+    model, tokenizer = words
+    assert tokenizer.eos_id is not None
+    limits, sampling = Limits(90, ends={tokenizer.eos_id}), Sampling(temperature=temperature)
+    prompt = tokenizer.encode("the end")
+    engine = Engine(model, tokenizer, cache_tokens=900, batch_size=4, drafter=drafter)
+    schema = Request(prompt, limits, sampling, grammar=SCHEMA)
+    lark = Request(prompt, limits, sampling, grammar='start: "no" | "yes" | "per" "haps"+ "!"')
+    unending = replace(lark, limits=Limits(90))
+    found = ["".join(event.text for event in events) for events in run(engine, [schema, lark, unending]).values()]
+    try:
+        assert json.loads(found[0])["a"] in ("x", "yy")
+    except ValueError:  # white space may go on for as long as a model likes
+        assert re.fullmatch(r'\{\s*("(a("\s*:?\s*("\w*"?)?)?)?)?\s*', found[0])
+    for text in found[1:]:
+        assert re.fullmatch("no|yes|per(haps)+!|per(haps)*h?a?p?s?", text)
+
+
+@pytest.mark.parametrize("grammar", ['{"type": 7}', "{no json", "start: unknown", ""])
+def test_grammars_that_cannot_be(words: tuple[Decoder, Tokenizer], grammar: str):
+    pytest.importorskip("llguidance", reason="what reads grammars")
+    with pytest.raises(DataError, match="grammar"):
+        Engine(*words, cache_tokens=90, batch_size=1).add(Request([1], grammar=grammar, limits=Limits(5)))
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        engine_of(MODEL).add(Request([1], grammar=SCHEMA, limits=Limits(5)))

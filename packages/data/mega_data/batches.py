@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,10 @@ from mega_common.log import ProgressBar, human, logger
 from mega_data.encoder import Choice
 from mega_data.readers import Document, Rejected, read
 from mega_data.sources import Kind, LeftOut, Source, describe
-from mega_data.tokenizer import Tokenizer
+from mega_data.tokenizer import LEADS, Tokenizer
 
 BATCH = 1 << 18  # bytes of text: 40 ms of work, so that threads stay busy and little waits
-PIECE = 1 << 19  # characters of a longer document that are encoded at once
+PIECE = 1 << 18  # characters of a longer document that are encoded at once
 
 Place = tuple[int, int]  # the number of a source, and of items of it that are done
 
@@ -32,6 +33,7 @@ class Batch:
         cut: how many answers lost something to the length limit; known when they are encoded.
         upto: what of the inputs is done with this batch.
         read: bytes of all inputs that were read for it and those before.
+        lead: how many tokens a piece begins with that are not its own (`Tokenizer.split`).
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -42,6 +44,7 @@ class Batch:
     upto: Place = (0, 0)
     read: float = 0
     goes_on: bool = False
+    lead: int = 0
 
 
 @dataclass
@@ -78,8 +81,10 @@ class Reading:
         bar: ProgressBar,
         *,
         whole: bool = False,
+        folder: Path | None = None,
     ) -> None:
-        self.sources, self.json_key, self.left_out, self.bar, self.whole = sources, json_key, left_out, bar, whole
+        self.sources, self.json_key, self.left_out, self.bar = sources, json_key, left_out, bar
+        self.whole, self.folder = whole, folder
         self.start = done.source, done.items
         self.kinds: Counter[Kind] = Counter()
         self.lines = 0  # of the last source that was read to its end
@@ -113,7 +118,8 @@ class Reading:
         def advance(count: int) -> None:  # blocks reach beyond the range of a part
             self.read = min(self.read + count, end)
 
-        return read(source, self.json_key, advance, self._tell_kind, self._tell_lines, whole=self.whole)
+        tell = advance, self._tell_kind, self._tell_lines
+        return read(source, self.json_key, *tell, whole=self.whole, folder=self.folder)
 
     def _tell_lines(self, count: int) -> None:
         self.lines = count
@@ -132,12 +138,13 @@ def batches(
     refuse: Path | None,
     end: str | None,
     prepare: Prepare | None = None,
+    leads: Sequence[str] = LEADS,
 ) -> Iterator[Batch]:
     """Documents in batches of about `BATCH` bytes; a long one comes alone, in pieces.
 
     `prepare` makes what is encoded of what is read.
     `refuse`: where bad lines would go if they did not end the run, None to let them pass. Documents with `end` in their
-    text are counted.
+    text are counted. `leads` are those of `Tokenizer.split`.
 
     Raises:
         DataError: at a bad line that is not let pass, and where the readers do.
@@ -146,7 +153,8 @@ def batches(
     for place, read_item in reading.items():
         item = prepare(read_item) if prepare else read_item
         size = item.size if isinstance(item, Document) else len(item.content)
-        long = isinstance(item, Document) and len(item.text) > PIECE
+        long = isinstance(item, Document) and (item.long is not None or len(item.text) > PIECE)
+        ends = isinstance(item, Document) and end is not None and end in (item.long or item.text)
         if (batch.documents or batch.rejected) and (long or batch.size + size > BATCH):
             yield batch
             batch = Batch()
@@ -154,13 +162,13 @@ def batches(
             _check(item, refuse)
             batch.rejected.append(item)
         elif long:
-            for batch in _pieces(item, tokenizer, before, reading.read):
+            for batch in _pieces(item, tokenizer, leads, before, reading.read):
                 if batch.goes_on:
                     yield batch
         else:
             batch.documents.append(item)
         batch.size += 0 if long else size
-        batch.ends += isinstance(item, Document) and end is not None and end in item.text
+        batch.ends += ends
         batch.upto, batch.read = place, reading.read
         before = reading.read
     if batch.documents or batch.rejected:
@@ -175,18 +183,22 @@ def _check(item: Rejected, refuse: Path | None) -> None:
         )
 
 
-def _pieces(document: Document, tokenizer: Tokenizer, before: float, read: float) -> Iterator[Batch]:
+def _pieces(
+    document: Document, tokenizer: Tokenizer, leads: Sequence[str], before: float, read: float
+) -> Iterator[Batch]:
     """A long document in batches of its own; `before` and `read` are the bytes read without it and with it."""
     done, exact = 0, True
-    for piece in tokenizer.split(document.text, PIECE):
-        done, exact = done + len(piece.text), exact and piece.exact
-        if len(piece.text) > 8 * PIECE:
-            logger.warning("%s: %s characters in one piece, which takes much memory: %s finds no place to cut them",
-                           document.where, human(len(piece.text)), tokenizer.path)  # fmt: skip
-        size = len(piece.text) if piece.text.isascii() else len(piece.text.encode())
-        part = document._replace(text=piece.text, size=document.size if piece.last else 0)
-        upto = before + (read - before) * done / len(document.text)
-        yield Batch([part], size=size, read=upto, goes_on=not piece.last)
+    with document.long or contextlib.nullcontext():
+        blocks = document.long.blocks() if document.long else [document.text]
+        for piece in tokenizer.split(blocks, PIECE, leads):
+            if len(piece.text) > 8 * PIECE:
+                logger.warning("%s: %s characters in one piece, which takes much memory: %s finds no place to cut them",
+                               document.where, human(len(piece.text)), tokenizer.path)  # fmt: skip
+            size = len(piece.text) if piece.text.isascii() else len(piece.text.encode())
+            done, exact = done + size, exact and piece.exact
+            part = document._replace(text=piece.lead + piece.text, long=None, size=document.size if piece.last else 0)
+            upto = read if piece.last else before + (read - before) * done / document.size
+            yield Batch([part], size=size, read=upto, goes_on=not piece.last, lead=len(tokenizer.encode(piece.lead)))
     if not exact:
         logger.warning("%s: no place to cut in %s characters and more: cut anywhere, where tokens may differ from"
                        " those of the whole", document.where, human(PIECE))  # fmt: skip

@@ -156,13 +156,21 @@ class IndexedWriter:
         values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if values.ndim != 1 or sizes.sum() != values.size:
             raise ValueError(f"tokens of shape {values.shape} for documents of {sizes.sum()} tokens together")
+        self.write(values, mask)
+        self.end_documents(sizes, np.ones(sizes.size, np.int64) if sequences is None else sequences)
+
+    def write(self, tokens: npt.NDArray[Any], mask: Tokens | None = None) -> None:
+        """Add tokens, int[n], of documents that are not ended yet, and the mask's bytes."""
+        self._write(self._fitting(tokens), mask)
+
+    def end_documents(self, lengths: npt.ArrayLike, sequences: npt.ArrayLike) -> None:
+        """End documents: the tokens that were written since are sequences of these lengths, so many for each of them."""
+        sizes = np.asarray(lengths, np.int64)
         if sizes.size and sizes.max() > np.iinfo(np.int32).max:
             raise DataError(f"{self.prefix}: a document of {sizes.max():,} tokens; the format ends at 2,147,483,647")
-        self._write(self._fitting(values), mask)
         first = len(self._lengths)
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
-        counts = np.ones(sizes.size, np.int64) if sequences is None else np.asarray(sequences, np.int64)
-        self._ends.frombytes((first + np.cumsum(counts)).tobytes())
+        self._ends.frombytes((first + np.cumsum(np.asarray(sequences, np.int64))).tobytes())
 
     def append(self, reader: IndexedReader, bar: ProgressBar | None = None, mask: Tokens | None = None) -> None:
         """Add all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -83,7 +84,7 @@ class Output:
         self._quarantine: IO[bytes] | None = None
         self._end = np.full(int(append_eod), tokenizer.eos_id or 0, self.dtype)
         self._digest = hashlib.sha256()
-        self._begun: list[Sequences] = []
+        self._begun: list[int] = []
         self._recorded = time.monotonic()
 
     def begin(self) -> Progress:
@@ -124,16 +125,10 @@ class Output:
         """Write a batch, the tokens of the sequences of each document, and now and then how far that is."""
         for item in batch.rejected:
             self._reject(item)
+        if documents:
+            self._write(documents, batch.goes_on)
         if batch.goes_on:
-            self._begun += documents
             return
-        if self._begun:
-            documents = [_joined([*self._begun, documents[0]]), *documents[1:]]
-            self._begun = []
-        full = [found for document in documents if (found := [sequence for sequence in document if sequence.size])]
-        if full:
-            self._write(full)
-        self.done.empty += len(documents) - len(full)
         self.done.cut += batch.cut
         self.done.text_bytes += sum(document.size for document in batch.documents)
         self.done.ends += batch.ends
@@ -141,18 +136,29 @@ class Output:
         if time.monotonic() - self._recorded > EVERY:
             self.record()
 
-    def _write(self, documents: Sequence[Sequences]) -> None:
-        counts = [len(document) for document in documents]
-        lengths = np.array([sequence.size for document in documents for sequence in document])
-        lengths[np.cumsum(counts) - 1] += self._end.size
-        if self.chat is None:
-            tokens, mask = np.concatenate([part for document in documents for part in (*document, self._end)]), None
-        else:
-            both = np.concatenate([sequence for document in documents for sequence in document])
-            tokens, mask = np.ascontiguousarray(both["token"]), both["mask"]
-        self.writer.add_documents(tokens, lengths, mask, counts)
+    def _write(self, documents: Sequence[Sequences], goes_on: bool) -> None:
+        """Write what documents have; the first goes on with the one that was begun, and that with the next piece.
+
+        Where a document is cut into pieces, its first sequence goes on with the last one of the piece before.
+        """
+        lengths = [[sequence.size for sequence in document if sequence.size] for document in documents]
+        lengths[0] = _joined(self._begun, lengths[0])
+        self._begun = lengths.pop() if goes_on else []
+        parts: Sequences = []
+        for document, sizes in zip_longest(documents, lengths):
+            parts += document
+            if sizes and self.append_eod:
+                parts.append(self._end)
+                sizes[-1] += 1
+        tokens, mask = np.concatenate(parts) if parts else self._end[:0], None
+        if self.chat is not None and parts:
+            tokens, mask = np.ascontiguousarray(tokens["token"]), tokens["mask"]
+        ended = [sizes for sizes in lengths if sizes]
+        self.writer.write(tokens, mask)
+        self.writer.end_documents([size for sizes in ended for size in sizes], [len(sizes) for sizes in ended])
         self._digest.update(tokens.data)
-        self.done.documents += len(documents)
+        self.done.documents += len(ended)
+        self.done.empty += len(lengths) - len(ended)
         self.tokens += tokens.size
 
     def _reject(self, item: Rejected) -> None:
@@ -168,8 +174,8 @@ class Output:
             self._quarantine.write(json.dumps(record).encode() + b"\n")
 
     def record(self) -> None:
-        """Make what was added so far last. Between two pieces of a document that has to wait."""
-        if not self.lasting or self._begun:
+        """Make what was added so far last."""
+        if not self.lasting:
             return
         with refusals(self.writer.folder):
             self._flush_quarantine()
@@ -242,10 +248,6 @@ class Output:
         self.writer.abort()
 
 
-def _joined(pieces: Sequence[Sequences]) -> Sequences:
-    """The sequences of a document that was encoded in pieces: each goes on with what the one before ended in."""
-    parts: list[Sequences] = [[]]
-    for first, *others in filter(None, pieces):
-        parts[-1].append(first)
-        parts += [[sequence] for sequence in others]
-    return [np.concatenate(sequence) for sequence in parts if sequence]
+def _joined(begun: list[int], more: list[int]) -> list[int]:
+    """The lengths of sequences of which the first of `more` goes on with the last one begun."""
+    return [*begun[:-1], begun[-1] + more[0], *more[1:]] if begun and more else begun or more

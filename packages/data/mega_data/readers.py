@@ -6,7 +6,6 @@ it came from. What to do about a `Rejected` is the caller's business.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import io
@@ -15,11 +14,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_common.errors import DataError
 from mega_data.chat.template import Rendered
+from mega_data.long_text import BLOCK, LONG, LongText, decoded, in_blocks, shorten
 from mega_data.sources import (
     ABSENT,
     BOM,
@@ -34,7 +35,7 @@ from mega_data.sources import (
 )
 from mega_data.unpack import DAMAGE, Advance, head, opened, package
 
-BLOCK = 1 << 20
+SHOWN = 1 << 16  # bytes of a bad line that is long
 BETWEEN = re.compile(r"[ \t\r\n,\[\]]*")  # what stands between the objects of an array, or of no array
 LARGEST_VALUE = 1 << 30  # characters of one JSON value; what looks longer has a quotation mark too few
 
@@ -43,7 +44,7 @@ class Document(NamedTuple):
     """A text of `size` UTF-8 bytes, and where it stands (`line` counts from 1; rows, records and JSON values too).
 
     `record` is all that stands there beside the text, where `read` was asked for it and the format has more.
-    `chats` are the conversations that a record was; there is no other text then.
+    `chats` are the conversations that a record was, `long` is a text too long to be held; there is no other text then.
     """
 
     text: str
@@ -52,6 +53,7 @@ class Document(NamedTuple):
     line: int
     chats: tuple[Rendered, ...] = ()
     record: dict[str, Any] | None = None
+    long: LongText | None = None
 
     @property
     def where(self) -> str:
@@ -83,11 +85,12 @@ def read(
     tell_lines: Callable[[int], object] = lambda _: None,
     *,
     whole: bool = False,
+    folder: Path | None = None,
 ) -> Items:
     """The documents of a source; `advance` is told the bytes of the file as they are consumed, `tell_kind` how it is read.
 
     `tell_lines` is told, at the end of JSON lines, their number. `whole`: documents come with their records, all
-    columns of them.
+    columns of them. `folder`: where long texts of plain text, JSON lines and JSON are put; without it they are held.
 
     What of a damaged file comes before the damage is read; the damage is a `Rejected`.
 
@@ -110,13 +113,16 @@ def read(
             return
         kind = source.kind or kind_by_content(begin, json_key, Path(source.name))
         tell_kind(kind)
-        readers = {"json": _read_json, "csv": _read_csv, "tsv": _read_csv, "text": _read_text}
         if kind == "parquet":
             yield from _read_parquet(source, json_key, advance, whole)
         elif kind == "jsonl":
-            yield from _read_jsonl(stream, source, json_key, tell_lines, whole)
+            yield from _read_jsonl(stream, source, json_key, tell_lines, whole, folder)
+        elif kind == "json":
+            yield from _read_json(stream, source, json_key, whole, folder)
+        elif kind == "text":
+            yield from _read_text(stream, source, folder)
         else:
-            yield from readers[kind](stream, source, json_key, whole)
+            yield from _read_csv(stream, source, json_key, whole)
 
 
 def texts(inputs: Sequence[str | Path], json_key: str = "text") -> Iterator[str]:
@@ -140,6 +146,8 @@ def texts(inputs: Sequence[str | Path], json_key: str = "text") -> Iterator[str]
 
 def _checked(value: object, key: str, file: str, line: int) -> Document | Rejected:
     """The document of a value that should be text; lone surrogates, which JSON can spell, are none."""
+    if isinstance(value, LongText):
+        return _checked_long(value, key, file, line)
     if not isinstance(value, str):
         return Rejected(f"{key!r} is {_named(value)}, not a string", repr(value), file, line)
     try:
@@ -148,6 +156,14 @@ def _checked(value: object, key: str, file: str, line: int) -> Document | Reject
         shown = value.encode("utf-8", "backslashreplace").decode()
         return Rejected(f"{key!r} is not valid Unicode (lone surrogate at character {error.start})", shown, file, line)
     return Document(value, size, file, line)
+
+
+def _checked_long(text: LongText, key: str, file: str, line: int) -> Document | Rejected:
+    if text.lone_surrogate is None:
+        return Document("", text.size, file, line, long=text)
+    with text:
+        reason = f"{key!r} is not valid Unicode (lone surrogate at character {text.lone_surrogate})"
+        return Rejected(reason, next(text.blocks()), file, line)
 
 
 def _named(value: object) -> str:
@@ -159,13 +175,26 @@ def _damaged(error: Exception, file: str, line: int) -> Rejected:
     return Rejected(f"cannot be read to its end ({error}); is the file damaged or truncated?", "", file, line)
 
 
-def _of_record(record: object, key: str, file: str, line: int, whole: bool) -> Document | Rejected:
+def _of_record(
+    record: object, key: str, file: str, line: int, whole: bool, strings: dict[str, LongText]
+) -> Document | Rejected:
+    """The document of a record, in which names stand for long `strings`."""
     if not isinstance(record, dict):
         return Rejected(f"the record is {_named(record)}, not an object", "", file, line)
     value = lookup(record, key)
+    if strings:
+        value = strings.pop(value, value) if isinstance(value, str) else value
+        _close(strings, json.dumps(record))
     if value is ABSENT:
         return Rejected(f"no key {key!r}; the keys are {_keys(record)}", "", file, line)
     return _with(_checked(value, key, file, line), record if whole else None)
+
+
+def _close(strings: dict[str, LongText], record: str) -> None:
+    """Remove those that a record names: nobody asked for them."""
+    for name in [name for name in strings if name in record]:
+        with strings.pop(name):
+            pass
 
 
 def _with(item: Document | Rejected, record: dict[str, Any] | None) -> Document | Rejected:
@@ -181,27 +210,53 @@ def _keys(record: dict[str, Any]) -> str:
 
 
 def _read_jsonl(
-    stream: io.BufferedReader, source: Source, key: str, tell_lines: Callable[[int], object], whole: bool
+    stream: io.BufferedReader,
+    source: Source,
+    key: str,
+    tell_lines: Callable[[int], object],
+    whole: bool,
+    folder: Path | None,
 ) -> Items:
-    line, ranged = 0, source.begin or source.end is not None
+    line = 0
     try:
-        for line, raw in enumerate(_range(stream, source.begin, source.end) if ranged else stream, 1):
-            if not raw.isspace():
-                first = line == 1 and not source.begin
-                yield _parsed(raw.removeprefix(BOM) if first else raw, key, source.shown, line, whole)
+        for line, (raw, rest) in enumerate(_lines(stream, source.begin, source.end, LONG if folder else -1), 1):
+            if line == 1 and not source.begin:
+                raw = raw.removeprefix(BOM)
+            if rest is not None and folder is not None:
+                yield _parsed_long(raw, rest, key, source.shown, line, folder)
+            elif not raw.isspace():
+                yield _parsed(raw, key, source.shown, line, whole)
         tell_lines(line)
     except DAMAGE as error:
         yield _damaged(error, source.shown, line + 1)
 
 
-def _range(stream: io.BufferedReader, begin: int, end: int | None) -> Iterator[bytes]:
-    """The lines that begin in a range of bytes, the first of them with it."""
+def _lines(
+    stream: io.BufferedReader, begin: int, end: int | None, longest: int
+) -> Iterator[tuple[bytes, Iterator[bytes] | None]]:
+    """The lines that begin in a range of bytes, the first of them with it.
+
+    Of a line longer than `longest` bytes these, and an iterator over the others.
+    """
     at = begin
     if begin:
         stream.seek(begin)
-    while (end is None or at < end) and (raw := stream.readline()):
-        at += len(raw)
-        yield raw
+    while (end is None or at < end) and (raw := stream.readline(longest)):
+        if len(raw) != longest or raw.endswith(b"\n"):
+            yield raw, None
+            at += len(raw)
+            continue
+        rest = _rest_of_line(stream)
+        yield raw, rest
+        for _ in rest:  # of a bad line
+            pass
+        at = at if end is None else stream.tell()
+
+
+def _rest_of_line(stream: io.BufferedReader) -> Iterator[bytes]:
+    part = b""
+    while not part.endswith(b"\n") and (part := stream.readline(BLOCK)):
+        yield part
 
 
 def _parsed(raw: bytes, key: str, file: str, line: int, whole: bool) -> Document | Rejected:
@@ -211,20 +266,41 @@ def _parsed(raw: bytes, key: str, file: str, line: int, whole: bool) -> Document
         return Rejected(f"not UTF-8 (byte {error.start} of the line)", _shown(raw), file, line)
     except (ValueError, RecursionError) as error:
         return Rejected(f"not JSON ({error})", _shown(raw), file, line)
-    item = _of_record(record, key, file, line, whole)
+    item = _of_record(record, key, file, line, whole, {})
     return item._replace(content=_shown(raw)) if isinstance(item, Rejected) else item
+
+
+def _parsed_long(
+    begin: bytes, rest: Iterator[bytes], key: str, file: str, line: int, folder: Path
+) -> Document | Rejected:
+    """Likewise of a line of any length, of which a bad one's begin is shown alone."""
+    strings: dict[str, LongText] = {}
+    shown = _shown(begin[:SHOWN])
+    kept = f"; the first {SHOWN} bytes of a long line are shown"
+    try:
+        record = json.loads("".join(shorten(decoded(chain([begin], rest)), folder, strings)))
+    except UnicodeDecodeError as error:
+        return Rejected(f"not UTF-8 (byte {error.start} of the line){kept}", shown, file, line)
+    except json.JSONDecodeError as error:  # its place is one in what is left of the line
+        return Rejected(f"not JSON ({error.msg}){kept}", shown, file, line)
+    except (ValueError, RecursionError) as error:
+        return Rejected(f"not JSON ({error}){kept}", shown, file, line)
+    item = _of_record(record, key, file, line, False, strings)
+    return item._replace(reason=item.reason + kept, content=shown) if isinstance(item, Rejected) else item
 
 
 def _shown(raw: bytes) -> str:
     return raw.decode("utf-8", "backslashreplace").rstrip("\n")
 
 
-def _read_json(stream: io.BufferedReader, source: Source, key: str, whole: bool) -> Items:
+def _read_json(stream: io.BufferedReader, source: Source, key: str, whole: bool, folder: Path | None) -> Items:
     """Objects one after another or in an array, however they are laid out; `line` counts them."""
-    line = 0
+    line, strings = 0, dict[str, LongText]()
+    blocks = decoded(in_blocks(stream))
     try:
-        for line, record in enumerate(_values(stream), 1):
-            item = _of_record(record, key, source.name, line, whole)
+        values = _values(shorten(blocks, folder, strings) if folder else blocks)
+        for line, record in enumerate(values, 1):
+            item = _of_record(record, key, source.name, line, whole, strings)
             yield item._replace(content=json.dumps(record)) if isinstance(item, Rejected) else item
     except UnicodeDecodeError:
         yield Rejected("not UTF-8", "", source.name, line + 1)
@@ -234,10 +310,10 @@ def _read_json(stream: io.BufferedReader, source: Source, key: str, whole: bool)
         yield Rejected(f"not JSON ({error}); what follows is not read", "", source.name, line + 1)
 
 
-def _values(stream: io.BufferedReader) -> Iterator[object]:
+def _values(blocks: Iterator[str]) -> Iterator[object]:
     """The values of a JSON text, or of the array that it is, while no more than one of them is in memory."""
-    decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")().decode
-    text, at, more = "", 0, True
+    decoder = json.JSONDecoder()
+    text, at, more = next(blocks, "").removeprefix("\ufeff"), 0, True
     while True:
         at = BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing as well
         try:
@@ -251,9 +327,11 @@ def _values(stream: io.BufferedReader) -> Iterator[object]:
                 raise
         if not more:
             return
-        raw = stream.read(max(BLOCK, len(text) - at))
-        more = bool(raw)
-        text, at = text[at:] + decode(raw, final=not more), 0
+        text, at, wanted = text[at:], 0, 2 * (len(text) - at)
+        while more and len(text) <= wanted:
+            block = next(blocks, None)
+            more = block is not None
+            text += block or ""
 
 
 def _read_csv(stream: io.BufferedReader, source: Source, key: str, whole: bool) -> Items:
@@ -281,10 +359,14 @@ def _read_csv(stream: io.BufferedReader, source: Source, key: str, whole: bool) 
         yield _damaged(error, source.name, rows.line_num + 1)
 
 
-def _read_text(stream: io.BufferedReader, source: Source, _key: str, _whole: bool) -> Items:
+def _read_text(stream: io.BufferedReader, source: Source, folder: Path | None) -> Items:
+    raw = b""
     try:
-        raw = stream.read()
-        text = raw.removeprefix(BOM).decode()
+        raw = stream.read(LONG if folder else -1).removeprefix(BOM)
+        if folder and len(raw) >= LONG - len(BOM):
+            text: str | LongText = LongText.of(decoded(chain([raw], in_blocks(stream))), folder)
+        else:
+            text = raw.decode()
     except UnicodeDecodeError as error:
         reason = "no UTF-8 text" if source.found else f"not UTF-8 (byte {error.start} of the file)"
         yield Rejected(reason, _shown(raw[:200]), source.name, 1, left_out=source.found)

@@ -13,14 +13,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from mega_common.errors import CheckpointError, DataError
 from mega_eval.cache import PagedCache, Span
+from mega_eval.draft import Drafter
+from mega_eval.grammar import Grammars
 from mega_eval.load import check_length
 from mega_eval.pages import PAGE, Pages, page_names
+from mega_eval.rows import Row
 from mega_eval.sampling import Sampling, draw, penalised, probabilities
 from mega_eval.text import Continuation, Finish, Limits, Text
 from mega_trainer.model.context import Outline
@@ -38,6 +42,8 @@ class Request:
         sample: number of the draw; random draws depend on (seed, sample, step) alone.
         logprobs: so many likeliest alternatives are told with each token; 0: its own probability alone; None: nothing.
         prompt_logprobs: tell those of the prompt's tokens, too.
+        grammar: a JSON schema or a Lark grammar that the text has to obey.
+        drawn: so many of the prompt's last tokens have been generated before: draws and penalties go on behind them.
     """
 
     prompt: Sequence[int]
@@ -46,6 +52,8 @@ class Request:
     sample: int = 0
     logprobs: int | None = None
     prompt_logprobs: bool = False
+    grammar: str | None = None
+    drawn: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ class Event:
     Attributes:
         request: its number.
         text: what is certain now: whole characters, no part of a stop string.
-        tokens: the new tokens.
+        tokens: the new tokens, several where guesses were right.
         scored: the same with their probabilities, where these were asked for; else empty.
         prompt: once, the prompt's tokens where they were asked for; None for the first, which nothing predicts.
         finish: what ended it, in the last event.
@@ -78,28 +86,6 @@ class Event:
     finish: Finish | None
 
 
-@dataclass(eq=False)
-class _Row:
-    """A request under way. `done` of its tokens are in the cache, in `pages`; the full ones of these have `names`.
-
-    It had `begun` tokens when the first of these keys was computed.
-    """
-
-    number: int
-    request: Request
-    text: Continuation
-    tokens: list[int]
-    done: int = 0
-    begun: int = 0
-    pages: list[int] = field(default_factory=list)
-    names: list[bytes] = field(default_factory=list)
-    prompt: list[Scored | None] = field(default_factory=lambda: [None])
-
-    @property
-    def pending(self) -> int:
-        return len(self.tokens) - self.done
-
-
 class Engine:
     """Runs requests on one model. Not thread-safe: one thread drives it.
 
@@ -108,21 +94,31 @@ class Engine:
         tokenizer: the model's.
         cache_tokens: room for so many tokens of all requests together.
         batch_size: most requests that run at once.
-        chunk_tokens: most tokens of a forward pass, but for one of each row that generates.
+        chunk_tokens: most tokens of a forward pass, but for those of rows that generate.
+        drafter: guesses the next tokens; not asked for models with LongRoPE, whose keys depend on the length.
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: Text, *, cache_tokens: int, batch_size: int, chunk_tokens: int = 512
+        self,
+        model: Decoder,
+        tokenizer: Text,
+        *,
+        cache_tokens: int,
+        batch_size: int,
+        chunk_tokens: int = 512,
+        drafter: Drafter | None = None,
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._batch_size, self._chunk = batch_size, chunk_tokens
         self._pages = Pages(-(-cache_tokens // PAGE))
         self._cache = PagedCache(model.config.num_layers, self._pages.count)
-        self._waiting: deque[_Row] = deque()
-        self._running: list[_Row] = []
+        self._grammars = Grammars(tokenizer)
+        self._waiting: deque[Row] = deque()
+        self._running: list[Row] = []
         self._number = 0
         ropes = [rope for rope in (model.config.rope, model.config.local_rope) if rope]
         self._bounds = [rope.original_max_position or 0 for rope in ropes if rope.scaling == "longrope"]
+        self._drafter = None if self._bounds else drafter
         # keys that are turned by angles which depend on the length of their row are of no use to another
         self._shares = not any(rope.scaling in ("dynamic", "longrope") for rope in ropes)
 
@@ -150,11 +146,12 @@ class Engine:
         """Take a request; its number.
 
         Raises:
-            DataError: when it has no tokens, a token that the model does not know, or is too long.
+            DataError: when it has no tokens, a token that the model does not know, a bad grammar, or is too long.
         """
         self._check(request)
         text = Continuation(self._tokenizer, request.limits, request.prompt)
-        self._waiting.append(_Row(self._number, request, text, list(request.prompt)))
+        grammar = None if request.grammar is None else self._grammars.read(request.grammar, request.limits.ends)
+        self._waiting.append(Row(self._number, request, text, list(request.prompt), grammar))
         self._number += 1
         return self._number - 1
 
@@ -171,6 +168,7 @@ class Engine:
             CheckpointError: when the model's output is not a number.
         """
         self._admit()
+        self._guess()
         work = self._plan()
         if not work:
             return []
@@ -178,10 +176,13 @@ class Engine:
         likeliest = self._likeliest(logits)
         events, end = [], 0
         for row, count in work:
-            own = logits[end : (end := end + (count if row.request.prompt_logprobs else 1))]
-            self._advance(row, count, own)
-            if row.pending == 0:
-                events.append(self._next(row, own[-1], likeliest[end - 1]))
+            own = slice(end, end := end + row.wanted(count))
+            if count < row.pending:
+                self._advance(row, count, logits[own])
+                continue
+            self._advance(row, count - len(row.drafts), logits[own])
+            known = 1 + len(row.drafts)
+            events.append(self._next(row, logits[own][-known:], likeliest[own][-known:]))
         return events
 
     def _check(self, request: Request) -> None:
@@ -211,7 +212,7 @@ class Engine:
             row.begun = len(row.tokens)
             self._running.append(self._waiting.popleft())
 
-    def _share(self, row: _Row) -> None:
+    def _share(self, row: Row) -> None:
         """Give the row the pages of others that begin alike; at least its last token has to be computed."""
         if not self._shares or row.request.prompt_logprobs:
             return
@@ -219,27 +220,34 @@ class Engine:
         row.pages = self._pages.share(names)
         row.done, row.names = len(row.pages) * PAGE, names[: len(row.pages)]
 
-    def _release(self, row: _Row) -> None:
+    def _release(self, row: Row) -> None:
         """Give back all pages of a row."""
         self._pages.release(row.pages)
-        row.done, row.pages, row.names = 0, [], []
+        row.done, row.pages, row.names, row.drafts = 0, [], [], []
 
-    def _plan(self) -> list[tuple[_Row, int]]:
-        """Who computes how many tokens in this step: one of each row that generates, and of prompts what there is room for."""
-        room = max(1, self._chunk - sum(row.pending == 1 for row in self._running))
+    def _guess(self) -> None:
+        """Ask for the next tokens of the rows that generate."""
+        rows = [row for row in self._running if row.generates and row.text.room > 1]
+        if self._drafter is not None and rows:
+            for row, drafts in zip(rows, self._drafter.propose([row.so_far() for row in rows]), strict=True):
+                row.drafts = drafts
+
+    def _plan(self) -> list[tuple[Row, int]]:
+        """Who computes how many tokens in this step: rows that generate theirs, and of prompts what there is room for."""
+        room = max(1, self._chunk - sum(row.pending for row in self._running if row.generates))
         work = []
         for row in list(self._running):
             if row not in self._running:  # its pages went to an older one
                 continue
             if self._outgrown(row):
                 row.done, row.begun = 0, len(row.tokens)
-            count = min(row.pending, room) if row.pending > 1 else 1
+            count = row.pending if row.generates else min(row.pending, room)
             if count and self._reserve(row, row.done + count):
                 work.append((row, count))
-                room -= count if row.pending > 1 else 0
+                room -= 0 if row.generates else count
         return work
 
-    def _reserve(self, row: _Row, total: int) -> bool:
+    def _reserve(self, row: Row, total: int) -> bool:
         """Get pages for so many tokens, if need be from younger rows; False if that would be the row itself."""
         needed = _pages_of(total) - len(row.pages)
         while needed > self._pages.free:
@@ -252,8 +260,8 @@ class Engine:
         return True
 
     @torch.inference_mode()
-    def _forward(self, work: Sequence[tuple[_Row, int]]) -> Tensor:
-        """Logits [M, V] of the last of each row's tokens in this step, or of all where the prompt's are asked for."""
+    def _forward(self, work: Sequence[tuple[Row, int]]) -> Tensor:
+        """Logits [M, V] after the tokens of each row that are `Row.wanted`, which are its last in this step."""
         model, device = self._model, self._model.head_weight.device
         spans: list[Span] = []
         tokens: list[int] = []
@@ -263,16 +271,16 @@ class Engine:
         for row, count in work:
             first, total = len(tokens), row.done + count
             spans.append(Span.of(first, count, total, row.pages))
-            tokens += row.tokens[row.done : total]
+            tokens += (row.tokens + row.drafts)[row.done : total]
             positions += range(row.done, total)
             lengths += self._lengths(row, count)
-            wanted += range(first if row.request.prompt_logprobs else first + count - 1, first + count)
+            wanted += range(first + count - row.wanted(count), first + count)
         self._cache.begin(spans, device)
         # each token is a batch row of its own: what concerns its neighbours is up to the cache
         columns = torch.tensor(positions, device=device)[:, None]
         context = model.context(columns, outline=Outline(lengths), cache=self._cache)
         x = model(model.embed(torch.tensor(tokens, device=device)[:, None], columns), context)
-        return model.logits(x[torch.tensor(wanted, device=device)]).squeeze(1)
+        return model.logits(x[torch.tensor(wanted, dtype=torch.int64, device=device)]).squeeze(1)
 
     def _likeliest(self, logits: Tensor) -> list[int]:
         """The likeliest token of each row of logits [M, V]."""
@@ -283,7 +291,7 @@ class Engine:
             )
         return tokens.tolist()
 
-    def _lengths(self, row: _Row, count: int) -> list[int]:
+    def _lengths(self, row: Row, count: int) -> list[int]:
         """The length that the angles of the row's next tokens depend on: that of its text when a token was computed first.
 
         Keys keep the angles of that time, but for those of LongRoPE, which are all computed again (`_outgrown`).
@@ -292,16 +300,17 @@ class Engine:
             return [len(row.tokens)] * count
         return [max(len(row.request.prompt), place + 1) for place in range(row.done, row.done + count)]
 
-    def _outgrown(self, row: _Row) -> bool:
+    def _outgrown(self, row: Row) -> bool:
         """Whether the row has become too long for the angles that its keys were turned by (LongRoPE)."""
         return any(row.begun <= bound < len(row.tokens) for bound in self._bounds)
 
-    def _advance(self, row: _Row, count: int, logits: Tensor) -> None:
+    def _advance(self, row: Row, count: int, logits: Tensor) -> None:
         """The row's next tokens are in the cache; logits [count, V] are what the model says after each, if that is asked for."""
+        prompt = row.request.prompt
         if row.request.prompt_logprobs:
-            for place, own in zip(range(row.done, row.done + count), logits, strict=True):
-                if place + 1 == len(row.prompt) < len(row.request.prompt):  # not told before
-                    row.prompt.append(scored(own, row.tokens[place + 1], row.request.logprobs or 0))
+            for place, own in zip(range(row.done, row.done + count), logits, strict=False):
+                if place + 1 == len(row.prompt) < len(prompt):  # not told before
+                    row.prompt.append(scored(own, prompt[place + 1], row.request.logprobs or 0))
         row.done += count
         full = row.done // PAGE
         if self._shares and full > len(row.names):
@@ -309,21 +318,45 @@ class Engine:
             for page, name in zip(row.pages, row.names, strict=False):
                 self._pages.name(page, name)
 
-    def _next(self, row: _Row, logits: Tensor, likeliest: int) -> Event:
-        """Choose the token that follows, by logits [V]."""
-        request, text, step = row.request, row.text, len(row.text.tokens)
-        token = likeliest
-        if not request.sampling.plain:
-            scores = penalised(logits, request.sampling, request.prompt, text.tokens)
-            token = draw(probabilities(scores, request.sampling), request.sampling, request.sample, step)
-        told = [] if request.logprobs is None else [scored(logits, token, request.logprobs)]
-        new = text.add(token)
-        row.tokens.append(token)
-        if text.finish is not None:
+    def _next(self, row: Row, logits: Tensor, likeliest: Sequence[int]) -> Event:
+        """Choose the token that follows, and those behind it as long as the guesses before them were right.
+
+        Args:
+            row: whose tokens are all computed.
+            logits: [1 + guesses, V].
+            likeliest: token of each.
+        """
+        drafts, row.drafts = row.drafts, []
+        first, new, tokens, told = not row.text.tokens, "", [], []
+        for own, best, draft in zip_longest(logits, likeliest, drafts):
+            token = self._choose(row, own, best)
+            if row.request.logprobs is not None:
+                told.append(scored(own, token, row.request.logprobs))
+            tokens.append(token)
+            row.tokens.append(token)
+            new += row.text.add(token)
+            if row.grammar is not None and row.grammar.accept(token):
+                new += row.text.end()
+            if row.text.finish is not None or token != draft:
+                break
+            row.done += 1  # the guess is in the cache already
+        if row.text.finish is not None:
             self._running.remove(row)
             self._release(row)
-        prompt = row.prompt if request.prompt_logprobs and step == 0 else None
-        return Event(row.number, new, [token], told, prompt, text.finish)
+        prompt = row.prompt if row.request.prompt_logprobs and first else None
+        return Event(row.number, new, tokens, told, prompt, row.text.finish)
+
+    def _choose(self, row: Row, logits: Tensor, likeliest: int) -> int:
+        """The token that follows, by logits [V]."""
+        request, new = row.request, row.text.tokens
+        if request.sampling.plain and row.grammar is None:
+            return likeliest
+        given = len(request.prompt) - request.drawn
+        scores = penalised(logits, request.sampling, row.tokens[:given], row.tokens[given:])
+        if row.grammar is not None:
+            scores = row.grammar.mask(scores)
+        p = probabilities(scores, request.sampling)
+        return draw(p, request.sampling, request.sample, request.drawn + len(new))
 
 
 def scored(logits: Tensor, token: int, alternatives: int) -> Scored:

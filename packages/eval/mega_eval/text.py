@@ -96,6 +96,20 @@ class Continuation:
         self.text += new
         return new
 
+    @property
+    def room(self) -> int:
+        """Tokens that it may have yet."""
+        return self.limits.max_new_tokens - len(self.tokens)
+
+    def end(self) -> str:
+        """Nothing more is to come; returns the text that was held back."""
+        if self.finish is not None:
+            return ""
+        self.finish = "end"
+        new = self._release()
+        self.text += new
+        return new
+
     def _release(self) -> str:
         found = [at for at in map(self._held.find, self.limits.stop) if at >= 0]
         if found:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.flash import Call, Flash
+from mega_trainer.kernels.leaves import recorded
 from mega_trainer.kernels.masks import Band, Mask, Packed
 
 # Elements of the scores at hand: on a CPU they should stay in its cache, on a GPU fill it with work.
@@ -30,7 +31,7 @@ TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 def attention(flash: Flash, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> Tensor:
     """`Kernels.attention` as one block."""
-    y: Tensor = _Attention.apply(q, k, v, how.sinks, mask, how, flash)  # type: ignore[no-untyped-call]
+    y: Tensor = recorded(_Attention, q, k, v, how.sinks, mask, how, flash)
     return y
 
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mega_trainer.kernels.base import Rotation
-from mega_trainer.kernels.leaves import Leaves
+from mega_trainer.kernels.leaves import Leaves, recorded
 
 SLOPE = 1.702  # of the gate in GPT-OSS, where its sigmoid is near gelu's
 
@@ -84,7 +84,7 @@ class _Gated(Function):
 
 def gated(gate_up: Tensor, weights: Tensor | None, activation: str, limit: float | None, leaves: Leaves) -> Tensor:
     """See `Kernels.gated`."""
-    y: Tensor = _Gated.apply(gate_up, weights, activation, limit, leaves)  # type: ignore[no-untyped-call]
+    y: Tensor = recorded(_Gated, gate_up, weights, activation, limit, leaves)
     return y
 
 
@@ -156,7 +156,7 @@ def add_rms_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, leaves: Leaves
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.add_rms_norm`."""
-    stream, normed = _AddRmsNorm.apply(x, y, weight, eps, zero_centered, leaves)  # type: ignore[no-untyped-call]
+    stream, normed = recorded(_AddRmsNorm, x, y, weight, eps, zero_centered, leaves)
     return stream, normed
 
 
@@ -243,7 +243,7 @@ def rotate(x: Tensor, rotation: Rotation, heads: Sequence[int], turning: int, le
 
     All parts are written anew: x need not be kept for the sake of one that does not turn.
     """
-    parts: tuple[Tensor, ...] = _Rotate.apply(  # type: ignore[no-untyped-call]
-        x, rotation.cos, rotation.sin, rotation.interleaved, heads, turning, leaves
+    parts: tuple[Tensor, ...] = recorded(
+        _Rotate, x, rotation.cos, rotation.sin, rotation.interleaved, heads, turning, leaves
     )
     return parts

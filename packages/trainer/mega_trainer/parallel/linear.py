@@ -26,6 +26,7 @@ from torch.autograd import Function
 from mega_trainer.comm import Group, all_gather, all_reduce, start_all_gather, start_reduce_scatter
 from mega_trainer.kernels.base import Factor, Kernels
 from mega_trainer.kernels.grouped import Rows
+from mega_trainer.kernels.leaves import recorded
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.param import MainGrad, main_grad_of, prepared_of
 
@@ -70,7 +71,7 @@ class Linear:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """[B, S or S/T, D], [N/T, D] and [N/T] -> [B, S, N/T]."""
-        y: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        y: Tensor = recorded(_Linear, x, weight, bias, self)
         return y
 
     def whole(self, x: Tensor) -> Tensor:

@@ -1,0 +1,157 @@
+"""Tokens per second of generation on a CPU against transformers: the same model, requests, precision (fp32) and threads.
+
+    python benchmarks/generate.py [--smollm2 FOLDER] [--rounds 3] [--threads 2] [--dry]
+
+Each side is a process of its own, and they take turns. Batch 1: requests one after another. Batch 32: 64 requests of mixed
+lengths, 32 at a time; transformers pads a batch and ends with its longest, mega lets the next one in. The random model has
+ten million weights; FOLDER is SmolLM2-135M as a HuggingFace folder. Greedy tokens are compared, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import record
+
+HERE = Path(__file__).parent
+
+
+def workloads(vocabulary: int) -> dict[str, dict[str, Any]]:
+    """Requests of each case: tokens of prompts, and how many to generate."""
+    draw = random.Random(0)
+
+    def request(prompt: int, new: int) -> dict[str, Any]:
+        return {"prompt": [draw.randrange(10, vocabulary) for _ in range(prompt)], "new": new}
+
+    return {
+        "batch 1": {"batch": 1, "requests": [request(n, 64) for n in (8, 64, 200)]},
+        "batch 32": {
+            "batch": 32,
+            "requests": [request(draw.randrange(8, 257), draw.randrange(8, 129)) for _ in range(64)],
+        },
+    }
+
+
+def serve_ours(folder: str, workload_file: str, threads: str) -> None:
+    """As `bare_generate.main`, by mega."""
+    import torch
+
+    from mega_eval.engine import Engine, Request
+    from mega_eval.load import load_model
+    from mega_eval.text import Limits
+
+    class NoText:
+        """Tokens are all that is wanted, as of transformers' side."""
+
+        def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+            raise NotImplementedError
+
+        def decode(self, ids: object, *, skip_special_tokens: bool = False) -> str:
+            return ""
+
+    torch.set_num_threads(int(threads))
+    model, workload = load_model(folder), json.loads(Path(workload_file).read_text())
+    asked = workload["requests"]
+    for _ in sys.stdin:
+        before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        longest = max(len(one["prompt"]) + one["new"] for one in asked)
+        engine = Engine(model, NoText(), cache_tokens=longest * workload["batch"], batch_size=workload["batch"])
+        tokens: list[list[int]] = [[] for _ in asked]
+        for one in asked:
+            engine.add(Request(one["prompt"], Limits(one["new"])))
+        while engine.waiting or engine.running:
+            for event in engine.step():
+                tokens[event.request] += event.tokens
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+        print(json.dumps({"wall": time.perf_counter() - start, "cpu": cpu, "tokens": tokens}), flush=True)
+
+
+class Side:
+    """One of the two, in a process of its own."""
+
+    def __init__(self, *command: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def run(self) -> dict[str, Any]:
+        """The workload, once."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def compare(folder: str, workload: dict[str, Any], rounds: int, threads: int) -> dict[str, Any]:
+    """Both sides in turn, after one round that does not count."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(workload, file)
+        file.flush()
+        ours = Side(str(HERE / "generate.py"), "--serve", folder, file.name, str(threads))
+        theirs = Side(str(HERE / "bare_generate.py"), folder, file.name, str(threads))
+        runs = [(ours.run(), theirs.run()) for _ in range(rounds + 1)][1:]
+        ours.close()
+        theirs.close()
+    tokens = sum(one["new"] for one in workload["requests"])
+    return {
+        "mega_tokens_per_second": round(tokens / median(own["wall"] for own, _ in runs), 1),
+        "transformers_tokens_per_second": round(tokens / median(other["wall"] for _, other in runs), 1),
+        "speedup": round(median(other["wall"] / own["wall"] for own, other in runs), 2),
+        "speedup_in_processor_time": round(median(other["cpu"] / own["cpu"] for own, other in runs), 2),
+        "same_texts": sum(a == b for a, b in zip(runs[0][0]["tokens"], runs[0][1]["tokens"], strict=True)),
+        "texts": len(workload["requests"]),
+    }
+
+
+def main() -> None:
+    """See the top."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--smollm2", help="SmolLM2-135M as a HuggingFace folder")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--case", choices=["batch 1", "batch 32"])
+    parser.add_argument("--dry", action="store_true", help="write no result")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, str(HERE / "bare_generate.py"), folder], check=True)
+        models = {"random-10M": (folder, 8192)}
+        if options.smollm2:
+            models["SmolLM2-135M"] = options.smollm2, 49152
+        results = {
+            f"{name}, {case}": compare(path, workload, options.rounds, options.threads)
+            for name, (path, vocabulary) in models.items()
+            for case, workload in workloads(vocabulary).items()
+            if options.case in (None, case)
+        }
+    for name, result in results.items():
+        print(name, result)
+    if not options.dry:
+        record.write("generate", results, ["torch", "transformers"])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve_ours(*sys.argv[2:])
+    else:
+        main()

@@ -1,0 +1,304 @@
+"""`mega serve` and `mega chat`: a model for programs, by OpenAI's API, and for people."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mega_cli import __version__
+from mega_cli.eval import Device, Model, Precision, PrecisionOption, TokenizerOption
+from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
+from mega_common.log import logger
+
+if TYPE_CHECKING:
+    from mega_data.chat.template import ChatTemplate
+    from mega_data.tokenizer import Tokenizer
+    from mega_eval.chat import Chat
+    from mega_eval.engine import Engine
+
+SERVE_EXAMPLES = """Examples:
+
+    mega serve out/hf
+
+    mega serve runs/llama3-8b --port 8080 --name llama3-8b --precision bf16
+
+    mega serve out/hf --host 0.0.0.0 --api-key-file secrets/key --max-requests 64
+
+    curl http://127.0.0.1:8000/v1/completions -H "content-type: application/json" -d '{"prompt": "Once upon a time"}'
+"""
+CHAT_EXAMPLES = """Examples:
+
+    mega chat out/hf
+
+    mega chat out/hf --system "Answer in one sentence." --temperature 0.7 --seed 1
+
+    printf 'What is the capital of France?\\nAnd of Italy?\\n' | mega chat out/hf
+"""
+LONGEST_DEFAULT = 8192  # tokens
+KEY_VARIABLE = "MEGA_API_KEY"
+
+ChatTemplateOption = Annotated[
+    Path | None, typer.Option(help="A chat template, in Jinja; default: the one beside the tokenizer.")
+]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens of a prompt and its answer together; default: all the model can, up to 8192."),
+]
+
+
+def serve_command(
+    model: Model,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Any but this machine's own wants an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; default: MODEL as given.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar=KEY_VARIABLE, help="Clients have to bring it. Others on this machine can read options."),
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with the API key.")] = None,
+    max_length: MaxLength = None,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of all requests that are kept in memory; default: twice --max-length."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts continued at the same time.")] = 32,
+    max_requests: Annotated[
+        int,
+        typer.Option(min=1, help="Requests, and texts of all requests, that run or wait; more are refused with 429."),
+    ] = 256,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 2**20,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one request.")] = 600,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs after SIGTERM or Ctrl-C.")] = 30,
+    precision: PrecisionOption = Precision.FP32,
+    device: Device = "auto",
+    tokenizer: TokenizerOption = None,
+    chat_template: ChatTemplateOption = None,
+) -> None:
+    """Serve a model by OpenAI's API, with a page to try it at /.
+
+    For evaluation, for trying and for light use: one process, one copy of the model. For heavy serving give the folder
+    that `mega ckpt convert MODEL OUT --to hf` writes to vLLM or SGLang, which load it as it is.
+
+    Routes: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /version, /metrics.
+    """
+    key = _api_key(api_key, api_key_file)
+    _need_server()
+    from mega_eval.server.driver import Driver
+    from mega_eval.server.gate import Bounds
+    from mega_eval.server.metrics import Metrics
+    from mega_eval.server.run import Server, bind
+    from mega_eval.server.service import Service
+
+    listener = bind(host, port, key)
+    found = _load(model, precision, device, tokenizer, max_length, cache_tokens, batch_size)
+    service = Service(
+        name=name or model,
+        version=__version__,
+        driver=Driver(found.engine, most=max_requests),
+        tokenizer=found.tokenizer,
+        template=_template_if_any(model, tokenizer, chat_template),
+        ends=found.ends,
+        max_length=found.max_length,
+        vocab_size=found.vocab_size,
+        seconds=timeout,
+        metrics=Metrics(found.engine),
+    )
+    hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
+    bounds = Bounds(key, hosts, requests=max_requests, seconds=timeout, body=max_body)
+    server = Server(service, bounds, drain=drain)
+    server.run(sockets=[listener])
+    if server.force_exit:
+        raise KeyboardInterrupt
+
+
+def chat_command(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 1024,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many likeliest tokens only.")] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the fewest tokens with this probability together; above 0, up to 1.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Draw from tokens with this share of the likeliest's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the draws; the same seed gives the same answers.")] = 0,
+    max_length: MaxLength = None,
+    precision: PrecisionOption = Precision.FP32,
+    device: Device = "auto",
+    tokenizer: TokenizerOption = None,
+    chat_template: ChatTemplateOption = None,
+) -> None:
+    """Talk with a model. /reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer.
+
+    Piped standard input is one turn a line; nothing but the answers goes to standard output.
+    """
+    from mega_eval.chat import Chat, load_chat_template
+    from mega_eval.sampling import Sampling
+
+    raw = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "seed": seed,
+    }  # fmt: skip
+    sampling = Sampling.parse(raw, source="options")
+    template = load_chat_template(model, tokenizer, chat_template)
+    found = _load(model, precision, device, tokenizer, max_length, None, 1)
+    chat = Chat(
+        found.engine, found.tokenizer, template, sampling, found.ends, max_new_tokens, found.max_length, system=system
+    )
+    _talk(chat)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model and what it takes to ask it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    max_length: int
+    vocab_size: int
+
+
+def _load(
+    model: str,
+    precision: Precision,
+    device: str,
+    tokenizer: Path | None,
+    max_length: int | None,
+    cache_tokens: int | None,
+    batch_size: int,
+) -> _Loaded:
+    from mega_data.tokenizer import Tokenizer
+    from mega_eval.engine import Engine
+    from mega_eval.load import PRECISIONS, device_named, end_tokens, load_model, load_tokenizer
+
+    words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(model)
+    ends = end_tokens(model, words)
+    loaded = load_model(model, dtype=PRECISIONS[precision], device=device_named(device))
+    longest = max_length or min(loaded.config.max_position, LONGEST_DEFAULT)
+    engine = Engine(loaded, words, cache_tokens=cache_tokens or 2 * longest, batch_size=batch_size)
+    return _Loaded(engine, words, ends, longest, loaded.config.vocab_size)
+
+
+def _api_key(given: str | None, file: Path | None) -> str | None:
+    """The key of the option, the environment or the file."""
+    if file is not None:
+        try:
+            given = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: cannot be read ({error})") from None
+    if given is not None and not re.fullmatch(r"[\x21-\x7e]{8,}", given):
+        where = str(file) if file else f"--api-key or {KEY_VARIABLE}"
+        hint = "openssl rand -hex 32 makes a good one"
+        raise ConfigError(f"{where}: an API key is at least 8 printable characters of ASCII without spaces", hint=hint)
+    return given
+
+
+def _need_server() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(
+            f"mega serve needs {' and '.join(missing)}, which are not installed",
+            hint="in the root of the repository: pip install 'packages/eval[serve]'",
+        )
+
+
+def _template_if_any(model: str, tokenizer: Path | None, file: Path | None) -> ChatTemplate | None:
+    """Base models have none, which is no mistake unless a file was named."""
+    from mega_eval.chat import load_chat_template
+
+    try:
+        return load_chat_template(model, tokenizer, file)
+    except (DataError, MissingPackageError) as error:
+        if file is not None:
+            raise
+        logger.warning("%s; /v1/chat/completions is refused", error.message)
+        return None
+
+
+def _talk(chat: Chat) -> None:
+    terminal = sys.stdin.isatty()
+    if terminal:
+        import readline  # noqa: F401 - its import gives input() a line that can be edited
+
+        _note("/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer")
+    for turn in _turns(terminal):
+        if turn == "/quit":
+            return
+        if turn == "/reset":
+            chat.messages.clear()
+            _note("the conversation is forgotten")
+            continue
+        if turn.startswith("/") and terminal and " " not in turn:
+            _note(f"{turn}: no such command; there are /reset and /quit")
+            continue
+        _answer(chat, turn)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _turns(terminal: bool) -> Iterator[str]:
+    """What a person says, line by line, until the end of the input. Empty lines say nothing."""
+    while True:
+        try:
+            line = input("> " if terminal else "")
+        except EOFError:
+            if terminal:
+                print()
+            return
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            _note("\n/quit or Ctrl-D ends")
+            continue
+        if line.strip():
+            yield line.strip()
+
+
+def _answer(chat: Chat, turn: str) -> None:
+    remembered = len(chat.messages)
+    try:
+        with _interrupts() as stopped:
+            for text in chat.ask(turn, stopped):
+                print(text, end="", flush=True)
+            print()
+    except MegaError as error:
+        _note(f"error: {error}")
+        return
+    if len(chat.messages) < remembered + 2:
+        _note(f"the conversation is longer than the model's {chat.max_length} tokens: its begin is forgotten")
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed meanwhile, which by itself ends nothing; pressed again, it ends the program as usual."""
+    pressed = False
+
+    def note(_: int, __: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,230 @@
+"""From what the engine says to the JSON of OpenAI's API, whole or as a stream of chunks.
+
+Both are made from the same parts, so that the chunks of a stream put together are the whole answer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+from mega_eval.engine import Event, Scored
+from mega_eval.server.schemas import StreamOptions
+from mega_eval.server.vocabulary import Vocabulary
+
+Told = tuple[int, Scored | None]  # a token and what is known of it: nothing of the first of a prompt
+
+FINISH: dict[str | None, Literal["stop", "length"]] = {"end": "stop", "stop": "stop", "length": "length"}
+
+
+class Echo(NamedTuple):
+    """A prompt that its answer begins with."""
+
+    text: str
+    tokens: Sequence[int]
+
+
+@dataclass
+class Part:
+    """What one choice says more.
+
+    Attributes:
+        choice: its number in the answer.
+        text: in addition.
+        tokens: each new token with what is told about it, where that was asked for.
+        count: new tokens.
+        finish: what ended it, as the API calls it.
+        begins: whether it is the first of its choice.
+    """
+
+    choice: int
+    text: str
+    tokens: list[Told] | None
+    count: int
+    finish: Literal["stop", "length"] | None
+    begins: bool
+
+    def join(self, more: Part) -> None:
+        """Append what followed."""
+        self.text += more.text
+        self.count += more.count
+        self.finish = more.finish
+        if self.tokens is not None:
+            self.tokens += more.tokens or []
+
+
+@dataclass
+class Usage:
+    """Tokens of an answer so far."""
+
+    prompt: int
+    completion: int = 0
+
+    def body(self) -> dict[str, int]:
+        """The JSON of it."""
+        total = self.prompt + self.completion
+        return {"prompt_tokens": self.prompt, "completion_tokens": self.completion, "total_tokens": total}
+
+
+class Format(Protocol):
+    """One of the two forms of answers."""
+
+    prefix: str
+    whole: str
+    chunk: str
+
+    def choice(self, part: Part) -> dict[str, Any]:
+        """A choice of a whole answer."""
+
+    def delta(self, part: Part) -> dict[str, Any]:
+        """A choice of a chunk."""
+
+
+@dataclass
+class Completions:
+    """The form of /v1/completions."""
+
+    vocabulary: Vocabulary
+    prefix = "cmpl-"
+    whole = chunk = "text_completion"
+    _offsets: dict[int, int] = field(default_factory=dict)
+
+    def choice(self, part: Part) -> dict[str, Any]:
+        """A choice, the same in a chunk."""
+        logprobs = None if part.tokens is None else self._logprobs(part)
+        return {"index": part.choice, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish}
+
+    delta = choice
+
+    def _logprobs(self, part: Part) -> dict[str, Any]:
+        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        offset = self._offsets.get(part.choice, 0)
+        for token, scored in part.tokens or ():
+            text = self.vocabulary[token][0]
+            found["tokens"].append(text)
+            found["text_offset"].append(offset)
+            offset += len(text)
+            found["token_logprobs"].append(scored and finite(scored.logprob))
+            found["top_logprobs"].append(scored and self._top(scored))
+        self._offsets[part.choice] = offset
+        return found
+
+    def _top(self, scored: Scored) -> dict[str, float]:
+        """The likeliest, and the token itself; of tokens that look alike the likeliest."""
+        found: dict[str, float] = {}
+        for token, logprob in [*scored.top, (scored.token, scored.logprob)]:
+            found.setdefault(self.vocabulary[token][0], finite(logprob))
+        return found
+
+
+@dataclass
+class Chat:
+    """The form of /v1/chat/completions."""
+
+    vocabulary: Vocabulary
+    prefix = "chatcmpl-"
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def choice(self, part: Part) -> dict[str, Any]:
+        """A choice of a whole answer."""
+        message = {"role": "assistant", "content": part.text}
+        return {"index": part.choice, "message": message, **self._rest(part)}
+
+    def delta(self, part: Part) -> dict[str, Any]:
+        """A choice of a chunk; the first names the role."""
+        role = {"role": "assistant"} if part.begins else {}
+        return {"index": part.choice, "delta": {**role, "content": part.text}, **self._rest(part)}
+
+    def _rest(self, part: Part) -> dict[str, Any]:
+        told = [self._told(scored) for _, scored in part.tokens or () if scored]
+        return {"logprobs": None if part.tokens is None else {"content": told}, "finish_reason": part.finish}
+
+    def _told(self, scored: Scored) -> dict[str, Any]:
+        top = [self._one(token, logprob) for token, logprob in scored.top]
+        return {**self._one(scored.token, scored.logprob), "top_logprobs": top}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        text, raw = self.vocabulary[token]
+        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+
+
+async def parts(
+    said: AsyncIterator[tuple[int, Event]], echoes: Sequence[Echo | None], scored: bool
+) -> AsyncIterator[Part]:
+    """What each choice says more, as it comes.
+
+    Args:
+        said: by the engine, with the number of the choice.
+        echoes: for each choice, the prompt that comes first in the answer, if it is to.
+        scored: whether log-probabilities are told.
+    """
+    begun: set[int] = set()
+    async for choice, event in said:
+        first = choice not in begun
+        begun.add(choice)
+        echo = echoes[choice] if first else None
+        text = echo.text + event.text if echo else event.text
+        told: list[Told] = [(one.token, one) for one in event.scored]
+        if echo and scored:
+            told = [*zip(echo.tokens, event.prompt or (), strict=True), *told]
+        yield Part(choice, text, told if scored else None, len(event.tokens), FINISH.get(event.finish), first)
+
+
+@dataclass
+class Answer:
+    """One answer in the making.
+
+    Attributes:
+        form: of completions or of chat.
+        model: as it is served.
+        usage: tokens so far.
+    """
+
+    form: Format
+    model: str
+    usage: Usage
+
+    def __post_init__(self) -> None:
+        self._id, self._created = f"{self.form.prefix}{uuid.uuid4().hex}", int(time.time())
+
+    def _body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self.model}
+        return {**head, "choices": choices, **more}
+
+    async def whole(self, told: AsyncIterator[Part]) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices: dict[int, Part] = {}
+        async for part in told:
+            self.usage.completion += part.count
+            if part.begins:
+                choices[part.choice] = part
+            else:
+                choices[part.choice].join(part)
+        ready = [self.form.choice(choices[number]) for number in sorted(choices)]
+        return self._body(self.form.whole, ready, usage=self.usage.body())
+
+    async def chunks(self, told: AsyncIterator[Part], options: StreamOptions) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        async for part in told:
+            self.usage.completion += part.count
+            if part.begins or part.text or part.tokens or part.finish:
+                usage = {"usage": self.usage.body()} if options.continuous_usage_stats else {}
+                yield event(self._body(self.form.chunk, [self.form.delta(part)], **usage))
+        if options.include_usage:
+            yield event(self._body(self.form.chunk, [], usage=self.usage.body()))
+        yield b"data: [DONE]\n\n"
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; the clients know this number for it."""
+    return max(logprob, -9999.0)
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,186 @@
+"""The thread that drives the engine, and the way between it and the event loop of the server.
+
+The engine is not thread-safe: additions and cancellations reach it through a queue, between two of its steps. What it
+says goes back to the event loop once a step. So a client that reads slowly holds up nobody: what waits for it is no
+more than the tokens it asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from mega_common.log import logger
+from mega_eval.engine import Engine, Event, Request
+from mega_eval.server.errors import Refusal
+
+Said = tuple[int, Event]  # number of the request in its group, and what the engine says about it
+
+
+class Group:
+    """Requests that one client made in one call, and what the engine says about them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ids: list[int] = []  # as the engine calls them; belongs to the engine's thread
+        self.loop = asyncio.get_running_loop()
+        self.accepted: asyncio.Future[None] = self.loop.create_future()
+        self._heard: asyncio.Queue[list[Said] | Exception] = asyncio.Queue()
+
+    async def events(self) -> AsyncIterator[Said]:
+        """What the engine says, until all requests are finished.
+
+        Raises:
+            Refusal: when the engine has failed or the server ends.
+        """
+        going = self.size
+        while going:
+            heard = await self._heard.get()
+            if isinstance(heard, Exception):
+                raise heard
+            for said in heard:
+                yield said
+                going -= said[1].finish is not None
+
+    def hear(self, said: list[Said] | Exception) -> None:
+        """From any thread: pass on what was said, or why nothing more will be."""
+        self._in_loop(lambda: self._heard.put_nowait(said))
+
+    def accept(self, error: Exception | None = None) -> None:
+        """From any thread: tell whether the engine has taken the requests."""
+        self._in_loop(lambda: self._accept(error))
+
+    def _accept(self, error: Exception | None) -> None:
+        if self.accepted.done():  # who waited has gone
+            return
+        if error is None:
+            self.accepted.set_result(None)
+        else:
+            self.accepted.set_exception(error)
+
+    def _in_loop(self, call: Callable[[], None]) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(call)
+
+
+class Driver:
+    """Runs an engine in a thread of its own.
+
+    Attributes:
+        engine: only its counts may be read from outside.
+        open: requests that are in it or wait for it.
+        most: that may be at once.
+        failure: what ended the thread, if anything did.
+    """
+
+    def __init__(self, engine: Engine, *, most: int) -> None:
+        self.engine, self.most = engine, most
+        self.open = 0
+        self.failure: Exception | None = None
+        self._groups: dict[int, tuple[Group, int]] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End after the step that runs; what is open gets no more."""
+        self._commands.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    async def submit(self, requests: Sequence[Request]) -> Group:
+        """Hand over requests; `release` has to follow, whatever happens to them.
+
+        Raises:
+            Refusal: when the engine has failed, or has as many as it may.
+            DataError: when one of them cannot be done; then none is.
+        """
+        self._check()
+        if len(requests) > self.most:
+            raise Refusal(400, f"{len(requests)} prompts and choices in one call; this server takes {self.most}")
+        if self.open + len(requests) > self.most:
+            raise Refusal(429, f"the server is busy with {self.open} requests", retry_after=1)
+        group = Group(len(requests))
+        self.open += group.size
+        self._commands.put(lambda: self._add(group, requests))
+        try:
+            await group.accepted
+        except BaseException:
+            self.release(group)
+            raise
+        return group
+
+    def release(self, group: Group) -> None:
+        """Forget about requests, and end those that still run. Once for each group."""
+        self.open -= group.size
+        self._commands.put(lambda: self._cancel(group))
+
+    def abort(self, reason: Exception) -> None:
+        """Give up all that is open, and tell its clients why."""
+        self._commands.put(lambda: self._give_up(reason))
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                self._tell(self.engine.step())
+        except Exception as error:  # noqa: BLE001 - whatever it is, who waits has to be told
+            logger.exception("the engine has failed")
+            self.failure = error
+            self._give_up(Refusal(500, f"the engine has failed ({error})"))
+            self._obey()  # until the end: who came while it failed is told too
+
+    def _obey(self) -> bool:
+        """Do what was asked; waits while there is nothing else to do. False: the end."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._groups)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise Refusal(503, "the engine has failed; the server has to be started again")
+
+    def _add(self, group: Group, requests: Sequence[Request]) -> None:
+        if group.accepted.done():  # cancelled before its turn
+            return
+        try:
+            self._check()
+            for number, request in enumerate(requests):
+                added = self.engine.add(request)
+                group.ids.append(added)
+                self._groups[added] = group, number
+        except Exception as error:  # noqa: BLE001 - a request that cannot be done ends no other
+            self._cancel(group)
+            group.accept(error)
+        else:
+            group.accept()
+
+    def _cancel(self, group: Group) -> None:
+        for added in group.ids:
+            if self._groups.pop(added, None) is not None and self.failure is None:
+                self.engine.cancel(added)
+
+    def _give_up(self, reason: Exception) -> None:
+        for group in {group for group, _ in self._groups.values()}:
+            self._cancel(group)
+            group.hear(reason)
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        said: dict[Group, list[Said]] = defaultdict(list)
+        for event in events:
+            group, number = self._groups[event.request]
+            said[group].append((number, event))
+            if event.finish is not None:
+                del self._groups[event.request]
+        for group, new in said.items():
+            group.hear(new)

@@ -1,0 +1,105 @@
+"""A server from a model: sockets, signals, and the way to an orderly end."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+
+from mega_common.errors import ConfigError
+from mega_common.log import logger
+from mega_eval.server.app import create_app
+from mega_eval.server.errors import Refusal
+from mega_eval.server.gate import Bounds
+from mega_eval.server.service import Service
+
+STALLED = 120  # seconds after which the kernel drops a client that takes nothing of what is sent to it
+
+
+def bind(host: str, port: int, key: str | None) -> socket.socket:
+    """A socket for the server, which does not listen yet; port 0 is any that is free.
+
+    Raises:
+        ConfigError: when the address is no host's, not this machine's, in use, or open to others without a key.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if key is None and not ipaddress.ip_address(address[0]).is_loopback:
+            raise ConfigError(
+                f"--host {host}: others could use the server, and no API key is set",
+                hint="--api-key-file FILE or the environment's MEGA_API_KEY sets one; 127.0.0.1 is for this machine only",
+            )
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that a last server left may linger
+        found.bind(address)
+    except OSError as error:
+        hint = "choose another --port; 0 takes any that is free" if error.errno == errno.EADDRINUSE else None
+        raise ConfigError(f"{host}:{port}: cannot listen there ({error.strerror})", hint=hint) from None
+    # Accepted connections inherit these: who vanishes without a word, or takes nothing, is dropped by the kernel.
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED * 1000)
+    return found
+
+
+class Server(uvicorn.Server):
+    """Serves until a signal, SIGTERM or SIGINT; then finishes what runs and refuses the rest. A second signal ends at once.
+
+    uvicorn by itself would close its socket first. `run(sockets=[...])` runs it; `force_exit` tells afterwards whether
+    there was a second signal.
+    """
+
+    def __init__(self, service: Service, bounds: Bounds, *, drain: float) -> None:
+        """`drain`: seconds to finish what runs."""
+        self.gate = create_app(service, bounds)
+        config = uvicorn.Config(
+            self.gate,
+            log_config=None,
+            log_level="critical",  # what it would tell, the gate has told
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=5,
+            server_header=False,
+            proxy_headers=False,
+        )
+        super().__init__(config)
+        self._service, self._drain = service, drain
+        self._deadline = 0.0
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on these until the end; the engine runs meanwhile."""
+        self._service.driver.start()
+        try:
+            super().run(sockets)
+        finally:
+            self._service.driver.close()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        host, port, *_ = self.servers[0].sockets[0].getsockname()
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("serving %r at http://%s:%d (Ctrl-C ends)", self._service.name, shown, port)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; uvicorn calls it for both signals."""
+        if self.gate.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self.gate.draining, self._deadline = True, time.monotonic() + self._drain
+        if self.gate.active:
+            what = "%d requests are finished first, for %.0f seconds at most; another signal ends at once"
+            logger.info(what, self.gate.active, self._drain)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end; uvicorn asks ten times a second."""
+        if self.gate.draining and not self.should_exit:
+            late = time.monotonic() >= self._deadline
+            if late and self.gate.active:
+                logger.warning("%d requests are not finished, and given up", self.gate.active)
+                self._service.driver.abort(Refusal(503, "the server is shutting down"))
+            self.should_exit = late or not self.gate.active
+        return await super().on_tick(counter)

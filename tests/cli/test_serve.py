@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+import typer
+from chat_templates import chat_tokenizer
+from serving import until
+from tiny_models import save_tiny, variant
+from typer.testing import CliRunner, Result
+
+from mega_ckpt.families import family_named
+from mega_cli.serve import CHAT_EXAMPLES, SERVE_EXAMPLES, chat_command, serve_command
+from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
+from mega_data.tokenizer import Tokenizer, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base, folder = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("model")
+    train_tokenizer(["the end of the story"] * 3, 270, base)
+    tokenizer = Tokenizer(chat_tokenizer(base, folder, "qwen", marks=False))
+    config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 256})
+    save_tiny(folder, family_named("llama"), config)
+    return folder
+
+
+def mega(
+    *args: object, stdin: str = "", fails: type[MegaError] | None = None, env: dict[str, str] | None = None
+) -> Result:
+    app = typer.Typer()
+    app.command("serve", epilog=SERVE_EXAMPLES)(serve_command)
+    app.command("chat", epilog=CHAT_EXAMPLES)(chat_command)
+    result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin, env=env)
+    if fails is not None:
+        assert isinstance(result.exception, fails), result.output
+    else:
+        assert result.exit_code == 0, result.output or result.exception
+    return result
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_help_has_examples(command: str) -> None:
+    assert f"mega {command} out/hf" in mega(command, "--help").stdout
+
+
+def test_heavy_serving_is_for_others() -> None:
+    assert "vLLM or SGLang" in mega("serve", "--help").stdout
+
+
+def test_importing_the_commands_imports_no_server() -> None:
+    check = "import sys, mega_cli.main; sys.exit(bool({'torch', 'fastapi', 'uvicorn', 'starlette'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", check], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+def test_others_are_let_in_with_a_key_only(folder: Path, tmp_path: Path) -> None:
+    mistake = mega("serve", folder, "--host", "0.0.0.0", fails=ConfigError)
+    assert "MEGA_API_KEY" in str(mistake.exception)
+    (tmp_path / "key").write_text("short\n")
+    assert "key: an API key is at least 8" in str(
+        mega("serve", folder, "--api-key-file", tmp_path / "key", fails=ConfigError).exception
+    )
+    mega("serve", folder, "--api-key-file", tmp_path / "none", fails=ConfigError)
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        mistake = mega("serve", "no/such/model", "--port", taken.getsockname()[1], fails=ConfigError)
+    assert "in use" in str(mistake.exception)
+    assert "--port" in str(mistake.exception)
+
+
+def test_what_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "[serve]" in str(mega("serve", folder, fails=MissingPackageError).exception)
+
+
+def test_serve_from_start_to_end(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mega_cli.main", "serve", str(folder), "--port", str(port), "--name", "tiny"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "MEGA_API_KEY": "sk-secret"}
+    ) as server:
+        url, headers = f"http://127.0.0.1:{port}", {"authorization": "Bearer sk-secret"}
+
+        def healthy() -> bool:
+            assert server.poll() is None
+            try:
+                return httpx.get(f"{url}/health").status_code == 200
+            except httpx.ConnectError:
+                return False
+
+        until(healthy)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "the end"}], "max_tokens": 3}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+        assert answer.json()["usage"]["completion_tokens"] <= 3
+        server.send_signal(signal.SIGTERM)
+        told = server.communicate(timeout=60)[1]
+    assert server.returncode == 0, told
+    assert f"serving 'tiny' at {url}" in told
+    assert "Traceback" not in told
+
+
+def test_chat_takes_a_turn_a_line(folder: Path) -> None:
+    args = ["chat", folder, "--max-new-tokens", 5, "--seed", 1, "--temperature", 1.5]
+    first, second = "the story", "of the end"
+    one = mega(*args, stdin=f"{first}\n").stdout
+    both = mega(*args, stdin=f"{first}\n\n{second}\n").stdout
+    assert both.startswith(one)
+    assert len(both) > len(one)
+    assert mega(*args, stdin=f"{first}\n/reset\n{first}\n/quit\n{second}").stdout == 2 * one
+
+
+def test_chat_without_template(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        if file.name != "chat_template.jinja":
+            (tmp_path / file.name).symlink_to(file)
+    assert f"{tmp_path}: the tokenizer has no chat template" in str(mega("chat", tmp_path, fails=DataError).exception)
+    (tmp_path / "own.jinja").write_text("{{ messages[-1].content }}")
+    mega("chat", tmp_path, "--chat-template", tmp_path / "own.jinja", "--max-new-tokens", 1, stdin="the\n")

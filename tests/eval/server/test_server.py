@@ -1,0 +1,272 @@
+"""OpenAI's own client against the server, with a tiny model: one start for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+import transformers
+from chat_templates import chat_tokenizer
+from openai import OpenAI
+from serving import service_of, serving, until
+from tiny_models import save_tiny, variant
+
+from mega_ckpt.families import family_named
+from mega_data.tokenizer import Tokenizer, train_tokenizer
+from mega_eval.engine import Engine
+from mega_eval.load import load_model
+from mega_eval.server.service import Service
+from mega_trainer.model.decoder import Decoder
+
+TEXT = "the end of the story is the beginning of the other story 🎉 naïve"
+KEY = "sk-tiny-key"
+PROMPT = "the story of"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base, folder = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("model")
+    train_tokenizer([TEXT] * 3, 280, base)
+    tokenizer = Tokenizer(chat_tokenizer(base, folder, "qwen", marks=False))
+    config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 512})
+    save_tiny(folder, family_named("llama"), config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Decoder:
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path, model: Decoder) -> Service:
+    engine = Engine(model, Tokenizer(folder), cache_tokens=2048, batch_size=8)
+    return service_of(engine, folder)
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[OpenAI]:
+    with serving(service, key=KEY) as (url, _), OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def complete(client: OpenAI, **options: Any) -> Any:
+    return client.completions.create(
+        **{"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 9, **options}
+    )
+
+
+def chat(client: OpenAI, text: str = "the end?", **options: Any) -> Any:
+    given = {"model": "tiny", "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 9}
+    return client.chat.completions.create(**{**given, **options})
+
+
+@torch.inference_mode()
+def logprobs_of(model: Decoder, tokens: list[int]) -> torch.Tensor:
+    """[S, V], of one pass over all tokens."""
+    ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+    return model.logits(model(model.embed(ids, positions), model.context(positions)))[0].double().log_softmax(-1)
+
+
+def test_models_and_facts(client: OpenAI) -> None:
+    (one,) = client.models.list().data
+    assert one == client.models.retrieve("tiny")
+    assert (one.id, one.max_model_len) == ("tiny", 256)
+    assert client.get(str(client.base_url).replace("/v1/", "/version"), cast_to=object) == {"version": "1.2"}
+    with pytest.raises(openai.NotFoundError, match="`other` does not exist"):
+        client.models.retrieve("other")
+
+
+def test_greedy_completion_is_the_models_likeliest_text(client: OpenAI, model: Decoder, service: Service) -> None:
+    tokens = prompt = service.tokenizer.encode(PROMPT)
+    for _ in range(9):
+        tokens = [*tokens, int(logprobs_of(model, tokens)[-1].argmax())]
+    found = complete(client)
+    assert found.choices[0].text == service.tokenizer.decode(tokens[len(prompt) :])
+    assert found.choices[0].finish_reason == "length"
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (
+        len(prompt),
+        9,
+        len(tokens),
+    )
+    assert complete(client, prompt=prompt).choices == found.choices
+
+
+def test_echo_and_logprobs_are_the_models(client: OpenAI, model: Decoder, service: Service) -> None:
+    choice = complete(client, echo=True, logprobs=3, max_tokens=4, seed=2, temperature=1.5).choices[0]
+    told = choice.logprobs
+    tokens = service.tokenizer.encode(choice.text)
+    expected = logprobs_of(model, tokens)
+    assert choice.text.startswith(PROMPT)
+    assert "".join(told.tokens) == choice.text
+    assert [
+        choice.text[at:][: len(text)] for at, text in zip(told.text_offset, told.tokens, strict=True)
+    ] == told.tokens
+    assert told.token_logprobs[0] is told.top_logprobs[0] is None
+    for place in range(1, len(tokens)):
+        assert told.token_logprobs[place] == pytest.approx(float(expected[place - 1, tokens[place]]), abs=1e-4)
+        assert max(told.top_logprobs[place].values()) == pytest.approx(float(expected[place - 1].max()), abs=1e-4)
+        assert 3 <= len(told.top_logprobs[place]) <= 4
+        assert told.top_logprobs[place][told.tokens[place]] == told.token_logprobs[place]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"logprobs": 2}, {"echo": True, "logprobs": 0}, {"n": 3, "temperature": 2, "seed": 5}]
+)
+def test_streamed_completions_are_the_whole_ones(client: OpenAI, options: dict[str, Any]) -> None:
+    whole = complete(client, prompt=[PROMPT, "is"], **options)
+    chunks = list(
+        complete(client, prompt=[PROMPT, "is"], stream=True, stream_options={"include_usage": True}, **options)
+    )
+    assert chunks[-1].usage == whole.usage
+    assert not chunks[-1].choices
+    assert not any(chunk.usage for chunk in chunks[:-1])
+    for choice in whole.choices:
+        parts = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == choice.index]
+        assert "".join(part.text for part in parts) == choice.text
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
+        if choice.logprobs is not None:
+            for name, values in choice.logprobs.model_dump().items():
+                joined = [value for part in parts for value in part.logprobs.model_dump()[name]]
+                assert joined == [pytest.approx(value) for value in values]
+
+
+def test_streamed_chat_is_the_whole_one(client: OpenAI) -> None:
+    options: dict[str, Any] = {"n": 2, "temperature": 1, "seed": 3, "logprobs": True, "top_logprobs": 2}
+    whole = chat(client, **options)
+    chunks = [chunk.choices[0] for chunk in chat(client, stream=True, **options)]
+    for choice in whole.choices:
+        parts = [part for part in chunks if part.index == choice.index]
+        assert [part.delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert "".join(part.delta.content for part in parts) == choice.message.content
+        assert parts[-1].finish_reason == choice.finish_reason
+        told = [one for part in parts for one in part.logprobs.content]
+        assert [one.token for one in told] == [one.token for one in choice.logprobs.content]
+        assert all(
+            len(one.top_logprobs) == 2 and bytes(one.bytes).decode() == one.token
+            for one in told
+            if "bytes:" not in one.token
+        )
+
+
+def test_chat_is_the_templates_text_continued(client: OpenAI, folder: Path) -> None:
+    messages = [{"role": "user", "content": "the end?"}]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    tokens = theirs(text, add_special_tokens=False).input_ids
+    url = str(client.base_url).replace("/v1/", "/tokenize")
+    told = client.post(url, cast_to=object, body={"messages": messages})
+    assert told == {"tokens": tokens, "count": len(tokens), "max_model_len": 256}
+    back = client.post(url.replace("/tok", "/detok"), cast_to=object, body={"tokens": tokens})
+    assert back == {"prompt": text}
+    assert chat(client).choices[0].message.content == complete(client, prompt=text).choices[0].text
+    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": " end?"}]
+    assert chat(client, messages=[{"role": "user", "content": parts}]).choices == chat(client).choices
+
+
+def test_draws_depend_on_seed_and_choice_alone(client: OpenAI) -> None:
+    def texts(**options: Any) -> list[str]:
+        return [choice.text for choice in complete(client, temperature=2, **options).choices]
+
+    three = texts(seed=7, n=3)
+    assert len(set(three)) == 3
+    assert texts(seed=7, n=3, prompt=["is", PROMPT])[3:] == three
+    assert texts(seed=7) == three[:1]
+    assert texts(seed=8) != three[:1]
+    assert texts() != texts()
+
+
+def test_settings_reach_the_engine(client: OpenAI) -> None:
+    free = complete(client, max_tokens=30).choices[0].text
+    stop = free[7:9]
+    stopped = complete(client, max_tokens=30, stop=[stop, "never"]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (free.partition(stop)[0], "stop")
+    assert complete(client, max_tokens=30, frequency_penalty=2).choices[0].text != free
+    extra = {"top_k": 1, "min_p": 0.1, "repetition_penalty": 1.0, "unheard_of": 3}
+    assert complete(client, max_tokens=30, temperature=1.5, extra_body=extra).choices[0].text == free
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        ({"model": "other"}, 404, "The model `other` does not exist."),
+        ({"prompt": ""}, 400, "prompt: "),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [1, 100_000]}, 400, "token 100000 is outside the model's vocabulary"),
+        ({"prompt": "the " * 2000}, 400, "maximum context length is 256 tokens"),
+        ({"max_tokens": 255}, 400, "maximum context length is 256 tokens"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": "9"}, 400, "max_tokens: Input should be a valid integer"),
+        ({"logprobs": 21}, 400, "logprobs: Input should be less than or equal to 20"),
+        ({"n": 100}, 400, "takes 64"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"stop": ""}, 400, "stop"),
+        ({"stream_options": {"include_usage": True}}, 400, "'stream_options' wants 'stream': true"),
+        ({"extra_body": {"suffix": "x"}}, 400, "'suffix' is not supported"),
+    ],
+)  # fmt: skip
+def test_bodies_that_cannot_be(client: OpenAI, options: dict[str, Any], status: int, message: str) -> None:
+    with pytest.raises(openai.APIStatusError) as error:
+        complete(client, **options)
+    assert error.value.status_code == status
+    assert message in error.value.message
+    assert error.value.type == "invalid_request_error"
+    assert error.value.request_id
+    assert complete(client, max_tokens=1).choices
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"messages": []},
+        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"response_format": {"type": "json_schema"}},
+    ],
+)
+def test_chats_that_cannot_be(client: OpenAI, options: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError):
+        chat(client, **options)
+
+
+def test_who_may_come_in(client: OpenAI) -> None:
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        client.with_options(api_key="sk-other").models.list()
+    raw = client.completions.with_raw_response.create(
+        model="tiny", prompt="is", max_tokens=1, extra_headers={"x-request-id": "mine-7"}
+    )
+    assert raw.headers["x-request-id"] == "mine-7"
+
+
+def test_a_client_that_goes_away_frees_its_pages(client: OpenAI, service: Service) -> None:
+    engine = service.driver.engine
+    before = engine.free_pages
+    stream = complete(client, n=8, max_tokens=200, temperature=2, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert engine.free_pages < before
+    stream.close()
+    until(lambda: engine.running == engine.waiting == 0)
+    assert engine.free_pages == before
+    assert service.driver.open == 0
+    with pytest.raises(openai.APITimeoutError):
+        complete(client, n=8, max_tokens=200, temperature=2, timeout=0.02, extra_body={"ignore_eos": True})
+    until(lambda: engine.running == engine.waiting == service.driver.open == 0)
+    assert engine.free_pages == before
+
+
+def test_metrics_count(client: OpenAI) -> None:
+    def count(name: str) -> float:
+        text = client.get(str(client.base_url).replace("/v1/", "/metrics"), cast_to=str)
+        (line,) = [line for line in text.splitlines() if line.startswith(name + " ")]
+        return float(line.split()[1])
+
+    name = 'mega_tokens_total{kind="completion"}'
+    before = count(name)
+    complete(client, max_tokens=5, extra_body={"ignore_eos": True})
+    assert count(name) == before + 5
+    assert count("mega_cache_pages") == count("mega_cache_free_pages") > 0

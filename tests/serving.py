@@ -1,0 +1,107 @@
+"""Servers in a thread of the test's process, with real engines or scripted ones."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mega_common.errors import DataError
+from mega_data.chat.template import load_template
+from mega_data.tokenizer import Tokenizer
+from mega_eval.engine import Event, Request
+from mega_eval.server.driver import Driver
+from mega_eval.server.gate import Bounds
+from mega_eval.server.metrics import Metrics
+from mega_eval.server.run import Server, bind
+from mega_eval.server.service import Service
+
+
+@dataclass
+class Scripted:
+    """An engine that says `text` at each step and never comes to an end by itself, while `go` is set."""
+
+    text: str = "x"
+    error: Exception | None = None
+    go: threading.Event = field(default_factory=threading.Event)
+    requests: dict[int, Request] = field(default_factory=dict)
+    said: dict[int, int] = field(default_factory=dict)
+    waiting = pages = free_pages = 0
+
+    @property
+    def running(self) -> int:
+        return len(self.requests)
+
+    def add(self, request: Request) -> int:
+        number = len(self.said)
+        self.requests[number], self.said[number] = request, 0
+        return number
+
+    def cancel(self, request: int) -> None:
+        self.requests.pop(request, None)
+
+    def step(self) -> list[Event]:
+        if not self.go.wait(0.01):
+            return []
+        if self.error is not None:
+            raise self.error
+        return [self._event(number, request) for number, request in list(self.requests.items())]
+
+    def _event(self, number: int, request: Request) -> Event:
+        self.said[number] += 1
+        finish = "length" if self.said[number] == request.limits.max_new_tokens else None
+        if finish:
+            del self.requests[number]
+        return Event(number, self.text, [0], [], None, finish)
+
+
+def service_of(
+    engine: Any,
+    tokenizer: Path,
+    *,
+    most: int = 64,
+    max_length: int = 256,
+    seconds: float = 60,
+    ends: frozenset[int] | None = None,
+) -> Service:
+    words, template = Tokenizer(tokenizer), None
+    with contextlib.suppress(DataError):
+        template = load_template(words.path)
+    return Service(
+        name="tiny", version="1.2", driver=Driver(engine, most=most), tokenizer=words, template=template,
+        ends=frozenset({words.eos_id} - {None}) if ends is None else ends, max_length=max_length, vocab_size=words.vocab_size, seconds=seconds,
+        metrics=Metrics(engine),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def serving(
+    service: Service, *, key: str | None = None, requests: int = 64, max_body: int = 100_000, drain: float = 30
+) -> Iterator[tuple[str, Server]]:
+    """A server on a free port of this machine; its address without the path. It ends as by SIGTERM."""
+    hosts = None if key else ("127.0.0.1", "localhost")
+    listener = bind("127.0.0.1", 0, key)
+    server = Server(service, Bounds(key, hosts, requests, service.seconds, max_body), drain=drain)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
+    finally:
+        if not server.gate.draining:
+            server.handle_exit(signal.SIGTERM, None)
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def until(true: Callable[[], Any], seconds: float = 60) -> None:
+    """Wait until something is the case."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "never happened"
+        time.sleep(0.01)
