@@ -17,6 +17,10 @@ EXAMPLES = """Examples:
 
   mega plan run.yaml --ranks 16 --set parallel.pp=4 --draw schedule.svg
 
+  mega plan run.yaml --machine h100-ib --ranks 1024 --tokens 15T
+
+  mega plan run.yaml --machine h100 --ranks 512 --search > layout.yaml
+
   mega plan models/Qwen2.5-7B/config.json --set parallel.tp=8 --set data.seq_length=8192
 """
 
@@ -32,16 +36,51 @@ def plan_command(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=value. Repeatable.")
     ] = None,
     draw: Annotated[Path | None, typer.Option(help="Draw the pipeline's schedule into this SVG file.")] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="Predict the time of a step on this machine: a name such as h100, a100-40-ethernet, or a YAML file."
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="With --machine: hours, and cost where it has a price, to so many tokens: 300B, 15T."),
+    ] = None,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="With --machine: the fastest layouts that fit, and the first of them as sections of a run.yaml.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline's bubble beside the closed formula."""
+    """Parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline's bubble beside the closed formula.
+
+    With --machine also the predicted time of a step, where it goes, and which change would gain most.
+    """
+    from mega_common.errors import ConfigError
     from mega_trainer.config import load_plan
     from mega_trainer.layout import fewest_ranks
 
+    if machine is None and (tokens is not None or search):
+        given = "--search" if search else "--tokens"
+        raise ConfigError(
+            f"{given} predicts times, which depend on the machine", hint=f"add --machine, as in {given} --machine h100"
+        )
     config = load_plan(run, set_ or [])
     ranks = ranks or fewest_ranks(config)
+    if machine is not None and search:
+        from mega_cli.plan_time import searched
+
+        print(searched(config, ranks, machine, as_json=as_json))
+        return
     config.check_ranks(ranks)
     told = _plan(config, ranks, draw)
+    if machine is not None:
+        from mega_cli.plan_time import timed
+
+        told["time"] = timed(config, ranks, machine, tokens, told["memory_bytes"])
     print(json.dumps(told, indent=1) if as_json else _table(told))
 
 
@@ -111,6 +150,10 @@ def _table(told: dict[str, Any]) -> str:
     for rank, (kinds, flight) in enumerate(zip(told["memory_bytes"], told["microbatches_in_flight"], strict=True)):
         parts = ", ".join(f"{kind} {size / scale:.2f}" for kind, size in kinds.items())
         lines.append(f"  {rank}: {sum(kinds.values()) / scale:.2f} {unit} = {parts}; {flight} activations in flight")
+    if "time" in told:
+        from mega_cli.plan_time import table
+
+        lines += table(told["time"])
     if told["drawing"]:
         lines.append(f"drawn into {told['drawing']}")
     return "\n".join(lines)

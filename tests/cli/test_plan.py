@@ -69,3 +69,45 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Captur
     status, _, error = told(tmp_path, capsys, "--ranks", "12")
     assert status == 2
     assert "do not divide" in error
+
+
+def test_a_machine_tells_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ranks", "16", "--machine", "h100-ib", "--tokens", "1T"]
+    status, out, _ = told(tmp_path, capsys, *options, "--json")
+    plan = json.loads(out)["time"]
+    assert status == 0
+    assert sum(plan["seconds"].values()) == pytest.approx(plan["seconds_per_step"])
+    assert plan["tokens_per_second_per_gpu"] * 16 * plan["seconds_per_step"] == pytest.approx(64 * 8192)
+    assert plan["hours"] == pytest.approx(1e12 / 16 / plan["tokens_per_second_per_gpu"] / 3600)
+    assert plan["mfu_palm"] > plan["mfu_causal"] > 0.2
+    _, text, _ = told(tmp_path, capsys, *options)
+    assert "tokens a second and GPU" in text
+    assert "as PaLM counts" in text
+
+
+def test_a_search_prints_sections_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = told(tmp_path, capsys, "--ranks", "16", "--machine", "h100", "--search")
+    assert status == 0
+    found = yaml.safe_load(out)
+    assert set(found) == {"parallel", "batch", "recompute"}
+    (tmp_path / "best.yaml").write_text(yaml.safe_dump({**RUN, **found, "batch": {**RUN["batch"], **found["batch"]}}))
+    with pytest.raises(SystemExit) as end:
+        main(["plan", str(tmp_path / "best.yaml"), "--ranks", "16"])
+    assert not end.value.code
+
+
+@pytest.mark.parametrize(
+    ("options", "told_of"),
+    [
+        (["--search"], "--search predicts times"),
+        (["--tokens", "1T"], "--tokens predicts times"),
+        (["--machine", "h100", "--tokens", "many"], "--tokens many: no number of tokens"),
+        (["--machine", "abacus"], "--machine abacus: no such machine"),
+    ],
+)
+def test_what_a_prediction_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told_of: str
+) -> None:
+    status, _, error = told(tmp_path, capsys, "--ranks", "8", *options)
+    assert status == 2
+    assert told_of in error

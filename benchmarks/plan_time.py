@@ -1,0 +1,249 @@
+"""How right `mega plan` is about the time of a step: beside published runs, with its constants fitted on them.
+
+    python benchmarks/plan_time.py RUNS.csv [--fit] [--cross-validate]
+
+`--fit` fits the constants below, thirteen in all, to the runs by least squares of the logarithms (a run that is far off
+counts less) and of what was known before, writes those of GPUs into mega_trainer/plan/efficiency.yaml, and prints those that describe other trainers for
+`published.py`. `--cross-validate` fits without one source, or one family of models, and predicts that one. Results: errors by
+source, family, GPU and precision; and pairs of runs that differ in one setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import record
+import yaml
+from published import Published, published
+from scipy.optimize import least_squares
+
+from mega_trainer.plan import machine as machines
+from mega_trainer.plan.collectives import Wires
+from mega_trainer.plan.machine import Efficiency, load_efficiency
+from mega_trainer.plan.step_time import Planned
+from mega_trainer.plan.work import Bench, Rates
+
+GOAL = ("A100-40GB", "A100-80GB", "H100", "H100-96GB-HBM2e-500W", "B200")
+# Constants, and what they were before any fit; `large` are Hopper and Blackwell. Not fitted: `network`, `link`, `hop` and
+# `contention`, which are benchmarks/predict.py's; `memory` and `kernel`, which are benchmarks/traffic.py's; attention on Ampere,
+# by arXiv:2307.08691, and FlashAttention-2's on Hopper, by arXiv:2407.08608.
+FITTED = {
+    "ampere.bf16": 0.85, "ampere.triton": 0.35, "large.bf16": 0.75, "hopper.fp8": 0.7, "hopper.attention": 0.45,
+    "hopper.triton": 0.2, "blackwell.fp8": 0.6, "blackwell.attention": 0.45, "all.grouped": 0.7, "all.exchange": 0.7,
+    "trainer.eager": 2.0, "trainer.compiled": 1.2, "trainer.throttled": 0.8,
+}  # fmt: skip
+GROUPS = {"large": ("hopper", "blackwell"), "all": ("ampere", "ada", "hopper", "blackwell")}
+ROUNDS = 3  # of a fit: errors are taken as linear in the constants' logarithms, each time anew
+PRIOR = 0.5  # what a constant's distance from what was known before weighs, beside a run that is as far off
+TRAINERS = {"trainer.eager": 2.97, "trainer.compiled": 1.3, "trainer.throttled": 0.688}  # as the last fit had them
+Constants = Mapping[str, float]
+Array = np.ndarray[Any, Any]
+
+
+def _own(constants: Constants, generation: str) -> dict[str, float]:
+    """Of one generation of GPUs."""
+    named = [(name.partition("."), value) for name, value in constants.items()]
+    return {key: value for (group, _, key), value in named if generation in GROUPS.get(group, (group,))}
+
+
+class Predictor:
+    """Predicts runs for any constants. What a pipeline waits is simulated once, and taken as a share of its stages' work."""
+
+    def __init__(self, runs: Sequence[Published], base: Mapping[str, Efficiency]) -> None:
+        self.runs, self.base = runs, base
+        self.plans: dict[int, Planned] = {}
+        self.waits: dict[int, float] = {}
+
+    def planned(self, run: Published, constants: Constants) -> Planned:
+        """A run by those constants."""
+        generation = run.machine.generation
+        own = _own(constants, generation)
+        habits, machine = run.habits, run.machine
+        if habits.passes != 1:
+            kind = "trainer.eager" if habits.passes >= 1.5 else "trainer.compiled"
+            habits = replace(habits, passes=constants.get(kind, habits.passes))
+        if run.throttled and "trainer.throttled" in constants:
+            peaks = {kind: machine.peak(kind) / 1e12 * constants["trainer.throttled"] for kind in ("bf16", "fp8")}
+            machine = machine.model_copy(update={"tflops": {**peaks}})
+        efficiency = self.base[generation].model_copy(update=own)
+        if id(run) not in self.plans:
+            self.plans[id(run)] = Planned.of(run.model, run.run, machine, efficiency, habits)
+        wires, rates = Wires.of(machine, efficiency), Rates.of(machine, efficiency, habits)
+        return replace(self.plans[id(run)], bench=Bench(run.model, run.run, wires, rates, habits))
+
+    def seconds(self, run: Published, constants: Constants) -> float:
+        """Of a step."""
+        planned = self.planned(run, constants)
+        quick = planned.time_at_least()
+        waits = quick.parts.get("pipeline bubble", 0.0)
+        if not waits:
+            return quick.seconds
+        if id(run) not in self.waits:
+            self.waits[id(run)] = planned.time().parts.get("pipeline bubble", 0.0) / waits
+        return quick.seconds + waits * (self.waits[id(run)] - 1)
+
+    def errors(self, constants: Constants, runs: Sequence[Published] | None = None) -> Array:
+        """Logarithms of predicted over measured."""
+        return np.array([math.log(self.seconds(run, constants) / run.seconds) for run in runs or self.runs])
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """Errors of all runs near some constants: at `logs` of the constants, and how they grow with each."""
+
+    names: list[str]
+    logs: Array
+    errors: Array
+    slopes: Array
+
+    @classmethod
+    def at(cls, predictor: Predictor, constants: Constants) -> Slopes:
+        """Near those."""
+        names, errors, step = list(constants), predictor.errors(constants), 0.02
+        raised = [predictor.errors({**constants, name: constants[name] * math.exp(step)}) for name in names]
+        logs = np.log([constants[name] for name in names])
+        return cls(names, logs, errors, np.stack([(other - errors) / step for other in raised], axis=1))
+
+    def fit(self, used: Array) -> dict[str, float]:
+        """Constants that predict the runs of which `used` is true best, by these slopes."""
+        before = np.log([FITTED[name] for name in self.names])
+
+        def residuals(logs: Array) -> Array:
+            errors = self.errors[used] + self.slopes[used] @ (logs - self.logs)
+            return np.concatenate([errors, PRIOR * (logs - before)])
+
+        top = [math.log(5.0) if name.startswith("trainer.") else 0.0 for name in self.names]
+        found = least_squares(
+            residuals, np.minimum(self.logs, np.array(top) - 1e-6), bounds=([math.log(0.05)] * len(top), top), loss="soft_l1",
+            f_scale=0.05,
+        )  # fmt: skip
+        return {name: round(float(value), 3) for name, value in zip(self.names, np.exp(found.x), strict=True)}
+
+
+def told(errors: Sequence[float]) -> dict[str, float]:
+    """Of logarithms of ratios: how many, the middle and the 90th percentile of the relative error, and the median's sign."""
+    relative = np.expm1(np.asarray(errors))
+    sizes = np.abs(relative)
+    return {
+        "runs": len(sizes), "median_error": round(float(np.median(sizes)), 4),
+        "p90_error": round(float(np.quantile(sizes, 0.9)), 4), "bias": round(float(np.median(relative)), 4),
+    }  # fmt: skip
+
+
+def by(
+    key: Callable[[Published], str], runs: Sequence[Published], errors: Sequence[float]
+) -> dict[str, dict[str, float]]:
+    """`told` of each group."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for run, error in zip(runs, errors, strict=True):
+        groups[key(run)].append(float(error))
+    return {name: told(group) for name, group in sorted(groups.items())}
+
+
+SETTINGS = ("tp", "pp", "vpp", "cp", "ep", "micro_batch", "precision", "recompute")
+SAME = ("source", "model", "layers", "seq", "gpu", "gpus", "global_batch", *SETTINGS)
+
+
+def pairs(runs: Sequence[Published]) -> Iterator[tuple[str, Published, Published]]:
+    """Runs of one source, model, machine and batch that differ in one setting."""
+    for one, other in itertools.combinations(runs, 2):
+        differing = [name for name in SAME if _value(one, name) != _value(other, name)]
+        if len(differing) == 1 and differing[0] in SETTINGS:
+            yield differing[0], one, other
+
+
+def _value(run: Published, name: str) -> str:
+    if name == "source":
+        return f"{run.source} {run.row['source_path_or_url']}"
+    return run.run.precision if name == "precision" else run.row[name]
+
+
+def judged(found: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
+    """Of pairs, as the logarithms of their measured and predicted ratios: right signs, and sizes within a third."""
+    right = [(m, p) for _, m, p in found if m * p > 0]
+    close = [1 for m, p in right if abs(math.expm1(abs(p)) - math.expm1(abs(m))) <= math.expm1(abs(m)) / 3]
+    return {"pairs": len(found), "sign_right": len(right), "size_within_a_third": len(close)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--cross-validate", action="store_true")
+    options = parser.parse_args()
+    runs = list(published(options.runs))
+    predictor = Predictor(runs, load_efficiency())
+    constants: dict[str, float] = dict(FITTED)
+    every = np.ones(len(runs), dtype=bool)
+    if options.fit:
+        for _ in range(ROUNDS):
+            constants = Slopes.at(predictor, constants).fit(every)
+            print(constants, flush=True)
+        _write(constants)
+        predictor = Predictor(runs, load_efficiency())
+    trainers = (
+        {name: value for name, value in constants.items() if name.startswith("trainer.")} if options.fit else TRAINERS
+    )
+    errors = predictor.errors(trainers)
+    goal = [run.row["gpu"] in GOAL for run in runs]
+    mine = [run for run, counts in zip(runs, goal, strict=True) if counts]
+    results: dict[str, Any] = {
+        "constants": constants if options.fit else None,
+        "A100, H100 and B200": told([error for error, counts in zip(errors, goal, strict=True) if counts]),
+        "all": told(errors),
+        "by source": by(lambda run: run.source, runs, errors),
+        "by family": by(lambda run: run.family, runs, errors),
+        "by gpu": by(lambda run: run.row["gpu"], runs, errors),
+        "by precision": by(lambda run: run.run.precision, runs, errors),
+        "by kind": by(lambda run: "experts" if run.mixture else "dense", runs, errors),
+    }
+    differences = [
+        (name, math.log(one.seconds / other.seconds),
+         math.log(predictor.seconds(one, trainers) / predictor.seconds(other, trainers)))
+        for name, one, other in pairs(mine)
+    ]  # fmt: skip
+    results["pairs"] = {
+        "all": judged(differences),
+        **{name: judged([d for d in differences if d[0] == name]) for name in SETTINGS},
+    }
+    if options.cross_validate:
+        results["cross-validated"] = crossed(predictor, runs, Slopes.at(predictor, constants))
+    for name, value in results.items():
+        print(name, yaml.safe_dump(value, sort_keys=False, default_flow_style=None, width=150), sep=": ")
+    print(record.write("plan_time", results, ["scipy", "numpy"]))
+
+
+def crossed(predictor: Predictor, runs: Sequence[Published], slopes: Slopes) -> dict[str, Any]:
+    """Each source and each family predicted by constants that were fitted without it."""
+    table: dict[str, Any] = {}
+    for kind in ("source", "family"):
+        every: list[float] = []
+        for left_out in sorted({str(getattr(run, kind)) for run in runs}):
+            used = np.array([getattr(run, kind) != left_out for run in runs])
+            tested = [run for run, kept in zip(runs, used, strict=True) if not kept]
+            errors = predictor.errors(slopes.fit(used), tested)
+            table[f"{kind} {left_out}"] = told(errors)
+            every += [error for run, error in zip(tested, errors, strict=True) if run.row["gpu"] in GOAL]
+        table[f"each {kind} by the others, on A100, H100 and B200"] = told(every)
+    return table
+
+
+def _write(constants: Constants) -> None:
+    path = Path(machines.__file__).parent / "efficiency.yaml"
+    raw = yaml.safe_load(path.read_text())
+    for generation, figures in raw.items():
+        figures |= _own(constants, generation)
+    head = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
+    path.write_text(head + yaml.safe_dump(raw, sort_keys=False, default_flow_style=None, width=200))
+
+
+if __name__ == "__main__":
+    main()

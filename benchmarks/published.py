@@ -1,0 +1,202 @@
+"""Published training runs as what the planner plans: a table's rows as models, layouts, machines and seconds a step.
+
+What a row leaves open is taken from what its source is known to do, and said here.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mega_common.model_config import ModelConfig
+from mega_common.presets import preset
+from mega_trainer.plan.flops import hardware_flops, model_flops
+from mega_trainer.plan.machine import Machine, load_machine
+from mega_trainer.plan.memory import RunShape
+from mega_trainer.plan.work import Habits
+
+Row = dict[str, str]
+
+# By a word of the source: who wrote the trainer.
+MAKERS = {
+    "SC21": "megatron-2021", "Megatron": "megatron", "dgxc": "megatron", "NeMo": "megatron", "Mosaic": "mosaic",
+    "torchtitan": "torchtitan", "torchao": "torchtitan", "nanotron": "nanotron", "BLOOM": "megatron-2021",
+}  # fmt: skip
+HABITS = {
+    # Transformer Engine's kernels, collectives of tensor parallelism beside products, gradients summed in bf16
+    "megatron": Habits(tp_waited=2, dispatch="expert", gradient_bytes=2),
+    # before fused attention and sequence parallelism; element by element work mostly fused
+    "megatron-2021": Habits(attention="unfused", tp_waited=10, passes=1.5),
+    # PyTorch's FSDP, attention in Triton with ALiBi, nothing compiled
+    "mosaic": Habits(attention="triton", passes=2.0, gradient_bytes=2),
+    "torchtitan": Habits(attention="flash2", passes=1.2, tp_waited=10),
+    "nanotron": Habits(attention="flash2", passes=2.0, tp_waited=10),
+}
+GPUS = {
+    "A100-40GB": "a100-40", "A100-80GB": "a100-80", "H100": "h100", "H100-96GB-HBM2e-500W": "h100", "B200": "b200",
+    "GB200": "gb200", "H200": "h200",
+}  # fmt: skip
+# Models that a table names without their sizes.
+SIZES: dict[str, dict[str, object]] = {
+    "LLAMA2-7B": {"layers": 32, "hidden": 4096, "ffn": 11_008, "heads": 32, "vocab": 32_000},
+    "LLAMA2-70B": {"layers": 80, "hidden": 8192, "ffn": 28_672, "heads": 64, "kv_heads": 8, "vocab": 32_000},
+    "GPT3-5B": {"layers": 24, "hidden": 4096, "ffn": 16_384, "heads": 32, "vocab": 51_200},
+    "GPT3-20B": {"layers": 44, "hidden": 6144, "ffn": 24_576, "heads": 48, "vocab": 51_200},
+    "NEMOTRON-8B": {"layers": 32, "hidden": 4096, "ffn": 16_384, "heads": 32, "vocab": 256_000},
+    "NEMOTRON-22B": {"layers": 40, "hidden": 6144, "ffn": 24_576, "heads": 48, "vocab": 256_000},
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published run, as it would be planned, and what was measured."""
+
+    row: Row
+    model: ModelConfig
+    run: RunShape
+    machine: Machine
+    habits: Habits
+    gpus: int
+    seconds: float
+
+    @property
+    def maker(self) -> str:
+        """Whose trainer."""
+        return maker_of(self.row)
+
+    @property
+    def source(self) -> str:
+        """Where it was published."""
+        return re.split(r"[:@(;]| [\d\"]", self.row["source"])[0].strip()
+
+    @property
+    def family(self) -> str:
+        """Of models: the first word of its name."""
+        found = re.match(r"[A-Za-z]+", self.row["model"])
+        return found[0].lower() if found else "?"
+
+    @property
+    def throttled(self) -> bool:
+        """Whether its GPUs get less power than their data sheet's: torchtitan's H100s 500 W, and torchao's are like these."""
+        return "500W" in self.row["gpu"] or "torchao" in self.row["source"]
+
+    @property
+    def mixture(self) -> bool:
+        """Whether it has experts."""
+        return self.model.moe is not None
+
+
+def maker_of(row: Row) -> str:
+    return next((maker for word, maker in MAKERS.items() if word in row["source"]), "")
+
+
+def published(path: Path) -> Iterator[Published]:
+    """The rows that give a layout, a model and a speed, on machines that are known; fine-tuning and 4 bits left out."""
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            left_out = "LoRA" in row["source"] or "SFT" in row["source"] or "FP4" in row["precision"]
+            if row["gpu"] in GPUS and maker_of(row) and not left_out and (row["tp"] or row["pp"] or row["dp"]):
+                found = _published(row)
+                if found is not None:
+                    yield found
+
+
+def _published(row: Row) -> Published | None:
+    model, seq = _model(row), _number(row, "seq") or 8192  # torchtitan's default, which it does not state
+    gpus = _number(row, "gpus")
+    if model is None or not gpus:
+        return None
+    run = _run(row, model, seq, gpus)
+    machine = load_machine(GPUS[row["gpu"]])
+    if "HBM2e" in row["gpu"]:
+        machine = machine.model_copy(update={"memory_gb": 96.0, "memory_gb_s": 2400.0})
+    rate = _rate(row, model, seq, machine)
+    if not rate:
+        return None
+    tokens = run.micro_batch * run.microbatches * run.dp * seq
+    habits = HABITS[maker_of(row)]
+    if "eager" in row["source"]:
+        habits = replace(habits, passes=2.0)
+    if "Bridge" in row["source"]:  # whose recipes use DeepEP or HybridEP
+        habits = replace(habits, dispatch="node")
+    if "async" in row["source"].lower():
+        habits = replace(habits, tp_waited=4)
+    return Published(row, model, run, machine, habits, gpus, tokens / gpus / rate)
+
+
+def _rate(row: Row, model: ModelConfig, seq: int, machine: Machine) -> float:
+    """Tokens a second and GPU."""
+    if row["tokens_per_s_per_gpu"]:
+        return float(row["tokens_per_s_per_gpu"])
+    again = "SC21" in row["source"] or "incl. recompute" in row["source"]
+    causal = "causal-halved" in row["source"]
+    flops = (
+        hardware_flops(model, seq, recompute="full", causal=causal) if again else model_flops(model, seq, causal=causal)
+    )
+    if row["tflops_per_gpu"]:
+        return float(row["tflops_per_gpu"]) * 1e12 / flops
+    return float(row["mfu"]) / 100 * machine.peak("bf16") / flops if row["mfu"] else 0.0
+
+
+def _run(row: Row, model: ModelConfig, seq: int, gpus: int) -> RunShape:
+    maker, source = maker_of(row), row["source"]
+    tp, pp, cp, ep = (_number(row, name) or 1 for name in ("tp", "pp", "cp", "ep"))
+    fully = maker in ("mosaic", "torchtitan") or "FSDP" in source
+    dp = gpus // (tp * pp * cp)
+    micro = _number(row, "micro_batch") or 1
+    batch = _number(row, "global_batch") or dp * micro
+    if "GBS 1M tokens" in source:
+        batch = (1 << 20) // seq
+    virtual = _number(row, "vpp") or 1
+    if not row["vpp"] and "model_table" in source:
+        virtual = max(1, model.num_layers // pp) if pp > 1 else 1  # which the table leaves out
+    if model.num_layers < pp * virtual or pp == 1:
+        virtual = 1
+    recompute, modules = _recompute(row, maker)
+    return RunShape(
+        seq, micro, max(1, batch // (dp * micro)), tp=tp, sp=tp > 1 and maker != "megatron-2021", pp=pp,
+        virtual_stages=virtual, cp=cp, ep=ep, dp=dp, zero=3 if fully else 1,
+        precision="fp8" if "fp8" in row["precision"].lower() else "bf16", recompute=recompute, modules=modules,
+    )  # fmt: skip
+
+
+def _recompute(row: Row, maker: str) -> tuple[str, tuple[str, ...]]:
+    if row["recompute"].startswith("full"):
+        return "full", ()
+    if row["recompute"] == "selective" and maker == "torchtitan":  # every second product, all between them
+        return "selective", ("norm", "activation", "mlp")
+    return "none", ()
+
+
+def _number(row: Row, name: str) -> int:
+    return int(float(row[name])) if row[name] else 0
+
+
+def _model(row: Row) -> ModelConfig | None:
+    name = row["model"]
+    if name.startswith("DeepSeekV3"):
+        further = int("MTP" in row["source"] and "w/o MTP" not in row["source"])
+        raw = preset("deepseek-v3")
+        return ModelConfig.parse(
+            {**raw, "mtp_layers": further, "moe": {**raw["moe"], "layers": list(range(3, raw["num_layers"] + further))}}
+        )
+    if name == "Qwen3-30B-A3B":
+        return ModelConfig.parse(preset("qwen3-30b-a3b"))
+    sizes: dict[str, object] = SIZES.get(name.upper(), row)
+    if not (sizes["layers"] and sizes["hidden"] and sizes["heads"]):
+        return None
+    layers, hidden, heads = (int(float(str(sizes[key]))) for key in ("layers", "hidden", "heads"))
+    gated = not re.match(r"GPT|MPT|BLOOM|Nemotron", name)
+    raw = {
+        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+        "num_kv_heads": int(str(sizes.get("kv_heads") or heads)), "vocab_size": int(str(sizes.get("vocab") or 51_200)),
+        "ffn_hidden_size": int(float(str(sizes.get("ffn") or 4 * hidden))),
+        "activation": "swiglu" if gated else "gelu", "position": "rope" if gated else "none",
+        "tie_embeddings": not gated, "max_position": 1 << 21,
+    }  # fmt: skip
+    if name.startswith(("Grok1", "Mixtral")):
+        raw["moe"] = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": raw["ffn_hidden_size"]}
+    return ModelConfig.parse(raw)

@@ -1,0 +1,160 @@
+"""`mega plan --machine`: the predicted time of a step, what would shorten it, and the search for the best layout."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mega_common.errors import ConfigError
+from mega_common.log import human
+
+if TYPE_CHECKING:
+    from mega_trainer.config import RunConfig
+    from mega_trainer.plan.search import Layout
+
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def timed(
+    config: RunConfig, ranks: int, name: str, tokens: str | None, memory: Sequence[Mapping[str, int]]
+) -> dict[str, Any]:
+    """What is predicted of a run on a machine; times in seconds, memory in bytes, as --json prints it.
+
+    Raises:
+        ConfigError: for a machine that is not known, or a number of tokens that is none.
+    """
+    from mega_trainer.plan.flops import model_flops, palm_flops
+    from mega_trainer.plan.machine import load_machine
+    from mega_trainer.plan.search import faster, planned
+
+    machine = load_machine(name)
+    wanted = None if tokens is None else _number(tokens)
+    step = planned(config, ranks, machine).time()
+    rate = config.batch.global_ * config.data.seq_length / step.seconds
+    length, peak = config.data.seq_length, machine.peak("bf16" if config.precision == "fp8" else config.precision)
+    told: dict[str, Any] = {
+        "machine": name,
+        "seconds_per_step": step.seconds,
+        "tokens_per_second_per_gpu": rate / ranks,
+        "mfu_causal": rate / ranks * model_flops(config.model, length) / peak,
+        "mfu_palm": rate / ranks * palm_flops(config.model, length) / peak,
+        "seconds": dict(sorted(step.parts.items(), key=lambda part: -part[1])),
+        "memory_limit_bytes": round(machine.memory_gb * 1e9),
+        "fits": max(sum(kinds.values()) for kinds in memory) <= machine.memory_gb * 1e9,
+    }
+    if wanted is not None:
+        hours = wanted / rate / 3600
+        told |= {"tokens": wanted, "hours": hours}
+        if machine.price is not None:
+            told["cost"] = hours * ranks * machine.price
+    told["faster"] = [
+        {"settings": _settings(layout), "gain": 1 - layout.time.seconds / step.seconds, "memory_bytes": layout.memory}
+        for layout in faster(config, ranks, machine)
+    ]
+    return told
+
+
+def table(told: Mapping[str, Any]) -> list[str]:
+    """The same as lines."""
+    seconds = told["seconds_per_step"]
+    parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in told["seconds"].items())
+    limit = told["memory_limit_bytes"] / 2**30
+    lines = [
+        f"on {told['machine']}, predicted:",
+        f"  a step         {seconds:.3f} s, {told['tokens_per_second_per_gpu']:,.0f} tokens a second and GPU",
+        f"  MFU            {100 * told['mfu_causal']:.1f} % (what is not masked), {100 * told['mfu_palm']:.1f} % "
+        "(6 N + 12 L H Q S, as PaLM counts), of the bf16 peak under fp8",
+        f"  time goes to   {parts}",
+        f"  memory         {'fits' if told['fits'] else 'does not fit'} {limit:.1f} GiB",
+    ]
+    if "hours" in told:
+        cost = f", costs {told['cost']:,.0f}" if "cost" in told else ""
+        lines.append(
+            f"  {human(told['tokens'])} tokens   {told['hours']:,.1f} hours, {told['hours'] / 24:,.1f} days{cost}"
+        )
+    for change in told["faster"]:
+        settings = " ".join(f"--set {setting}" for setting in change["settings"])
+        lines.append(f"  {100 * change['gain']:.1f} % faster: {settings} ({change['memory_bytes'] / 2**30:.1f} GiB)")
+    return lines
+
+
+def searched(config: RunConfig, ranks: int, name: str, *, as_json: bool) -> str:
+    """The fastest layouts, as comments of a YAML text that makes the first; or as JSON.
+
+    Raises:
+        ConfigError: for a machine that is not known, or when no layout fits.
+    """
+    from mega_trainer.plan.machine import load_machine
+    from mega_trainer.plan.search import best_layouts, reason, yaml_of
+
+    shown = [time.monotonic()]
+
+    def tell(text: str) -> None:
+        if time.monotonic() - shown[0] > 2:
+            shown[0] = time.monotonic()
+            print(text, file=sys.stderr)
+
+    layouts = best_layouts(config, ranks, load_machine(name), tell=tell)
+    best, tokens = layouts[0], config.batch.global_ * config.data.seq_length
+
+    def slower(layout: Layout) -> float:
+        return layout.time.seconds / best.time.seconds - 1
+
+    if as_json:
+        rows = [
+            {
+                "settings": layout.settings, "seconds_per_step": layout.time.seconds, "memory_bytes": layout.memory,
+                "tokens_per_second_per_gpu": tokens / layout.time.seconds / ranks, "slower": slower(layout),
+                "reason": reason(layout, best),
+            }
+            for layout in layouts
+        ]  # fmt: skip
+        return json.dumps(rows, indent=1)
+    lines = [f"# {ranks} ranks on {name}, predicted; seconds a step, tokens a second and GPU, GiB of the fullest rank"]
+    for layout in layouts:
+        lines.append(
+            f"# {layout.time.seconds:.3f} s  {tokens / layout.time.seconds / ranks:,.0f}  {layout.memory / 2**30:.1f} GiB  "
+            f"+{100 * slower(layout):.1f} %  {_short(layout)}: {reason(layout, best)}"
+        )
+    return "\n".join([*lines, yaml_of(best).rstrip()])
+
+
+def _short(layout: Layout) -> str:
+    """Of a layout what is not as it is by default."""
+    plain = {"virtual_stages": 1, "schedule": "1f1b", "expert_tp": 1, "cp": 1, "ep": 1, "activations": 0, "sp": False}
+    words = []
+    for path, value in layout.settings.items():
+        key = path.rpartition(".")[2]
+        told = value["kind"] if isinstance(value, dict) else value
+        hidden = key == "cp_kind" and layout.settings["parallel.cp"] == 1
+        if told is not None and told != plain.get(key) and not hidden:
+            words.append(key if told is True else f"{key} {told}")
+    return " ".join(words)
+
+
+def _settings(layout: Layout) -> list[str]:
+    """As `--set` takes them."""
+    return [
+        f"{path}={value['kind'] if isinstance(value, dict) else json.dumps(value).strip(chr(34))}"
+        for path, value in layout.settings.items()
+    ]
+
+
+def _number(text: str) -> float:
+    """300B -> 3e11.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
+    try:
+        number = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
+    except ValueError:
+        number = 0.0
+    if number <= 0:
+        raise ConfigError(f"--tokens {text}: no number of tokens", hint="such as 300B or 15T")
+    return number

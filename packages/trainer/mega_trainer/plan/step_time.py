@@ -1,0 +1,243 @@
+"""How long a training step takes on a machine, and where the time goes: told before any device is touched.
+
+The work of each stage (`work`) goes through the run's own schedule, operation by operation; then come what a step does
+once, sums over data ranks where the last backward does not hide them, and the update. Not counted: activations and optimizer
+states in host memory, checkpoints, evaluations, uneven experts, and ranks that are slower than others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mega_common.model_config import ModelConfig
+from mega_trainer.parallel.grads import Sharing
+from mega_trainer.pipeline.schedules import Costs, Op, make_schedule, placement, simulate
+from mega_trainer.pipeline.stages import stage_layers
+from mega_trainer.plan.collectives import Wires
+from mega_trainer.plan.flops import Parameters, count_parameters, head_cost
+from mega_trainer.plan.machine import Efficiency, Machine
+from mega_trainer.plan.memory import RunShape, unit_layers
+from mega_trainer.plan.work import Bench, Habits, Pass, Rates, Work, added, times
+
+UPDATE_BYTES = 51  # of AdamW and the norm, for each parameter of a rank's share: benchmarks/results/traffic.json
+GATHERED_BYTES = 14  # copied for each parameter that ZeRO-3 gathers and whose gradient it scatters, each micro-batch
+HOST_WAIT = 1e-3  # of a step, for the numbers that the host waits for
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and of its parts on the pipeline rank that works most; they add up."""
+
+    seconds: float
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class StageCosts(Costs):
+    """Seconds of the operations of each stage."""
+
+    passes: tuple[Pass, ...] = ()
+
+    def of(self, op: Op) -> float:
+        """Of one operation."""
+        cost = self.passes[op.stage]
+        return {"F": cost.forward, "B": cost.inputs + cost.weights, "I": cost.inputs, "W": cost.weights}[op.kind]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run on a machine.
+
+    Attributes:
+        model: what is trained.
+        run: how it is split and fed.
+        bench: what work takes there.
+        count: the model's parameters.
+        layers: those of each stage.
+        unit: layers that ZeRO-3 gathers at once.
+    """
+
+    model: ModelConfig
+    run: RunShape
+    bench: Bench
+    count: Parameters
+    layers: list[range]
+    unit: int
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        run: RunShape,
+        machine: Machine,
+        efficiency: Efficiency,
+        habits: Habits,
+        count: Parameters | None = None,
+    ) -> Planned:
+        """That run on that machine, by a trainer of those habits; `count` of the model, where it is known.
+
+        Raises:
+            ConfigError: when the layers do not fit the stages.
+        """
+        layers = stage_layers(
+            model.num_layers,
+            run.pp,
+            run.virtual_stages,
+            run.pipeline_layout,
+            head_cost=head_cost(model, run.seq_length),
+        )
+        wires, rates = Wires.of(machine, efficiency), Rates.of(machine, efficiency, habits)
+        unit = unit_layers(model, run) if run.zero == 3 else 1
+        return cls(model, run, Bench(model, run, wires, rates, habits), count or count_parameters(model), layers, unit)
+
+    def _layers(self) -> Callable[[range], Work]:
+        """What some layers cost; layers of a kind are looked at once."""
+        model, kinds = self.model, dict[tuple[bool, int | None], Work]()
+
+        def several(indices: range) -> Work:
+            alike: dict[tuple[bool, int | None], list[int]] = {}
+            for index in indices:
+                alike.setdefault((model.has_experts(index), model.window(index)), []).append(index)
+            for kind, (first, *_) in alike.items():
+                if kind not in kinds:
+                    kinds[kind] = self.bench.layer(first)
+            return added([times(kinds[kind], len(some)) for kind, some in alike.items()])
+
+        return several
+
+    def stages(self) -> list[Work]:
+        """What a micro-batch costs each stage."""
+        model, bench, several = self.model, self.bench, self._layers()
+        works = [several(part) for part in self.layers]
+        behind = range(model.num_layers, model.num_layers + model.mtp_layers)
+        works[0] = added([works[0], bench.embedding()])
+        works[-1] = added([works[-1], several(behind), times(bench.head(), 1 + len(behind))])
+        return works
+
+    def ranks(self) -> list[list[int]]:
+        """The stages of each pipeline rank."""
+        owners = placement(self.run.schedule, self.run.pp, self.run.virtual_stages)
+        return [[stage for stage, owner in enumerate(owners) if owner == rank] for rank in range(self.run.pp)]
+
+    def time(self) -> StepTime:
+        """Of a step."""
+        works = self.stages()
+        return self._told(works, self._makespan(works))
+
+    def time_at_least(self) -> StepTime:
+        """Of a step, without a simulation: as a pipeline waits whose stages are alike."""
+        works = self.stages()
+        return self._told(works, self._shortest(added(works)))
+
+    def least_seconds(self) -> float:
+        """As `time_at_least`, of ranks that are alike too: all that a search wants to know of thousands of layouts."""
+        model, bench, run = self.model, self.bench, self.run
+        layers = range(model.num_layers + model.mtp_layers)
+        work = added([self._layers()(layers), bench.embedding(), times(bench.head(), 1 + model.mtp_layers)])
+        once = self._once(0, times(work, 1 / run.pp))
+        return self._shortest(work) + sum(once.values())
+
+    def _told(self, works: Sequence[Work], makespan: float) -> StepTime:
+        run = self.run
+        mine = [added([works[stage] for stage in stages]) for stages in self.ranks()]
+        totals = [sum(cost.total for cost in work.values()) for work in mine]
+        slowest = totals.index(max(totals))
+        parts = {kind: cost.total * run.microbatches for kind, cost in mine[slowest].items()}
+        waiting = max(0.0, makespan - totals[slowest] * run.microbatches)
+        parts |= {"pipeline bubble": waiting, **self._once(slowest, mine[slowest])}
+        return StepTime(sum(parts.values()), {kind: seconds for kind, seconds in parts.items() if seconds})
+
+    def _shortest(self, work: Work) -> float:
+        """Of all micro-batches, where the ranks share `work`, that of one, evenly."""
+        run = self.run
+        through = sum(cost.forward + cost.inputs for cost in work.values())  # no micro-batch ends sooner
+        total = sum(cost.total for cost in work.values())
+        share = {"zb-h1": 1 / 3, "zbv": 0.0}.get(run.schedule, 1 / run.virtual_stages)
+        return max(through, (run.microbatches + (run.pp - 1) * share) * total / run.pp)
+
+    def _makespan(self, works: Sequence[Work]) -> float:
+        """Of all micro-batches. A pipeline that is full goes on as it is, so that of many only some are simulated."""
+        run = self.run
+        passes = tuple(
+            Pass(*(sum(costs) for costs in zip(*work.values(), strict=True))) if work else Pass() for work in works
+        )
+        if run.pp == 1:
+            return run.microbatches * sum(cost.total for cost in passes)
+        stride = run.tp * run.cp * run.dp
+        size = self.bench.tokens * self.model.hidden_size * self.bench.element / (run.tp if run.sp else 1)
+        costs = StageCosts(message=self.bench.wires.send(size, stride), passes=passes)
+
+        def simulated(microbatches: int) -> float:
+            schedule = make_schedule(
+                run.schedule, pp=run.pp, microbatches=microbatches, virtual_stages=run.virtual_stages
+            )
+            return simulate(schedule, costs).makespan
+
+        rounds = max(0, (run.microbatches - 3 * run.pp) // run.pp)
+        first = simulated(run.microbatches - rounds * run.pp)
+        if rounds == 0:
+            return first
+        return first + rounds * (simulated(run.microbatches - (rounds - 1) * run.pp) - first)
+
+    def _once(self, rank: int, work: Work) -> dict[str, float]:
+        """What a step does once, or ZeRO with each micro-batch, on a pipeline rank."""
+        run, bench = self.run, self.bench
+        backward = sum(cost.inputs + cost.weights for cost in work.values())
+        forward = sum(cost.forward for cost in work.values())
+        talk, moved = 0.0, 0.0
+        for held, ranks, stride in self._held(rank):
+            group = bench.wires.ranks(ranks, stride)
+            share = held / ranks if run.zero else held
+            moved += UPDATE_BYTES * share
+            if ranks == 1:
+                continue
+            if run.zero == 3:
+                talk += run.microbatches * self._gathered(held, stride, forward, backward)
+                moved += GATHERED_BYTES * held * run.microbatches
+                continue
+            buckets = math.ceil(held / Sharing(slices=True).enough(ranks))
+            latency = bench.wires.hop * ranks * (buckets - 1)
+            sums = bench.wires.gather(bench.habits.gradient_bytes * held, group) + latency
+            often = run.microbatches if run.zero == 2 else 1
+            talk += often * bench.rates.hidden(sums if run.zero else 2 * sums, backward)
+            if run.zero:
+                talk += bench.rates.hidden(bench.wires.gather(bench.element * held, group) + latency, forward)
+        return {"data": talk, "optimizer": moved / bench.rates.memory + HOST_WAIT}
+
+    def _gathered(self, held: float, stride: int, forward: float, backward: float) -> float:
+        """ZeRO-3's gathers before forward and backward, and its sums, of one micro-batch."""
+        run, bench = self.run, self.bench
+        group = bench.wires.ranks(run.sharers, stride)
+        units = self.model.num_layers / self.unit
+        latency = bench.wires.hop * run.sharers * max(0.0, units - 1)
+        weights = bench.wires.gather(bench.element * held, group) + latency
+        sums = bench.wires.gather(bench.habits.gradient_bytes * held, group) + latency
+        return bench.rates.hidden(weights, forward) + bench.rates.hidden(weights + sums, backward)
+
+    def _held(self, rank: int) -> list[tuple[float, int, int]]:
+        """Parameters that a pipeline rank holds, data ranks that share them, and how far apart these are: dense, experts."""
+        run, count = self.run, self.count
+        stages = self.ranks()[rank]
+        layers = [count.layers[index] for stage in stages for index in self.layers[stage]]
+        ends = count.embedding / run.tp if 0 in stages else 0.0
+        if len(self.layers) - 1 in stages:
+            layers += count.layers[self.model.num_layers :]
+            ends += max(count.head, 0 if 0 in stages else count.embedding) / run.tp
+        block = run.ep * run.expert_tp
+        dense = sum(layer.split / run.tp + layer.whole for layer in layers) + ends
+        experts = sum(layer.experts for layer in layers) / block
+        found = [(dense, run.dp * run.cp, run.tp)]
+        return [*found, (experts, max(1, run.dp * run.cp * run.tp // block), block)] if experts else found
+
+
+def step_time(
+    model: ModelConfig, run: RunShape, machine: Machine, efficiency: Efficiency, habits: Habits | None = None
+) -> StepTime:
+    """Seconds of a training step of `model`, split and fed as `run` has it, on `machine`.
+
+    Raises:
+        ConfigError: when the layers do not fit the stages, or the machine has no rate for the precision.
+    """
+    return Planned.of(model, run, machine, efficiency, habits or Habits()).time()

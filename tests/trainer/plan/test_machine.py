@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mega_common.errors import ConfigError
+from mega_trainer.plan.machine import load_efficiency, load_machine, machine_names
+
+
+def test_every_machine_has_rates_and_the_efficiency_of_its_generation() -> None:
+    efficiencies = load_efficiency()
+    assert {"a100-40", "a100-80", "h100", "h200", "b200", "gb200", "l40s"} == set(machine_names())
+    for name in machine_names():
+        machine = load_machine(name)
+        assert machine.generation in efficiencies
+        assert machine.peak("bf16") > machine.peak("fp32") > 1e12
+        assert machine.peak("fp8") >= machine.peak("bf16")
+
+
+def test_a_network_stands_behind_the_name() -> None:
+    assert load_machine("h100-ib").network_gb_s == load_machine("h100").network_gb_s == 50
+    assert load_machine("a100-40-ethernet").memory_gb == 40
+    assert load_machine("a100").memory_gb == 80
+    with pytest.raises(ConfigError, match="h100 has no network 'tokenring'"):
+        load_machine("h100-tokenring")
+    with pytest.raises(ConfigError, match="did you mean h100"):
+        load_machine("h10")
+
+
+def test_a_machine_of_ones_own(tmp_path: Path) -> None:
+    figures = "{gpu: Mine, generation: ada, memory_gb: 24, memory_gb_s: 900, link_gb_s: 30, networks_gb_s: {lan: 1}, ranks_per_node: 2"
+    (tmp_path / "mine.yaml").write_text(figures + ", tflops: {bf16: 100}}")
+    (tmp_path / "less.yaml").write_text(figures + "}")
+    assert load_machine(str(tmp_path / "mine.yaml")).peak("fp8") == 100e12
+    with pytest.raises(ConfigError, match="no peak rate of 'Mine'"):
+        load_machine(str(tmp_path / "less.yaml")).peak("bf16")

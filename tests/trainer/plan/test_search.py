@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_common.errors import ConfigError
+from mega_common.presets import preset
+from mega_trainer.config import RunConfig
+from mega_trainer.plan.machine import load_machine
+from mega_trainer.plan.search import best_layouts, candidates, faster, with_settings, yaml_of
+
+H100 = load_machine("h100")
+
+
+def run(model: dict[str, Any], batch: int, length: int, **sections: Any) -> RunConfig:
+    raw = {"model": model, "data": {"train": ["x"], "seq_length": length}, "batch": {"global": batch, "micro": 1}}
+    return RunConfig.parse({**raw, **sections})
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    heads=st.sampled_from([(4, 2), (12, 12), (8, 1)]),
+    layers=st.integers(1, 7),
+    experts=st.sampled_from([None, 4, 6]),
+    ranks=st.sampled_from([1, 2, 6, 8, 12]),
+    batch=st.sampled_from([8, 12, 96]),
+    length=st.sampled_from([48, 4096, 8192]),
+    precision=st.sampled_from(["bf16", "fp8"]),
+)
+def test_what_is_proposed_is_legal(
+    heads: tuple[int, int], layers: int, experts: int | None, ranks: int, batch: int, length: int, precision: str
+) -> None:
+    queries, keys = heads
+    model: dict[str, Any] = {
+        "num_layers": layers, "hidden_size": 32 * queries, "ffn_hidden_size": 384, "num_attention_heads": queries,
+        "num_kv_heads": keys, "vocab_size": 512, "max_position": 8192,
+    }  # fmt: skip
+    if experts:
+        model["moe"] = {"num_experts": experts, "top_k": 2, "ffn_hidden_size": 96}
+    config = run(model, batch, length, precision=precision)
+    try:
+        found = best_layouts(config, ranks, H100, keep=3)
+    except ConfigError as error:
+        assert "no layout of this run fits" in str(error)  # noqa: PT017
+        return
+    for layout in found:
+        proposed = yaml.safe_load(yaml_of(layout))
+        raw = config.model_dump(mode="json", by_alias=True, exclude_none=True)
+        merged = RunConfig.parse({**raw, **proposed, "batch": {**raw["batch"], **proposed["batch"]}})
+        merged.check_ranks(ranks)
+        assert layout.memory <= H100.memory_gb * 1e9
+        assert proposed["parallel"]["tp"] <= H100.ranks_per_node
+    assert [layout.time.seconds for layout in found] == sorted(layout.time.seconds for layout in found)
+
+
+def test_most_of_what_is_timed_is_legal() -> None:
+    """So that few of the fastest are looked at in vain."""
+    config = run(preset("llama3-8b"), 64, 8192)
+    tried = list(candidates(config, 16, H100))[::29]
+    legal = 0
+    for chosen, _ in tried:
+        try:
+            with_settings(config, chosen).check_ranks(16)
+        except ConfigError:
+            continue
+        legal += 1
+    assert legal >= 0.9 * len(tried) > 10
+
+
+def test_a_change_that_gains_is_told_and_fits() -> None:
+    slow = run(preset("llama3-8b"), 64, 8192, parallel={"tp": 8, "sp": True}, recompute={"kind": "full"})
+    told = faster(slow, 8, H100)
+    assert told
+    assert told[0].settings == {"recompute": {"kind": "none"}}
+    with_settings(slow, told[0].settings).check_ranks(8)
+
+
+def test_what_never_fits_is_told_with_a_way_out() -> None:
+    with pytest.raises(ConfigError, match="no layout of this run fits 8 GPUs of 80 GB"):
+        best_layouts(run(preset("llama3-405b"), 8, 8192), 8, H100)

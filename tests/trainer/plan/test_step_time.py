@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mega_common.model_config import ModelConfig
+from mega_common.presets import preset
+from mega_trainer.pipeline.schedules import make_schedule, simulate
+from mega_trainer.plan.flops import model_flops
+from mega_trainer.plan.machine import load_efficiency, load_machine
+from mega_trainer.plan.memory import RunShape
+from mega_trainer.plan.step_time import Planned, StageCosts, step_time
+from mega_trainer.plan.work import Habits, Pass
+
+H100, HOPPER = load_machine("h100"), load_efficiency()["hopper"]
+LLAMA = ModelConfig.parse(preset("llama3-8b"))
+MIXTRAL = ModelConfig.parse(preset("mixtral-8x7b"))
+RUN = RunShape(8192, micro_batch=1, microbatches=8, dp=8, zero=1)
+
+
+def seconds(run: RunShape, model: ModelConfig = LLAMA, habits: Habits | None = None) -> float:
+    return step_time(model, run, H100, HOPPER, habits).seconds
+
+
+def test_parts_add_up_and_products_alone_take_no_less_than_their_flops() -> None:
+    told = step_time(LLAMA, RUN, H100, HOPPER)
+    assert sum(told.parts.values()) == pytest.approx(told.seconds)
+    assert told.seconds > 8 * 8192 * model_flops(LLAMA, 8192) / H100.peak("bf16")
+
+
+@pytest.mark.parametrize(
+    ("model", "run", "measured"),
+    [
+        ("llama3-8b", RunShape(8192, 1, 32, cp=2, dp=4, zero=1), 12.27),
+        ("llama3-70b", RunShape(8192, 1, 64, tp=4, sp=True, pp=4, virtual_stages=5, cp=2, dp=2, zero=1), 14.66),
+    ],
+)
+def test_a_published_run_takes_as_long_as_was_measured(model: str, run: RunShape, measured: float) -> None:
+    """Batches of 128 samples on 8 and 64 H100s: dgxc-benchmarking v25.04.01."""
+    peers = Habits(tp_waited=2, gradient_bytes=2)
+    assert seconds(run, ModelConfig.parse(preset(model)), peers) == pytest.approx(measured, rel=0.15)
+
+
+def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microbatches() -> None:
+    run = replace(RUN, pp=4, virtual_stages=2, dp=2, microbatches=37)
+    planned = Planned.of(LLAMA, run, H100, HOPPER, Habits())
+    works = planned.stages()
+    passes = tuple(Pass(*(sum(cost) for cost in zip(*work.values(), strict=True))) for work in works)
+    message = planned.bench.wires.send(2 * 8192 * 4096, run.dp)
+    schedule = make_schedule("1f1b", pp=4, microbatches=37, virtual_stages=2)
+    whole = simulate(schedule, StageCosts(message=message, passes=passes)).makespan
+    told = planned.time()
+    once = told.parts["data"] + told.parts["optimizer"]
+    assert told.seconds - once == pytest.approx(whole, rel=1e-3)
+    assert planned.time_at_least().seconds <= told.seconds * 1.001
+
+
+@pytest.mark.parametrize(
+    ("slower", "faster"),
+    [
+        ({"recompute": "full"}, {}),
+        ({"recompute": "full"}, {"recompute": "selective"}),
+        ({"tp": 2, "dp": 4}, {"tp": 2, "dp": 4, "sp": True}),
+        ({"pp": 4, "dp": 2}, {"pp": 4, "dp": 2, "virtual_stages": 4}),
+        ({"pp": 4, "dp": 2}, {"pp": 4, "dp": 2, "schedule": "zb-h1"}),
+        ({}, {"precision": "fp8"}),
+        ({"zero": 3, "microbatches": 8}, {"zero": 1, "microbatches": 8}),
+        ({"tp": 16, "sp": True, "dp": 1}, {"tp": 8, "sp": True, "dp": 2, "microbatches": 4}),
+    ],
+)
+def test_what_costs_more_takes_longer(slower: dict[str, object], faster: dict[str, object]) -> None:
+    assert seconds(replace(RUN, **slower)) > 1.01 * seconds(replace(RUN, **faster))
+
+
+def test_experts_on_other_nodes_cost_more_than_on_one_and_less_when_a_token_goes_once_to_a_node() -> None:
+    one, far = (replace(RUN, seq_length=4096, dp=64, ep=ep) for ep in (8, 8))
+    narrow = H100.model_copy(update={"ranks_per_node": 2})
+    near = step_time(MIXTRAL, one, H100, HOPPER).parts["expert"]
+    apart = step_time(MIXTRAL, far, narrow, HOPPER).parts["expert"]
+    once = step_time(MIXTRAL, far, narrow, HOPPER, Habits(dispatch="node")).parts["expert"]
+    assert near < once < apart
+
+
+def test_a_slower_network_is_felt_where_gradients_leave_a_node() -> None:
+    ethernet = H100.model_copy(update={"networks_gb_s": {"ethernet": 1.25}})
+    for run, differs in ((replace(RUN, dp=64), True), (RUN, False)):
+        times = [step_time(LLAMA, run, machine, HOPPER).seconds for machine in (H100, ethernet)]
+        assert (times[1] > 1.05 * times[0]) is differs
