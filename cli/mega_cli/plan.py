@@ -61,6 +61,7 @@ def plan_command(
     """
     from mega_common.errors import ConfigError
     from mega_trainer.config import load_plan
+    from mega_trainer.layout import fewest_ranks
 
     if machine is None and (tokens is not None or search):
         given = "--search" if search else "--tokens"
@@ -68,8 +69,7 @@ def plan_command(
             f"{given} predicts times, which depend on the machine", hint=f"add --machine, as in {given} --machine h100"
         )
     config = load_plan(run, set_ or [])
-    parallel = config.parallel
-    ranks = ranks or parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
+    ranks = ranks or fewest_ranks(config)
     if machine is not None and search:
         from mega_cli.plan_time import searched
 

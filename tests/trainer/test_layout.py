@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig
-from mega_trainer.layout import Layout, world_problems
+from mega_trainer.layout import Layout, fewest_ranks, world_problems
 
 degree = st.integers(1, 4)
 
@@ -207,6 +207,24 @@ def test_a_suggestion_is_near_what_was_asked() -> None:
     config = RunConfig.parse(run(parallel={"tp": 4, "pp": 2}))
     with pytest.raises(ConfigError, match=r"tp 4 x pp 2 x cp 1 = 8 ranks do not divide the 4 .* tp: 4, pp: 1, dp: 1"):
         config.check_ranks(4)
+
+
+def test_a_suggestion_needs_no_more_memory_where_one_can_be_had() -> None:
+    """Of those that are as near, and otherwise it says so, and how many ranks would do."""
+    config = RunConfig.parse(run(parallel={"tp": 2, "pp": 2}, batch=24))
+    (problem,) = world_problems(config, 6)
+    assert problem.hint == "tp: 2, pp: 3, dp: 1"
+    with_context = RunConfig.parse(run(parallel={"tp": 4, "pp": 2, "cp": 2}, length=48, batch=40))
+    (problem,) = world_problems(with_context, 20)
+    assert problem.hint == "tp: 4, pp: 1, cp: 1, dp: 5, which needs more memory on each rank; or start 16 or 32 ranks"
+
+
+def test_the_fewest_ranks_have_room_for_the_experts() -> None:
+    moe = {"moe": {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 12}}
+    for parallel, fewest in (({"ep": 4}, 4), ({"ep": 2, "expert_tp": 2, "pp": 2}, 8), ({"ep": 4, "tp": 2, "cp": 2}, 4), ({"ep": 4, "dp": 8}, 8)):  # fmt: skip
+        config = RunConfig.parse(run(moe, parallel, batch=24))
+        assert fewest_ranks(config) == fewest
+        config.check_ranks(fewest)
 
 
 def test_degrees_and_batch_are_told_together() -> None:

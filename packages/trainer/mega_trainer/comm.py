@@ -31,6 +31,13 @@ class Work(Protocol):
         """Block until it has finished."""
 
 
+class Done:
+    """A collective that has finished."""
+
+    def wait(self) -> None:
+        """At once."""
+
+
 @dataclass
 class CommLog:
     """What passed through the groups that share it: (group, operation) -> [calls, bytes sent or received by a rank].
@@ -55,7 +62,8 @@ class Group:
         name: the axis: tp, cp, dp, pp, ...
         ranks: global ranks, in group order.
         rank: this process's place in `ranks`.
-        handle: the torch.distributed group; None in a group of one.
+        handle: the torch.distributed group; None in a group of one, and where nobody is there: in such a group of several,
+            as a plan makes it, calls make what they return and move nothing.
         ordered: sum in rank order, reproducibly and slowly.
         log: where calls are counted, if anywhere.
     """
@@ -72,6 +80,11 @@ class Group:
         """Number of ranks."""
         return len(self.ranks)
 
+    @property
+    def planned(self) -> bool:
+        """Whether there are several ranks, and nobody there."""
+        return self.handle is None and self.size > 1
+
     def count(self, operation: str, tensor: Tensor) -> None:
         """Count one call of `operation` on `tensor`."""
         if self.log is not None:
@@ -83,6 +96,8 @@ def all_reduce(tensor: Tensor, group: Group, op: Reduction = "sum", *, async_op:
     if group.size == 1:
         return None
     group.count("all_reduce", tensor)
+    if group.planned:
+        return None
     if group.ordered and op == "sum":
         parts = [torch.empty_like(tensor) for _ in group.ranks]
         dist.all_gather(parts, tensor.contiguous(), group=group.handle)
@@ -136,6 +151,8 @@ def all_gather_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: bool
             out.copy_(tensor)
         return None
     group.count("all_gather", out)
+    if group.planned:
+        return None
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: Work | None = gather(out, tensor, group=group.handle, async_op=async_op)
     return work
@@ -166,6 +183,8 @@ def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: 
             out.copy_(tensor)
         return None
     group.count("reduce_scatter", tensor)
+    if group.planned:
+        return None
     if group.ordered:
         received = torch.empty_like(tensor)
         dist.all_to_all_single(received, tensor, group=group.handle)
@@ -212,6 +231,8 @@ def all_to_all_into(
 ) -> Work | None:
     """As `all_to_all`, from contiguous `tensor` into contiguous `out`, without a gradient; in a group of several."""
     group.count("all_to_all", tensor)
+    if group.planned:
+        return Done()
     work: Work | None = dist.all_to_all_single(
         out, tensor, list(out_splits), list(in_splits), group=group.handle, async_op=async_op
     )
@@ -237,6 +258,8 @@ def start_pass(tensor: Tensor, group: Group) -> Passing:
     """Begin to pass contiguous `tensor` to the next rank of the group and to receive the previous one's, as large."""
     arriving = torch.empty_like(tensor)
     group.count("pass", tensor)
+    if group.planned:
+        return Passing(tensor, arriving, [])
     after, before = (group.ranks[(group.rank + step) % group.size] for step in (1, -1))
     send = dist.P2POp(dist.isend, tensor, after, group.handle)
     receive = dist.P2POp(dist.irecv, arriving, before, group.handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -202,16 +203,22 @@ def world_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _suggestion(config: RunConfig, world_size: int) -> str:
-    """Degrees near the asked ones that this model, this batch and so many ranks allow."""
+    """Degrees near the asked ones that this model, this batch and so many ranks allow.
+
+    Those come first under which a rank holds no more weights and no more tokens than under the asked ones.
+    """
     parallel = config.parallel
     near = sorted(
-        (abs(tp - parallel.tp) + abs(pp - parallel.pp) + abs(cp - parallel.cp), tp, pp, cp)
+        (
+            tp * pp < parallel.tp * parallel.pp or tp * cp < parallel.tp * parallel.cp,
+            abs(tp - parallel.tp) + abs(pp - parallel.pp) + abs(cp - parallel.cp), tp, pp, cp,
+        )
         for tp in range(1, world_size + 1)
         for pp in range(1, world_size // tp + 1)
         for cp in range(1, parallel.cp + 1)
         if world_size % (tp * pp * cp) == 0
-    )
-    for _, tp, pp, cp in near:
+    )  # fmt: skip
+    for more, _, tp, pp, cp in near:
         split = {"cp": cp} if parallel.cp > 1 else {}
         degrees: dict[str, int | str] = {"tp": tp, "pp": pp, **split, "dp": world_size // (tp * pp * cp)}
         if pp == 1:
@@ -220,8 +227,24 @@ def _suggestion(config: RunConfig, world_size: int) -> str:
         degrees |= _fitting_experts(config, world_size // pp)
         changed = config.model_copy(update={"parallel": parallel.model_copy(update=degrees)})
         if not [*model_problems(changed), *world_problems(changed, world_size)]:
-            return _told(degrees)
+            return _told(degrees) + (_other_ranks(config, world_size) if more else "")
     return "no degrees fit; change batch.global or the number of ranks"
+
+
+def _other_ranks(config: RunConfig, world_size: int) -> str:
+    """What to do rather than take degrees under which a rank holds more: numbers of ranks that the asked ones divide."""
+    unit = fewest_ranks(config)
+    near = [n for n in (world_size // unit * unit, -(-world_size // unit) * unit) if n]
+    fitting = [n for n in near if not list(world_problems(config, n))]
+    told = f"; or start {' or '.join(map(str, fitting))} ranks" if fitting else ""
+    return f", which needs more memory on each rank{told}"
+
+
+def fewest_ranks(config: RunConfig) -> int:
+    """The fewest ranks that the layout is made for: a stage of them divides into those that hold all experts."""
+    parallel = config.parallel
+    ranks, block = parallel.tp * parallel.cp * (parallel.dp or 1), parallel.ep * parallel.expert_tp
+    return parallel.pp * (ranks if parallel.dp else math.lcm(ranks, block))
 
 
 def _fitting_experts(config: RunConfig, stage: int) -> dict[str, int | str]:

@@ -14,7 +14,8 @@ from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.offload import Offload
 from mega_trainer.model.recompute import Module, Recompute
-from mega_trainer.plan.memory import RunShape, activation_bytes
+from mega_trainer.plan.memory import RunShape
+from mega_trainer.plan.parts import parts_of
 
 D, F, TOKENS, LAYERS = 32, 128, 48, 3
 MODEL = {
@@ -77,11 +78,10 @@ def test_what_is_computed_again_is_not_kept(modules: tuple[Module, ...], tokens:
     assert all(map(torch.equal, gradients, PLAIN))
     assert len(gradients) == len(PLAIN)
     assert KEPT - kept == LAYERS * TOKENS * tokens
-    planned = activation_bytes(
-        ModelConfig.model_validate(MODEL), RunShape(TOKENS, precision="fp32", recompute="selective", modules=modules)
-    )
-    made_outside, row_scales = TOKENS * D, 2 * LAYERS * TOKENS
-    assert LAYERS * planned == 4 * (kept + made_outside - row_scales)
+    shape = RunShape(TOKENS, precision="fp32", recompute="selective", modules=modules, device="cpu")
+    planned = parts_of(ModelConfig.model_validate(MODEL), shape).layers[0].kept
+    made_outside = TOKENS * D
+    assert LAYERS * planned == 4 * (kept + made_outside)
 
 
 @pytest.mark.parametrize("modules", [("activation",), ("norm", "activation"), ("moe",)])

@@ -39,7 +39,7 @@ def test_a_pipeline_s_own_layout_is_planned() -> None:
         memory(one.model, run_shape(one, 2))
         for one in (config(parallel={"pp": 2, "pipeline_layout": [30, 2]}), config(parallel={"pp": 2}))
     )
-    assert uneven[0]["weights"] > 1.7 * even[0]["weights"]
+    assert uneven[0]["weights"] > 1.6 * even[0]["weights"]
     assert advices(
         config(model={**preset("llama3-8b"), "num_layers": 1}, parallel={"pp": 2, "pipeline_layout": [0, 1]}), 2
     )

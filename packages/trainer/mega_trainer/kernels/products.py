@@ -55,4 +55,4 @@ def put(out: Tensor, values: Tensor, *, add: bool) -> Tensor:
 
 
 def _at_once(out: Tensor) -> bool:
-    return out.is_cuda
+    return out.device.type != "cpu"

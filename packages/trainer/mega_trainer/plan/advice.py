@@ -19,11 +19,14 @@ def run_shape(config: RunConfig, world_size: int) -> RunShape:
         seq_length=config.data.seq_length, micro_batch=config.batch.micro, microbatches=config.microbatches(dp), tp=parallel.tp,
         sp=parallel.sp, pp=parallel.pp, virtual_stages=parallel.virtual_stages, schedule=parallel.schedule,
         pipeline_layout=tuple(parallel.pipeline_layout) if parallel.pipeline_layout else None,
-        cp=parallel.cp, ep=parallel.ep, expert_tp=parallel.expert_tp, dp=dp, zero=parallel.zero,
-        zero3_shard=parallel.zero3_shard, zero3_layers=parallel.zero3_layers, precision=config.precision, recompute=config.recompute.kind,
+        cp=parallel.cp, cp_kind=parallel.cp_kind, ep=parallel.ep, expert_tp=parallel.expert_tp,
+        dispatch_bound=parallel.dispatch_bound, dp=dp, zero=parallel.zero, zero3_shard=parallel.zero3_shard,
+        zero3_layers=parallel.zero3_layers, bucket_elements=parallel.bucket_elements,
+        half_sums=parallel.grad_reduce_dtype == "bf16", precision=config.precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
-        offload=config.offload.activations, offload_optimizer=config.optimizer.offload,
-        eight_bits=layers_kept(config),
+        offload=config.offload.activations, offload_min_bytes=config.offload.min_bytes,
+        offload_optimizer=config.optimizer.offload, muon=config.optimizer.name == "muon", eight_bits=layers_kept(config),
+        device="cpu" if config.device == "cpu" else "gpu",
     )  # fmt: skip
 
 

@@ -1,23 +1,27 @@
-"""How many bytes each rank needs, told before any device is touched.
+"""How many bytes each rank needs, told before any device is touched, and when it needs them.
 
-Activations are counted as in "Reducing activation recomputation in large transformer models" (arXiv:2205.05198),
-product by product, so that the count also holds for gated blocks, grouped heads and experts.
-
-Legend: D model width, F feed-forward width, H heads, Q head size, K key/value heads, S sequence, V vocabulary.
+What a layer keeps and makes is counted on the trainer's own modules (`plan.parts`); what a rank holds of them at a time
+follows from the list of operations that it runs. Legend: P elements of a rank's parameters.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.pipeline.schedules import make_schedule, peak_held
+from mega_trainer.pipeline.schedules import Op, Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
-from mega_trainer.plan.flops import RecomputeKind, count_parameters, feed_forward_width
+from mega_trainer.plan.flops import RecomputeKind, count_parameters, head_cost
+
+if TYPE_CHECKING:
+    from mega_trainer.plan.parts import Part, Parts, Weights
 
 UNIT_ELEMENTS = 350_000  # a gather among many ranks costs its latency: 1,024 take two layers of 8B, 8 take one
+IN_FLIGHT = 4  # messages of a rank, in numbers of ranks, as `pipeline.run` has it
 _ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
@@ -32,12 +36,16 @@ class RunShape:
         zero: what data-parallel ranks share: 1 optimizer states, 2 also gradients, 3 also weights.
         zero3_shard: data and context ranks that share one copy at level 3; None for all.
         zero3_layers: that are gathered together at level 3; None for as many as make a message worth while.
-        fused_attention: the attention kernel keeps no scores.
+        bucket_elements: gradients that are summed at once; None for the trainer's own choice.
+        half_sums: gradients are sent in bf16.
         modules: of each layer that `selective` recomputes.
         recompute_layers: of each stage, the first ones, that `full` recomputes; None for all.
         offload: layers of each stage, the first ones, whose activations wait in host memory.
+        offload_min_bytes: smaller tensors of theirs stay.
         offload_optimizer: what the optimizer works on lies in host memory.
+        muon: hidden matrices have one moment, not two.
         eight_bits: the layers whose linear weights are kept quantised for a step, too, in two forms.
+        device: what it is planned for. A GPU makes one kernel of what a CPU makes of several.
     """
 
     seq_length: int
@@ -50,29 +58,79 @@ class RunShape:
     schedule: str = "1f1b"
     pipeline_layout: tuple[int, ...] | None = None
     cp: int = 1
+    cp_kind: Literal["ring", "allgather", "alltoall"] = "ring"
     ep: int = 1
     expert_tp: int = 1
+    dispatch_bound: float | None = None
     dp: int = 1
     zero: int = 0
     zero3_shard: int | None = None
     zero3_layers: int | None = None
+    bucket_elements: int | None = None
+    half_sums: bool = False
     precision: str = "bf16"
     recompute: RecomputeKind = "none"
-    fused_attention: bool = True
     modules: tuple[str, ...] = ("norm", "activation")
     recompute_layers: int | None = None
     offload: int = 0
+    offload_min_bytes: int = 1 << 20
     offload_optimizer: bool = False
+    muon: bool = False
     eight_bits: range = range(0)
-
-    def recomputes(self, module: str) -> bool:
-        """Whether a module of each layer is computed again by itself."""
-        return self.recompute == "selective" and module in self.modules
+    device: Literal["gpu", "cpu"] = "gpu"
 
     @property
     def sharers(self) -> int:
         """Ranks that share one copy of the weights at level 3."""
         return self.zero3_shard or self.dp * self.cp
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered when they are needed."""
+        return self.zero == 3 and self.dp * self.cp > 1
+
+    @property
+    def puts_off(self) -> bool:
+        """Whether products for weight gradients wait."""
+        return self.schedule.startswith("zb")
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight."""
+        return _ELEMENT[self.precision]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a gradient."""
+        return max(4, self.element)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Of a rank of one pipeline rank.
+
+    Attributes:
+        bytes: at its peak, by kind, as `memory` tells them.
+        moment: when that is.
+    """
+
+    bytes: dict[str, int]
+    moment: str
+
+    @property
+    def total(self) -> int:
+        """All kinds."""
+        return sum(self.bytes.values())
+
+
+def layers_of_stages(model: ModelConfig, run: RunShape) -> list[range]:
+    """The layers of each stage, as the trainer splits them.
+
+    Raises:
+        ConfigError: when the layers do not fit the stages.
+    """
+    cost = head_cost(model, run.seq_length)
+    return stage_layers(model.num_layers, run.pp, run.virtual_stages, run.pipeline_layout, head_cost=cost)
 
 
 def unit_layers(model: ModelConfig, run: RunShape) -> int:
@@ -83,160 +141,251 @@ def unit_layers(model: ModelConfig, run: RunShape) -> int:
 
 
 def memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
-    """Bytes of each kind on a rank of each pipeline rank, in pipeline order.
+    """Bytes of each kind on a rank of each pipeline rank, in pipeline order, when it holds most.
 
-    Kinds: `weights`, `gradients`, `optimizer` (two moments of Adam and, under a 16-bit precision, fp32 weights),
-    `activations`. ZeRO-3 keeps fp32 weights alone, and what it gathers of the others, and the gradients that it has not
-    yet scattered, are counted where they are most. fp8 keeps what bf16 keeps, and weights in eight bits. Not counted: what
-    libraries and the allocator need for themselves, buffers of messages, the eight-bit factors of the product at hand, and
-    the uneven parts of vocabulary and experts.
+    Kinds: `weights`, `gradients`, `optimizer` (moments and, under a 16-bit precision, fp32 weights), `activations` (what is
+    kept from forwards to backwards, micro-batches and messages of the pipeline), `work` (what the operation at hand makes, gathered weights and
+    gradients on their way among them). Of fp8 the eight-bit factors of the product at hand are not counted.
 
     Raises:
         ConfigError: when the layers do not fit the stages, or the schedule is unknown.
     """
-    stages = stage_layers(model.num_layers, run.pp, run.virtual_stages, run.pipeline_layout)
-    schedule = make_schedule(run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages)
-    table = _embedding_bytes(model, run)
-    behind = range(model.num_layers, model.num_layers + model.mtp_layers)
-    layer = [activation_bytes(model, run, index) for index in range(behind.stop)]
-    put_off = [put_off_bytes(model, run, index) for index in range(behind.stop)]
-    activations = [
-        sum(_kept_bytes(model, run, place, layer[index]) for place, index in enumerate(part)) for part in stages
-    ]
-    waiting = [sum(put_off[index] for index in part) for part in stages]
-    activations[-1] += _head_bytes(model, run) * (1 + len(behind))
-    # of a layer behind the head its norms' inputs, their outputs side by side, and the layer
-    activations[-1] += sum(4 * _residual_bytes(model, run) + layer[index] for index in behind)
-    waiting[0] += table
-    waiting[-1] += table + sum(table + put_off[index] for index in behind)
-    ranks = []
-    for rank in range(run.pp):
-        mine = schedule.stages(rank)
-        layers = [index for stage in mine for index in stages[stage]]
-        held = peak_held(schedule, rank, activations, waiting)
-        # one layer at a time is computed again, and then holds everything; of offloaded ones the next is on its way, too
-        held += max((layer[index] for index in layers), default=0.0) * (2 if run.offload else run.recompute == "full")
-        last = len(stages) - 1 in mine
-        states = _states(model, run, [*layers, *(behind if last else ())], first=0 in mine, last=last)
-        ranks.append({**states, "activations": round(held)})
-    return ranks
+    return [rank.bytes for rank in peaks(model, run)]
 
 
-def _kept_bytes(model: ModelConfig, run: RunShape, place: int, layer: float) -> float:
-    """Of a layer at that place of its stage, whose forward makes `layer` bytes, what stays on the device."""
+def peaks(model: ModelConfig, run: RunShape) -> list[RankMemory]:
+    """As `memory`, with the moment of each peak."""
+    from mega_trainer.plan.parts import parts_of  # here: it needs torch
+
+    parts, stages = parts_of(model, run), layers_of_stages(model, run)
+    # what is held does not change any more once the pipeline is full
+    count = min(run.microbatches, 4 * run.pp * run.virtual_stages + 2 * IN_FLIGHT * run.pp)
+    schedule = make_schedule(run.schedule, pp=run.pp, microbatches=count, virtual_stages=run.virtual_stages)
+    chunks = [_Chunk.of(model, run, parts, stages, index) for index in range(len(stages))]
+    return [_peak(model, run, parts, schedule, chunks, rank) for rank in range(run.pp)]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What a stage holds of one micro-batch, in bytes.
+
+    Attributes:
+        kept: from forward to backward.
+        forward, backward: when it holds most in each: what is kept then, and what the layer at hand makes besides.
+        put_off: between the halves of a backward.
+        weights: its parameters.
+        largest: elements of the largest parameter of a layer.
+    """
+
+    kept: int
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    put_off: int
+    weights: Weights
+    largest: int
+    layers: range
+
+    @classmethod
+    def of(cls, model: ModelConfig, run: RunShape, parts: Parts, stages: Sequence[range], stage: int) -> _Chunk:
+        """The stage of that number."""
+        from mega_trainer.plan.parts import Weights
+
+        first, last = stage == 0, stage == len(stages) - 1
+        layers = [_layer(run, parts, index, place) for place, index in enumerate(stages[stage])]
+        held = [*([parts.embedding] if first else []), *layers, *([parts.head] if last else [])]
+        away = [0 < place + (not first) <= run.offload for place in range(len(held))]
+        kept = [part.small if gone else part.kept for part, gone in zip(held, away, strict=True)]
+        back = [part.kept - part.small if gone else 0 for part, gone in zip(held, away, strict=True)]
+        before = [sum(kept[:place]) for place in range(len(held))]
+        arriving = [0, *back[:-1]]  # of the layer before, which is on its way there or back
+        put_off = [part.put_off for part in held]
+        more = _sharing(model, run, held, layers)
+        forward = [(before[i] + p.kept, p.forward - p.kept + arriving[i] + more[i][0]) for i, p in enumerate(held)]
+        backward = [
+            (before[i] + p.kept + sum(put_off[i + 1 :]), p.backward - p.kept + arriving[i] + more[i][1])
+            for i, p in enumerate(held)
+        ]
+        weights = sum((part.weights for part in held), Weights())
+        largest = max((part.weights.largest for part in layers), default=0)
+        return cls(
+            sum(kept), max(forward, key=sum), max(backward, key=sum), sum(put_off), weights, largest, stages[stage]
+        )
+
+
+def _layer(run: RunShape, parts: Parts, index: int, place: int) -> Part:
     bound = run.recompute_layers
-    if run.recompute == "full" and (bound is None or place < bound):
-        return _residual_bytes(model, run)
-    return 0.0 if place < run.offload else layer
+    whole = run.recompute == "full" and (bound is None or place < bound)
+    return (parts.whole if whole else parts.layers)[index]
 
 
-def activation_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float:
-    """Bytes that one layer keeps of one microbatch from forward to backward, on one rank; of experts an even load.
+@dataclass
+class _Most:
+    """The largest sum so far, and when that was."""
 
-    For a GPT with dropout and without fused attention these are the paper's S B D (34 + 5 H S / D) bytes.
+    kept: int = 0
+    work: int = 0
+    moment: str = ""
+
+    def see(self, kept: int, work: int, moment: str) -> None:
+        if kept + work > self.kept + self.work:
+            self.kept, self.work, self.moment = kept, work, moment
+
+
+@dataclass
+class _Messages:
+    """Tensors of the residual stream that a rank holds for others, or has from them."""
+
+    size: int
+    limit: int
+    waiting: set[Op] = field(default_factory=set)
+    leaving: deque[Op] = field(default_factory=deque)
+
+    @property
+    def held(self) -> int:
+        return self.size * (len(self.waiting) + len(self.leaving))
+
+    def leave(self, op: Op) -> None:
+        """What was computed is on its way; it is let go when enough others are."""
+        self.waiting.discard(op)
+        self.leaving.append(op)
+        if len(self.leaving) > self.limit:
+            self.leaving.popleft()
+
+
+def _peak(
+    model: ModelConfig, run: RunShape, parts: Parts, schedule: Schedule, chunks: Sequence[_Chunk], rank: int
+) -> RankMemory:
+    mine = [chunks[stage] for stage in schedule.stages(rank)]
+    states = _states(run, [chunk.weights for chunk in mine])
+    states["weights"] += _eight_bits(model, run, mine)
+    in_forward, in_backward = _summed_buckets(run, mine)
+    fed = run.microbatches * (parts.context + _batch_bytes(model, run))
+    most, held, last = _Most(), fed, len(chunks) - 1
+    messages = _Messages(_residual_bytes(model, run), IN_FLIGHT * run.pp)
+    for op in schedule.ranks[rank]:
+        kind, stage, micro = op
+        chunk, moment = chunks[stage], f"of micro-batch {micro}" + f" in stage {stage}" * (last > 0)
+        match kind:
+            case "RECV_F":
+                messages.waiting.add(Op("F", stage - 1, micro))
+            case "RECV_B":
+                messages.waiting.add(Op("B", stage + 1, micro))
+            case "SEND_F" | "SEND_B":
+                messages.leave(op._replace(kind="F" if kind == "SEND_F" else "B"))
+            case "F":
+                messages.waiting.discard(Op("F", stage - 1, micro))
+                kept, work = chunk.forward
+                most.see(held + messages.held + kept, work + in_forward, f"forward {moment}")
+                held += chunk.kept
+                if stage < last:
+                    messages.waiting.add(op)
+            case "B" | "I":
+                messages.waiting.discard(Op("B", stage + 1, micro))
+                kept, work = chunk.backward
+                most.see(held + messages.held - chunk.kept + kept, work + in_backward, f"backward {moment}")
+                held += chunk.put_off * (kind == "I") - chunk.kept
+                if stage > 0:
+                    messages.waiting.add(Op("B", stage, micro))
+            case "W":
+                held -= chunk.put_off
+    most.see(0, _update_work(run, [chunk.weights for chunk in mine]), "update")
+    return RankMemory({**states, "activations": most.kept, "work": most.work}, most.moment)
+
+
+def _parts_of_copies(run: RunShape) -> tuple[int, int]:
+    """Among how many ranks ordinary weights are shared, and experts, where they are."""
+    return run.sharers if run.zero == 3 else run.dp * run.cp, max(
+        1, run.dp * run.cp * run.tp // (run.ep * run.expert_tp)
+    )
+
+
+def _states(run: RunShape, stages: Sequence[Weights]) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer of some stages' parameters."""
+    dense, experts = sum(w.dense for w in stages), sum(w.experts for w in stages)
+    shared = _parts_of_copies(run)
+
+    def split(size: float, dense: float, experts: float, level: int) -> float:
+        ranks = shared if run.zero >= level else (1, 1)
+        return size * (dense / ranks[0] + experts / ranks[1])
+
+    copy = 4 if run.element == 2 and not run.sharded else 0
+    matrices = sum(w.dense_matrices for w in stages), sum(w.expert_matrices for w in stages)
+    moments = split(2 * run.wide, dense, experts, 1) - run.muon * split(run.wide, *matrices, 1)
+    gradients = split(run.wide, dense, experts, 2)
+    if run.zero == 1:  # the sum of its slice, beside the whole, where there are several ranks
+        gradients += sum(run.wide * n / ranks for n, ranks in zip((dense, experts), shared, strict=True) if ranks > 1)
+    return {
+        "weights": round(split(run.wide if run.sharded else run.element, dense, experts, 3)),
+        "gradients": round(gradients),
+        "optimizer": 0 if run.offload_optimizer else round(moments + split(copy, dense, experts, 1)),
+    }
+
+
+def _eight_bits(model: ModelConfig, run: RunShape, mine: Sequence[_Chunk]) -> int:
+    """Bytes of linear weights that are kept quantised, in two forms."""
+    if run.sharded or not run.eight_bits:
+        return 0
+    count = count_parameters(model).layers
+    layers = [count[index] for chunk in mine for index in chunk.layers if index in run.eight_bits]
+    return round(2 * sum(layer.split / run.tp + layer.experts / (run.ep * run.expert_tp) for layer in layers))
+
+
+def _sharing(model: ModelConfig, run: RunShape, held: Sequence[Part], layers: Sequence[Part]) -> list[tuple[int, int]]:
+    """Bytes that ZeRO-3 takes besides, in the forward and the backward of each part of the model.
+
+    FSDP2 holds a unit's gathered weights and, beside them, the buffer that they or the next one's came in; embedding and head
+    stay from forward to backward. A backward holds the head's gradient to its end, those of the unit so far, and those of
+    the unit before in the buffer that they are summed from.
     """
-    width, element, keys = model.hidden_size, _ELEMENT[run.precision], run.seq_length
-    outputs = 0 if run.recomputes("norm") else 1 if model.shared_norm else 2
-    norms = 2 + outputs
-    inputs = norms * width * element + (
-        2 * width if model.residual_dropout else 0
-    )  # of norms and blocks; dropout masks
-    heads, latents = _attention_widths(model)
-    split = element * heads
-    per_score = element + (1 + element if model.attention_dropout else 0)
-    if not run.recomputes("attention"):
-        # fused, a logarithm of each row
-        split += model.num_attention_heads * (4 if run.fused_attention else keys * per_score)
-    if model.qk_norm:
-        split += element * (heads // 2)  # before and after their norms; values lie among what came with them
-    routed, moe = 0.0, model.moe
-    experts = moe is not None and model.has_experts(layer)
-    if moe and experts:
-        # each of a token's rows at its experts; logits and scores in fp32
-        routed = element * moe.top_k * width * run.expert_tp + 2 * 4 * moe.num_experts
-    if run.recomputes("moe" if experts else "mlp"):
-        routed = 0.0
-    else:
-        # gate, up and what is made of them
-        parts = (2 if model.gated else 1) + (not run.recomputes("activation"))
-        split += element * parts * feed_forward_width(model, layer)
-    inputs += element * latents
-    return _tokens(run) * (inputs / (run.tp if run.sp else 1) + element * latents + (split + routed) / run.tp)
+    if not run.sharded:
+        return [(0, 0)] * len(held)
+    count = min(len(layers), unit_layers(model, run))
+    largest = max((part.weights.dense for part in layers), default=0)
+    unit = count * largest + max((part.weights.experts for part in layers), default=0)
+    ends, head = (sum(part.weights.dense for part in parts) for parts in ((held[0], held[-1]), held[-1:]))
+    within = run.element * (ends + 2 * unit), run.element * (ends + 2 * unit + head + (count - 1) * largest)
+    sums = run.wide * unit * (len(layers) > count)
+    out = [(within[0], within[1] + sums)] * len(held)
+    out[0] = 2 * run.element * ends, run.element * (ends + head) + run.wide * max(ends, unit)
+    out[-1] = (run.element * (ends + unit),) * 2
+    return out
 
 
-def _attention_widths(model: ModelConfig) -> tuple[int, int]:
-    """Elements a token of q, k, v and the input of the output projection, and of latents.
-
-    Latents are kept before their norms and, of the whole sequence, after; values lie among the keys they came with.
-    """
-    query, values = model.num_attention_heads * model.head_size, model.num_attention_heads * model.value_size
-    mla = model.mla
-    if mla is None:
-        return 2 * query + 2 * model.kv_heads * model.head_size, 0
-    unfolded = model.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return 2 * query + unfolded + values, (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
-
-
-def put_off_bytes(model: ModelConfig, run: RunShape, layer: int = 0) -> float:
-    """Bytes that one layer keeps of one microbatch where the products for its weight gradients are put off.
-
-    They are the inputs of its linear layers and the gradients of their outputs; sequence parallelism splits neither
-    output of a row layer, whose gradient is gathered for the product.
-    """
-    split, latents = _attention_widths(model)
-    split += (3 if model.gated else 2) * feed_forward_width(model, layer)
-    if model.moe and model.has_experts(layer):
-        split += 2 * model.hidden_size * model.moe.top_k * run.expert_tp  # a row's input and the gradient of its output
-    inputs, outputs = 2 * model.hidden_size / (run.tp if run.sp else 1), 2 * (model.hidden_size + latents)
-    return _tokens(run) * _ELEMENT[run.precision] * (inputs + outputs + split / run.tp)
+def _summed_buckets(run: RunShape, mine: Sequence[_Chunk]) -> tuple[int, int]:
+    """Bytes of buckets on their way, in a forward and in a backward, where gradients are summed after each micro-batch."""
+    if run.zero != 2 or run.dp * run.cp == 1:
+        return 0, 0
+    total = sum(chunk.weights.dense + chunk.weights.experts for chunk in mine)
+    bucket = (
+        _bucket_elements(run) + max(chunk.largest for chunk in mine) // 2
+    )  # the last of its parameters passes the mark
+    most = max(bucket, *(chunk.weights.largest for chunk in mine))
+    each = run.wide + run.wide / (run.dp * run.cp)
+    # two sums are under way, one of embedding or head perhaps, and one more bucket is filled while a third is sent
+    return round(min(total, most + bucket) * each), round(min(total, most + 3 * bucket) * each)
 
 
-def _residual_bytes(model: ModelConfig, run: RunShape) -> float:
-    return _tokens(run) * _ELEMENT[run.precision] * model.hidden_size / (run.tp if run.sp else 1)
+def _bucket_elements(run: RunShape) -> int:
+    from mega_trainer.parallel.grads import Sharing
+
+    return Sharing(slices=True, bucket_elements=run.bucket_elements).enough(run.dp * run.cp)
 
 
-def _head_bytes(model: ModelConfig, run: RunShape) -> float:
-    """The final norm's input and output, and the gradients that the head computes in its forward."""
-    return 3 * _residual_bytes(model, run) + _embedding_bytes(model, run)
+def _update_work(run: RunShape, stages: Sequence[Weights]) -> int:
+    """Bytes besides in an update: a copy of this rank's new weights, which others are sent."""
+    if run.zero not in (1, 2):
+        return 0
+    elements = (sum(w.dense for w in stages), sum(w.experts for w in stages))
+    shared = zip(elements, _parts_of_copies(run), strict=True)
+    return round(sum(run.element * count / ranks for count, ranks in shared if ranks > 1))
 
 
-def _embedding_bytes(model: ModelConfig, run: RunShape) -> float:
-    """A gradient of the token table or of the head, before it is added to the others."""
-    return _ELEMENT[run.precision] * model.vocab_size * model.hidden_size / run.tp
+def _batch_bytes(model: ModelConfig, run: RunShape) -> int:
+    """Of a micro-batch: tokens, labels and positions, and weights of the losses."""
+    each = 3 * 8 + 4 + (2 * 8 + 4) * model.mtp_layers + (model.moe is not None)
+    return run.micro_batch * run.seq_length // run.cp * each
 
 
-def _tokens(run: RunShape) -> float:
-    return run.micro_batch * run.seq_length / run.cp
-
-
-def _states(model: ModelConfig, run: RunShape, layers: Sequence[int], *, first: bool, last: bool) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer of a pipeline rank with those layers and ends."""
-    count = count_parameters(model)
-    block = run.ep * run.expert_tp  # ranks that hold all experts
-    dense = [count.layers[index].split / run.tp + count.layers[index].whole for index in layers]
-    experts = [count.layers[index].experts / block for index in layers]
-    ends = count.embedding / run.tp if first else 0
-    if last:
-        copied = not first and (model.tie_embeddings or model.mtp_layers > 0)
-        ends += count.final_norm + (count.head + model.vocab_size * model.hidden_size * copied) / run.tp
-    element = _ELEMENT[run.precision]
-    wide = max(4, element)
-    sharded = run.zero == 3 and run.dp * run.cp > 1  # these weights are the ones that the optimizer works on
-    copy = 4 if element == 2 and not sharded else 0
-    sizes = {"weights": (wide if sharded else element, 3), "gradients": (wide, 2), "optimizer": (2 * wide + copy, 1)}
-    table = {}
-    for kind, (size, level) in sizes.items():
-        shared = run.zero >= level
-        parts = (run.sharers, max(1, run.dp * run.cp * run.tp // block)) if shared else (1, 1)
-        table[kind] = size * ((sum(dense) + ends) / parts[0] + sum(experts) / parts[1])
-    if sharded:
-        unit = max(dense, default=0) * min(len(layers), unit_layers(model, run)) + max(experts, default=0)
-        # embedding and head stay from forward to backward, beside a unit and the next one; gradients are widened to be summed
-        table["weights"] += element * (ends + 2 * unit)
-        table["gradients"] += element * (ends + unit) + wide * max(ends, unit)
-    else:
-        eight = [count.layers[index] for index in layers if index in run.eight_bits]
-        table["weights"] += 2 * sum(layer.split / run.tp + layer.experts / block for layer in eight)
-    if run.offload_optimizer:
-        table["optimizer"] = 0.0
-    return {kind: round(size) for kind, size in table.items()}
+def _residual_bytes(model: ModelConfig, run: RunShape) -> int:
+    tokens = run.micro_batch * run.seq_length // run.cp // (run.tp if run.sp else 1)
+    return tokens * run.element * model.hidden_size

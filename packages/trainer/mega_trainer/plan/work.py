@@ -268,10 +268,11 @@ class Bench:
             return {"recomputed": Pass(0.0, sum(cost.forward for cost in work.values()))}
         if run.recompute == "none":
             return {}
-        seconds = work["attention"].forward if run.recomputes("attention") else 0.0
-        if run.recomputes("norm") or run.recomputes("activation"):
+        again = set(run.modules)
+        seconds = work["attention"].forward if "attention" in again else 0.0
+        if again & {"norm", "activation"}:
             seconds += 0.7 * work["elementwise"].forward
-        if run.recomputes("mlp") or run.recomputes("moe"):
+        if again & {"mlp", "moe"}:
             seconds += 0.6 * work["products"].forward + work.get("expert", Pass()).forward
         return {"recomputed": Pass(0.0, seconds)}
 

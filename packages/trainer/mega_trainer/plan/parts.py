@@ -1,0 +1,405 @@
+"""What the parts of a model hold while they are trained, counted on the trainer's own modules, which compute nothing.
+
+A part is one layer of each kind that a model has, the embedding, or the head with its loss and what predicts further tokens.
+It goes forward and backward on the meta device, under the run's recomputation and split as the run splits it, in groups where
+nobody is there, while the bytes of all tensors that it makes are counted. A part that is planned for a GPU goes as one does:
+a leaf is one kernel, attention keeps no scores, products are added into fp32 where they belong.
+
+Experts are given an even load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mega_common.model_config import ModelConfig
+from mega_trainer.batch import Ahead, MicroBatch
+from mega_trainer.kernels import products
+from mega_trainer.kernels.base import Factor, Scores
+from mega_trainer.kernels.flash import Call
+from mega_trainer.kernels.grouped import Rows
+from mega_trainer.kernels.leaves import Leaves
+from mega_trainer.kernels.masks import Mask
+from mega_trainer.kernels.torch import TorchKernels
+from mega_trainer.layout import Layout
+from mega_trainer.mesh import GroupMaker, build_groups
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Context, Outline
+from mega_trainer.model.decoder import Decoder, Stage
+from mega_trainer.model.recompute import Module, Recompute
+from mega_trainer.model.routing import Routing
+from mega_trainer.optim.muon import is_hidden_matrix
+from mega_trainer.parallel.context import places_of_residual
+from mega_trainer.parallel.deferred import Deferred
+from mega_trainer.parallel.expert import AllToAll, Dispatcher
+from mega_trainer.parallel.param import info_of
+from mega_trainer.plan.flops import RecomputeKind
+from mega_trainer.plan.live import FusedLeaves, Live
+from mega_trainer.rng import Dropout
+
+if TYPE_CHECKING:
+    from mega_trainer.plan.memory import RunShape
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of elements of a rank's parameters.
+
+    Attributes:
+        dense, experts: all, by whom their gradients are summed over.
+        dense_matrices, expert_matrices: of them, those that Muon is for.
+        largest: of one parameter.
+    """
+
+    dense: int = 0
+    experts: int = 0
+    dense_matrices: int = 0
+    expert_matrices: int = 0
+    largest: int = 0
+
+    @classmethod
+    def of(cls, parameters: Sequence[nn.Parameter], build: Builder) -> Weights:
+        """Of some parameters."""
+        apart = [info_of(p).data is build.groups.expert_data and info_of(p).split is not None for p in parameters]
+        dense, experts = (
+            [parameter for parameter, expert in zip(parameters, apart, strict=True) if expert is which]
+            for which in (False, True)
+        )
+        return cls(
+            _elements(dense), _elements(experts), _elements(filter(is_hidden_matrix, dense)),
+            _elements(filter(is_hidden_matrix, experts)), max((p.numel() for p in parameters), default=0),
+        )  # fmt: skip
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(
+            self.dense + other.dense, self.experts + other.experts, self.dense_matrices + other.dense_matrices,
+            self.expert_matrices + other.expert_matrices, max(self.largest, other.largest),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of one micro-batch on one rank.
+
+    Attributes:
+        kept: from forward to backward.
+        small: of these, what is too small to be offloaded.
+        forward: the most at a time in its forward, its input and output with it.
+        backward: the most at a time in its backward, what it kept and the gradient that it is given with it.
+        put_off: what is left where products for weight gradients are put off.
+        weights: its parameters.
+    """
+
+    kept: int
+    small: int
+    forward: int
+    backward: int
+    put_off: int
+    weights: Weights
+
+
+def _elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+class _Shapes(TorchKernels):
+    """What a GPU's kernels return, with nothing in it."""
+
+    def grouped_linear(self, x: Tensor, weight: Factor, rows: Rows) -> Tensor:
+        """See `Kernels.grouped_linear`."""
+        return x.new_empty(len(x), weight.shape[1])
+
+    def grouped_dx(self, dy: Tensor, weight: Factor, rows: Rows) -> Tensor:
+        """See `Kernels.grouped_dx`."""
+        return dy.new_empty(len(dy), weight.shape[2])
+
+    def grouped_dw(self, dy: Tensor, x: Tensor, rows: Rows, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """See `Kernels.grouped_dw`."""
+        sums = dy.new_empty(len(rows.ends), dy.shape[1], x.shape[1])
+        return sums if out is None else products.put(out, sums, add=add)
+
+
+class _Fused:
+    """A `Flash` that takes everything, as there is one for every kind of scores on a GPU."""
+
+    def takes(self, q: Tensor, v: Tensor, mask: Mask, how: Scores) -> bool:
+        return True
+
+    def uneven(self, d: int, e: int) -> bool:
+        return True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        rows, queries, heads, _ = q.shape
+        lse = q.new_empty(rows, heads, queries, dtype=torch.promote_types(q.dtype, torch.float32))
+        return q.new_empty(rows, queries, heads, v.shape[-1]), lse
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class _Even(AllToAll):
+    """Every expert gets as many tokens, and no choice has to do with another."""
+
+    def _capacity(self, tokens: int, choices: int) -> int:
+        passed = math.comb(self.num_experts - self.own, choices) / math.comb(self.num_experts, choices)
+        return math.ceil(tokens * (1 - passed))
+
+
+class _Undrawn(Dropout):
+    """Masks that hold nothing."""
+
+    def _draw(self, x: Tensor, key: Sequence[int | str], shape: Sequence[int]) -> Tensor:
+        return x.new_empty(tuple(shape), dtype=torch.float32)
+
+
+class _Nobody(GroupMaker):
+    def handle(self, ranks: Sequence[int]) -> None:
+        """No process group."""
+
+
+class _Source(Function):
+    """A tensor that an operation has made, not a parameter: nothing keeps it but who needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return seed.new_empty(tuple(shape), dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        return None, None, None
+
+
+class Counter:
+    """Counts the parts of one model in one layout.
+
+    Args:
+        model: which.
+        run: its split; micro-batches and pipeline ranks do not matter.
+    """
+
+    def __init__(self, model: ModelConfig, run: RunShape) -> None:
+        self.model, self.run, self.live = model, run, Live()
+        self.device = torch.device("cpu" if run.device == "cpu" else "meta")
+        layout = Layout(tp=run.tp, cp=run.cp, dp=run.dp, ep=run.ep, expert_tp=run.expert_tp)
+        self.groups = build_groups(layout, 0, kv_heads=model.kv_heads, shard=run.zero3_shard, maker=_Nobody())
+        leaves = Leaves() if run.device == "cpu" else FusedLeaves(self.live)
+        kernels = _Shapes(leaves) if run.device == "cpu" else _Shapes(leaves, _Fused())
+        self.build = Builder(
+            model, self.groups, kernels, leaves, sp=run.sp, cp_kind=run.cp_kind,
+            dispatcher=self._dispatcher(), dtype=DTYPES.get(run.precision, torch.bfloat16), device=self.device,
+            deferred=Deferred() if run.puts_off else None,
+        )  # fmt: skip
+
+    def _dispatcher(self) -> Dispatcher | None:
+        moe, run = self.model.moe, self.run
+        if moe is None or self.groups.ep.size == 1:
+            return None
+        if run.dispatch_bound is not None:
+            return AllToAll(moe.num_experts, self.groups.ep, run.expert_tp, run.dispatch_bound)
+        return _Even(moe.num_experts, self.groups.ep, run.expert_tp, 1.0)
+
+    def stack(self) -> ExitStack:
+        """Within which tensors hold nothing."""
+        stack = ExitStack()
+        if self.device.type == "cpu":
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        return stack
+
+    def layer(self, index: int, *, whole: bool) -> Part:
+        """The model's layer `index`, computed again as a `whole` or as the run says otherwise."""
+        with self.stack():
+            kind: RecomputeKind = "full" if whole else "none" if self.run.recompute == "full" else self.run.recompute
+            model = self._decoder(Stage(index, index + 1, embeds=False, heads=False), kind)
+            context = self._context(model)
+            return self._count(model, lambda x: model(x, context), self.residual, list(model.parameters()))
+
+    def embedding(self, *, alone: bool) -> Part:
+        """Of the stage with the embedding, which has the head too where it is `alone`."""
+        with self.stack():
+            model = self._decoder(Stage(0, 0, True, alone))
+            parameters = model.units()[0].parameters
+            batch, dropout = self._batch(), self._dropout()
+            embed = partial(model.embed, batch.tokens, batch.positions, dropout)
+            return self._count(model, lambda x: embed(), None, parameters)
+
+    def head(self, *, alone: bool, ends_meet: bool) -> Part:
+        """The last norm, the head and its loss, and the layers that predict further tokens."""
+        with self.stack():
+            kind = self.run.recompute if self.run.recompute_layers is None else "none"
+            last = self.model.num_layers
+            model = self._decoder(Stage(last, last, alone, True, ends_meet), kind)
+            context, batch = self._context(model), self._batch()
+            borrowed = self._borrowed() if model.borrows else None
+            own = [p for unit in model.units()[int(alone) :] for p in unit.parameters]
+
+            def objective(x: Tensor) -> Tensor:
+                return model.objective(x, batch, context, borrowed)[0]
+
+            return self._count(model, objective, self.residual, own)
+
+    def context_bytes(self) -> int:
+        """What a micro-batch's layers share: the rotation."""
+        with self.stack():
+            model = self._decoder(Stage(0, 0, False, False))
+            with self.live:
+                before = self.live.now
+                context = self._context(model)
+                after = self.live.now
+            del context
+            return after - before
+
+    @property
+    def tokens(self) -> int:
+        """S of a rank."""
+        return self.run.seq_length // self.run.cp
+
+    @property
+    def residual(self) -> tuple[int, ...]:
+        """The shape of the residual stream."""
+        return self.run.micro_batch, self.tokens // (self.run.tp if self.run.sp else 1), self.model.hidden_size
+
+    def _decoder(self, stage: Stage, kind: RecomputeKind = "none") -> Decoder:
+        modules = cast("tuple[Module, ...]", self.run.modules)
+        return Decoder(self.build, stage, Recompute(kind, modules=modules)).train()
+
+    def _batch(self) -> MicroBatch:
+        shape = (self.run.micro_batch, self.tokens)
+        ids, weights = torch.zeros(shape, dtype=torch.int64, device=self.device), torch.zeros(shape, device=self.device)
+        ahead = [Ahead(ids, ids, weights)] * self.model.mtp_layers
+        outline = Outline([self.run.seq_length] * self.run.micro_batch)
+        return MicroBatch(ids, ids, weights, ids, outline, list(range(self.run.micro_batch)), ahead)
+
+    def _context(self, model: Decoder) -> Context:
+        batch = self._batch()
+        routing = Routing(None, None, 1.0, 1.0) if self.model.moe else None
+        return model.context(batch.positions, dropout=self._dropout(), outline=batch.outline, routing=routing)
+
+    def _dropout(self) -> Dropout | None:
+        model = self.model
+        if not (model.embedding_dropout or model.residual_dropout or model.attention_dropout):
+            return None
+        places = places_of_residual(self.run.seq_length, self.groups.cp, self.groups.tp, sp=self.run.sp)
+        return _Undrawn(0, range(self.run.micro_batch), places)
+
+    def _borrowed(self) -> Tensor:
+        rows = -(-self.model.vocab_size // self.run.tp)
+        shape = (rows, self.model.hidden_size)
+        return torch.empty(shape, dtype=self.build.dtype, device=self.device, requires_grad=True)
+
+    def _count(
+        self, model: Decoder, forward: Callable[[Tensor], Tensor], shape: Sequence[int] | None, own: Sequence[nn.Parameter]
+    ) -> Part:  # fmt: skip
+        places = self._place_gradients(model)
+        seed, live = torch.empty(0, device=self.device, requires_grad=True), self.live
+        with live:
+            before = live.now
+            x = None if shape is None else _Source.apply(seed, shape, self.build.dtype)  # type: ignore[no-untyped-call]
+            live.mark()
+            y = forward(x)  # type: ignore[arg-type]
+            del x
+            forward_peak, edge, like = live.peak, get_gradient_edge(y), (y.shape, y.dtype)
+            del y
+            kept, sizes = live.now - before, list(live.sizes)
+            backward_peak = self._backward(edge, *like)
+            del edge
+            left = live.now - before
+        del places
+        small = sum(size for size in sizes if size < self.run.offload_min_bytes)
+        put_off = left if self.run.puts_off else 0
+        for parameter in model.parameters():
+            parameter.grad = None
+        if self.build.deferred is not None:
+            self.build.deferred.take()
+        weights = Weights.of(own, self.build)
+        return Part(kept, small, forward_peak - before, backward_peak - before, put_off, weights)
+
+    def _backward(self, edge: GradientEdge, shape: torch.Size, dtype: torch.dtype) -> int:
+        dy = torch.empty(shape, dtype=dtype, device=self.device)
+        self.live.mark()
+        torch.autograd.backward([edge], [dy])
+        return self.live.peak
+
+    def _place_gradients(self, model: Decoder) -> list[Tensor]:
+        """Give every gradient the place that a bucket has for it, or drop it when it is there, as one that has taken it."""
+        places = []
+        for parameter in model.parameters():
+            if self.run.zero < 3 and info_of(parameter).straight:
+                place = torch.empty(
+                    parameter.shape, dtype=torch.promote_types(self.build.dtype, torch.float32), device=self.device
+                )
+                places.append(place)
+                parameter.main_grad = lambda place=place: (place, True)  # type: ignore[attr-defined]
+            if not self.run.puts_off and self.run.zero < 3:  # there they wait for those of their unit
+                parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+        return places
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All parts of a model in one layout.
+
+    Attributes:
+        layers: of each, behind the model's own.
+        whole: the same, computed again as a whole.
+        embedding, head: of the first stage and the last.
+        context: bytes that the layers of a micro-batch share, to the end of a step.
+    """
+
+    layers: tuple[Part, ...]
+    whole: tuple[Part, ...]
+    embedding: Part
+    head: Part
+    context: int
+
+
+def parts_of(model: ModelConfig, run: RunShape) -> Parts:
+    """Count them, once for all layouts whose ranks have the same."""
+    alone, ends_meet = run.pp * run.virtual_stages == 1, run.schedule == "zbv"
+    bare = replace(
+        run, microbatches=1, pp=1, virtual_stages=1, schedule="zb-h1" if run.puts_off else "1f1b", pipeline_layout=None,
+        offload=0, offload_optimizer=False, eight_bits=range(0), zero=3 if run.sharded else 0, zero3_layers=None,
+        zero3_shard=None, bucket_elements=None, muon=False, dp=_fewest(run),
+    )  # fmt: skip
+    return _parts(model.model_dump_json(exclude_unset=True), bare, alone, ends_meet)
+
+
+def _fewest(run: RunShape) -> int:
+    """Data ranks enough for the experts: more do not change what a rank holds of a micro-batch."""
+    return math.lcm(run.ep * run.expert_tp, run.tp * run.cp) // (run.tp * run.cp)
+
+
+@lru_cache(maxsize=4096)
+def _parts(text: str, run: RunShape, alone: bool, ends_meet: bool) -> Parts:
+    model = ModelConfig.model_validate_json(text)
+    counter = Counter(model, run)
+    kinds: dict[object, Part] = {}
+    wholes: dict[object, Part] = {}
+    layers, whole = [], []
+    for index in range(model.num_layers):
+        kind = (model.has_experts(index), model.window(index), model.rotates(index))
+        if kind not in kinds:
+            kinds[kind] = counter.layer(index, whole=False)
+            wholes[kind] = counter.layer(index, whole=True) if run.recompute == "full" else kinds[kind]
+        layers.append(kinds[kind])
+        whole.append(wholes[kind])
+    embedding, head = counter.embedding(alone=alone), counter.head(alone=alone, ends_meet=ends_meet)
+    return Parts(tuple(layers), tuple(whole), embedding, head, counter.context_bytes())

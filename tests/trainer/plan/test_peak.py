@@ -1,0 +1,135 @@
+"""What the planner foretells against what torch's allocator hands out, told by its profiler: most bytes at a time, on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from parity.cases import Case
+from parity.worker import Trainer, make_groups
+from ranks import run_ranks
+from torch.profiler import ProfilerActivity, profile
+
+from mega_trainer.config import RunConfig
+from mega_trainer.plan.advice import run_shape
+from mega_trainer.plan.memory import RankMemory, peaks
+
+MODEL = {
+    "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8, "vocab_size": 512, "init_std": 0.02,
+}  # fmt: skip
+EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 128}
+LATENT = {"q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+SELECTIVE, FULL = {"kind": "selective"}, {"kind": "full"}
+
+
+def layout(ranks: int, parallel: Mapping[str, Any], *, model: Mapping[str, Any] = {}, **how: Any) -> Case:
+    """Two samples of 256 tokens a micro-batch, two micro-batches a step of each data rank and four in a pipeline, one large bucket."""
+    dp = ranks // (parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("cp", 1))
+    how = {
+        "micro": 2,
+        "batch": (8 if "pp" in parallel else 4) * dp,
+        "length": 256,
+        "precision": "bf16",
+        "closed": False,
+        "bucket": 1 << 22,
+    } | how
+    return Case("peak", {**MODEL, **model}, ranks, parallel, **how)
+
+
+QUICK = {
+    "alone": layout(1, {}, precision="fp32"),
+    "interleaved": layout(2, {"pp": 2, "virtual_stages": 2, "zero": 0}),
+    "split": layout(2, {"tp": 2, "sp": True}, recompute=SELECTIVE, model={"num_kv_heads": 2, "qk_norm": True}),
+    "sharded": layout(2, {"zero": 3}),
+}
+LONG = {
+    "bf16": layout(1, {}),
+    "sinks": layout(1, {}, model={"attention_sinks": True, "sliding_window": 64}),
+    "soft caps": layout(1, {}, model={"attention_softcap": 5.0, "logit_softcap": 9.0}),
+    "latents": layout(1, {}, model={"mla": LATENT}),
+    "latents, further tokens": layout(1, {}, model={"mla": LATENT, "mtp_layers": 1}),
+    "dropout": layout(1, {}, model={"residual_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1}),
+    "gpt": layout(1, {}, model={"tie_embeddings": True, "norm": "layernorm", "activation": "gelu_tanh", "mlp_bias": True}),
+    "full": layout(1, {}, recompute=FULL),
+    "full of some": layout(1, {}, recompute={"kind": "full", "layers": 2}),
+    "muon": layout(2, {"zero": 1}, optimizer="muon"),
+    "zero 0": layout(2, {"zero": 0}),
+    "zero 1": layout(2, {"zero": 1}),
+    "zero 2": layout(2, {"zero": 2}, bucket=1 << 16),
+    "zero 3 of full": layout(2, {"zero": 3}, recompute=FULL),
+    "zero 3, units of two": layout(2, {"zero": 3, "zero3_layers": 2}),
+    "tp": layout(2, {"tp": 2}),
+    "tp and pp": layout(4, {"tp": 2, "pp": 2, "sp": True}),
+    "fewer key heads than tp": layout(4, {"tp": 4, "sp": True}, model={"num_kv_heads": 2}),
+    "1f1b": layout(4, {"pp": 4, "zero": 0}),
+    "1f1b, own layout": layout(2, {"pp": 2, "pipeline_layout": [3, 1]}),
+    "zb-h1": layout(4, {"pp": 4, "schedule": "zb-h1"}),
+    "zbv": layout(2, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
+    "zbv, tied": layout(2, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, model={"tie_embeddings": True}),
+    "ring": layout(2, {"cp": 2}),
+    "allgather": layout(2, {"cp": 2, "cp_kind": "allgather"}),
+    "alltoall": layout(2, {"cp": 2, "cp_kind": "alltoall"}),
+    "experts": layout(1, {}, model={"moe": EXPERTS}),
+    "experts on ranks": layout(2, {"ep": 2}, model={"moe": EXPERTS}),
+    "experts in parts": layout(4, {"tp": 2, "ep": 2, "expert_tp": 2}, model={"moe": EXPERTS}),
+    "experts, full": layout(2, {"ep": 2}, model={"moe": EXPERTS}, recompute=FULL),
+}  # fmt: skip
+
+
+def held(cases: list[Case]) -> list[int]:
+    """Most bytes of this rank in two steps of each case."""
+    maker, out = make_groups(cases), []
+    for one in cases:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            trainer = Trainer.make(one, dist.get_rank(), maker)
+            for _ in range(2):
+                trainer.step()
+        del trainer
+        out.append(_most(seen))
+    return out
+
+
+def _most(seen: profile) -> int:
+    assert seen.profiler is not None
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def planned(case: Case) -> list[RankMemory]:
+    """Of each pipeline rank."""
+    config = RunConfig.parse(case.raw)
+    return peaks(config.model, replace(run_shape(config, case.ranks), device="cpu"))
+
+
+def measured(cases: Mapping[str, Case]) -> dict[str, list[int]]:
+    """Of each case the bytes of each rank."""
+    out = {}
+    for count in {case.ranks for case in cases.values()}:
+        some = {name: case for name, case in cases.items() if case.ranks == count}
+        ranks = run_ranks(held, count, list(some.values()), timeout=600.0)
+        out |= dict(zip(some, map(list, zip(*ranks, strict=True)), strict=True))
+    return out
+
+
+def check(cases: Mapping[str, Case]) -> None:
+    """Every rank of every case holds what was planned for it, within a tenth."""
+    for name, ranks in measured(cases).items():
+        plan, stage = planned(cases[name]), len(ranks) // cases[name].parallel.get("pp", 1)
+        for rank, most in enumerate(ranks):
+            assert plan[rank // stage].total == pytest.approx(most, rel=0.1), (name, rank)
+
+
+def test_a_rank_holds_what_was_planned() -> None:
+    check(QUICK)
+
+
+@pytest.mark.long
+def test_ranks_of_thirty_layouts_hold_what_was_planned() -> None:
+    check(LONG)
