@@ -8,6 +8,7 @@ Writes the scores of each sample.
 import argparse
 import json
 
+import torch
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
@@ -25,6 +26,7 @@ def main() -> None:
         tasks=[given.task],
         task_manager=TaskManager(include_defaults=False),
         batch_size=given.batch_size,
+        device="cuda" if torch.cuda.is_available() else "cpu",
         log_samples=True,
     )
     with open(given.out, "w") as stream:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mega_common.errors import DataError
 from mega_data.chat.template import load_template
 from mega_data.tokenizer import Tokenizer
 from mega_eval.engine import Event, Request
@@ -59,12 +60,21 @@ class Scripted:
         return Event(number, self.text, [0], [], None, finish)
 
 
-def service_of(engine: Any, tokenizer: Path, *, most: int = 64, max_length: int = 256, seconds: float = 60) -> Service:
-    words = Tokenizer(tokenizer)
-    template = load_template(words.path) if (tokenizer / "chat_template.jinja").exists() else None
+def service_of(
+    engine: Any,
+    tokenizer: Path,
+    *,
+    most: int = 64,
+    max_length: int = 256,
+    seconds: float = 60,
+    ends: frozenset[int] | None = None,
+) -> Service:
+    words, template = Tokenizer(tokenizer), None
+    with contextlib.suppress(DataError):
+        template = load_template(words.path)
     return Service(
         name="tiny", version="1.2", driver=Driver(engine, most=most), tokenizer=words, template=template,
-        ends=frozenset({words.eos_id} - {None}), max_length=max_length, vocab_size=words.vocab_size, seconds=seconds,
+        ends=frozenset({words.eos_id} - {None}) if ends is None else ends, max_length=max_length, vocab_size=words.vocab_size, seconds=seconds,
         metrics=Metrics(engine),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from mega_common.log import logger
 
 if TYPE_CHECKING:
     from mega_data.tokenizer import Tokenizer
+    from mega_eval.generate import Completion
     from mega_eval.perplexity import Result
 
 EVAL_EXAMPLES = """Examples:
@@ -36,6 +37,10 @@ GENERATE_EXAMPLES = """Examples:
     mega generate out/hf --prompt-file prompts.jsonl --temperature 0.8 --top-p 0.95 --seed 7 --json
 
     echo "Once upon a time" | mega generate runs/llama3-8b --stop "The end"
+
+    mega generate out/hf --prompt "A person as JSON:" --grammar schema.json --temperature 0.7 --min-p 0.1
+
+    mega generate out/hf --prompt-file code.txt --draft ngrams
 """
 LONGEST_DEFAULT = 4096  # tokens
 OF_DATA = ("check_tokenizer", "json_file", "per_sample")  # options of `mega eval` that go with --data, and with --tasks
@@ -211,13 +216,35 @@ def generate_command(
         typer.Option(help="A file with one prompt, or .jsonl with a key 'prompt' in each line; - for standard input."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add to each prompt.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.0,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 takes the likeliest token each time.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many likeliest tokens only.")] = None,
     top_p: Annotated[
-        float, typer.Option(help="Draw from the fewest tokens with this probability together; above 0, up to 1.")
-    ] = 1.0,
+        float | None, typer.Option(help="Draw from the fewest tokens with this probability together; above 0, up to 1.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Draw from tokens with this share of the likeliest's probability; from 0 to 1.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: tokens of the prompt or the text become less likely.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Taken from the score of a token that was generated before.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same for each time that it was generated before.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws; the same seed gives the same text.")] = 0,
+    grammar: Annotated[
+        Path | None, typer.Option(help="A file with a JSON schema, or a Lark grammar, that the text has to obey.")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Guess tokens, which changes no text: ngrams repeats the text, or a smaller model's folder."),
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, help="With --json: each token's log-probability, and so many alternatives.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts continued together.")] = 8,
     precision: PrecisionOption = Precision.FP32,
     device: Device = "auto",
@@ -226,28 +253,43 @@ def generate_command(
         bool, typer.Option("--json", help='A JSON line {"prompt", "text", "tokens", "finish"} for each prompt.')
     ] = False,
 ) -> None:
-    """Continue prompts. A single one is printed as it is written; nothing but the continuation goes to standard output."""
-    prompts = _prompts(prompt or [], prompt_file)
-    from mega_data.tokenizer import Tokenizer
-    from mega_eval.generate import generate, stream
-    from mega_eval.load import PRECISIONS, device_named, end_tokens, load_model, load_tokenizer
-    from mega_eval.sampling import Sampling
-    from mega_eval.text import Limits
+    """Continue prompts. A single one is printed as it is written; nothing but the continuation goes to standard output.
 
-    raw = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    sampling = Sampling.parse(raw, source="options")
-    words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(model)
-    limits = Limits(max_new_tokens, tuple(stop or ()), end_tokens(model, words))
-    loaded = load_model(model, dtype=PRECISIONS[precision], device=device_named(device))
+    How tokens are drawn is what the model's generation_config.json says, as far as no option says otherwise.
+    """
+    prompts, rule = _prompts(prompt or [], prompt_file), None if grammar is None else _text_of(grammar)
+    if logprobs is not None and not as_json:
+        raise ConfigError("--logprobs: only JSON tells them", hint="add --json")
+    given = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
+        "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
+    }  # fmt: skip
+    settings = {name: value for name, value in given.items() if value is not None}
+    from mega_eval.language_model import LanguageModel
+    from mega_eval.sampling import Sampling
+
+    Sampling.parse(settings, source="options")  # before a model is read
+    loaded = LanguageModel.load(model, precision=precision, device=device, tokenizer=tokenizer, draft=draft)
+    own = {name: value for name, value in loaded.settings.items() if name not in settings}
+    if own:
+        told = ", ".join(f"{name} {value}" for name, value in own.items())
+        logger.info("%s: from its generation_config.json: %s", model, told)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ()), "grammar": rule, **settings}
     if len(prompts) == 1 and not as_json:
-        for text in stream(loaded, words, prompts[0], limits, sampling):
+        for text in loaded.stream(prompts[0], **options):
             print(text, end="", flush=True)
         print()
         return
-    found = generate(loaded, words, prompts, limits, sampling, batch_size=batch_size)
+    found = loaded.generate(prompts, batch_size=batch_size, logprobs=logprobs, **options)
     for asked, completion in zip(prompts, found, strict=True):
-        line = {"text": completion.text, "tokens": completion.tokens, "finish": completion.finish}
-        print(json.dumps({"prompt": asked, **line}) if as_json else f"--- {asked}\n{completion.text}")
+        print(_line(asked, completion) if as_json else f"--- {asked}\n{completion.text}")
+
+
+def _line(prompt: str, completion: Completion) -> str:
+    line = {"prompt": prompt, "text": completion.text, "tokens": completion.tokens, "finish": completion.finish}
+    if completion.scored:
+        line["logprobs"] = [{"logprob": one.logprob, "top": one.top} for one in completion.scored]
+    return json.dumps(line)
 
 
 def _prompts(given: list[str], file: Path | None) -> list[str]:
@@ -260,13 +302,17 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
         file = Path("-")
     if file is None:
         return given
-    try:
-        text = sys.stdin.read() if file == Path("-") else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read ({error})") from None
+    text = _text_of(file)
     if file.suffix != ".jsonl":
         return [*given, text.removesuffix("\n")]
     return given + [_prompt_of(line, f"{file}: line {number}") for number, line in enumerate(text.splitlines(), 1)]
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return sys.stdin.read() if file == Path("-") else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: cannot be read ({error})") from None
 
 
 def _prompt_of(line: str, where: str) -> str:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mega_common.errors import ConfigError, MissingPackageError
+from mega_common.errors import ConfigError, DataError, MissingPackageError
 
 if TYPE_CHECKING:
+    from mega_data.chat.template import ChatTemplate
     from mega_eval.replicas import Replicas
     from mega_eval.tasks import TaskOptions
 
@@ -102,23 +103,32 @@ def _start(count: int) -> int:
 
 
 def _lead(names: list[str], asked: Asked, options: TaskOptions, degrees: Degrees, world_size: int) -> None:
-    from mega_data.chat.template import load_template
     from mega_eval.harness import HarnessModel
     from mega_eval.load import end_tokens
     from mega_eval.tasks import find_tasks, run_tasks, table, write_results
 
-    find_tasks(names, options.include_path)  # a mistake is told before the model is loaded
+    manager = find_tasks(names, options.include_path)  # a mistake is told before the model is loaded
     replicas = _load(asked, degrees, 0, world_size)
     words = replicas.prompts.tokenizer
     length = asked.seq_length or replicas.model.config.max_position
-    template = load_template(words.path) if options.apply_chat_template else None
+    template = _template(asked) if options.apply_chat_template else None
     model = HarnessModel(replicas, end_tokens(asked.model, words), template, length)
     told = {"model_args": {"model": asked.model, "precision": asked.precision, "max_length": length}}
-    results = run_tasks(model, names, options, told)
+    results = run_tasks(model, names, options, told, manager)
     replicas.close()
     if asked.output is not None:
         write_results(asked.output, results)
     print(table(results))
+
+
+def _template(asked: Asked) -> ChatTemplate:
+    from mega_eval.chat import load_chat_template
+
+    try:
+        return load_chat_template(asked.model, asked.tokenizer)
+    except DataError as error:
+        hint = "put one beside the tokenizer, as chat_template.jinja, or leave out --apply-chat-template"
+        raise DataError(error.message, hint=hint) from None
 
 
 def _load(asked: Asked, degrees: Degrees, rank: int, world_size: int) -> Replicas:

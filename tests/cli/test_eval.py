@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,44 @@ def test_generate_several_prompts(folder: Path, tmp_path: Path):
     assert [line["prompt"] for line in lines] == ["the end", "is the", "of another"]
     assert {"text", "tokens", "finish"} <= lines[0].keys()
     assert "--- is the\n" + lines[1]["text"] in mega(*args).stdout
+
+
+def test_generate_draws_as_the_folder_says_unless_told(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    wanted = {
+        "do_sample": True,
+        "temperature": 3.0,
+        "top_k": 40,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "eos_token_id": 5,
+    }
+    (own / "generation_config.json").write_text(json.dumps(wanted))
+    args = ["--prompt", "the end", "--max-new-tokens", 12, "--seed", 4]
+    options = ["--temperature", 3, "--top-k", 40, "--min-p", 0.01, "--repetition-penalty", 1.2]
+    caplog.set_level("INFO", "mega")
+    drawn = mega("generate", own, *args).stdout
+    assert (
+        "from its generation_config.json: repetition_penalty 1.2, temperature 3.0, top_k 40, min_p 0.01" in caplog.text
+    )
+    assert drawn == mega("generate", folder, *args, *options).stdout
+    greedy = mega("generate", own, *args, "--temperature", 0, "--repetition-penalty", 1).stdout
+    assert greedy == mega("generate", folder, *args).stdout != drawn
+
+
+def test_generate_with_guesses_grammar_and_probabilities(folder: Path, tmp_path: Path):
+    args = ["generate", folder, "--prompt", "the end of the", "--max-new-tokens", 12, "--json"]
+    plain = mega(*args).stdout
+    assert plain == mega(*args, "--draft", "ngrams").stdout == mega(*args, "--draft", folder).stdout
+    told = json.loads(mega(*args, "--logprobs", 2).stdout)
+    assert told["tokens"] == [one["top"][0][0] for one in told["logprobs"]] == json.loads(plain)["tokens"]
+    mega(*args[:-1], "--logprobs", 2, fails=ConfigError)
+    pytest.importorskip("llguidance", reason="what reads grammars")
+    (tmp_path / "rule.lark").write_text('start: "yes" | "no"')
+    assert json.loads(mega(*args, "--grammar", tmp_path / "rule.lark").stdout)["text"] in ("yes", "no")
+    (tmp_path / "rule.lark").write_text("start: unknown")
+    assert "grammar" in str(mega(*args, "--grammar", tmp_path / "rule.lark", fails=DataError).exception)
 
 
 @pytest.mark.parametrize("content", ["no json\n", '{"text": "x"}\n', "3\n"])

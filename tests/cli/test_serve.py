@@ -67,7 +67,6 @@ def test_others_are_let_in_with_a_key_only(folder: Path, tmp_path: Path) -> None
         mega("serve", folder, "--api-key-file", tmp_path / "key", fails=ConfigError).exception
     )
     mega("serve", folder, "--api-key-file", tmp_path / "none", fails=ConfigError)
-    mega("serve", folder, env={"MEGA_API_KEY": ""}, fails=ConfigError)
 
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded() -> None:
@@ -117,7 +116,6 @@ def test_chat_takes_a_turn_a_line(folder: Path) -> None:
     assert both.startswith(one)
     assert len(both) > len(one)
     assert mega(*args, stdin=f"{first}\n/reset\n{first}\n/quit\n{second}").stdout == 2 * one
-    assert mega(*args, "--system", "be brief", stdin=f"{first}\n").stdout != one
 
 
 def test_chat_without_template(folder: Path, tmp_path: Path) -> None:

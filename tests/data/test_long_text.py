@@ -16,9 +16,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from mega_common.errors import DataError
 from mega_data.long_text import LongText
 from mega_data.preprocess import preprocess
 from mega_data.readers import SHOWN, Document, Rejected, read
+from mega_data.shards import Shard
 from mega_data.sources import Source, find_sources
 
 TEXT = st.text(alphabet=st.sampled_from('a\\"\n\t/é日😀\ud83d\ude00u0{}[],: '), max_size=40)
@@ -92,19 +94,31 @@ def test_bad_lines_of_any_length(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("form", ["json", "jsonl", "txt"])
+def test_a_full_disk_is_no_damaged_file(
+    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: open("/dev/full", "w+b"))  # noqa: SIM115
+    (tmp_path / f"a.{form}").write_text(json.dumps({"text": "the cat " * 9}))
+    with pytest.raises(DataError, match=r".d.partial: cannot be written \(No space left on device\)"):
+        preprocess([tmp_path / f"a.{form}"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
+    assert {path.name for path in tmp_path.iterdir()} == {f"a.{form}"}
+
+
 def test_a_word_is_found_across_blocks(tmp_path: Path) -> None:
     with LongText.of(["the c", "at sat ", "on the mat"], tmp_path) as text:
         assert [word in text for word in ("cat", "the cat sat on", "mat", "t s", "dog")] == [True] * 4 + [False]
 
 
-def test_ranges_have_long_lines_too(tmp_path: Path, tokenizer_folder: Path) -> None:
-    from mega_data.shards import Shard
-
+@pytest.mark.parametrize("url", [False, True])
+def test_ranges_have_long_lines_too(tmp_path: Path, tokenizer_folder: Path, store: Any, url: bool) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": "the cat " * (number * 7 % 11)}) + "\n" for number in range(30)))
-    preprocess([path], tokenizer_folder, tmp_path / "whole", append_eod=True)
+    store.pipe("/bucket/a.jsonl", path.read_bytes())
+    where = "memory://bucket/a.jsonl" if url else path
+    preprocess([where], tokenizer_folder, tmp_path / "whole", append_eod=True)
     for shard in Shard(1, 4).all:
-        preprocess([path], tokenizer_folder, tmp_path / "parts", append_eod=True, shard=shard)
+        preprocess([where], tokenizer_folder, tmp_path / "parts", append_eod=True, shard=shard)
     for suffix in (".bin", ".idx", ".info"):
         assert (tmp_path / f"whole{suffix}").read_bytes() == (tmp_path / f"parts{suffix}").read_bytes()
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, normalizers
 
 from mega_common.errors import DataError
 from mega_data import preprocess as module
@@ -122,6 +124,17 @@ def test_a_long_document_is_encoded_in_pieces(
     assert max(sizes) < 2000
     assert len(IndexedReader(tmp_path / "pieces")) == 3
     assert info == read_info(tmp_path / "whole")
+
+
+def test_the_lead_of_a_piece_is_no_part_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend(models.BPE({"▁": 0, "a": 1, "b": 2, "\n": 3, "▁a": 4}, [("▁", "a")]))
+    backend.normalizer = normalizers.Prepend("▁")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    source = jsonl(tmp_path / "a.jsonl", {"text": "ab\n" * 1000}, {"text": "ab"})
+    preprocess([source], tmp_path, tmp_path / "whole")
+    monkeypatch.setattr("mega_data.batches.PIECE", 100)
+    preprocess([source], tmp_path, tmp_path / "pieces")
+    assert documents(tmp_path / "pieces") == documents(tmp_path / "whole")
 
 
 def test_progress_is_of_what_is_encoded(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers
 
 from mega_common.errors import DataError
 from mega_data.tokenizer import Tokenizer, one_thread_per_call, train_tokenizer
@@ -126,7 +126,7 @@ def test_pieces_encode_to_the_tokens_of_the_whole(
         blocks = [text[at : at + block] for at in range(0, len(text), block)]
         assert list(tokenizer.split(blocks, size)) == pieces
     assert "".join(piece.text for piece in pieces) == text
-    tokens = [token for piece in pieces for token in tokenizer.encode(piece.text)]
+    tokens = [token for piece in pieces for token in tokenizer.encode_after(piece.lead, piece.text)]
     if all(piece.exact for piece in pieces):
         assert tokens == tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
@@ -137,13 +137,24 @@ def test_long_text_is_cut(tokenizer_folder: Path) -> None:
     assert max(len(piece.text) for piece in pieces) < 2000
 
 
-def test_text_is_not_cut_where_the_tokenizer_marks_its_begin(tmp_path: Path) -> None:
-    backend = Backend(models.BPE({"▁": 0, "a": 1, "\n": 2, "▁a": 3}, [("▁", "a")]))
-    backend.normalizer = normalizers.Prepend("▁")
-    backend.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+@pytest.mark.parametrize("text", ["a\n" * 1000, "ab" * 1000, "a b" * 1000, "日本。" * 1000])
+def test_a_lead_keeps_the_mark_of_the_begin_from_a_piece(tmp_path: Path, text: str) -> None:
+    """As with Llama 2's tokenizer, which knows no words either."""
+    backend = Backend(models.BPE({"▁": 0, "a": 1, "b": 2, "\n": 3, "▁a": 4, "ab": 5, "日": 6, "本": 7, "。": 8, "▁日": 9},
+                                 [("▁", "a"), ("▁", "日"), ("a", "b")]))  # fmt: skip
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     backend.save(str(tmp_path / "tokenizer.json"))
-    text = "a\n" * 100
-    assert [piece.text for piece in Tokenizer(tmp_path).split([text], 10)] == [text]
+    tokenizer = Tokenizer(tmp_path)
+    pieces = list(tokenizer.split([text], 100))
+    assert len(pieces) >= 10
+    tokens = [token for piece in pieces for token in tokenizer.encode_after(piece.lead, piece.text)]
+    assert tokens == tokenizer.encode(text)
+
+
+def test_text_is_not_cut_where_the_text_would_change(tmp_path: Path) -> None:
+    Backend(models.WordLevel({"?": 0}, "?")).save(str(tmp_path / "tokenizer.json"))  # whatever it is given is one word
+    assert [piece.text for piece in Tokenizer(tmp_path).split(["a b " * 100], 10)] == ["a b " * 100]
 
 
 def test_text_without_a_place_to_cut_is_cut_anywhere(tokenizer_folder: Path) -> None:
@@ -151,7 +162,10 @@ def test_text_without_a_place_to_cut_is_cut_anywhere(tokenizer_folder: Path) -> 
     pieces = list(tokenizer.split([text], 1000))
     assert max(len(piece.text) for piece in pieces) < 2000
     assert {piece.exact for piece in pieces[:-1]} == {False}
-    assert tokenizer.decode([token for piece in pieces for token in tokenizer.encode(piece.text)]) == text
+    assert (
+        tokenizer.decode([token for piece in pieces for token in tokenizer.encode_after(piece.lead, piece.text)])
+        == text
+    )
 
 
 def test_numbers_and_marks_are_places_to_cut(tokenizer_folder: Path) -> None:
@@ -168,7 +182,9 @@ def test_the_space_that_a_tokenizer_puts_before_each_text_stands_for_the_one_at_
     tokenizer, text = Tokenizer(tmp_path), "a b " * 1000
     pieces = list(tokenizer.split([text], 100))
     assert len(pieces) > 10
-    assert [token for piece in pieces for token in tokenizer.encode(piece.text)] == tokenizer.encode(text)
+    assert [token for piece in pieces for token in tokenizer.encode_after(piece.lead, piece.text)] == tokenizer.encode(
+        text
+    )
 
 
 def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def pairs() -> list[Pair]:
     def some(low: int, high: int) -> list[int]:
         return [rng.randrange(len(WORDS)) for _ in range(rng.randint(low, high))]
 
-    questions = [some(1, 40) for _ in range(30)]
+    questions = [some(1, 40) for _ in range(12)]
     return [(question, some(1, 8)) for question in questions for _ in range(3)]
 
 
@@ -53,14 +53,14 @@ def on_a_rank(folder: Path, layouts: list[tuple[int, int]]) -> list[object]:
 
 @pytest.mark.parametrize(
     ("name", "family", "layouts"),  # tensor ranks, and ranks that share the experts; of 8 ranks
-    [("grouped", "llama", [(1, 1), (2, 1), (4, 1)]), ("moe", "mixtral", [(4, 2), (1, 2)])],
+    [("grouped", "llama", [(1, 1), (4, 1)]), ("moe", "mixtral", [(4, 2), (1, 2)])],
 )
 def test_eight_ranks_in_any_layout_give_what_one_gives(
     tmp_path: Path, name: str, family: str, layouts: list[tuple[int, int]]
 ) -> None:
     write_model(tmp_path, name, family)
     scores, texts = work(Replicas(load_model(tmp_path), Prompts(load_tokenizer(tmp_path)), 4))
-    assert len(scores) == 90
+    assert len(scores) == 36
     found = run_ranks(on_a_rank, 8, tmp_path, layouts)[0]
     assert len(found) == len(layouts)
     for other_scores, other_texts in found:

@@ -72,13 +72,15 @@ def test_what_pairs_begin_with_is_computed_once() -> None:
     ((row,),) = batches(MODELS["plain"], pairs, 8)
     assert len(row.tokens) == len(question) + 4  # of an answer all but its last token is given to the model
     assert sorted(number for number, *_ in row.asked) == list(range(6))
+    shots: list[Pair] = [(question + [n] * 5, [1]) for n in range(40)]  # 40 columns for all of a row, 5 for each
+    assert [len(row.tokens) for (row,) in batches(MODELS["plain"], shots, 1, beside=10)] == [100, 100, 100, 60]
     apart = batches(MODELS["plain"], [(question, [1]), (question[1:], [1])], 1, beside=10)
     assert [len(row.tokens) for (row,) in apart] == [40, 39]
 
 
 @pytest.mark.parametrize("name", ["dynamic", "long"])
 def test_rows_whose_angles_depend_on_their_length_hold_one_sequence(name: str) -> None:
-    assert len(batches(MODELS[name], [([1, 2], [3]), ([1, 2], [4, 5])], 1)) == 2
+    assert len(list(batches(MODELS[name], [([1, 2], [3]), ([1, 2], [4, 5])], 1))) == 2
 
 
 @given(st.integers(0, 40), st.integers(1, 12))

@@ -2,14 +2,20 @@
 
 But for the products everything is in fp64, so that what one layout computes in another way than one process shows: blocks
 are the same in both, to the last digits; where scales are of tensors and rows, what leaves their range below is not.
+
+`python tests/parity/eight_bits.py` holds every layout of up to four ranks against one process, by blocks of MXFP8.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from parity.cases import Case, layouts
+from parity.full import TOLERANCE, batches
+from parity.worker import sweep, verdicts
+from ranks import run_ranks
 
 from mega_trainer.fp8 import MULTIPLES
 
@@ -68,3 +74,19 @@ def all_layouts(recipe: str) -> Sequence[Case]:
 
 def _fits(ranks: int, parallel: dict[str, Any]) -> bool:
     return 4 % (ranks // (parallel["tp"] * parallel["pp"] * parallel.get("cp", 1))) == 0
+
+
+def main() -> int:
+    """All of them; 1 when one disagrees."""
+    cases, wrong, worst = all_layouts("mxfp8"), list[str](), 0.0
+    for part in batches(cases):
+        found = verdicts(part, run_ranks(sweep, part[0].ranks, part, timeout=3600))
+        wrong += [problem for one in found if (problem := one.problem(TOLERANCE))]
+        worst = max(worst, *(max(one.errors.values()) for one in found))
+        print(f"{len(part)} layouts on {part[0].ranks} ranks: errors up to {worst:.1e} so far", flush=True)
+    print("\n".join(wrong) or f"in fp8, {len(cases)} layouts agree with one process to {TOLERANCE:g}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,7 @@ from mega_common.log import ProgressBar, human, logger
 from mega_data.encoder import Choice
 from mega_data.readers import Document, Rejected, read
 from mega_data.sources import Kind, LeftOut, Source, describe
-from mega_data.tokenizer import Tokenizer
+from mega_data.tokenizer import LEADS, Tokenizer
 
 BATCH = 1 << 18  # bytes of text: 40 ms of work, so that threads stay busy and little waits
 PIECE = 1 << 18  # characters of a longer document that are encoded at once
@@ -33,6 +33,7 @@ class Batch:
         cut: how many answers lost something to the length limit; known when they are encoded.
         upto: what of the inputs is done with this batch.
         read: bytes of all inputs that were read for it and those before.
+        lead: how many tokens a piece begins with that are not its own (`Tokenizer.split`).
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Batch:
     upto: Place = (0, 0)
     read: float = 0
     goes_on: bool = False
+    lead: int = 0
 
 
 @dataclass
@@ -136,12 +138,13 @@ def batches(
     refuse: Path | None,
     end: str | None,
     prepare: Prepare | None = None,
+    leads: Sequence[str] = LEADS,
 ) -> Iterator[Batch]:
     """Documents in batches of about `BATCH` bytes; a long one comes alone, in pieces.
 
     `prepare` makes what is encoded of what is read.
     `refuse`: where bad lines would go if they did not end the run, None to let them pass. Documents with `end` in their
-    text are counted.
+    text are counted. `leads` are those of `Tokenizer.split`.
 
     Raises:
         DataError: at a bad line that is not let pass, and where the readers do.
@@ -159,7 +162,7 @@ def batches(
             _check(item, refuse)
             batch.rejected.append(item)
         elif long:
-            for batch in _pieces(item, tokenizer, before, reading.read):
+            for batch in _pieces(item, tokenizer, leads, before, reading.read):
                 if batch.goes_on:
                     yield batch
         else:
@@ -180,19 +183,22 @@ def _check(item: Rejected, refuse: Path | None) -> None:
         )
 
 
-def _pieces(document: Document, tokenizer: Tokenizer, before: float, read: float) -> Iterator[Batch]:
+def _pieces(
+    document: Document, tokenizer: Tokenizer, leads: Sequence[str], before: float, read: float
+) -> Iterator[Batch]:
     """A long document in batches of its own; `before` and `read` are the bytes read without it and with it."""
     done, exact = 0, True
     with document.long or contextlib.nullcontext():
-        for piece in tokenizer.split(document.long.blocks() if document.long else [document.text], PIECE):
+        blocks = document.long.blocks() if document.long else [document.text]
+        for piece in tokenizer.split(blocks, PIECE, leads):
             if len(piece.text) > 8 * PIECE:
                 logger.warning("%s: %s characters in one piece, which takes much memory: %s finds no place to cut them",
                                document.where, human(len(piece.text)), tokenizer.path)  # fmt: skip
             size = len(piece.text) if piece.text.isascii() else len(piece.text.encode())
             done, exact = done + size, exact and piece.exact
-            part = document._replace(text=piece.text, long=None, size=document.size if piece.last else 0)
+            part = document._replace(text=piece.lead + piece.text, long=None, size=document.size if piece.last else 0)
             upto = read if piece.last else before + (read - before) * done / document.size
-            yield Batch([part], size=size, read=upto, goes_on=not piece.last)
+            yield Batch([part], size=size, read=upto, goes_on=not piece.last, lead=len(tokenizer.encode(piece.lead)))
     if not exact:
         logger.warning("%s: no place to cut in %s characters and more: cut anywhere, where tokens may differ from"
                        " those of the whole", document.where, human(PIECE))  # fmt: skip

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from mega_data.partial import refusals
+
 LONG = 1 << 22  # bytes of a text, or line, from which on it is not held
 BLOCK = 1 << 20  # of them that are
 
@@ -39,10 +41,15 @@ class LongText:
     Attributes:
         size: its UTF-8 bytes.
         lone_surrogate: the number of the first character that is none but half a pair, as JSON can spell it.
+
+    Raises:
+        DataError: when the disk refuses, also from what adds to it and from `blocks`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by whoever encoded it
+        self._folder = folder
+        with refusals(folder):
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by whoever encoded it
         self.size = self._characters = 0
         self.lone_surrogate: int | None = None
 
@@ -62,7 +69,8 @@ class LongText:
             if self.lone_surrogate is None:
                 self.lone_surrogate = self._characters + error.start
             raw = text.encode("utf-8", "replace")
-        self._file.write(raw)
+        with refusals(self._folder):
+            self._file.write(raw)
         self.size += len(raw)
         self._characters += len(text)
 
@@ -85,7 +93,8 @@ class LongText:
 
     def blocks(self) -> Iterator[str]:
         """The text from its begin, in blocks."""
-        self._file.seek(0)
+        with refusals(self._folder):
+            self._file.seek(0)  # which writes what is not written yet
         return decoded(in_blocks(self._file))
 
     def __contains__(self, word: str) -> bool:

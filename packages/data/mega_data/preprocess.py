@@ -36,7 +36,7 @@ from mega_data.readers import Document
 from mega_data.shards import Shard, cut, failure_noted, finished, join
 from mega_data.sources import WHOLE, LeftOut, Source, find_sources
 from mega_data.split_sentences import SentenceEncoder
-from mega_data.tokenizer import Tokenizer, one_thread_per_call
+from mega_data.tokenizer import LEADS, Tokenizer, one_thread_per_call
 from mega_data.unpack import STDIN
 
 AHEAD = 1 << 22  # bytes of text per worker that may wait or be under way
@@ -230,6 +230,7 @@ class Job:
                 refuse=None if self.on_bad_line == "skip" else quarantine_path(prefix),
                 end=None if self.parse_special_tokens else tokenizer.eos_token,
                 prepare=chats.prepare if chats else None,
+                leads=LEADS[:1] if self.by_sentence else LEADS,  # which would be taken for white space between two
             )
             stack.enter_context(one_thread_per_call())
             encoded = _encoded(good, Encoding(encoder, chats, self.by_sentence), output.dtype, workers)
@@ -369,6 +370,8 @@ def _encode(batch: Batch, encoding: Encoding, dtype: np.dtype[Any]) -> list[Sequ
         return []
     try:
         found, batch.cut = encoding.encode(batch.documents, dtype)
+        if batch.lead:
+            found[0][0] = found[0][0][batch.lead :]
     except Differs as error:
         error.where = batch.documents[error.index].where
         raise

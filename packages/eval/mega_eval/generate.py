@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
-from mega_common.errors import DataError
+from mega_common.errors import ConfigError, DataError
 from mega_common.log import ProgressBar
-from mega_eval.engine import Engine, Request
+from mega_eval.draft import Drafter, ModelDrafter, NgramDrafter
+from mega_eval.engine import Engine, Request, Scored
 from mega_eval.sampling import Sampling
 from mega_eval.text import Finish, Limits, Text
 from mega_trainer.model.decoder import Decoder
 
+Prompt = str | Sequence[int]  # text, or its tokens as they are
+Draft = Literal["ngrams"] | Decoder  # guesses by repetition of the text, or by a smaller model
 
-@dataclass(frozen=True)
+
+@dataclass
 class Completion:
     """What followed a prompt.
 
@@ -22,75 +27,110 @@ class Completion:
         text: without stop string and special tokens.
         tokens: all tokens that were generated.
         finish: what ended it: an end token, a stop string or the limit.
+        scored: the tokens with their log-probabilities, where these were asked for.
     """
 
     text: str
     tokens: list[int]
     finish: Finish
+    scored: list[Scored] = field(default_factory=list)
 
 
 def generate(
     model: Decoder,
     tokenizer: Text,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     limits: Limits,
     sampling: Sampling | None = None,
     *,
     batch_size: int = 8,
+    logprobs: int | None = None,
+    grammar: str | None = None,
+    draft: Draft | None = None,
 ) -> list[Completion]:
     """Continue each prompt. What follows one does not depend on the others, but for the rounding of matrix products.
 
+    Args:
+        model: in eval mode.
+        tokenizer: the model's.
+        prompts: each is a sample of its own.
+        limits: what ends a continuation.
+        sampling: how tokens are drawn; by default the likeliest are taken.
+        batch_size: most prompts continued together.
+        logprobs, grammar: as in `Request`.
+        draft: guesses tokens, which changes none.
+
     Raises:
         DataError: when a prompt has no tokens, a token that the model does not know, or is too long.
+        ConfigError: when a draft model has another vocabulary.
     """
-    rows = [tokenizer.encode(prompt, add_special_tokens=True) for prompt in prompts]
-    engine = engine_for(model, tokenizer, rows, limits, batch_size)
-    texts = [""] * len(rows)
-    tokens: list[list[int]] = [[] for _ in rows]
-    finishes: list[Finish] = ["length"] * len(rows)
-    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-        with _naming(f"prompt {number + 1} ({prompt[:30]!r})"):
-            engine.add(Request(row, limits, sampling or Sampling(), sample=number))
+    rows = [_tokens(tokenizer, prompt) for prompt in prompts]
+    engine = _engine(model, tokenizer, rows, limits, batch_size, draft)
+    found = [Completion("", [], "length") for _ in rows]
+    for number, row in enumerate(rows):
+        with _naming(number, prompts[number]):
+            engine.add(Request(row, limits, sampling or Sampling(), number, logprobs, grammar=grammar))
     with ProgressBar("generating", total=len(rows), unit="prompts") as bar:
         while engine.waiting or engine.running:
             for event in engine.step():
-                texts[event.request] += event.text
-                tokens[event.request] += event.tokens
+                one = found[event.request]
+                one.text += event.text
+                one.tokens += event.tokens
+                one.scored += event.scored
                 if event.finish is not None:
-                    finishes[event.request] = event.finish
+                    one.finish = event.finish
                     bar.advance(1)
-    return [Completion(*one) for one in zip(texts, tokens, finishes, strict=True)]
+    return found
 
 
 def stream(
-    model: Decoder, tokenizer: Text, prompt: str, limits: Limits, sampling: Sampling | None = None
+    model: Decoder,
+    tokenizer: Text,
+    prompt: Prompt,
+    limits: Limits,
+    sampling: Sampling | None = None,
+    *,
+    grammar: str | None = None,
+    draft: Draft | None = None,
 ) -> Iterator[str]:
     """Continue one prompt, yielding text as it becomes certain: the pieces of what `generate` would return.
 
     Raises:
-        DataError: as `generate` does.
+        DataError, ConfigError: as `generate` does.
     """
-    row = tokenizer.encode(prompt, add_special_tokens=True)
-    engine = engine_for(model, tokenizer, [row], limits, 1)
-    with _naming(f"prompt 1 ({prompt[:30]!r})"):
-        engine.add(Request(row, limits, sampling or Sampling()))
+    row = _tokens(tokenizer, prompt)
+    engine = _engine(model, tokenizer, [row], limits, 1, draft)
+    with _naming(0, prompt):
+        engine.add(Request(row, limits, sampling or Sampling(), grammar=grammar))
     while engine.waiting or engine.running:
         yield from (event.text for event in engine.step() if event.text)
 
 
-def engine_for(
-    model: Decoder, tokenizer: Text, rows: Sequence[Sequence[int]], limits: Limits, batch_size: int
+def _engine(
+    model: Decoder, tokenizer: Text, rows: Sequence[Sequence[int]], limits: Limits, batch_size: int, draft: Draft | None
 ) -> Engine:
     """One with room for the longest of these rows as often as they run together."""
-    longest = max(map(len, rows), default=0) + limits.max_new_tokens
     batch_size = min(batch_size, len(rows))
-    return Engine(model, tokenizer, cache_tokens=longest * batch_size, batch_size=batch_size)
+    room = (max(map(len, rows), default=0) + limits.max_new_tokens) * batch_size
+    drafter: Drafter | None = NgramDrafter() if draft == "ngrams" else None
+    if isinstance(draft, Decoder):
+        if draft.config.vocab_size != model.config.vocab_size:
+            raise ConfigError(
+                f"the draft model has a vocabulary of {draft.config.vocab_size}, the model one of {model.config.vocab_size}",
+                hint="a draft model has to have the model's own tokenizer",
+            )
+        drafter = ModelDrafter(Engine(draft, tokenizer, cache_tokens=room, batch_size=batch_size))
+    return Engine(model, tokenizer, cache_tokens=room, batch_size=batch_size, drafter=drafter)
+
+
+def _tokens(tokenizer: Text, prompt: Prompt) -> list[int]:
+    return tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
 
 
 @contextmanager
-def _naming(prompt: str) -> Iterator[None]:
+def _naming(number: int, prompt: Prompt) -> Iterator[None]:
     """Say which prompt an error is about."""
     try:
         yield
     except DataError as error:
-        raise DataError(f"{prompt}: {error.message}", hint=error.hint) from None
+        raise DataError(f"prompt {number + 1} ({prompt[:30]!r}): {error.message}", hint=error.hint) from None

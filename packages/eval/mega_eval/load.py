@@ -89,6 +89,17 @@ def end_tokens(path: str | Place, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(found)
 
 
+def own_sampling(path: str | Place) -> dict[str, Any]:
+    """How the model's own generation_config.json wants tokens drawn: settings of `Sampling`, as far as it names them."""
+    raw = _mapping(open_source(path).assets().get("generation_config.json"))
+    found = {name: raw[name] for name in ("repetition_penalty",) if raw.get(name) is not None}
+    if raw.get("do_sample"):
+        drawn = ("temperature", "top_k", "top_p", "min_p")
+        # transformers writes a top_k of 0 for none
+        found |= {"temperature": 1.0} | {name: raw[name] for name in drawn if raw.get(name)}
+    return found
+
+
 def _mapping(asset: Path | bytes | None) -> Mapping[str, Any]:
     if asset is None:
         return {}

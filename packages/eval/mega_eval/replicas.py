@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -117,8 +118,8 @@ class Replicas:
     def _score(self, pairs: Sequence[Pair]) -> Iterator[dict[int, Score]]:
         together = 1 if self.model.head_weight.device.type == "cpu" else self.batch_size
         plan, copies = batches(self.model, pairs, together), self.world_size // self.block
-        for start in range(0, len(plan), copies):
-            mine = plan[start : start + copies][self.rank // self.block :][:1]
+        while share := list(islice(plan, copies)):
+            mine = share[self.rank // self.block :][:1]
             found = {number: one for batch in mine for number, one in score_batch(self.model, batch)}
             yield {number: one for part in self._gathered(found) for number, one in part.items()}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mega_eval.grammar import Grammar
-from mega_eval.text import Continuation
+from mega_eval.text import Continuation, Limits
 
 if TYPE_CHECKING:
     from mega_eval.engine import Request, Scored
@@ -50,7 +50,7 @@ class Row:
     def so_far(self) -> Request:
         """What a drafter is asked to go on with."""
         request, new = self.request, len(self.text.tokens)
-        room = replace(request.limits, max_new_tokens=request.limits.max_new_tokens - new - 1, stop=())
         return replace(
-            request, prompt=self.tokens, limits=room, drawn=request.drawn + new, logprobs=None, prompt_logprobs=False
-        )
+            request, prompt=self.tokens, limits=Limits(self.text.room - 1), drawn=request.drawn + new, logprobs=None,
+            prompt_logprobs=False, grammar=None,
+        )  # fmt: skip

@@ -23,7 +23,8 @@ from mega_eval.load import check_length
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.loss import CHUNK_ELEMENTS
 
-BESIDE = 512  # attention pays for all pairs of a row's columns, products of matrices are faster for many
+BESIDE = 256  # attention pays for all pairs of a row's columns, products of matrices are faster for many
+AHEAD = 4096  # pairs that are laid out at a time: a row takes more memory than its pairs
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -64,13 +65,18 @@ class Row:
     _path: list[int] = field(default_factory=list)  # its columns
 
     def add(self, number: int, pair: Pair, beside: int) -> bool:
-        """Take a pair; False if the row would have more than `beside` columns beside those of its first sequence."""
+        """Take a pair; False if the row would have more than `beside` columns beside those of its first sequence.
+
+        A pair that shares most of its columns may come on top of as many again as the first sequence has.
+        """
         context, continuation = pair
         sequence = [*context, *continuation][:-1]
         shared = _shared(self._last, sequence)
         new = range(len(self.tokens), len(self.tokens) + len(sequence) - shared)
-        if self.branches and new.stop - len(self.branches[0][1]) > beside:
-            return False
+        if self.branches:
+            first = len(self.branches[0][1])
+            if new.stop - first > beside + (first if shared > len(new) else 0):
+                return False
         if new or not self.branches:
             self.branches.append((self._path[:shared], new))
         self._last, self._path = sequence, [*self._path[:shared], *new]
@@ -120,7 +126,7 @@ def score(model: Decoder, pairs: Sequence[Pair], *, batch_size: int = 1, beside:
         model: in eval mode.
         pairs: neither context nor continuation may be empty; all but the last token of both are what the model is given.
         batch_size: rows computed together. A CPU gains nothing by more than one, for a row is long.
-        beside: columns that a row may have beside those of its first sequence.
+        beside: columns that a row may have beside those of its first sequence, where these are not shared.
 
     Raises:
         DataError: when a pair is empty, too long for the model or of another vocabulary.
@@ -152,8 +158,8 @@ def windows(tokens: Sequence[int], prefix: int, length: int) -> list[Pair]:
     ]
 
 
-def batches(model: Decoder, pairs: Sequence[Pair], batch_size: int, beside: int = BESIDE) -> list[list[Row]]:
-    """All pairs laid out in rows, and these in batches of equally long ones, the longest first.
+def batches(model: Decoder, pairs: Sequence[Pair], batch_size: int, beside: int = BESIDE) -> Iterator[list[Row]]:
+    """All pairs laid out in rows, and these in batches of about equally long ones.
 
     Raises:
         DataError: as `score` does.
@@ -165,13 +171,15 @@ def batches(model: Decoder, pairs: Sequence[Pair], batch_size: int, beside: int 
         rope is not None and rope.scaling in ("dynamic", "longrope")
         for rope in (model.config.rope, model.config.local_rope)
     )
-    rows: list[Row] = []
-    for number in sorted(range(len(pairs)), key=lambda number: [*pairs[number][0], *pairs[number][1]]):
-        if alone or not rows or not rows[-1].add(number, pairs[number], beside):
-            rows.append(Row())
-            rows[-1].add(number, pairs[number], beside)
-    rows.sort(key=lambda row: -len(row.tokens))
-    return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    order = sorted(range(len(pairs)), key=lambda number: [*pairs[number][0], *pairs[number][1]])
+    for first in range(0, len(order), AHEAD):
+        rows: list[Row] = []
+        for number in order[first : first + AHEAD]:
+            if alone or not rows or not rows[-1].add(number, pairs[number], beside):
+                rows.append(Row())
+                rows[-1].add(number, pairs[number], beside)
+        rows.sort(key=lambda row: -len(row.tokens))
+        yield from (rows[start : start + batch_size] for start in range(0, len(rows), batch_size))
 
 
 @torch.inference_mode()

@@ -77,7 +77,11 @@ def unknown_task(name: str, known: Sequence[str]) -> ConfigError:
 
 
 def run_tasks(
-    model: HarnessModel, names: Sequence[str], options: TaskOptions, told: Mapping[str, Any] | None = None
+    model: HarnessModel,
+    names: Sequence[str],
+    options: TaskOptions,
+    told: Mapping[str, Any] | None = None,
+    manager: TaskManager | None = None,
 ) -> Results:
     """Run tasks on a model, whose other ranks follow.
 
@@ -86,6 +90,7 @@ def run_tasks(
         names: of tasks, as `find_tasks` takes them.
         options: how.
         told: what the results say of the model under "config", beside the harness's own.
+        manager: what `find_tasks` has given for these names.
 
     Raises:
         ConfigError: when there is no such task.
@@ -96,7 +101,7 @@ def run_tasks(
             f"{model.text.tokenizer.path.parent}: the tokenizer has no chat template",
             hint="leave out --apply-chat-template",
         )
-    manager = find_tasks(names, options.include_path)
+    manager = manager or find_tasks(names, options.include_path)
     results: Results = simple_evaluate(
         model, tasks=_loaded(manager, names), task_manager=manager, num_fewshot=options.num_fewshot,
         limit=options.limit if options.limit is None or options.limit < 1 else int(options.limit),

@@ -154,8 +154,7 @@ def test_a_second_signal_ends_at_once(tokenizer: Path, pool: ThreadPoolExecutor)
         server.handle_exit(signal.SIGTERM, None)
     assert server.force_exit
     assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
-    with pytest.raises(httpx.HTTPError):
-        running.result()
+    assert running.exception() or running.result().status_code >= 500
 
 
 def test_bodies_are_bounded_and_half_characters_refused(tokenizer: Path) -> None:
@@ -173,6 +172,8 @@ def test_bodies_are_bounded_and_half_characters_refused(tokenizer: Path) -> None
             headers=headers,
         )
         assert half.status_code == 400
+        unknown = httpx.post(f"{url}/v1/completions", content=rb'{"prompt": "a", "model": "\ud800"}', headers=headers)
+        assert unknown.status_code == 404
         deep = httpx.post(f"{url}/v1/completions", content=b"[" * 999, headers=headers)
         assert deep.status_code == 400
 

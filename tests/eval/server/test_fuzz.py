@@ -27,9 +27,7 @@ CHECKS = [
     not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance,
     negative_data_rejection,
 ]  # fmt: skip
-BODIES = settings(
-    max_examples=30, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+BODIES = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +37,22 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     (folder / "chat_template.jinja").write_text("{% for one in messages %}{{ one.role + one.content }}{% endfor %}")
     engine = Scripted()
     engine.go.set()
-    with serving(service_of(engine, folder, max_length=64), key=KEY) as (url, _):
+    with serving(service_of(engine, folder, max_length=64), key=KEY, max_body=10**7) as (url, _):
         yield schemathesis.openapi.from_url(f"{url}/openapi.json", headers={"authorization": f"Bearer {KEY}"})
 
 
-def test_bodies_of_all_kinds(api: Any) -> None:
+@pytest.mark.parametrize("examples", [5, pytest.param(100, marks=pytest.mark.long)])
+def test_bodies_of_all_kinds(api: Any, examples: int) -> None:
     operations = [found.ok() for found in api.get_all_operations()]
     assert len(operations) == 9
     for operation in operations:
         for mode in GenerationMode:
             with contextlib.suppress(Unsatisfiable):  # what takes nothing can be given nothing wrong
-                _try(operation, mode)
+                _try(operation, mode, examples)
 
 
-def _try(operation: Any, mode: GenerationMode) -> None:
-    @BODIES
+def _try(operation: Any, mode: GenerationMode, examples: int) -> None:
+    @settings(BODIES, max_examples=examples)
     @given(operation.as_strategy(generation_mode=mode))
     def run(case: schemathesis.Case) -> None:
         case.call_and_validate(headers={"authorization": f"Bearer {KEY}"}, checks=CHECKS, timeout=60)

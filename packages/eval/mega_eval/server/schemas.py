@@ -64,7 +64,7 @@ class Generation(Body):
     stop: Annotated[Stop | Annotated[list[Stop], Field(max_length=16)] | None, Field()] = None
     ignore_eos: bool | None = False
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    grammar: Annotated[str | None, Field(max_length=100_000, description="a JSON schema or a Lark grammar")] = None
+    grammar: Annotated[str | None, Field(max_length=20_000, description="a JSON schema or a Lark grammar")] = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 

@@ -67,9 +67,10 @@ class Service:
             return self.tokenizer.encode(text, add_special_tokens=special)
 
         try:
-            return await to_thread.run_sync(run, limiter=self._encoders)
+            text.encode()
         except UnicodeEncodeError:
-            raise Refusal(400, "the text has half a character (a lone surrogate)") from None
+            raise Refusal(400, "a text has half a character (a lone surrogate)") from None
+        return await to_thread.run_sync(run, limiter=self._encoders)
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones spelt out."""

@@ -8,7 +8,7 @@ In `torch.ops.symm_mem.all_to_all_vdev` each rank gets its rows from the tables 
 So rows are made at their place there, and tables take turns: when an exchange has passed its barrier, that before it
 is over on every rank. On a CPU gloo sends the rows between the same tables.
 
-Legend: N tokens of this rank, K experts of a token, R ranks of the group, S rows that leave, T rows that come.
+Nothing here has run on a GPU yet. Legend: R ranks of the group.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class SymmetricWire:
         return torch.index_select(x, 0, numbers, out=self._place(len(numbers), x))
 
     def sum(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """See `slots.summed`; one row more, as tables of rows have it."""
+        """See `slots.summed`."""
         return self.leaves(summed_leaf, rows, numbers, self._place(len(numbers), rows))
 
     def __call__(self, rows: Tensor, sent: Tensor, received: Tensor, length: int) -> tuple[Tensor, Work]:

@@ -1,10 +1,10 @@
 """Experts reached by NCCL's own kernels for them, which Transformer Engine offers (version 2.20 or later).
 
-A token travels once to each rank, and comes sorted by expert into a table of a given length. Its kernels know from the device
-where that ends, so that the host waits in no layer, and touch no more rows than there are; but for the products and the
-activation in between, whose tables have room for a multiple of an even load, there is nothing left to do.
+Tokens come sorted by expert into a table of a given length, and go back summed. The kernels know from the device where the
+table's rows end, so that the host waits in no layer; and but for the products and the activation in between, whose tables have
+room for a multiple of an even load, there is nothing left to do. How often a token travels is NCCL's affair.
 
-Legend: N tokens of this rank, K experts of a token, M rows of this rank's experts, D model width.
+Nothing here has run on a GPU yet.
 """
 
 from __future__ import annotations

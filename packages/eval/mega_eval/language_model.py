@@ -1,0 +1,157 @@
+"""A model to be asked from Python.
+
+from mega_eval.language_model import LanguageModel
+
+model = LanguageModel.load("out/hf")
+(one,) = model.generate(["The capital of France is"], max_new_tokens=20)
+print(one.text)
+print(model.chat([{"role": "user", "content": "What is the capital of France?"}]).text)
+print(model.score(["Paris is in France.", "Paris is in Spain."]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mega_common.errors import ConfigError
+from mega_common.remote import Place
+from mega_data.chat.records import Conversation
+from mega_data.chat.template import ChatTemplate
+from mega_data.tokenizer import Tokenizer
+from mega_eval.chat import load_chat_template
+from mega_eval.generate import Completion, Draft, Prompt, generate, stream
+from mega_eval.load import PRECISIONS, device_named, end_tokens, load_model, load_tokenizer, own_sampling
+from mega_eval.sampling import Sampling
+from mega_eval.score import Score, score
+from mega_eval.text import Limits
+from mega_trainer.model.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A model, its tokenizer, and what its folder says of how to use them.
+
+    Attributes:
+        path: where they were loaded from.
+        model: in eval mode.
+        tokenizer: the model's.
+        ends: tokens that end a text.
+        settings: those of `Sampling` that its generation_config.json gives; they hold where a call says nothing else.
+        draft: guesses tokens, which changes no text.
+    """
+
+    path: str | Place
+    model: Decoder
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    settings: Mapping[str, Any]
+    draft: Draft | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Place,
+        *,
+        precision: str = "fp32",
+        device: str = "auto",
+        tokenizer: Path | None = None,
+        draft: str | None = None,
+    ) -> LanguageModel:
+        """A mega checkpoint, the newest of a run folder, a HuggingFace folder or a GGUF file.
+
+        Args:
+            path: where it is; or its URL.
+            precision: fp64, fp32, bf16 or fp16.
+            device: auto, cpu, cuda or cuda:N.
+            tokenizer: another than the one beside the weights.
+            draft: `ngrams`, or the path of a smaller model of the same vocabulary (speculative decoding).
+
+        Raises:
+            CheckpointError: when there is no complete model, or no tokenizer.
+            ConfigError: when there is no such device or precision.
+        """
+        if precision not in PRECISIONS:
+            raise ConfigError(f"precision {precision!r} is unknown", hint=", ".join(PRECISIONS))
+        dtype, where = PRECISIONS[precision], device_named(device)
+        words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path)
+        guesses: Draft | None = None
+        if draft is not None:
+            guesses = "ngrams" if draft == "ngrams" else load_model(draft, dtype=dtype, device=where)
+        model = load_model(path, dtype=dtype, device=where)
+        return cls(path, model, words, end_tokens(path, words), own_sampling(path), guesses)
+
+    def sampling(self, **settings: Any) -> Sampling:
+        """The settings of `Sampling` as given here, and of the folder where they are not.
+
+        Raises:
+            ConfigError: when one is unknown or cannot be.
+        """
+        return Sampling.parse({**self.settings, **settings}, source="sampling")
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        batch_size: int = 8,
+        logprobs: int | None = None,
+        grammar: str | None = None,
+        **settings: Any,
+    ) -> list[Completion]:
+        """Continue each prompt; `settings` are those of `Sampling`, the rest as in `generate.generate`.
+
+        Raises:
+            DataError: when a prompt cannot be continued.
+            ConfigError: when a setting is unknown or cannot be.
+        """
+        return generate(
+            self.model, self.tokenizer, prompts, Limits(max_new_tokens, stop, self.ends), self.sampling(**settings),
+            batch_size=batch_size, logprobs=logprobs, grammar=grammar, draft=self.draft,
+        )  # fmt: skip
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        grammar: str | None = None,
+        **settings: Any,
+    ) -> Iterator[str]:
+        """Continue one prompt, yielding text as it becomes certain; else as `generate`."""
+        limits = Limits(max_new_tokens, stop, self.ends)
+        return stream(
+            self.model, self.tokenizer, prompt, limits, self.sampling(**settings), grammar=grammar, draft=self.draft
+        )
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
+        """The answer to messages {"role", "content"}; `options` are those of `generate`.
+
+        Raises:
+            DataError: when the model has no chat template, or that refuses the messages.
+        """
+        text = self._template.prompt(Conversation([dict(message) for message in messages], [], None, {}))
+        (answer,) = self.generate([self.tokenizer.encode(text)], **options)
+        return answer
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return load_chat_template(self.path)
+
+    def score(self, texts: Sequence[str], *, contexts: Sequence[str] | None = None) -> list[Score]:
+        """How likely each text is, after its context if there are any; without, after the tokenizer's begin or the first token.
+
+        Raises:
+            DataError: when a text has too few tokens.
+        """
+        pairs = []
+        for number, text in enumerate(texts):
+            before = [] if contexts is None else self.tokenizer.encode(contexts[number], add_special_tokens=True)
+            tokens = self.tokenizer.encode(text, add_special_tokens=not before)
+            pairs.append((before, tokens) if before else (tokens[:1], tokens[1:]))
+        return score(self.model, pairs)

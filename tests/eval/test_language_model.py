@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import save_tiny, variant
+
+from mega_ckpt.families import family_named
+from mega_common.errors import ConfigError, DataError
+from mega_data.tokenizer import train_tokenizer
+from mega_eval.language_model import LanguageModel
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    words = train_tokenizer(["the end of the story"] * 3, 270, folder)
+    config = variant("grouped").model_copy(update={"vocab_size": words.vocab_size})
+    save_tiny(folder, family_named("llama"), config, dtype=torch.float64)
+    (folder / "generation_config.json").write_text(
+        '{"repetition_penalty": 1.5, "temperature": 7.0, "do_sample": false}'
+    )
+    return folder
+
+
+def test_it_loads_generates_streams_and_scores(folder: Path):
+    model = LanguageModel.load(folder, precision="fp64", device="cpu")
+    assert model.settings == {"repetition_penalty": 1.5}
+    one, two = model.generate(["the end", "of"], max_new_tokens=9, logprobs=0)
+    assert "".join(model.stream("the end", max_new_tokens=9)) == one.text
+    assert model.generate([model.tokenizer.encode("of")], max_new_tokens=9)[0].tokens == two.tokens
+    (free,) = model.generate(["the end"], max_new_tokens=9, logprobs=0, repetition_penalty=1.0)
+    (scored,) = model.score([model.tokenizer.decode(free.tokens)], contexts=["the end"])
+    if model.tokenizer.encode(model.tokenizer.decode(free.tokens)) == free.tokens:
+        assert scored.greedy
+        assert scored.logprobs == pytest.approx([token.logprob for token in free.scored], abs=1e-9)
+    assert [len(one.logprobs) for one in model.score(["the end of"])] == [len(model.tokenizer.encode("the end of")) - 1]
+
+
+def test_a_chat_is_its_templates_text(folder: Path):
+    pytest.importorskip("transformers", reason="renders templates")
+    with pytest.raises(DataError):
+        LanguageModel.load(folder).chat([{"role": "user", "content": "the end"}])
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message.content }} of{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    model = LanguageModel.load(folder, draft="ngrams")
+    answer = model.chat([{"role": "user", "content": "the end"}], max_new_tokens=5)
+    assert answer == model.generate([model.tokenizer.encode("the end of")], max_new_tokens=5)[0]
+
+
+def test_settings_that_cannot_be(folder: Path):
+    model = LanguageModel.load(folder)
+    with pytest.raises(ConfigError, match="temprature"):
+        model.generate(["the"], temprature=1.0)
+    with pytest.raises(ConfigError, match="fp31"):
+        LanguageModel.load(folder, precision="fp31")
