@@ -21,7 +21,7 @@ def run(model: dict[str, Any], batch: int, length: int, **sections: Any) -> RunC
     return RunConfig.parse({**raw, **sections})
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     heads=st.sampled_from([(4, 2), (12, 12), (8, 1)]),
     layers=st.integers(1, 7),

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.grads import Sharing
 from mega_trainer.pipeline.schedules import Costs, Op, make_schedule, placement, simulate
-from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.collectives import Wires
-from mega_trainer.plan.flops import Parameters, count_parameters, head_cost
+from mega_trainer.plan.flops import Parameters, count_parameters
 from mega_trainer.plan.machine import Efficiency, Machine
-from mega_trainer.plan.memory import RunShape, unit_layers
+from mega_trainer.plan.memory import RunShape, layers_of_stages, unit_layers
 from mega_trainer.plan.work import Bench, Habits, Pass, Rates, Work, added, times
 
 UPDATE_BYTES = 51  # of AdamW and the norm, for each parameter of a rank's share: benchmarks/results/traffic.json
@@ -81,13 +80,7 @@ class Planned:
         Raises:
             ConfigError: when the layers do not fit the stages.
         """
-        layers = stage_layers(
-            model.num_layers,
-            run.pp,
-            run.virtual_stages,
-            run.pipeline_layout,
-            head_cost=head_cost(model, run.seq_length),
-        )
+        layers = layers_of_stages(model, run)
         wires, rates = Wires.of(machine, efficiency), Rates.of(machine, efficiency, habits)
         unit = unit_layers(model, run) if run.zero == 3 else 1
         return cls(model, run, Bench(model, run, wires, rates, habits), count or count_parameters(model), layers, unit)

@@ -26,6 +26,8 @@ from mega_trainer.plan.memory import RunShape
 
 TILE = 128  # rows that a kernel works on at once: a product of fewer costs as much, attention sees half of one too many
 HEAD_BYTES = 7  # that the loss moves for each logit, forward and backward, besides the products
+BETWEEN_AGAIN = 0.7  # of work element by element, what norms and activations are, about
+BLOCK_AGAIN = 0.6  # of a layer's products, what a feed-forward block's are that its backward computes again, about
 KERNELS = 6  # of a layer's work element by element, each way
 EXPERT_KERNELS = 20  # that route, sort and pack the rows of experts, each way
 
@@ -270,9 +272,9 @@ class Bench:
             return {}
         seconds = work["attention"].forward if "attention" in run.modules else 0.0
         if "norm" in run.modules or "activation" in run.modules:
-            seconds += 0.7 * work["elementwise"].forward
+            seconds += BETWEEN_AGAIN * work["elementwise"].forward
         if "mlp" in run.modules or "moe" in run.modules:
-            seconds += 0.6 * work["products"].forward + work.get("expert", Pass()).forward
+            seconds += BLOCK_AGAIN * work["products"].forward + work.get("expert", Pass()).forward
         return {"recomputed": Pass(0.0, seconds)}
 
     def _tensor(self, work: Work) -> Work:
