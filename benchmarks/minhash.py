@@ -7,7 +7,7 @@ corpus a fifth of the documents are earlier ones with a few words changed (at mo
 once more, on a larger corpus: datatrove, at 16 times the time, would take an hour for a gigabyte, so that processor seconds
 for each are compared.
 
-    python -m venv other && other/bin/pip install 'datatrove[io]' spacy 'xxhash<4'
+    python -m venv other && other/bin/pip install 'datatrove[io]' spacy nltk regex tokenizers 'xxhash<4'
     python benchmarks/minhash.py --other other/bin/python [--megabytes 100] [--large 1000] [--rounds 3]
 """
 

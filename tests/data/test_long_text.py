@@ -65,7 +65,7 @@ def test_json_of_any_length_gives_what_reading_at_once_gives(
     for kind in ("json", "jsonl"):
         path = tmp_path / f"a.{kind}"
         path.write_bytes(raw)
-        source = Source(str(path), kind)  # type: ignore[arg-type]
+        source = Source(str(path), kind)
         assert list(found(source, tmp_path)) == list(found(source, None))
     assert {path.name for path in tmp_path.iterdir()} == {"a.json", "a.jsonl"}
 
