@@ -40,12 +40,12 @@ def layout(ranks: int, parallel: Mapping[str, Any], *, model: Mapping[str, Any] 
 
 
 QUICK = {
-    "alone": layout(1, {}, precision="fp32"),
     "interleaved": layout(2, {"pp": 2, "virtual_stages": 2, "zero": 0}),
     "split": layout(2, {"tp": 2, "sp": True}, recompute=SELECTIVE, model={"num_kv_heads": 2, "qk_norm": True}),
     "sharded": layout(2, {"zero": 3}),
 }
 LONG = {
+    "alone": layout(1, {}, precision="fp32"),
     "bf16": layout(1, {}),
     "sinks": layout(1, {}, model={"attention_sinks": True, "sliding_window": 64}),
     "soft caps": layout(1, {}, model={"attention_softcap": 5.0, "logit_softcap": 9.0}),
