@@ -74,7 +74,7 @@ def service_of(
         template = load_template(words.path)
     return Service(
         name="tiny", version="1.2", driver=Driver(engine, most=most), tokenizer=words, template=template,
-        ends=frozenset({words.eos_id} - {None}) if ends is None else ends, max_length=max_length, vocab_size=words.vocab_size, seconds=seconds,
+        ends=frozenset({words.eos_id} - {None}) if ends is None else ends, own={}, max_length=max_length, vocab_size=words.vocab_size, seconds=seconds,
         metrics=Metrics(engine),
     )  # fmt: skip
 

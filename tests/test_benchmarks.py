@@ -14,3 +14,23 @@ def test_the_benchmark_of_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, capsys: py
     told = capsys.readouterr().out
     for part in ("mega 1B fp8", "mega experts", "speed over transformers, 1B", "'ring'", "'documents'"):
         assert part in told
+
+
+def test_published_memory_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of each peer, and one that leaves its layout open."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    plan_memory = importlib.import_module("plan_memory")
+    table = tmp_path / "published.csv"
+    table.write_text(
+        "source,model,gpu,gpus,seq,tp,pp,cp,ep,zero_or_fsdp,micro_batch,precision,recompute,peak_mem,unit,what\n"
+        "torchtitan 2024-12,Llama3.1-8B,H100,8,8192,,,,,FSDP2,2,bf16 compile,selective,77.0,GiB,reserved\n"
+        "nanotron sweep (grad-accum 16),Llama-like-8.86B,H100,32,4096,1,2,,,ZeRO-1,1,bf16,,61.10,GB,\n"
+        "Megatron-Bridge skill,Moonlight-16B,H100,8,4096,2,1,1,8,,1,bf16,mla_up_proj,35.902,GB,max allocated\n"
+        "a skill,Qwen3-30B-A3B,H100,,,4,,,,,,,,29.89,GB,\n"
+    )
+    *rows, left_out = plan_memory.read(table)
+    found = plan_memory.compared(rows)
+    assert [row["source"] for row in found] == ["torchtitan 2024-12", "nanotron sweep", "Megatron-Bridge skill"]
+    assert all(abs(row["error"]) < 0.05 for row in found)
+    assert plan_memory.summary(found)["rows"] == 3
+    assert left_out.endswith("its layout is not told")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -109,6 +109,7 @@ def serve_command(
         tokenizer=found.tokenizer,
         template=_template_if_any(model, tokenizer, chat_template),
         ends=found.ends,
+        own=_own_sampling(model),
         max_length=found.max_length,
         vocab_size=found.vocab_size,
         seconds=timeout,
@@ -126,15 +127,17 @@ def chat_command(
     model: Model,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.0,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 takes the likeliest token each time.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many likeliest tokens only.")] = None,
     top_p: Annotated[
-        float, typer.Option(help="Draw from the fewest tokens with this probability together; above 0, up to 1.")
-    ] = 1.0,
+        float | None, typer.Option(help="Draw from the fewest tokens with this probability together; above 0, up to 1.")
+    ] = None,
     min_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Draw from tokens with this share of the likeliest's probability.")
-    ] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
+        float | None, typer.Option(help="Draw from tokens with this share of the likeliest's probability; from 0 to 1.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: tokens of the conversation become less likely.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the draws; the same seed gives the same answers.")] = 0,
     max_length: MaxLength = None,
     precision: PrecisionOption = Precision.FP32,
@@ -144,16 +147,19 @@ def chat_command(
 ) -> None:
     """Talk with a model. /reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer.
 
-    Piped standard input is one turn a line; nothing but the answers goes to standard output.
+    Piped standard input is one turn a line; nothing but the answers goes to standard output. How tokens are drawn is
+    what the model's generation_config.json says, as far as no option says otherwise.
     """
     from mega_eval.chat import Chat, load_chat_template
     from mega_eval.sampling import Sampling
 
-    raw = {
+    given = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
-    sampling = Sampling.parse(raw, source="options")
+    settings = {name: value for name, value in given.items() if value is not None}
+    Sampling.parse(settings, source="options")
+    sampling = Sampling.parse({**_own_sampling(model), **settings}, source="options and generation_config.json")
     template = load_chat_template(model, tokenizer, chat_template)
     found = _load(model, precision, device, tokenizer, max_length, None, 1)
     chat = Chat(
@@ -192,6 +198,19 @@ def _load(
     longest = max_length or min(loaded.config.max_position, LONGEST_DEFAULT)
     engine = Engine(loaded, words, cache_tokens=cache_tokens or 2 * longest, batch_size=batch_size)
     return _Loaded(engine, words, ends, longest, loaded.config.vocab_size)
+
+
+def _own_sampling(model: str) -> dict[str, Any]:
+    """What the model's generation_config.json says of drawing tokens, told in one line."""
+    from mega_eval.load import own_sampling
+    from mega_eval.sampling import Sampling
+
+    own = own_sampling(model)
+    if own:
+        Sampling.parse(own, source=f"{model}: generation_config.json")
+        told = ", ".join(f"{name} {value}" for name, value in own.items())
+        logger.info("%s: unless told otherwise, by its generation_config.json: %s", model, told)
+    return own
 
 
 def _api_key(given: str | None, file: Path | None) -> str | None:

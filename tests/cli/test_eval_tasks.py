@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from local_tasks import write_model, write_tasks
+from local_tasks import assert_same, write_model, write_tasks
 from typer.testing import CliRunner, Result
 
 from mega_cli.compare import compare_command
@@ -116,10 +116,5 @@ def test_ranks_started_by_the_command_give_what_one_gives(folder: Path, tmp_path
         done = subprocess.run([*command, "--log-samples", "--offline", *options], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("local_choice") == 1  # one rank tells
-        found.append(json.loads(out.read_text())["samples"])
-    assert found[0].keys() == found[1].keys()
-    for task, samples in found[0].items():
-        for one, other in zip(samples, found[1][task], strict=True):
-            for left, right in zip(one["resps"], other["resps"], strict=True):
-                same = left == right if isinstance(left[0], str) else left[0][0] == pytest.approx(right[0][0], rel=1e-5)
-                assert same
+        found.append(json.loads(out.read_text()))
+    assert_same(found[1], found[0])

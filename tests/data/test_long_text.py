@@ -17,9 +17,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mega_common.errors import DataError
+from mega_data.documents import Document, Rejected
+from mega_data.json_readers import SHOWN
 from mega_data.long_text import LongText
 from mega_data.preprocess import preprocess
-from mega_data.readers import SHOWN, Document, Rejected, read
+from mega_data.readers import read
 from mega_data.shards import Shard
 from mega_data.sources import Source, find_sources
 
@@ -30,8 +32,9 @@ RECORDS = st.dictionaries(st.sampled_from(["text", "id", "a"]), VALUES, max_size
 
 @pytest.fixture(autouse=True)
 def little_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("long_text", "readers"):
+    for module in ("long_text", "readers", "json_readers"):
         monkeypatch.setattr(f"mega_data.{module}.LONG", 16)
+    for module in ("long_text", "json_readers"):
         monkeypatch.setattr(f"mega_data.{module}.BLOCK", 5)
 
 
@@ -51,6 +54,7 @@ def found(source: Source, folder: Path | None) -> Iterator[tuple[Any, ...]]:
 @given(records=st.lists(RECORDS, max_size=4), ascii_only=st.booleans(), cut=st.integers(0, 40), array=st.booleans())
 @example([{"text": "\ud83d" + "a" * 40}, {"text": "\ud83d\ude00" * 9 + "\ud83d"}], True, 0, False)
 @example([{"a": "x" * 40, "text": "y" * 40, "id": ["z" * 40, 1.5]}], True, 0, True)
+@example([{"text": "", "id": None}, {"text": "a" * 11 + '""'}], False, 2, False)
 def test_json_of_any_length_gives_what_reading_at_once_gives(
     tmp_path: Path, records: list[Any], ascii_only: bool, cut: int, array: bool
 ) -> None:
@@ -132,9 +136,10 @@ def test_memory_does_not_grow_with_a_document(tmp_path: Path, tokenizer_folder: 
     code = (
         "import re, sys\n"
         "from pathlib import Path\n"
-        "from mega_data import batches, encoder, long_text, readers\n"
+        "from mega_data import batches, encoder, json_readers, long_text, readers\n"
         "from mega_data.preprocess import preprocess\n"
-        "batches.PIECE = long_text.LONG = readers.LONG = long_text.BLOCK = readers.BLOCK = 1 << 17\n"
+        "batches.PIECE = long_text.LONG = readers.LONG = json_readers.LONG = 1 << 17\n"
+        "long_text.BLOCK = json_readers.BLOCK = 1 << 17\n"
         "encoder.COMPARED_FIRST = 1\n"
         "tokenizer, folder = map(Path, sys.argv[1:])\n"
         "for name in ('1.txt', '1.jsonl', '1.txt', '1.jsonl', '12.txt', '12.jsonl'):\n"

@@ -19,6 +19,7 @@ from tokenizers import models, normalizers
 
 from mega_common.errors import DataError
 from mega_data import preprocess as module
+from mega_data.batches import Batch
 from mega_data.indexed import IndexedReader
 from mega_data.info import DataInfo, Skipped, read_info
 from mega_data.preprocess import preprocess
@@ -49,7 +50,7 @@ def files(folder: Path) -> set[str]:
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mega_data.batches.BATCH", 500)
-    monkeypatch.setattr(module, "AHEAD", 2000)
+    monkeypatch.setattr("mega_data.encoding.AHEAD", 2000)
 
 
 class Failing:
@@ -155,12 +156,9 @@ def test_little_text_is_under_way_at_once(
     tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, begun, most = threading.Lock(), [0], [0]
-    real_encode, real_add = module._encode, module.Output.add
+    real_add = module.Output.add
 
-    def submitted(batch: module.Batch, *rest: Any) -> Any:
-        return real_encode(batch, *rest)
-
-    def added(self: Any, batch: module.Batch, arrays: Any) -> None:
+    def added(self: Any, batch: Batch, arrays: Any) -> None:
         with lock:
             begun[0] -= batch.size
         real_add(self, batch, arrays)
@@ -176,7 +174,6 @@ def test_little_text_is_under_way_at_once(
 
     monkeypatch.setattr(module, "batches", batches)
     monkeypatch.setattr(module.Output, "add", added)
-    monkeypatch.setattr(module, "_encode", submitted)
     info = preprocess([numbered(tmp_path / "a.jsonl", 300)], tokenizer_folder, tmp_path / "d", workers=2)
     assert most[0] <= 2 * 2000 + 1000  # what may be under way, and a batch of up to a document more
     assert info.text_bytes > 10 * most[0]

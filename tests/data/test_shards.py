@@ -82,7 +82,8 @@ def test_parts_join_to_what_one_run_makes(
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), count=st.integers(1, 12))
 def test_every_line_is_in_one_shard(tmp_path: Path, sizes: list[int], count: int) -> None:
     """Whatever the sizes of files and lines: shards read all of the lines once, in order."""
-    from mega_data.readers import Document, read
+    from mega_data.documents import Document
+    from mega_data.readers import read
 
     for path in tmp_path.glob("*.jsonl"):
         path.unlink()

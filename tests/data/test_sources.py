@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_common.errors import DataError, MissingPackageError
-from mega_data.readers import Document, Rejected, read, texts
+from mega_data.documents import Document, Rejected
+from mega_data.readers import read, texts
 from mega_data.sources import find_sources
 
 

@@ -111,15 +111,15 @@ def test_logits_loss_and_greedy_text_are_those_of_transformers(mega: Path, refer
 
 
 def test_tasks_score_as_with_the_harness_own_model_sample_by_sample(mega: Path, hf: Path, tmp_path: Path) -> None:
-    """In fp64, for in fp32 transformers itself is up to 2e-5 from that."""
+    """In fp64, but for its norms, which transformers has in fp32 always; in fp32 it is up to 2e-5 from that."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
     tasks, options = write_tasks(tmp_path, 6), ["--log-samples", "--offline", "--precision", "fp64", "--output"]
     call("eval", mega, "--tasks", ",".join(tasks), *options, tmp_path / "ours.json")
-    assert_same(json.loads((tmp_path / "ours.json").read_text()), hf_results(hf, tasks, "float64"), 1e-9)
+    assert_same(json.loads((tmp_path / "ours.json").read_text()), hf_results(hf, tasks, "float64"))
     chat = ["--apply-chat-template", "--limit", 3]
     call("eval", mega, "--tasks", tasks[0], *chat, *options, tmp_path / "chats.json")
     theirs = hf_results(hf, tasks[:1], "float64", apply_chat_template=True, limit=3)
-    assert_same(json.loads((tmp_path / "chats.json").read_text()), theirs, 1e-9)
+    assert_same(json.loads((tmp_path / "chats.json").read_text()), theirs)
 
 
 def call(*arguments: object) -> None:

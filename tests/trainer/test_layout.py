@@ -90,7 +90,7 @@ MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 12}
             "parallel.dispatch = 'deepep': takes bf16 and whole experts",
         ),
         (MOE, {"ep": 2, "expert_tp": 2, "dispatch": "te"}, "parallel.dispatch = 'te': takes bf16 and whole experts"),
-        (MOE, {"ep": 2, "dispatch": "nvshmem"}, "parallel.dispatch_bound is not set -> alltoall"),
+        (MOE, {"ep": 2, "dispatch": "nvshmem"}, "and dispatch = nvshmem wants to know -> 1.25, or dispatch: alltoall"),
         (
             MOE,
             {"ep": 2, "expert_tp": 3, "dispatch": "nvshmem", "dispatch_bound": 2.0},

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from mega_common.errors import DataError
 from mega_common.log import ProgressBar, human, logger
+from mega_data.documents import Document, Rejected
 from mega_data.encoder import Choice
-from mega_data.readers import Document, Rejected, read
+from mega_data.readers import read
 from mega_data.sources import Kind, LeftOut, Source, describe
 from mega_data.tokenizer import LEADS, Tokenizer
 

@@ -25,6 +25,7 @@ from mega_common.files import sha256_file, write_json
 from mega_common.log import ProgressBar, logger
 from mega_data.batches import Batch, Progress
 from mega_data.commit import commit
+from mega_data.documents import Rejected
 from mega_data.encoder import Differs
 from mega_data.indexed import CHUNK, best_dtype
 from mega_data.indexed_writer import IndexedWriter
@@ -39,7 +40,6 @@ from mega_data.info import (
     write_info,
 )
 from mega_data.partial import refusals
-from mega_data.readers import Rejected
 from mega_data.tokenizer import Tokenizer
 
 Sequences = list[npt.NDArray[Any]]  # tokens of those that a document is written as

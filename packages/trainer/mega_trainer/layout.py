@@ -149,6 +149,9 @@ def expert_problems(config: RunConfig) -> Iterator[Problem]:
         widths = [n for n in range(1, 17) if moe.ffn_hidden_size % n == 0]
         rule = f"must divide the experts' ffn_hidden_size {moe.ffn_hidden_size}"
         yield Problem("parallel.expert_tp", rule, parallel.expert_tp, f"one of {widths}")
+    if parallel.dispatch in ("nvshmem", "te") and parallel.dispatch_bound is None:
+        rule = f"says how much room there is, and dispatch = {parallel.dispatch} wants to know"
+        yield Problem("parallel.dispatch_bound", rule, None, "1.25, or dispatch: alltoall")
     if unfit := _unfit_for_dispatch(config):
         yield Problem("parallel.dispatch", unfit, parallel.dispatch, "alltoall")
 
@@ -161,8 +164,6 @@ def _unfit_for_dispatch(config: RunConfig) -> str | None:
         return (
             f"takes bf16 and whole experts: precision = {config.precision}, parallel.expert_tp = {parallel.expert_tp}"
         )
-    if way in ("nvshmem", "te") and parallel.dispatch_bound is None:
-        return "wants to know how much room there is, and parallel.dispatch_bound is not set"
     if way == "nvshmem" and (ranks & (ranks - 1) or width % 32):  # its kernel shares bytes evenly among blocks
         return f"takes powers of two of ranks, and widths of a multiple of 32: ep x expert_tp = {ranks}, hidden_size = {width}"
     return None

@@ -174,6 +174,11 @@ def test_bodies_are_bounded_and_half_characters_refused(tokenizer: Path) -> None
         assert half.status_code == 400
         unknown = httpx.post(f"{url}/v1/completions", content=rb'{"prompt": "a", "model": "\ud800"}', headers=headers)
         assert unknown.status_code == 404
+        broken = httpx.post(f"{url}/v1/completions", content=b'{"prompt": ', headers=headers)
+        assert (broken.status_code, error_of(broken)["message"]) == (
+            400,
+            "the body is not JSON (Expecting value at character 11)",
+        )
         deep = httpx.post(f"{url}/v1/completions", content=b"[" * 999, headers=headers)
         assert deep.status_code == 400
 

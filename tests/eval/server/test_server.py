@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -270,3 +271,23 @@ def test_metrics_count(client: OpenAI) -> None:
     complete(client, max_tokens=5, extra_body={"ignore_eos": True})
     assert count(name) == before + 5
     assert count("mega_cache_pages") == count("mega_cache_free_pages") > 0
+
+
+def test_answers_obey_a_schema(client: OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}
+    answers = chat(client, max_tokens=60, response_format=wanted, temperature=1, seed=1, n=2).choices
+    assert {json.loads(answer.message.content)["a"] for answer in answers} <= {1, 2}
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        complete(client, extra_body={"grammar": "no grammar at all"})
+
+
+def test_a_models_own_settings_hold_where_a_request_says_nothing(client: OpenAI, service: Service) -> None:
+    greedy = complete(client).choices[0].text
+    service.own = {"top_k": 1}
+    try:
+        assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9).choices[0].text == greedy
+        other = complete(client, temperature=2, seed=1, extra_body={"top_k": 0}).choices[0].text
+        assert other == complete(client, temperature=2, seed=1, extra_body={"top_k": -1}).choices[0].text != greedy
+    finally:
+        service.own = {}

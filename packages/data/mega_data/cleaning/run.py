@@ -34,8 +34,8 @@ from mega_data.cleaning.lines import SUFFIXES
 from mega_data.cleaning.pool import in_order
 from mega_data.cleaning.split import Names, Split, compare, split
 from mega_data.cleaning.tally import Amount, Tally, total
+from mega_data.documents import Document, Rejected
 from mega_data.preprocess import usable_cores
-from mega_data.readers import Document, Rejected
 from mega_data.sources import LeftOut, Source, find_sources
 
 BATCH = 1 << 20  # bytes of text judged at once

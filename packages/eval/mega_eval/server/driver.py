@@ -94,18 +94,27 @@ class Driver:
         if self._thread.is_alive():
             self._thread.join()
 
+    def check(self, count: int) -> None:
+        """Refuse `count` more requests.
+
+        Raises:
+            Refusal: when the engine has failed, or has as many as it may.
+        """
+        if self.failure is not None:
+            raise Refusal(503, "the engine has failed; the server has to be started again")
+        if count > self.most:
+            raise Refusal(400, f"{count} prompts and choices in one call; this server takes {self.most}")
+        if count and self.open + count > self.most:
+            raise Refusal(429, f"the server is busy with {self.open} requests", retry_after=1)
+
     async def submit(self, requests: Sequence[Request]) -> Group:
-        """Hand over requests; `release` has to follow, whatever happens to them.
+        """Hand over requests; the group that is returned has to be released.
 
         Raises:
             Refusal: when the engine has failed, or has as many as it may.
             DataError: when one of them cannot be done; then none is.
         """
-        self._check()
-        if len(requests) > self.most:
-            raise Refusal(400, f"{len(requests)} prompts and choices in one call; this server takes {self.most}")
-        if self.open + len(requests) > self.most:
-            raise Refusal(429, f"the server is busy with {self.open} requests", retry_after=1)
+        self.check(len(requests))
         group = Group(len(requests))
         self.open += group.size
         self._commands.put(lambda: self._add(group, requests))
@@ -146,15 +155,11 @@ class Driver:
                 return False
             command()
 
-    def _check(self) -> None:
-        if self.failure is not None:
-            raise Refusal(503, "the engine has failed; the server has to be started again")
-
     def _add(self, group: Group, requests: Sequence[Request]) -> None:
         if group.accepted.done():  # cancelled before its turn
             return
         try:
-            self._check()
+            self.check(0)
             for number, request in enumerate(requests):
                 added = self.engine.add(request)
                 group.ids.append(added)

@@ -87,6 +87,8 @@ def refusal_of(error: Exception) -> Refusal:
 
 def _invalid(found: Sequence[Any]) -> Refusal:
     """All that is wrong with a body, the first field to blame; of unions each branch has its complaint."""
+    if found[0]["type"] == "json_invalid":
+        return Refusal(400, f"the body is not JSON ({found[0]['ctx']['error']} at character {found[0]['loc'][-1]})")
     told = dict.fromkeys(f"{_field(one['loc']) or 'body'}: {one['msg']}" for one in found[:8])
     return Refusal(400, "; ".join(told), param=_field(found[0]["loc"][:2]) or None)
 

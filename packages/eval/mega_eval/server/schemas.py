@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -51,16 +51,19 @@ class StreamOptions(BaseModel):
 
 
 class Generation(Body):
-    """How to continue a text. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and `grammar` are extensions."""
+    """How to continue a text. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and `grammar` are extensions.
+
+    What is left out of the settings of sampling is what the model's generation_config.json says, or else OpenAI's default.
+    """
 
     n: Annotated[int | None, Field(ge=1, le=128)] = 1
-    temperature: Annotated[float | None, Field(ge=0, le=100)] = 1.0
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[float | None, Field(ge=0, le=100)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=2**31, description="0 or -1: all")] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = 0.0
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = 1.0
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
     stop: Annotated[Stop | Annotated[list[Stop], Field(max_length=16)] | None, Field()] = None
     ignore_eos: bool | None = False
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
@@ -74,17 +77,13 @@ class Generation(Body):
             raise ValueError("'stream_options' wants 'stream': true")
         return self
 
-    def sampling(self) -> Sampling:
-        """How tokens are drawn; without a seed by one that is drawn itself."""
-        given = {
-            "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p,
-            "presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-        }  # fmt: skip
-        chosen = {name: value for name, value in given.items() if value is not None}
-        top_k = self.top_k if self.top_k is not None and self.top_k > 0 else None
-        seed = secrets.randbits(63) if self.seed is None else self.seed
-        return Sampling(**{"temperature": 1.0, **chosen, "top_k": top_k, "seed": seed})
+    def sampling(self, own: Mapping[str, Any]) -> Sampling:
+        """How tokens are drawn, by the model's `own` settings where nothing else is said; without a seed by any."""
+        names = Sampling.model_fields.keys() & self.model_fields_set
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if given.get("top_k", 1) < 1:
+            given["top_k"] = None
+        return Sampling(**{"temperature": 1.0, "seed": secrets.randbits(63), **own, **given})
 
     def limits(self, most: int, ends: Collection[int]) -> Limits:
         """When a text ends: after `most` tokens, at a stop string, or at one of the model's `ends`."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 
@@ -32,6 +33,7 @@ class Service:
         tokenizer: of the model.
         template: of its chats; None: it has none.
         ends: tokens that end a text.
+        own: how the model wants tokens drawn where a request does not say.
         max_length: tokens of a prompt and its continuation.
         vocab_size: of the model.
         seconds: for one answer.
@@ -44,6 +46,7 @@ class Service:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     ends: frozenset[int]
+    own: Mapping[str, Any]
     max_length: int
     vocab_size: int
     seconds: float
@@ -90,6 +93,7 @@ class Service:
     async def completion(self, body: CompletionRequest) -> Running:
         """Begin a completion."""
         given, prompts = body.prompts(), []
+        self.driver.check(len(given) * (body.n or 1))  # before the work of encoding them
         for prompt in given:
             tokens = prompt if isinstance(prompt, list) else await self.encode(prompt, special=body.add_special_tokens)
             prompts.append(tokens)
@@ -101,6 +105,7 @@ class Service:
 
     async def chat(self, body: ChatRequest) -> Running:
         """Begin an answer in a chat."""
+        self.driver.check(body.n or 1)
         prompt = await self.chat_prompt(body.messages, body.chat_template_kwargs)
         return await self._begin(body, Chat(self.vocabulary), [prompt], [None])
 
@@ -108,9 +113,7 @@ class Service:
         self, body: Generation, form: Format, prompts: Sequence[list[int]], echoes: Sequence[Echo | None]
     ) -> Running:
         """Hand `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
-        if body.constraint() is not None:
-            raise Refusal(400, "grammars are not supported by this engine")
-        choices, sampling, alternatives = body.n or 1, body.sampling(), body.alternatives()
+        choices, sampling, alternatives = body.n or 1, body.sampling(self.own), body.alternatives()
         requests = [
             Request(
                 prompt,
@@ -119,6 +122,7 @@ class Service:
                 sample=choice,
                 logprobs=alternatives,
                 prompt_logprobs=echo is not None and alternatives is not None,
+                grammar=body.constraint(),
             )
             for prompt, echo in zip(prompts, echoes, strict=True)
             for choice in range(choices)

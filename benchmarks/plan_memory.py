@@ -1,0 +1,230 @@
+"""Published memory of peers' runs against a prediction from how each peer keeps things.
+
+    python benchmarks/plan_memory.py published_memory.csv
+
+A peer's trainer is not ours, so what it keeps is told here, product by product, in bytes of a token and layer (D width, F feed-forward
+width, Q and K widths of queries and of keys), with what its states are; the pipeline is our planner's 1F1B. What is known of
+a peer is from its source or documents; what is not, and was
+chosen so that its rows fit, is said to be fitted below, and nowhere else.
+Rows that leave the sequence, the layout or the model open, and those of fine-tuning by adapters, are not predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import record
+
+from mega_common.model_config import ModelConfig
+from mega_common.presets import preset
+from mega_trainer.pipeline.schedules import make_schedule, peak_activations
+from mega_trainer.plan.flops import count_parameters
+from mega_trainer.plan.memory import RunShape, layers_of_stages
+
+UNITS = {"GiB": 2**30, "GB": 1e9}
+# Moonlight's recipe says "precision-aware optimizer with bf16 gradients/moments" (Megatron-Bridge, recipes/moonlight).
+BF16_MOMENTS = "Megatron-Bridge"
+# Fitted: what torch's allocator holds over what tensors take at the peak, where a source tells what is reserved.
+RESERVED = 1.04
+# Fitted: these rows take memory for a loss that nothing compiles.
+EAGER_LOSS = ("torchtitan 2024-12", "torchao H100")
+# Fitted: gradients are kept in bf16, as what is allocated between steps says: 5.5 bytes a parameter over eight ranks.
+HALF_GRADIENTS = ("dgxc", "Megatron-Bridge")
+MODELS = {
+    "Llama3-8B": ModelConfig.parse(preset("llama3-8b")),
+    "Llama3.1-8B": ModelConfig.parse(preset("llama3-8b")),
+    **{
+        f"Llama-like-{name}": ModelConfig.parse(
+            {
+                "num_layers": layers, "hidden_size": width, "ffn_hidden_size": wide, "num_attention_heads": heads,
+                "vocab_size": 131_072,
+            }
+        )
+        for name, layers, width, wide, heads in (
+            ("1.34B", 16, 2048, 8192, 32), ("8.86B", 32, 4096, 14_336, 32), ("80B", 80, 8192, 28_672, 64),
+        )
+    },
+    "Moonlight": ModelConfig.parse(
+        {
+            "num_layers": 27, "hidden_size": 2048, "ffn_hidden_size": 11_264, "num_attention_heads": 16, "vocab_size": 163_840,
+            "mla": {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+            "moe": {
+                "num_experts": 64, "top_k": 6, "ffn_hidden_size": 1408, "shared_ffn_hidden_size": 2816, "score": "sigmoid",
+                "layers": list(range(1, 27)), "selection_bias": True,
+            },
+        }
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the table, as far as it can be planned."""
+
+    name: str
+    source: str
+    model: ModelConfig
+    run: RunShape
+    recompute: str
+    bytes: float
+    reserved: bool
+
+
+def read(path: Path) -> Iterator[Published | str]:
+    """Each row, or why it is not predicted."""
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            name = (
+                f"{row['source']}, {row['model']}, {row['gpu']} x {row['gpus']}, {row['precision']}, {row['recompute']}"
+            )
+            model = next((model for name, model in MODELS.items() if row["model"].startswith(name)), None)
+            if model is None or not (row["gpus"] and row["micro_batch"]):
+                yield f"{name}: its layout is not told"
+                continue
+            run = _run(row, model)
+            source = "torchao H100" if row["source"] == "torchao" and row["gpu"] == "H100" else row["source"]
+            yield Published(
+                name, source, model, run, row["recompute"] or "unstated",
+                float(row["peak_mem"]) * UNITS[row["unit"]], "max allocated" not in row["what"],
+            )  # fmt: skip
+
+
+def _run(row: Mapping[str, str], model: ModelConfig) -> RunShape:
+    def number(key: str) -> int:
+        return int(row[key] or 1)
+
+    tp, pp, cp = number("tp"), number("pp"), number("cp")
+    dp = int(row["gpus"]) // (tp * pp * cp)
+    steps = row["source"].partition("grad-accum ")[2].rstrip(")")
+    zero = 3 if "FSDP" in row["zero_or_fsdp"] else 0 if row["zero_or_fsdp"] == "ZeRO-0" else 1
+    return RunShape(
+        int(row["seq"] or 8192), micro_batch=number("micro_batch"), microbatches=int(steps or 1), tp=tp, sp=tp > 1, pp=pp,
+        cp=cp, ep=number("ep"), dp=dp, zero=zero,
+    )  # fmt: skip
+
+
+def predicted(row: Published) -> float:
+    """Bytes on the rank that holds most."""
+    peer = _fsdp2 if row.run.zero == 3 else _pipelined
+    return peer(row) * (RESERVED if row.reserved else 1.0)
+
+
+def _fsdp2(row: Published) -> float:
+    """torchtitan: fp32 shards of weights, gradients and two moments; bf16 weights of a layer and the next one, of embedding and
+    head throughout; logits whole, which an uncompiled loss turns into fp32, and so their logarithms and two gradients.
+
+    Per-operation checkpointing keeps a layer's input, attention's output and every other product: of queries, values, the gate, and the
+    last one.
+    """
+    model, run, count = row.model, row.run, count_parameters(row.model)
+    tokens, width = run.micro_batch * run.seq_length / run.cp, model.hidden_size
+    keys = model.kv_heads * model.head_size
+    kept = 2 * width
+    if row.recompute != "full":
+        kept += 2 * (3 * width + keys + model.ffn_hidden_size) + 4 * model.num_attention_heads
+    loss = tokens * model.vocab_size * (2 + 3 * 4 if row.source.startswith(EAGER_LOSS) else 2 + 2)
+    gathered = 2 * (count.embedding + count.head + 2 * count.layers[0].total)
+    return 16 * count.total / (run.dp * run.cp) + gathered + tokens * model.num_layers * kept + loss
+
+
+def _pipelined(row: Published) -> float:
+    """Megatron and nanotron: weights in bf16, gradients whole, main weights and moments in fp32, shared under ZeRO-1.
+
+    nanotron keeps q and k before and after rotation, silu's output beside its product, and the inputs of column layers as they
+    were gathered; Megatron gathers those again.
+    """
+    run, model, nanotron = row.run, row.model, row.source.startswith("nanotron")
+    gradients, main = (
+        2 if row.source.startswith(HALF_GRADIENTS) else 4,
+        8 if row.source.startswith(BF16_MOMENTS) else 12,
+    )
+    schedule = make_schedule("1f1b", pp=run.pp, microbatches=run.microbatches)
+    flight, stages = peak_activations(schedule), layers_of_stages(model, replace(run, pp=run.pp))
+    count, most = count_parameters(model), 0.0
+    tokens = run.micro_batch * run.seq_length / run.cp
+    shared = (run.dp * run.cp, max(1, run.dp * run.cp * run.tp // run.ep)) if run.zero else (1, 1)
+    for rank, layers in enumerate(stages):
+        ends = (count.embedding * (rank == 0) + count.head * (rank == run.pp - 1)) / run.tp
+        dense = sum(count.layers[i].split / run.tp + count.layers[i].whole for i in layers) + ends
+        experts = sum(count.layers[i].experts for i in layers) / run.ep
+        states = sum(n * (2 + gradients + main / ranks) for n, ranks in zip((dense, experts), shared, strict=True))
+        kept = flight[rank] * tokens * sum(_layer(model, run, i, row.recompute, nanotron=nanotron) for i in layers)
+        # logits in bf16, in fp32, and their exponentials, which become the gradient
+        loss = tokens * model.vocab_size / run.tp * (2 + 4 + 4) * (rank == run.pp - 1)
+        most = max(most, states + kept + loss)
+    return most
+
+
+def _layer(model: ModelConfig, run: RunShape, index: int, recompute: str, *, nanotron: bool) -> float:
+    """Bytes of a token in one layer, without the parts of it that are computed again."""
+    width, values = model.hidden_size, model.num_attention_heads * model.value_size
+    query, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
+    moe = model.moe if model.has_experts(index) else None
+    wide = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
+    norms = 0 if "layernorm" in recompute else 2 * width
+    stream = (2 * width + (0 if nanotron else norms)) / run.tp + (norms if nanotron else 0)
+    if model.mla:
+        keys = query
+    heads = (2 if nanotron else 1) * (query + keys) + 2 * values
+    if "mla_up_proj" in recompute:
+        heads -= query + keys + values
+    feed = (4 if nanotron else 3) * wide + (2 * moe.top_k * width if moe else 0)
+    if moe and "moe_act" in recompute:
+        feed -= moe.top_k * moe.ffn_hidden_size
+    if moe is None and "mlp" in recompute:
+        feed = 0
+    return 2 * (stream + (heads + feed) / run.tp) + 4 * model.num_attention_heads / run.tp
+
+
+def compared(rows: Iterable[Published]) -> list[dict[str, Any]]:
+    """Each row beside its prediction."""
+    return [
+        {
+            "run": row.name, "source": row.source.split(" (")[0], "recompute": row.recompute, "published_gb": row.bytes / 1e9,
+            "predicted_gb": predicted(row) / 1e9, "error": predicted(row) / row.bytes - 1,
+        }
+        for row in rows
+    ]  # fmt: skip
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the errors."""
+    told = [row["error"] for row in rows if row["recompute"] != "unstated"]
+    errors = [abs(row["error"]) for row in rows]
+    return {
+        "rows": len(rows), "median": statistics.median(errors), "within 10 %": sum(e < 0.1 for e in errors) / len(errors),
+        "furthest under where recomputation is stated": min(told, default=0.0),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("published", type=Path, help="a table of runs, with the columns of published_memory.csv")
+    options = parser.parse_args()
+    found = list(read(options.published))
+    rows, left_out = (
+        compared(row for row in found if isinstance(row, Published)),
+        [r for r in found if isinstance(r, str)],
+    )
+    for row in rows:
+        print(
+            f"{row['run'][:92]:92} {row['published_gb']:7.2f} {row['predicted_gb']:7.2f} {100 * row['error']:+6.1f} %"
+        )
+    print(*left_out, sep="\n")
+    sources = {
+        source: [row for row in rows if row["source"] == source] for source in dict.fromkeys(r["source"] for r in rows)
+    }
+    for source, own in sources.items():
+        print(f"{source:40} median {100 * summary(own)['median']:5.1f} % of {len(own)}")
+    print(", ".join(f"{name} {value:.3g}" for name, value in summary(rows).items()))
+    record.write("plan_memory", {**summary(rows), "runs": rows, "left_out": left_out})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""lm-evaluation-harness over HTTP: its client for servers gives what its own model gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from local_tasks import assert_same, hf_results, write_model, write_tasks
+from serving import service_of, serving
+
+from mega_data.tokenizer import Tokenizer
+from mega_eval.engine import Engine
+from mega_eval.load import load_model
+
+
+@pytest.mark.long
+def test_scores_over_http_are_those_of_the_harness_own_model(tmp_path: Path) -> None:
+    pytest.importorskip("tenacity", reason="the harness's client for servers needs it")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    write_model(tmp_path)
+    tasks = write_tasks(tmp_path, 6)[:2]
+    engine = Engine(load_model(tmp_path), Tokenizer(tmp_path), cache_tokens=2048, batch_size=8)
+    with serving(service_of(engine, tmp_path, max_length=64)) as (url, _):
+        given = {"model": "tiny", "base_url": f"{url}/v1/completions", "tokenizer": str(tmp_path), "max_length": 63}
+        manager = TaskManager(include_defaults=False)
+        found = simple_evaluate(
+            "local-completions",
+            model_args=given,
+            tasks=tasks,
+            task_manager=manager,
+            log_samples=True,
+            bootstrap_iters=0,
+        )
+    assert_same(json.loads(json.dumps(found, default=str)), hf_results(tmp_path, tasks), rel=1e-4)
