@@ -128,7 +128,7 @@ class Slopes:
         return {name: round(float(value), 3) for name, value in zip(self.names, np.exp(found.x), strict=True)}
 
 
-def told(errors: Sequence[float]) -> dict[str, float]:
+def told(errors: Sequence[float] | Array) -> dict[str, float]:
     """Of logarithms of ratios: how many, the middle and the 90th percentile of the relative error, and the median's sign."""
     relative = np.expm1(np.asarray(errors))
     sizes = np.abs(relative)
@@ -138,9 +138,7 @@ def told(errors: Sequence[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def by(
-    key: Callable[[Published], str], runs: Sequence[Published], errors: Sequence[float]
-) -> dict[str, dict[str, float]]:
+def by(key: Callable[[Published], str], runs: Sequence[Published], errors: Array) -> dict[str, dict[str, float]]:
     """`told` of each group."""
     groups: dict[str, list[float]] = defaultdict(list)
     for run, error in zip(runs, errors, strict=True):

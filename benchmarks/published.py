@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
-from mega_trainer.plan.flops import hardware_flops, model_flops
+from mega_trainer.plan.flops import RecomputeKind, hardware_flops, model_flops
 from mega_trainer.plan.machine import Machine, load_machine
 from mega_trainer.plan.memory import RunShape
 from mega_trainer.plan.work import Habits
@@ -163,7 +163,7 @@ def _run(row: Row, model: ModelConfig, seq: int, gpus: int) -> RunShape:
     )  # fmt: skip
 
 
-def _recompute(row: Row, maker: str) -> tuple[str, tuple[str, ...]]:
+def _recompute(row: Row, maker: str) -> tuple[RecomputeKind, tuple[str, ...]]:
     if row["recompute"].startswith("full"):
         return "full", ()
     if row["recompute"] == "selective" and maker == "torchtitan":  # every second product, all between them
@@ -185,7 +185,7 @@ def _model(row: Row) -> ModelConfig | None:
         )
     if name == "Qwen3-30B-A3B":
         return ModelConfig.parse(preset("qwen3-30b-a3b"))
-    sizes: dict[str, object] = SIZES.get(name.upper(), row)
+    sizes: Mapping[str, object] = SIZES.get(name.upper()) or row
     if not (sizes["layers"] and sizes["hidden"] and sizes["heads"]):
         return None
     layers, hidden, heads = (int(float(str(sizes[key]))) for key in ("layers", "hidden", "heads"))

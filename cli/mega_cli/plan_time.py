@@ -35,11 +35,13 @@ def timed(
     wanted = None if tokens is None else _number(tokens)
     step = planned(config, ranks, machine).time()
     rate = config.batch.global_ * config.data.seq_length / step.seconds
-    length, peak = config.data.seq_length, machine.peak("bf16" if config.precision == "fp8" else config.precision)
+    kind = "bf16" if config.precision == "fp8" else config.precision  # MFU is told of what peers tell it of
+    length, peak = config.data.seq_length, machine.peak(kind)
     told: dict[str, Any] = {
         "machine": name,
         "seconds_per_step": step.seconds,
         "tokens_per_second_per_gpu": rate / ranks,
+        "peak_of": kind,
         "mfu_causal": rate / ranks * model_flops(config.model, length) / peak,
         "mfu_palm": rate / ranks * palm_flops(config.model, length) / peak,
         "seconds": dict(sorted(step.parts.items(), key=lambda part: -part[1])),
@@ -52,7 +54,11 @@ def timed(
         if machine.price is not None:
             told["cost"] = hours * ranks * machine.price
     told["faster"] = [
-        {"settings": _settings(layout), "gain": 1 - layout.time.seconds / step.seconds, "memory_bytes": layout.memory}
+        {
+            "settings": _settings(layout, config),
+            "gain": 1 - layout.time.seconds / step.seconds,
+            "memory_bytes": layout.memory,
+        }
         for layout in faster(config, ranks, machine)
     ]
     return told
@@ -67,7 +73,7 @@ def table(told: Mapping[str, Any]) -> list[str]:
         f"on {told['machine']}, predicted:",
         f"  a step         {seconds:.3f} s, {told['tokens_per_second_per_gpu']:,.0f} tokens a second and GPU",
         f"  MFU            {100 * told['mfu_causal']:.1f} % (what is not masked), {100 * told['mfu_palm']:.1f} % "
-        "(6 N + 12 L H Q S, as PaLM counts), of the bf16 peak under fp8",
+        f"(6 N + 12 L H Q S, as PaLM counts) of the {told['peak_of']} peak",
         f"  time goes to   {parts}",
         f"  memory         {'fits' if told['fits'] else 'does not fit'} {limit:.1f} GiB",
     ]
@@ -136,12 +142,15 @@ def _short(layout: Layout) -> str:
     return " ".join(words)
 
 
-def _settings(layout: Layout) -> list[str]:
-    """As `--set` takes them."""
-    return [
-        f"{path}={value['kind'] if isinstance(value, dict) else json.dumps(value).strip(chr(34))}"
-        for path, value in layout.settings.items()
-    ]
+def _settings(layout: Layout, config: RunConfig) -> list[str]:
+    """What a layout changes of a run, as `--set` takes it."""
+    changed = []
+    for path, value in layout.settings.items():
+        section, _, key = path.partition(".")
+        if value is not None or getattr(getattr(config, section), key) is not None:
+            told = value["kind"] if isinstance(value, dict) else json.dumps(value).strip('"')
+            changed.append(f"{path}={told}")
+    return changed
 
 
 def _number(text: str) -> float:

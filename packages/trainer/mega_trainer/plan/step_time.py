@@ -138,7 +138,7 @@ class Planned:
         totals = [sum(cost.total for cost in work.values()) for work in mine]
         slowest = totals.index(max(totals))
         parts = {kind: cost.total * run.microbatches for kind, cost in mine[slowest].items()}
-        waiting = max(0.0, makespan - totals[slowest] * run.microbatches)
+        waiting = max(0.0, makespan - totals[slowest] * run.microbatches) if run.pp > 1 else 0.0
         parts |= {"pipeline bubble": waiting, **self._once(slowest, mine[slowest])}
         return StepTime(sum(parts.values()), {kind: seconds for kind, seconds in parts.items() if seconds})
 
