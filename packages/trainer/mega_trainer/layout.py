@@ -214,8 +214,9 @@ def _suggestion(config: RunConfig, world_size: int) -> str:
             tp * pp < parallel.tp * parallel.pp or tp * cp < parallel.tp * parallel.cp,
             abs(tp - parallel.tp) + abs(pp - parallel.pp) + abs(cp - parallel.cp), tp, pp, cp,
         )
-        for tp in range(1, world_size + 1)
-        for pp in range(1, world_size // tp + 1)
+        for tp in range(1, min(world_size, config.model.num_attention_heads) + 1)
+        if _splits(config.model, tp)
+        for pp in range(1, min(world_size // tp, config.model.num_layers) + 1)
         for cp in range(1, parallel.cp + 1)
         if world_size % (tp * pp * cp) == 0
     )  # fmt: skip
