@@ -153,7 +153,7 @@ def test_a_second_signal_ends_at_once(tokenizer: Path, pool: ThreadPoolExecutor)
         server.handle_exit(signal.SIGTERM, None)
         server.handle_exit(signal.SIGTERM, None)
     assert server.force_exit
-    assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "engine"])
     assert running.exception() or running.result().status_code >= 500
 
 
