@@ -277,7 +277,6 @@ SCHEMA = (
 @pytest.mark.parametrize("drafter", [None, NgramDrafter()])
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 def test_text_obeys_a_grammar(words: tuple[Decoder, Tokenizer], temperature: float, drafter: Drafter | None):
-    pytest.importorskip("llguidance", reason="what reads grammars")
     model, tokenizer = words
     assert tokenizer.eos_id is not None
     limits, sampling = Limits(90, ends={tokenizer.eos_id}), Sampling(temperature=temperature)
@@ -297,7 +296,6 @@ def test_text_obeys_a_grammar(words: tuple[Decoder, Tokenizer], temperature: flo
 
 @pytest.mark.parametrize("grammar", ['{"type": 7}', "{no json", "start: unknown", ""])
 def test_grammars_that_cannot_be(words: tuple[Decoder, Tokenizer], grammar: str):
-    pytest.importorskip("llguidance", reason="what reads grammars")
     with pytest.raises(DataError, match="grammar"):
         Engine(*words, cache_tokens=90, batch_size=1).add(Request([1], grammar=grammar, limits=Limits(5)))
     with pytest.raises(DataError, match=r"tokenizer\.json"):

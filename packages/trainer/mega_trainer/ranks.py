@@ -75,6 +75,7 @@ def warn_of_restarts(environment: Mapping[str, str]) -> None:
 def end_torchrun(environment: Mapping[str, str]) -> None:
     """Have torchrun end too, where it would take the status of a rank that was asked to end for a failure, and restart it."""
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and environment.get("LOCAL_RANK") == "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun passes it on, and this rank has its last words to say
         os.kill(os.getppid(), signal.SIGTERM)
 
 
