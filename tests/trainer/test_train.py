@@ -571,4 +571,4 @@ def test_a_model_that_memory_cannot_hold_is_told_with_advice(settings: Settings)
         TrainingError, match=r"rank 0 on .*, before the first step: out of memory on the host: 4.*TB"
     ) as told:
         trained(raw)
-    assert "take more ranks; mega train --find-micro-batch" in str(told.value)
+    assert "--set batch.micro=1 (4.4TB); mega train --find-micro-batch" in str(told.value)  # half of what logits take
