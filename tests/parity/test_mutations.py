@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from parity.mutations import MUTATIONS, RESTORES, mutated, restored
 from parity.worker import verdict
 from ranks import run_ranks
@@ -12,17 +11,12 @@ from ranks import run_ranks
 SEEN = 1e-6
 
 
-@pytest.fixture(scope="module")
-def found() -> list[list]:
-    return list(zip(*run_ranks(mutated, 4, timeout=200), strict=True))
-
-
-@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=[one.name for one in MUTATIONS])
-def test_is_seen(found: list[list], number: int) -> None:
-    one = MUTATIONS[number]
-    healthy, ill = (verdict(one.case, ranks) for ranks in zip(*found[number], strict=True))
-    assert not healthy.problem(1e-10)
-    assert ill.missing or max(ill.errors.values()) > SEEN, f"{one.name}: {ill.errors}"
+def test_each_is_seen() -> None:
+    """One test, for pytest-xdist would train them once in each of its processes."""
+    for one, *ranks in zip(MUTATIONS, *run_ranks(mutated, 4, timeout=200), strict=True):
+        healthy, ill = (verdict(one.case, each) for each in zip(*ranks, strict=True))
+        assert not healthy.problem(1e-10), one.name
+        assert ill.missing or max(ill.errors.values()) > SEEN, f"{one.name}: {ill.errors}"
 
 
 def test_bugs_of_a_restore_are_seen(tmp_path: Path) -> None:
