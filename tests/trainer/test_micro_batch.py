@@ -74,7 +74,7 @@ def test_sizes_divide_the_share_of_a_data_rank() -> None:
 def test_a_limit_of_memory_is_found(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
         writer.add_document((np.arange(20_000) % 64).astype(np.uint16))
-    model = {**RAW["model"], "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 8192, "vocab_size": 64}
+    model = {**RAW["model"], "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32768, "vocab_size": 64}
     raw = {
         "model": model, "data": {"train": str(tmp_path / "tokens"), "seq_length": 512, "split": [1, 0, 0]}, "precision": "fp32",
         "batch": {"micro": 1, "global": 4}, "device": "cpu", "output": str(tmp_path / "run"),
@@ -82,7 +82,7 @@ def test_a_limit_of_memory_is_found(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(json.dumps(raw))
     done = subprocess.run(
         [sys.executable, "-m", "mega_cli.main", "train", str(tmp_path / "run.yaml"), "--find-micro-batch"],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (900 << 20, 900 << 20)), capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (1400 << 20, 1400 << 20)), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout == f"mega train {tmp_path}/run.yaml --set batch.micro=2\n", done.stderr
     assert "batch.micro = 4: out of memory" in done.stderr
