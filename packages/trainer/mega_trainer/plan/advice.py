@@ -22,7 +22,7 @@ def run_shape(config: RunConfig, world_size: int) -> RunShape:
         cp=parallel.cp, cp_kind=parallel.cp_kind, ep=parallel.ep, expert_tp=parallel.expert_tp,
         dispatch_bound=parallel.dispatch_bound, dp=dp, zero=parallel.zero, zero3_shard=parallel.zero3_shard,
         zero3_layers=parallel.zero3_layers, bucket_elements=parallel.bucket_elements,
-        half_sums=parallel.grad_reduce_dtype == "bf16", precision=config.precision, recompute=config.recompute.kind,
+        precision=config.precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_min_bytes=config.offload.min_bytes,
         offload_optimizer=config.optimizer.offload, muon=config.optimizer.name == "muon", eight_bits=layers_kept(config),

@@ -37,7 +37,6 @@ class RunShape:
         zero3_shard: data and context ranks that share one copy at level 3; None for all.
         zero3_layers: that are gathered together at level 3; None for as many as make a message worth while.
         bucket_elements: gradients that are summed at once; None for the trainer's own choice.
-        half_sums: gradients are sent in bf16.
         modules: of each layer that `selective` recomputes.
         recompute_layers: of each stage, the first ones, that `full` recomputes; None for all.
         offload: layers of each stage, the first ones, whose activations wait in host memory.
@@ -67,7 +66,6 @@ class RunShape:
     zero3_shard: int | None = None
     zero3_layers: int | None = None
     bucket_elements: int | None = None
-    half_sums: bool = False
     precision: str = "bf16"
     recompute: RecomputeKind = "none"
     modules: tuple[str, ...] = ("norm", "activation")
