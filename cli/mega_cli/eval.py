@@ -71,6 +71,15 @@ TokenizerOption = Annotated[
     Path | None, typer.Option("--tokenizer", help="The model's tokenizer; default: the one beside its weights.")
 ]
 
+Temperature = Annotated[float | None, typer.Option(min=0, help="0 takes the likeliest token each time.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Draw from so many likeliest tokens only.")]
+TopP = Annotated[
+    float | None, typer.Option(help="Draw from the fewest tokens with this probability together; above 0, up to 1.")
+]
+MinP = Annotated[
+    float | None, typer.Option(help="Draw from tokens with this share of the likeliest's probability; from 0 to 1.")
+]
+
 
 def eval_command(
     ctx: typer.Context,
@@ -216,14 +225,10 @@ def generate_command(
         typer.Option(help="A file with one prompt, or .jsonl with a key 'prompt' in each line; - for standard input."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add to each prompt.")] = 256,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 takes the likeliest token each time.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many likeliest tokens only.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw from the fewest tokens with this probability together; above 0, up to 1.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Draw from tokens with this share of the likeliest's probability; from 0 to 1.")
-    ] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
     repetition_penalty: Annotated[
         float | None, typer.Option(help="Above 1: tokens of the prompt or the text become less likely.")
     ] = None,

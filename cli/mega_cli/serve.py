@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mega_cli import __version__
-from mega_cli.eval import Device, Model, Precision, PrecisionOption, TokenizerOption
+from mega_cli.eval import (
+    Device,
+    MinP,
+    Model,
+    Precision,
+    PrecisionOption,
+    Temperature,
+    TokenizerOption,
+    TopK,
+    TopP,
+)
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
 from mega_common.log import logger
 
@@ -127,14 +137,10 @@ def chat_command(
     model: Model,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 1024,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 takes the likeliest token each time.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many likeliest tokens only.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw from the fewest tokens with this probability together; above 0, up to 1.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Draw from tokens with this share of the likeliest's probability; from 0 to 1.")
-    ] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
     repetition_penalty: Annotated[
         float | None, typer.Option(help="Above 1: tokens of the conversation become less likely.")
     ] = None,
@@ -188,16 +194,14 @@ def _load(
     cache_tokens: int | None,
     batch_size: int,
 ) -> _Loaded:
-    from mega_data.tokenizer import Tokenizer
     from mega_eval.engine import Engine
-    from mega_eval.load import PRECISIONS, device_named, end_tokens, load_model, load_tokenizer
+    from mega_eval.language_model import LanguageModel
 
-    words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(model)
-    ends = end_tokens(model, words)
-    loaded = load_model(model, dtype=PRECISIONS[precision], device=device_named(device))
-    longest = max_length or min(loaded.config.max_position, LONGEST_DEFAULT)
-    engine = Engine(loaded, words, cache_tokens=cache_tokens or 2 * longest, batch_size=batch_size)
-    return _Loaded(engine, words, ends, longest, loaded.config.vocab_size)
+    loaded = LanguageModel.load(model, precision=precision, device=device, tokenizer=tokenizer)
+    config, words = loaded.model.config, loaded.tokenizer
+    longest = max_length or min(config.max_position, LONGEST_DEFAULT)
+    engine = Engine(loaded.model, words, cache_tokens=cache_tokens or 2 * longest, batch_size=batch_size)
+    return _Loaded(engine, words, loaded.ends, longest, config.vocab_size)
 
 
 def _own_sampling(model: str) -> dict[str, Any]:
