@@ -7,14 +7,16 @@ What a run computes stays: its batch, its precision, its model.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
+from mega_common.config import apply_overrides
 from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig
 from mega_trainer.plan.advice import run_shape
@@ -65,14 +67,8 @@ def reason(layout: Layout, best: Layout) -> str:
 
 def yaml_of(layout: Layout) -> str:
     """The sections of run.yaml that make a layout: `parallel`, `batch.micro` and `recompute`."""
-    nested: dict[str, Any] = {}
-    for path, value in layout.settings.items():
-        *sections, key = path.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        if value is not None:
-            place[key] = value
+    given = {path: value for path, value in layout.settings.items() if value is not None}
+    nested = apply_overrides({}, _overrides(given))
     if not nested["offload"]["activations"]:
         del nested["offload"]
     return yaml.safe_dump(nested, sort_keys=False)
@@ -82,7 +78,6 @@ def habits_of(config: RunConfig) -> Habits:
     """What this trainer does under that configuration."""
     parallel = config.parallel
     return Habits(
-        cp_kind=parallel.cp_kind,
         passes=1.0 if config.compile else 2.0,
         dispatch="node" if parallel.dispatch == "deepep" else "rank",
         gradient_bytes=2 if parallel.grad_reduce_dtype == "bf16" else 4,
@@ -106,13 +101,11 @@ def with_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfi
         ConfigError: when that is no legal run.
     """
     raw = config.model_dump(mode="json", by_alias=True, exclude_none=True)
-    for path, value in settings.items():
-        *sections, key = path.split(".")
-        place = raw
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[key] = value
-    return RunConfig.parse(raw)
+    return RunConfig.parse(apply_overrides(raw, _overrides(settings)))
+
+
+def _overrides(settings: Mapping[str, object]) -> Iterator[str]:
+    return (f"{path}={json.dumps(value)}" for path, value in settings.items())
 
 
 def best_layouts(
@@ -129,8 +122,7 @@ def best_layouts(
     for settings, run in candidates(config, ranks, machine):
         if rough_memory(config, count, run) > ROUGHLY * limit:
             continue
-        own = replace(habits, cp_kind=settings["parallel.cp_kind"])
-        seconds = Planned.of(config.model, run, machine, efficiency, own, count).least_seconds()
+        seconds = Planned.of(config.model, run, machine, efficiency, habits, count).least_seconds()
         rough.append((seconds, settings))
         if len(rough) % 500 == 0:
             tell(f"{len(rough)} layouts timed")
@@ -226,27 +218,27 @@ def candidates(config: RunConfig, ranks: int, machine: Machine) -> Iterator[tupl
         if tp > machine.ranks_per_node or pp > model.num_layers or ranks % (tp * pp * cp) or not fits:
             continue
         dp = ranks // (tp * pp * cp)
-        kinds = ["ring", "alltoall"] if cp > 1 else ["ring"]
+        kinds: list[Literal["ring", "alltoall"]] = ["ring", "alltoall"] if cp > 1 else ["ring"]
         micros = [n for n in (1, 2, 4, 8) if batch % (n * dp) == 0]
         eps = _divisors(math.gcd(experts, dp * cp * tp))
         choices = product(micros, eps, _pipelines(model.num_layers, pp), [1, 3] if pp == 1 else [1], _RECOMPUTE, kinds)
         for micro, ep, (schedule, virtual), zero, recompute, kind in choices:
             run = replace(
                 base, micro_batch=micro, microbatches=batch // (micro * dp), tp=tp, sp=tp > 1, pp=pp, virtual_stages=virtual,
-                schedule=schedule, pipeline_layout=None, cp=cp, ep=ep, dp=dp, zero=zero, recompute=recompute,
+                schedule=schedule, pipeline_layout=None, cp=cp, cp_kind=kind, ep=ep, dp=dp, zero=zero, recompute=recompute,
                 recompute_layers=None, offload=0, expert_tp=1, modules=("norm", "activation"),
             )  # fmt: skip
-            yield settings_of(run, kind), run
+            yield settings_of(run), run
 
 
 _RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 
 
-def settings_of(run: RunShape, cp_kind: str) -> Settings:
+def settings_of(run: RunShape) -> Settings:
     """What makes a run of that shape, by path."""
     return {
         "parallel.tp": run.tp, "parallel.sp": run.sp, "parallel.pp": run.pp, "parallel.virtual_stages": run.virtual_stages,
-        "parallel.schedule": run.schedule, "parallel.pipeline_layout": None, "parallel.cp": run.cp, "parallel.cp_kind": cp_kind,
+        "parallel.schedule": run.schedule, "parallel.pipeline_layout": None, "parallel.cp": run.cp, "parallel.cp_kind": run.cp_kind,
         "parallel.ep": run.ep, "parallel.expert_tp": run.expert_tp, "parallel.dp": run.dp, "parallel.zero": run.zero,
         "parallel.zero3_shard": None, "parallel.zero3_layers": None, "batch.micro": run.micro_batch,
         "recompute": {"kind": run.recompute}, "offload.activations": 0,

@@ -37,7 +37,6 @@ class Habits:
     """How a trainer goes about what its layout leaves open. The defaults are this one's; others describe published runs.
 
     Attributes:
-        cp_kind: how attention reaches the tokens of other context ranks.
         attention: its kernel; `unfused` writes and reads all scores.
         passes: bytes of work element by element, as a multiple of those of fused kernels.
         tp_waited: of the ten collectives of a layer under tensor and sequence parallelism, those that nothing hides.
@@ -45,7 +44,6 @@ class Habits:
         gradient_bytes: of an element of a gradient that is summed over data ranks.
     """
 
-    cp_kind: Literal["ring", "allgather", "alltoall"] = "ring"
     attention: Literal["fused", "flash2", "triton", "unfused"] = "fused"
     passes: float = 1.0
     tp_waited: int = 6
@@ -295,12 +293,12 @@ class Bench:
         ranks = self.wires.ranks(run.cp, run.tp)
         keys = model.kv_heads * (model.head_size + model.value_size) / min(run.tp, model.kv_heads)
         size = self.tokens * run.cp * keys * self.element
-        if self.habits.cp_kind == "alltoall":
+        if run.cp_kind == "alltoall":
             rows = self.tokens * self.element * (2 * model.num_attention_heads * model.head_size / run.tp + keys)
             way = self.wires.all_to_all(rows, ranks)
             return {"context": Pass(way, way)}
         one = self.wires.gather(size, ranks)
-        if self.habits.cp_kind == "allgather":
+        if run.cp_kind == "allgather":
             return {"context": Pass(one, 2 * one)}
         seen = work["attention"]  # a ring passes them on while attention works on those before
         return {"context": Pass(self.rates.hidden(one, seen.forward), self.rates.hidden(2 * one, seen.inputs))}
