@@ -189,6 +189,11 @@ class ModelConfig(Config):
         return self.num_kv_heads or self.num_attention_heads
 
     @property
+    def shared_heads(self) -> set[int]:
+        """How many heads there are of each kind that several ranks may hold the same of."""
+        return {self.kv_heads}
+
+    @property
     def head_size(self) -> int:
         """Width of one attention head's query and key."""
         if self.mla:
