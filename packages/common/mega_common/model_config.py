@@ -200,7 +200,7 @@ class ModelConfig(Config):
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     residual_dropout: float = Field(0.0, ge=0, lt=1)
     init_std: float = Field(0.02, gt=0)
-    scale_residual_init: bool = Field(True, description="std / sqrt(2 layers) for projections into the residual")
+    scale_residual_init: bool = Field(True, description="std / sqrt(sums) for projections into the residual")
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None

@@ -24,7 +24,7 @@ from mega_trainer.parallel.context import Kind
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.expert import Dispatcher
 from mega_trainer.parallel.linear import Linear
-from mega_trainer.parallel.param import make_parameter
+from mega_trainer.parallel.param import Draw, make_parameter
 from mega_trainer.parallel.tensor import (
     ColumnLinear,
     Heads,
@@ -153,7 +153,8 @@ class Builder:
     def residual_std(self) -> float:
         """Standard deviation for projections into the residual stream (GPT-2's scaling, when asked for)."""
         config = self.config
-        return config.init_std / (math.sqrt(2 * config.num_layers) if config.scale_residual_init else 1.0)
+        sums = sum(half is not None for kind in config.kinds[: config.num_layers] for half in kind)
+        return config.init_std / (math.sqrt(sums) if config.scale_residual_init else 1.0)
 
     def column(self, blocks: Sequence[Heads], *, bias: bool) -> ColumnLinear:
         """A fused column-parallel layer of several [count * size, D] projections, named without `.weight`."""
@@ -312,12 +313,13 @@ class Builder:
         *,
         fill: float = 0.0,
         std: float | None = None,
+        draw: Draw | None = None,
         grad_sync: Sequence[Group] = (),
         replicas: Sequence[Group] = (),
     ) -> nn.Parameter:
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
-            std=std, fill=fill, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
+            std=std, draw=draw, fill=fill, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
         )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ elements in seconds, but other numbers than a CPU: the layouts that start alike 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_ckpt.pieces import Box, Piece, Shape, copy_overlap
-from mega_trainer.parallel.param import info_of, local_of
+from mega_trainer.parallel.param import Draw, info_of, local_of
 from mega_trainer.rng import generator
 
 TILE_COLUMNS = 512
@@ -29,13 +31,38 @@ def init_weights(model: nn.Module, seed: int) -> None:
             values = local_of(parameter).zero_()
             for piece in info.pieces:
                 view = piece.view(values)
-                if info.std is None:
+                draw = info.draw if info.std is None else Normal(info.std)
+                if draw is None:
                     view.fill_(info.fill)
                 else:
-                    _draw(view, piece, seed, info.std)
+                    _fill(view, piece, seed, draw)
 
 
-def _draw(view: Tensor, piece: Piece, seed: int, std: float) -> None:
+@dataclass(frozen=True)
+class Normal:
+    """A `Draw` of a normal distribution around zero."""
+
+    std: float
+
+    def __call__(self, tile: Tensor, stream: torch.Generator) -> Tensor:
+        """See `Draw`."""
+        return tile.normal_(0.0, self.std, generator=stream)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A `Draw` of numbers between two, and what is made of them."""
+
+    low: float
+    high: float
+    then: Callable[[Tensor], Tensor] = lambda numbers: numbers
+
+    def __call__(self, tile: Tensor, stream: torch.Generator) -> Tensor:
+        """See `Draw`."""
+        return self.then(tile.uniform_(self.low, self.high, generator=stream))
+
+
+def _fill(view: Tensor, piece: Piece, seed: int, draw: Draw) -> None:
     tile = tile_of(piece.global_shape)
     counts = [-(-n // size) for n, size in zip(piece.global_shape, tile, strict=True)]
     touched = [
@@ -47,8 +74,8 @@ def _draw(view: Tensor, piece: Piece, seed: int, std: float) -> None:
         shape = [min(size, n - o) for size, n, o in zip(tile, piece.global_shape, offset, strict=True)]
         number = int(np.ravel_multi_index(place, counts))
         stream = generator(view.device, seed, piece.name, number=number)
-        draw = torch.empty(shape, device=view.device).normal_(0.0, std, generator=stream)
-        copy_overlap(Box(piece.global_offset, view), Box(offset, draw))
+        drawn = draw(torch.empty(shape, device=view.device), stream)
+        copy_overlap(Box(piece.global_offset, view), Box(offset, drawn))
 
 
 def tile_of(shape: Shape) -> Shape:

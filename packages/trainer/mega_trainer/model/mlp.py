@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mega_trainer.model.activation import activate
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Context
 from mega_trainer.parallel.tensor import Heads
 
 
@@ -31,8 +32,8 @@ class Mlp(nn.Module):
         self.up = build.column([Heads(f"{name}.{part}", width) for part in parts], bias=config.mlp_bias)
         self.down = build.row(f"{name}.down_proj", width, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S or S/T, D] -> the same shape."""
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """[B, S or S/T, D] -> the same shape. Tokens are alike: nothing of the context is asked."""
         h = self.saved.again("activation", self.activate, self.up(x))
         y: Tensor = self.down(h)
         return y

@@ -13,6 +13,8 @@ from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Factor
 
+# Draws what a tensor starts from: fills the one it is given, fp32, from the stream, and returns what becomes of it.
+Draw = Callable[[Tensor, torch.Generator], Tensor]
 # Where the next part of a parameter's gradient belongs, and whether to add it to what is there or write over it. To be
 # called once for each part, which must then be put there.
 MainGrad = Callable[[], tuple[Tensor, bool]]
@@ -24,8 +26,9 @@ class ParamInfo:
 
     Attributes:
         pieces: where its elements live in the canonical tensors; padding belongs to no piece.
-        std: standard deviation of the normal distribution it starts from; None for a constant `fill`.
-        fill: the constant it starts from when `std` is None.
+        std: standard deviation of the normal distribution it starts from.
+        draw: what it starts from instead, where that is another distribution.
+        fill: the constant it starts from without either.
         data: the group over which the data-parallel gradient is summed and ZeRO slices are cut.
         grad_sync: further groups whose ranks each see a part of its gradient, to be summed.
         replicas: groups whose ranks hold the same values, so that norms count it on the first rank alone.
@@ -44,6 +47,7 @@ class ParamInfo:
     parts: Group | None = None
     split: Group | None = None
     straight: bool = True
+    draw: Draw | None = None
 
 
 def make_parameter(
@@ -60,13 +64,14 @@ def make_parameter(
     parts: Group | None = None,
     split: Group | None = None,
     straight: bool = True,
+    draw: Draw | None = None,
 ) -> nn.Parameter:
     """A parameter of the local `shape`, not initialised, with its description attached."""
     parameter = nn.Parameter(torch.zeros(tuple(shape), dtype=dtype, device=device))
     sync = tuple(group for group in grad_sync if group.size > 1)
     copies = tuple(group for group in replicas if group.size > 1)
     parameter.mega = ParamInfo(  # type: ignore[attr-defined]
-        tuple(pieces), data, std, fill, sync, copies, parts, split, straight
+        tuple(pieces), data, std, fill, sync, copies, parts, split, straight, draw
     )
     return parameter
 
