@@ -19,6 +19,17 @@ MainGrad = Callable[[], tuple[Tensor, bool]]
 
 
 @dataclass(frozen=True)
+class Normal:
+    """A start that is drawn from a normal distribution around zero."""
+
+    std: float
+
+    def draw(self, out: Tensor, stream: torch.Generator) -> Tensor:
+        """Numbers in the shape of `out`, which is written over."""
+        return out.normal_(0.0, self.std, generator=stream)
+
+
+@dataclass(frozen=True)
 class Uniform:
     """A start that is drawn evenly between two numbers, and then perhaps changed element by element."""
 
@@ -60,6 +71,11 @@ class ParamInfo:
     split: Group | None = None
     straight: bool = True
     uniform: Uniform | None = None
+
+    @property
+    def start(self) -> Normal | Uniform | None:
+        """What draws the numbers it starts from; None: all are `fill`."""
+        return self.uniform or (None if self.std is None else Normal(self.std))
 
 
 def make_parameter(
