@@ -216,7 +216,8 @@ class ModelConfig(Config):
     @property
     def shared_heads(self) -> set[int]:
         """How many heads there are of each kind that several ranks may hold the same of."""
-        return {self.kv_heads}
+        groups = {self.mamba.num_groups} if self.mamba else set()
+        return {self.kv_heads} | groups | ({self.delta.num_key_heads} if self.delta else set())
 
     @property
     def head_size(self) -> int:

@@ -24,7 +24,7 @@ from mega_trainer.parallel.context import Kind
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.expert import Dispatcher
 from mega_trainer.parallel.linear import Linear
-from mega_trainer.parallel.param import Draw, make_parameter
+from mega_trainer.parallel.param import Uniform, make_parameter
 from mega_trainer.parallel.tensor import (
     ColumnLinear,
     Heads,
@@ -313,13 +313,13 @@ class Builder:
         *,
         fill: float = 0.0,
         std: float | None = None,
-        draw: Draw | None = None,
+        uniform: Uniform | None = None,
         grad_sync: Sequence[Group] = (),
         replicas: Sequence[Group] = (),
     ) -> nn.Parameter:
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
-            std=std, draw=draw, fill=fill, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
+            std=std, fill=fill, uniform=uniform, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
         )  # fmt: skip
 
 

@@ -7,8 +7,6 @@ elements in seconds, but other numbers than a CPU: the layouts that start alike 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_ckpt.pieces import Box, Piece, Shape, copy_overlap
-from mega_trainer.parallel.param import Draw, info_of, local_of
+from mega_trainer.parallel.param import Normal, Uniform, info_of, local_of
 from mega_trainer.rng import generator
 
 TILE_COLUMNS = 512
@@ -31,38 +29,13 @@ def init_weights(model: nn.Module, seed: int) -> None:
             values = local_of(parameter).zero_()
             for piece in info.pieces:
                 view = piece.view(values)
-                draw = info.draw if info.std is None else Normal(info.std)
-                if draw is None:
+                if info.start is None:
                     view.fill_(info.fill)
                 else:
-                    _fill(view, piece, seed, draw)
+                    _draw(view, piece, seed, info.start)
 
 
-@dataclass(frozen=True)
-class Normal:
-    """A `Draw` of a normal distribution around zero."""
-
-    std: float
-
-    def __call__(self, tile: Tensor, stream: torch.Generator) -> Tensor:
-        """See `Draw`."""
-        return tile.normal_(0.0, self.std, generator=stream)
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """A `Draw` of numbers between two, and what is made of them."""
-
-    low: float
-    high: float
-    then: Callable[[Tensor], Tensor] = lambda numbers: numbers
-
-    def __call__(self, tile: Tensor, stream: torch.Generator) -> Tensor:
-        """See `Draw`."""
-        return self.then(tile.uniform_(self.low, self.high, generator=stream))
-
-
-def _fill(view: Tensor, piece: Piece, seed: int, draw: Draw) -> None:
+def _draw(view: Tensor, piece: Piece, seed: int, start: Normal | Uniform) -> None:
     tile = tile_of(piece.global_shape)
     counts = [-(-n // size) for n, size in zip(piece.global_shape, tile, strict=True)]
     touched = [
@@ -74,8 +47,8 @@ def _fill(view: Tensor, piece: Piece, seed: int, draw: Draw) -> None:
         shape = [min(size, n - o) for size, n, o in zip(tile, piece.global_shape, offset, strict=True)]
         number = int(np.ravel_multi_index(place, counts))
         stream = generator(view.device, seed, piece.name, number=number)
-        drawn = draw(torch.empty(shape, device=view.device), stream)
-        copy_overlap(Box(piece.global_offset, view), Box(offset, drawn))
+        draw = start.draw(torch.empty(shape, device=view.device), stream)
+        copy_overlap(Box(piece.global_offset, view), Box(offset, draw))
 
 
 def tile_of(shape: Shape) -> Shape:

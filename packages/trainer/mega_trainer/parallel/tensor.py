@@ -130,12 +130,13 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S or S/T, D] -> [B, S, N/T]."""
-        weight = _joined(self.weights)
+        weight = joined(self.weights)
         assert weight is not None
-        return self.linear(x, weight, _joined(self.biases))
+        return self.linear(x, weight, joined(self.biases))
 
 
-def _joined(parts: nn.ParameterList) -> Tensor | None:
+def joined(parts: nn.ParameterList) -> Tensor | None:
+    """Parameters [N_i, ..] as one tensor [N, ..], if there are any."""
     if len(parts) < 2:
         return parts[0] if len(parts) else None
     return torch.cat(list(parts))
