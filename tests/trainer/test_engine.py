@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from parity.cases import Case, all_layouts, covering
-from parity.worker import clone, difference, make_groups
+from parity.cases import Case, covering
+from parity.library import against_one_process, engine_of, layouts, outcome, sequences
+from parity.worker import make_groups
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,14 +20,8 @@ from torch import Tensor
 import mega_trainer
 from mega_ckpt.convert import convert
 from mega_common.errors import ConfigError, DataError
-from mega_trainer.build import connect
-from mega_trainer.config import RunConfig
 from mega_trainer.engine import TrainingEngine
 from mega_trainer.ranks import Ranks
-
-# whose layers draw dropout, or choose over a whole batch: not the same in rows that are packed otherwise
-SKIPPED = ("tied", "long")
-
 
 # What makes of the models of these names some that HuggingFace has: OLMo's kind and Mixtral's.
 NAMED = {
@@ -39,60 +33,9 @@ NAMED = {
 }  # fmt: skip
 
 
-def sequences(vocab: int, length: int) -> list[list[int]]:
-    rng = np.random.default_rng(5)
-    sizes = [length + 1, 2, *rng.integers(2, length + 2, 9).tolist()]
-    return [rng.integers(0, vocab, size).tolist() for size in sizes]
-
-
-def policy_loss(given: list[Tensor]) -> Tensor:
-    """A clipped ratio of probabilities, which is no sum over tokens that weights known before could make."""
-    return -torch.stack(
-        [torch.exp(each - each.detach() + 0.1 * each.tanh()).clamp(0.8, 1.3).mean() for each in given]
-    ).mean()
-
-
-def quiet(case: Case) -> Case:
-    """The case without what depends on which tokens stand in a row together: losses of routers, and their biases."""
-    moe = case.model.get("moe")
-    model = {**case.model, "moe": {**moe, "aux_loss": 0.0, "z_loss": 0.0, "bias_rate": 0.0}} if moe else case.model
-    return replace(case, model=model, clip=1.0)
-
-
-def layouts(ranks: int) -> list[Case]:
-    found = [quiet(case) for case in all_layouts() if case.ranks == ranks and case.name not in SKIPPED]
-    return [case for case in found if not (case.model.get("moe") or {}).get("sinkhorn")]
-
-
-def engine_of(case: Case, ranks: Ranks, maker: Any = None) -> TrainingEngine:
-    config = RunConfig.parse(case.raw, source=str(case))
-    return TrainingEngine(config, connect(config, ranks, maker))
-
-
-def outcome(engine: TrainingEngine) -> tuple[list[Tensor], float, float, dict[str, Any]]:
-    work = sequences(engine.config.model.vocab_size, engine.config.data.seq_length)
-    told = engine.log_probs(work)
-    result = engine.train_step(work, policy_loss, lr=1e-2)
-    return told, result.loss, result.grad_norm, clone(engine._state.tensors())
-
-
-def against_one_process(cases: Sequence[Case]) -> list[str]:
-    rank, maker, wrong, alone = dist.get_rank(), make_groups(cases), [], {}
-    for case in cases:
-        key = str(case.single.raw)
-        alone[key] = alone.get(key) or outcome(engine_of(case.single, Ranks()))
-        told, loss, norm, tensors = outcome(engine_of(case, Ranks(rank, case.ranks), maker))
-        one_told, one_loss, one_norm, one_tensors = alone[key]
-        errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(told, one_told, strict=True)]
-        errors += [abs(loss / one_loss - 1), abs(norm / one_norm - 1), difference(tensors, one_tensors)]
-        if not max(errors) < 1e-10:
-            wrong.append(f"{case}: {max(errors):.1e}")
-    return wrong
-
-
 def test_log_probs_and_steps_by_a_loss_of_ones_own_are_those_of_one_process() -> None:
-    cases = covering(layouts(4), 14)
-    assert {case.name for case in cases} >= {"dense", "mla", "moe", "deepseek"}
+    cases = covering(layouts(4), 10)
+    assert {case.name for case in cases} >= {"dense", "moe", "deepseek"}
     assert run_ranks(against_one_process, 4, cases) == [[]] * 4
 
 
@@ -129,10 +72,10 @@ def hands_on(cases: Sequence[Case], folder: Path) -> list[str]:
             convert(made, folder / f"hf-{number}", "hf")
             files = [load_file(path) for path in sorted((folder / f"hf-{number}").glob("*.safetensors"))]
             there = {name: tensor for file in files for name, tensor in file.items()}
-            same = there.keys() == found.keys() and all(
+            exported = there.keys() == found.keys() and all(
                 torch.equal(there[name].view(torch.uint8), found[name].view(torch.uint8)) for name in there
             )
-            wrong += [] if same else [str(case)]
+            wrong += [] if exported else [str(case)]
         before = outcome(engine)
         engine.resume(folder / str(number))
         engine.offload()
@@ -149,7 +92,7 @@ def test_weights_are_handed_on_as_an_export_has_them_and_memory_is_given_and_tak
     cases = [
         replace(one, model={**one.model, **NAMED[one.name]}) for one in covering(layouts(4), 40) if one.name in NAMED
     ]
-    assert run_ranks(hands_on, 4, cases[:8], tmp_path) == [[]] * 4
+    assert run_ranks(hands_on, 4, cases[:5], tmp_path) == [[]] * 4
 
 
 def test_the_package_exports_the_engine_and_reads_what_a_run_yaml_says() -> None:
