@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mega_trainer.model.adapters import Projection, column_adapter
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.core import AttentionCore
@@ -44,6 +45,9 @@ class Attention(nn.Module):
         projection.weights.append(shared[0])
         if config.qkv_bias:
             projection.biases.append(shared[1])
+        own, first = self.size, head * self.size
+        parts = [Projection(n, rows, own, first, (groups.kv,)) for n, rows in key_value]
+        projection.adapter = column_adapter(build, [*build.split_over_ranks(query), *parts], config.hidden_size)
         return projection
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
