@@ -21,8 +21,10 @@ from mega_common.lora import LoraConfig, meant
 from mega_common.model_config import ModelConfig
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-# What multiplies the residual stream or what is made of it; no router, and nothing of a layer that predicts further tokens.
-_PROJECTION = re.compile(r"(?P<module>model\.layers\.(?P<layer>\d+)\..*_proj(_with_mqa|\.\w+)?)\.weight")
+# Of attention, feed-forward blocks and experts; no router, and nothing of a recurrent mixer.
+_PROJECTION = re.compile(
+    r"(?P<module>model\.layers\.(?P<layer>\d+)\.(self_attn|mlp)\..*(?<!latent)_proj(_with_mqa)?)\.weight"
+)
 _STACKED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<part>gate|up)_proj")
 
 

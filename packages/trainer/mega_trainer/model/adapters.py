@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,44 +15,30 @@ from torch import Tensor
 
 from mega_ckpt.lora import A, B
 from mega_ckpt.pieces import Piece
-from mega_trainer.comm import Group
 from mega_trainer.parallel.linear import Linear, grouped_linear
 from mega_trainer.parallel.lora import Adapter, ExpertAdapter, Update
-from mega_trainer.parallel.tensor import sum_over, whole_sequence
+from mega_trainer.parallel.tensor import Heads, sum_over, whole_sequence
 
 if TYPE_CHECKING:
     from mega_trainer.model.builder import Builder
 
 
-@dataclass(frozen=True)
-class Projection:
-    """Rows [first, first + own) of a projection [rows, D], which `shared` groups hold alike."""
-
-    name: str
-    rows: int
-    own: int
-    first: int
-    shared: tuple[Group, ...] = ()
-
-
-def column_adapter(
-    build: Builder, projections: Sequence[Projection], width: int, *, whole: bool = False
-) -> Adapter | None:
+def column_adapter(build: Builder, blocks: Sequence[Heads], width: int, *, whole: bool = False) -> Adapter | None:
     """Beside a column-parallel layer of these projections, one below the other; none where none of them is adapted.
 
     With `whole`, the layer's input is whole on every tensor rank, and its gradient is summed over them elsewhere.
     """
     tp, updates, pieces, b = build.groups.tp, [], [], []
     place = start = 0
-    for one in projections:
-        of = build.adapts.get(one.name)
+    for block in blocks:
+        of = build.adapts.get(block.name)
+        own = max(1, block.count // tp.size) * block.size
         if of is not None:
-            updates.append(Update(place, one.own, of.rank, of.scale))
-            pieces.append(Piece(one.name + A, (of.rank, width), (0, 0), (start, 0), (of.rank, width)))
-            piece = Piece(one.name + B, (one.rows, of.rank), (one.first, 0), (0, 0), (one.own, of.rank))
-            b.append(build.parameter(piece.shape, [piece], grad_sync=one.shared, replicas=one.shared))
+            updates.append(Update(place, own, of.rank, of.scale))
+            pieces.append(Piece(block.name + A, (of.rank, width), (0, 0), (start, 0), (of.rank, width)))
+            b += build.heads([replace(block, name=block.name + B)], (of.rank,))
             start += of.rank
-        place += one.own
+        place += own
     if not updates:
         return None
     sync = (tp,) if whole or build.sp else ()
