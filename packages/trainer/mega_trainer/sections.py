@@ -69,6 +69,9 @@ class TrainConfig(Config):
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 for none")
     eval_steps: PositiveInt = Field(10, description="global batches of one validation")
     seed: int = Field(1234, ge=0)
+    freeze: list[str] = Field(
+        [], description="tensors that stay as they are, by patterns of their names such as model.embed_tokens.*"
+    )
     exit_after_minutes: float | None = Field(
         None, gt=0, description="save and end with status 75 after so long; the same command goes on"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,11 +13,15 @@ from typing import TypeVar
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from mega_ckpt.adapter import base_of
 from mega_ckpt.folders import latest
+from mega_ckpt.lora import adapted, adapter_tensors
+from mega_ckpt.names import tensors_of
 from mega_ckpt.source import load_weights, open_source, tell_unread
 from mega_ckpt.store import Place
 from mega_common.errors import ConfigError, Interrupted
 from mega_common.log import human, logger
+from mega_common.lora import is_adapter
 from mega_data.loader import Loader
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.batch import micro_batches
@@ -93,6 +98,7 @@ def assemble(
         config.model, groups, make_kernels(choice, leaves), leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups, leaves),
         dispatch_bound=config.parallel.dispatch_bound, dtype=dtype_of(config), device=device,
+        adapts={} if config.lora is None else adapted(config.model, config.lora),
     )  # fmt: skip
     stages = build_stages(config, builder, schedule)
     shared = share_stages(config, stages)
@@ -213,19 +219,15 @@ def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: 
     Returns whether there are steps to do; where there are none, nothing is written.
     """
     config = state.config
+    if checkpoint is None:
+        for stage in state.stages.values():
+            init_weights(stage, config.train.seed)
+    if config.init_from is not None and (checkpoint is None or config.lora is not None):
+        load_start(state, config.init_from, world, tokenizer)
     if checkpoint is not None:
         for line in state.restore(checkpoint, world.handle):
             logger.info("  changed since it was saved: %s", line)
     else:
-        for stage in state.stages.values():
-            init_weights(stage, config.train.seed)
-        if config.init_from is not None:
-            source = open_source(config.init_from)
-            check_init_tokenizer(config, source, tokenizer)
-            if world.rank == 0:
-                tell_unread(source)
-            load_weights(source, weights_of(state.stages))
-            logger.info("starting from the weights of %s", config.init_from)
         state.optimizer.reload_main()
     if state.step >= config.train.steps:
         if latest(config.checkpoints) is None:
@@ -238,8 +240,9 @@ def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: 
     if world.rank == 0:
         make_run_folder(config, tokenizer)
     logger.info(
-        "%s parameters, %s on %d rank(s), steps %d to %d of %s tokens",
+        "%s parameters%s, %s on %d rank(s), steps %d to %d of %s tokens",
         human(count_parameters(config.model).total),
+        trained_share(config),
         config.precision,
         world.size,
         state.step + 1,
@@ -250,6 +253,27 @@ def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: 
         steps, sizes = sum(steps for _, steps in growing), [size for size, _ in growing]
         logger.info("  the batch grows from %d to %d samples in %d steps", sizes[0], config.batch.global_, steps)
     return True
+
+
+def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer | None) -> None:
+    """The weights that a run starts from, or that its adapter is beside, at every start."""
+    source = open_source(path)
+    check_init_tokenizer(state.config, source, tokenizer)
+    if world.rank == 0:
+        tell_unread(source)
+    held = weights_of(state.stages)
+    load_weights(source, {name: boxes for name, boxes in held.items() if not is_adapter(name)})
+    if state.config.lora is not None:
+        state.base = base_of(path, source)
+    logger.info("starting from the weights of %s", path)
+
+
+def trained_share(config: RunConfig) -> str:
+    """How many of the parameters are trained, where not all are."""
+    modules = {} if config.lora is None else adapted(config.model, config.lora)
+    shapes = tensors_of(config.model) | adapter_tensors(modules)
+    moving = sum(math.prod(shape) for name, shape in shapes.items() if config.trains(name))
+    return "" if len(shapes) == len([*filter(config.trains, shapes)]) else f" of which {human(moving)} are trained"
 
 
 def validate(executor: Executor, loader: Callable[..., Loader], config: RunConfig, device: torch.device) -> float:

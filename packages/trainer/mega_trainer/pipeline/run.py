@@ -24,6 +24,7 @@ from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.routing import Routing, routings, summed_loads
 from mega_trainer.parallel.context import places_of_residual
 from mega_trainer.parallel.deferred import Product, deliver
+from mega_trainer.parallel.param import trains
 from mega_trainer.parallel.tensor import sequence_part
 from mega_trainer.pipeline.schedules import Schedule
 from mega_trainer.rng import Dropout
@@ -188,25 +189,32 @@ class Executor:
         """
         if not model.borrows:
             return None
-        weight = self.stages[0].embedding.weight.detach()
-        self._borrowed[microbatch] = weight.requires_grad_(torch.is_grad_enabled())
-        return weight
+        weight = self.stages[0].embedding.weight
+        lent = weight.detach().requires_grad_(torch.is_grad_enabled() and weight.requires_grad)
+        if lent.requires_grad:
+            self._borrowed[microbatch] = lent
+        return lent
 
     def _backward(self, key: Key) -> None:
-        returned = self._returned(key)
-        edges = [self._edges.pop(key), *(get_gradient_edge(weight) for weight, _ in returned)]
-        torch.autograd.backward(edges, [self._output_gradient(key), *(gradient for _, gradient in returned)])
+        (edges, given), returned = self._ways_back(key), self._returned(key)
+        edges = [*edges, *(get_gradient_edge(weight) for weight, _ in returned)]
+        if edges:
+            torch.autograd.backward(edges, [*given, *(gradient for _, gradient in returned)])
+
+    def _ways_back(self, key: Key) -> tuple[list[GradientEdge], list[Tensor | None]]:
+        """Where a stage's backward begins, and with what gradient; nowhere in a first stage that is frozen."""
+        gradient = self._output_gradient(key)
+        return ([self._edges.pop(key)], [gradient]) if key in self._edges else ([], [])
 
     def _backward_of_input(self, key: Key) -> None:
         """Everything of a backward but the products that the stage puts off; no gradient reaches a parameter yet."""
         model = self.stages[key[0]]
-        inputs, parameters = self._inputs_of(key), list(model.parameters())
-        gradients = torch.autograd.grad(
-            [self._edges.pop(key)], [*inputs, *parameters], [self._output_gradient(key)], allow_unused=True
-        )
+        inputs, parameters = self._inputs_of(key), list(filter(trains, model.parameters()))
+        edges, given = self._ways_back(key)
+        gradients = torch.autograd.grad(edges, [*inputs, *parameters], given, allow_unused=True) if edges else ()
         for tensor, gradient in zip(inputs, gradients, strict=False):
             tensor.grad = gradient
-        rest = zip(parameters, gradients[len(inputs) :], strict=True)
+        rest = zip(parameters, gradients[len(inputs) :], strict=bool(edges))
         assert model.deferred is not None
         self._put_off[key] = model.deferred.take(), [(p, gradient) for p, gradient in rest if gradient is not None]
 
@@ -225,7 +233,11 @@ class Executor:
         """What a stage was given that wants a gradient."""
         stage, microbatch = key
         given = [self._inputs[key]] if key in self._inputs else []
-        return [*given, self._borrowed[microbatch]] if self.stages[stage].borrows else given
+        return (
+            [*given, self._borrowed[microbatch]]
+            if self.stages[stage].borrows and microbatch in self._borrowed
+            else given
+        )
 
     def _returned(self, key: Key) -> Known:
         """The embedding and the gradient of its use in the last stage, in the stage that lent it."""
