@@ -92,6 +92,12 @@ class RunConfig(Config):
         parallel = self.parallel
         return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
+    @property
+    def ranks_asked(self) -> int:
+        """The fewest that the layout asks for."""
+        parallel = self.parallel
+        return parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
+
     def microbatches(self, dp: int) -> int:
         """Micro-batches of a step on each of `dp` data-parallel ranks, of the largest steps."""
         return self.batch.global_ // (self.batch.micro * dp)
@@ -169,6 +175,11 @@ class RunConfig(Config):
         if isinstance(place(self.output), Remote):
             rule = "must be a folder here: metrics and logs are written line by line"
             yield Problem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")
+        if data.sample_order == "megatron":
+            for key in ("on_nan", "on_spike"):
+                if getattr(self.train, key) == "rollback":
+                    rule = "reads other samples, and data.order = megatron has only those of the run's steps"
+                    yield Problem(f"train.{key}", rule, "rollback", "skip or stop")
         yield from self._unfinished()
 
     def _unfinished(self) -> Iterator[Problem]:

@@ -73,15 +73,30 @@ class TrainConfig(Config):
         None, gt=0, description="save and end with status 75 after so long; the same command goes on"
     )
     exit_interval: PositiveInt | None = Field(None, description="the same after each step that is a multiple of this")
-    on_nan: Literal["stop", "skip"] = Field("stop", description="on a loss or gradient that is not finite")
-    max_skips: PositiveInt = Field(10, description="skipped steps in a row after which `skip` stops too")
+    on_nan: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="on a loss or gradient that is not finite: rollback goes back to an earlier checkpoint, and past all "
+        "samples since then",
+    )
+    max_skips: PositiveInt = Field(
+        10, description="skipped steps in a row, or rollbacks to one checkpoint, after which these stop too"
+    )
+    rollback_steps: PositiveInt = Field(
+        1, description="a rollback goes to the newest checkpoint at least so many steps before the bad one"
+    )
     gc_every: int = Field(
         50,
         ge=0,
         description="steps between collections of Python's garbage, on all ranks at once; 0: when Python likes",
     )
-    spike_factor: float = Field(0.0, ge=0, description="a loss this many times the recent average is a spike; 0: never")
-    on_spike: Literal["warn", "stop"] = "warn"
+    spike_factor: float = Field(
+        0.0,
+        ge=0,
+        description="a loss this many times the average of about the last 50 steps is a spike, from step 50 on; 0: never",
+    )
+    on_spike: Literal["warn", "stop", "skip", "rollback"] = Field(
+        "warn", description="as on_nan; all but warn leave the weights as they were before the spike"
+    )
 
 
 class MuonConfig(Config):
