@@ -212,6 +212,24 @@ class CheckpointConfig(Config):
     allow_lr_jump: bool = Field(False, description="resume although the learning rate jumps by changed settings")
 
 
+class FaultConfig(Config):
+    """Looks for devices and memory that change bits without a word."""
+
+    hash_every: int = Field(
+        0,
+        ge=0,
+        description="steps between comparisons of what ranks hold alike (weights; optimizer state where zero leaves copies), "
+        "also before each save, and of what each rank holds with what it held after the update before: with 1, whatever flips "
+        "between two updates is found; costs two readings of weights and state, and 8 bytes sent a tensor; 0: never",
+    )
+    recompute_every: int = Field(
+        0,
+        ge=0,
+        description="steps between comparisons of how ranks compute: all data ranks do the same micro-batch (with a pipeline, as "
+        "many as its ranks) besides their own, which is what it costs; up to zero 1; 0: never",
+    )
+
+
 class LogConfig(Config):
     """Where the numbers go, besides the screen and metrics.jsonl."""
 

@@ -21,7 +21,7 @@ from mega_common.log import human, logger
 from mega_data.dataset import BlendedDataset
 from mega_data.loader import Loader
 from mega_data.tokenizer import Tokenizer
-from mega_trainer.batch import micro_batches
+from mega_trainer.batch import MicroBatch, micro_batches
 from mega_trainer.build import (
     build_dispatcher,
     build_optimizer,
@@ -42,6 +42,7 @@ from mega_trainer.environment import told
 from mega_trainer.faults import faults_told
 from mega_trainer.garbage import Garbage
 from mega_trainer.guard import Guard, StopSignal
+from mega_trainer.integrity import Integrity
 from mega_trainer.kernels.leaves import Leaves, compiles
 from mega_trainer.limits import Limits
 from mega_trainer.mesh import Groups, warm_up
@@ -157,7 +158,7 @@ def steps(job: Job) -> str | None:
     config, groups, profiler, valid_data = state.config, executor.groups, job.profiler, job.valid_data
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype_of(config), ranks.world_size)
-    further = config.model.mtp_layers
+    further, integrity = config.model.mtp_layers, Integrity(config.fault, executor, state.optimizer)
     loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
         faults_told(ranks.rank, lambda: f"step {state.step + 1}", job.needs),
@@ -174,19 +175,32 @@ def steps(job: Job) -> str | None:
         def riders(coming: Sequence[float]) -> list[float]:  # what all ranks are told beside the loss
             return [asked(state.step + 1) is not None, saver.failed, *coming]
 
-        left, stopping, tokens = config.train.steps - state.step, 0.0, [0.0]
         samples = Remaining(job.train_data, state.left_out)
+
+        def accepts(loss: float) -> bool:  # just before an update
+            integrity.unchanged(state.step + 1)
+            return state.guard.accepts(loss)
+
+        def batches_of_first() -> list[MicroBatch]:  # of the next step, those of the first data rank
+            first = loader(
+                samples, global_batch=config.batch.at, consumed_samples=state.consumed_samples, dp_rank=0, prefetch=0
+            )
+            batch = next(iter(first))
+            return list(micro_batches(batch, config, device, groups.cp))
+
+        left, stopping, tokens = config.train.steps - state.step, 0.0, [0.0]
         batches = loader(samples, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
         for batch, following in profiler.steps(with_next(islice(batches, left)), state.step + 1):
             tokens = tokens if any(tokens) else count_tokens(batch, further, groups)
             coming = own_counts(following, further, groups)
+            integrity.before(state.step + 1, batches_of_first)
             lr = curve(state.consumed_samples)
             own_lr = None if decoupled is None else decoupled(state.consumed_samples)
             micro = list(micro_batches(batch, config, device, groups.cp))
             result = train_step(
                 executor, state.optimizer, micro, tokens=tokens,
                 lr=lr, decoupled_lr=own_lr, clip=config.optimizer.clip_grad, loss_scale=state.loss_scale,
-                riders=partial(riders, coming), accepts=state.guard.accepts,
+                riders=partial(riders, coming), accepts=accepts,
             )  # fmt: skip
             state.advance(result)
             garbage.after(state.step)
@@ -200,11 +214,13 @@ def steps(job: Job) -> str | None:
             stopping, failed, *tokens = result.riders
             if failed:
                 saver.wait()
+            saves = bool(stopping) or config.due(state.step, config.checkpoint.every)
+            integrity.after(state.step, saves=saves)
             if stopping:
                 logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
                 saver.save(state)
                 break
-            if config.due(state.step, config.checkpoint.every):
+            if saves:
                 saver.save(state)
     all_reduce(torch.zeros(1), groups.world)  # leave together: a launcher ends the others soon after the first one
     return (asked(state.step) or "a signal or limit of another rank") if stopping else None
