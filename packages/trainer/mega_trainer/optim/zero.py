@@ -105,10 +105,13 @@ class Optimizer:
         """State by canonical name: `optimizer/<kind>/<name>` for each kind of the rules' state and, where the main
         weights are more precise than the model's, `optimizer/main/<name>`. The boxes are views, to be filled; or, of what
         several ranks hold alike, this one's share `to_save`."""
-        kinds = [*(kind for rule in self._rules for kind in rule.state().items())]
-        kinds.append(("main", [(slot, slot.main) for slot in self.slots if slot.precise]))
         boxes = share_of_slots if to_save else boxes_of_slots
-        return {f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes(pairs).items()}
+        return {f"optimizer/{kind}/{name}": held for kind, pairs in self.state() for name, held in boxes(pairs).items()}
+
+    def state(self) -> list[tuple[str, list[tuple[Slot, Tensor]]]]:
+        """By kind, `main` weights last, what of it each slot has: a flat tensor at least as long as its shard."""
+        kinds = [kind for rule in self._rules for kind in rule.state().items()]
+        return [*kinds, ("main", [(slot, slot.main) for slot in self.slots if slot.precise])]
 
     def reload_main(self) -> None:
         """Take the main weights from the model's, after those were loaded without them."""
