@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -84,7 +84,7 @@ class Metrics:
         self._closers: list[Callable[[], object]] = []
         self._begin = self._last = time.monotonic()
         self._start = self._consumed = consumed_samples
-        self._earlier: Sequence[Line] = ()
+        self._earlier: tuple[Line, Line, Line] | None = None
         self._goodput = Goodput(time.time())
         if writes:
             self._open(Path(config.output), start)
@@ -218,11 +218,11 @@ def memory_in_use() -> int:
     return pages * 4096
 
 
-def forget_after(path: Path, step: int) -> list[Line]:
+def forget_after(path: Path, step: int) -> tuple[Line, Line, Line] | None:
     """Drop lines of later steps than the one a run goes on from: they will be written again.
 
     Returns:
-        The first line, the last one that stays, which is empty when none does, and the last one that was there; nothing
+        The first line, the last one that stays, which is empty when none does, and the last one that was there; None
         when none was.
     """
     texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -232,7 +232,7 @@ def forget_after(path: Path, step: int) -> list[Line]:
         with atomic_file(path, text=True) as stream:
             stream.writelines(text + "\n" for text in kept)
     whole = [text for number, text in lines if number < math.inf]
-    return [json.loads(text) for text in (whole[0], kept[-1] if kept else "{}", whole[-1])] if whole else []
+    return (json.loads(whole[0]), json.loads(kept[-1]) if kept else {}, json.loads(whole[-1])) if whole else None
 
 
 def _step_of(line: str) -> float:

@@ -34,7 +34,7 @@ class Moment:
     @property
     def passed(self) -> bool:
         """Whether the device has come here."""
-        return self._event is None or bool(self._event.query())
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def since(self, other: Moment) -> float:
         """Seconds from the other one to this; waits for the device to come here."""
