@@ -32,11 +32,15 @@ def report_command(
 
     The page is one file that needs no other and no network. What a run has not logged is left out.
     """
+    from mega_common.log import ProgressBar
     from mega_trainer.pages.page import write_page
-    from mega_trainer.pages.run_log import RunLog
+    from mega_trainer.pages.run_log import METRICS, RunLog
     from mega_trainer.pages.run_page import run_page
 
-    write_page(out, run_page([RunLog.read(path) for path in runs], _predicted), "--out")
+    total = sum(file.stat().st_size for path in runs for file in path.glob(METRICS))
+    with ProgressBar("reading", total=total, unit="bytes", every=2.0) as bar:
+        read = [RunLog.read(path, advance=bar.advance) for path in runs]
+    write_page(out, run_page(read, _predicted), "--out")
     print(out)
 
 

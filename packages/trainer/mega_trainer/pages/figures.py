@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby, pairwise
+from operator import itemgetter
 
 from mega_trainer.pages.scale import Scale, short
 
@@ -19,7 +20,10 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 26
 PIECES = 240  # of the axis, a figure's lines together have as many times `SHARED`
 SHARED = 6
 COLOURS = 10
+MARKED = 60  # points of a line that may have marks
 Point = tuple[float, float | None]
+Known = tuple[float, float]
+_Y = itemgetter(1)
 Write = Callable[[float], str]
 
 
@@ -57,19 +61,18 @@ def lines(
     events: Sequence[Event] = (),
 ) -> str:
     """Lines over a common axis; events are dashed lines across. Empty without a point."""
-    kept = [one for one in series if any(_drawn(y) for _, y in one.points)]
+    kept = [(one, drawn) for one in series if (drawn := _finite(one.points))]
     if not kept:
         return ""
-    x = _axis_x([x for one in kept for x, _ in one.points])
-    y = _axis_y(
-        [y for one in kept for _, y in one.points if y is not None and math.isfinite(y)], zero=zero, log_from=log_from
-    )
     pieces = min(PIECES, PIECES * SHARED // len(kept))
+    outlines = [thinned(drawn, pieces) for _, drawn in kept]
+    x = _axis_x([at for outline in outlines for at, _ in outline])
+    y = _axis_y([value for outline in outlines for _, value in outline], zero=zero, log_from=log_from)
     body = [*_grid(x, y, write), *_events(events, x)]
     names = []
-    for place, one in enumerate(kept):
+    for place, ((one, drawn), outline) in enumerate(zip(kept, outlines, strict=True)):
         colour = (place if one.colour is None else one.colour) % COLOURS
-        body += _line(one, x, y, colour, pieces)
+        body += _line(one, drawn, outline, (x, y), colour, pieces)
         names.append((one.name, colour, one.dashed))
     if events:
         names.append((events[0].what.split(":")[0], -1, True))
@@ -80,23 +83,22 @@ def areas(title: str, series: Sequence[Series], *, write: Write = short, events:
     """Series of the same x on top of each other, as means over pieces of the axis. Empty without a point."""
     if not series or not series[0].points:
         return ""
-    xs = [x for x, _ in series[0].points]
-    thin = [_means(one.points, PIECES) for one in series]
+    thin = [_means([(x, y or 0.0) for x, y in one.points], PIECES) for one in series]
     sums = [0.0] * len(thin[0])
-    x = _axis_x(xs)
-    y = _axis_y([sum(one[i][1] for one in thin) for i in range(len(sums))], zero=True)
-    body = [*_grid(x, y, write)]
+    axes = (
+        _axis_x([x for x, _ in thin[0]]),
+        _axis_y([sum(map(_Y, column)) for column in zip(*thin, strict=True)], zero=True),
+    )
+    body = [*_grid(*axes, write)]
     names = []
     for place, (one, points) in enumerate(zip(series, thin, strict=True)):
         colour = (place if one.colour is None else one.colour) % COLOURS
-        upper = [below + value for below, (_, value) in zip(sums, points, strict=True)]
-        there = [(x.at(at), y.at(value)) for (at, _), value in zip(points, upper, strict=True)]
-        back = [(x.at(at), y.at(value)) for (at, _), value in zip(points, sums, strict=True)]
-        body.append(f'<path class="area f{colour}" d="{_path([*there, *reversed(back)])}Z"/>')
+        lower = [(x, below) for below, (x, _) in zip(sums, points, strict=True)]
+        sums = [below + value for below, (_, value) in zip(sums, points, strict=True)]
+        upper = [(x, above) for above, (x, _) in zip(sums, points, strict=True)]
+        body.append(f'<path class="area f{colour}" d="{_path([*upper, *reversed(lower)], axes)}Z"/>')
         names.append((one.name, colour, False))
-        sums = upper
-    body += _events(events, x)
-    return figure(title, svg(title, body), legend(names))
+    return figure(title, svg(title, [*body, *_events(events, axes[0])]), legend(names))
 
 
 @dataclass(frozen=True)
@@ -199,55 +201,58 @@ def legend(names: Iterable[tuple[str, int, bool]]) -> str:
     return f'<p class="legend">{"".join(items)}</p>'
 
 
-def thinned(points: Sequence[Point], pieces: int) -> list[tuple[float, float]]:
+def thinned(points: Sequence[Known], pieces: int) -> Sequence[Known]:
     """Of each piece of the sequence the lowest and the highest point, in order: all that a line of so many pieces shows."""
-    finite = [(x, y) for x, y in points if _drawn(y)]
-    if len(finite) <= 2 * pieces:
-        return finite  # type: ignore[return-value]
-    found = []
-    for piece in _pieces(finite, pieces):
-        low, high = min(piece, key=lambda p: p[1] or 0.0), max(piece, key=lambda p: p[1] or 0.0)
+    if len(points) <= 2 * pieces:
+        return points
+    found: list[Known] = []
+    for piece in _pieces(points, pieces):
+        low, high = min(piece, key=_Y), max(piece, key=_Y)
         found += [low] if low == high else sorted((low, high))
-    return found  # type: ignore[return-value]
+    return found
 
 
-def _means(points: Sequence[Point], pieces: int) -> list[tuple[float, float]]:
-    """The mean of each piece of the sequence; what is not there is 0."""
-    size = min(pieces, len(points))
+def _finite(points: Sequence[Point]) -> list[Known]:
+    return [(x, y) for x, y in points if y is not None and -math.inf < y < math.inf]
+
+
+def _means(points: Sequence[Known], pieces: int) -> list[Known]:
     return [
-        (sum(x for x, _ in piece) / len(piece), sum(y or 0.0 for _, y in piece) / len(piece))
-        for piece in _pieces(points, size)
+        (sum(x for x, _ in piece) / len(piece), sum(map(_Y, piece)) / len(piece))
+        for piece in _pieces(points, min(pieces, len(points)))
     ]
 
 
-def _pieces(points: Sequence[Point], count: int) -> Iterator[Sequence[Point]]:
+def _pieces(points: Sequence[Known], count: int) -> Iterator[Sequence[Known]]:
     edges = [len(points) * place // count for place in range(count + 1)]
     return (points[begin:end] for begin, end in pairwise(edges))
 
 
-def _drawn(y: float | None) -> bool:
-    return y is not None and math.isfinite(y)
-
-
-def _line(one: Series, x: Scale, y: Scale, colour: int, pieces: int) -> Iterator[str]:
+def _line(
+    one: Series, drawn: Sequence[Known], outline: Sequence[Known], axes: tuple[Scale, Scale], colour: int, pieces: int
+) -> Iterator[str]:
     """Where points were left out, the extremes in the background and the means before them. A number that is none is a gap."""
-    finite = sum(_drawn(py) for _, py in one.points)
     dash = " dashed" * one.dashed
-    if finite > 2 * pieces:
-        yield f'<path class="line faint s{colour}" d="{_path((x.at(px), y.at(py)) for px, py in thinned(one.points, pieces))}"/>'
-        finite_points = [(px, py) for px, py in one.points if _drawn(py)]
-        yield f'<path class="line s{colour}{dash}" d="{_path((x.at(px), y.at(py)) for px, py in _means(finite_points, pieces))}"/>'
+    if len(drawn) > len(outline):
+        yield f'<path class="line faint s{colour}" d="{_path(outline, axes)}"/>'
+        yield f'<path class="line s{colour}{dash}" d="{_path(_means(drawn, pieces), axes)}"/>'
         return
-    for there, piece in groupby(one.points, key=lambda point: _drawn(point[1])):
+    for there, piece in groupby(one.points, key=lambda point: bool(_finite([point]))):
         if there:
-            places = [(x.at(px), y.at(py or 0.0)) for px, py in piece]
-            yield f'<path class="line s{colour}{dash}" d="{_path(places)}"/>'
-            if one.marks or len(places) == 1:
-                yield from (f'<circle class="f{colour}" cx="{px:.1f}" cy="{py:.1f}" r="2.5"/>' for px, py in places)
+            known = _finite([*piece])
+            yield f'<path class="line s{colour}{dash}" d="{_path(known, axes)}"/>'
+            if (one.marks and len(drawn) <= MARKED) or len(known) == 1:
+                yield from (
+                    f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in _places(known, axes)
+                )
 
 
-def _path(points: Iterable[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+def _places(points: Iterable[Known], axes: tuple[Scale, Scale]) -> Iterator[Known]:
+    return ((axes[0].at(x), axes[1].at(y)) for x, y in points)
+
+
+def _path(points: Iterable[Known], axes: tuple[Scale, Scale]) -> str:
+    return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in _places(points, axes))
 
 
 def _axis_x(values: Sequence[float]) -> Scale:
@@ -271,7 +276,9 @@ def _grid(x: Scale, y: Scale, write_y: Write, write_x: Write = short) -> Iterato
 def _ticks_below(x: Scale, bottom: float, write: Write, most: int) -> Iterator[str]:
     for value in x.ticks(most):
         at = x.at(value)
-        yield f'<path class="grid" d="M{at:.1f},{TOP}V{bottom:.1f}"/>' + _text(at, bottom + 17, write(value), "middle")
+        anchor = "middle" if at < WIDTH - 2 * RIGHT else "end"
+        place = at if anchor == "middle" else WIDTH - 2
+        yield f'<path class="grid" d="M{at:.1f},{TOP}V{bottom:.1f}"/>' + _text(place, bottom + 17, write(value), anchor)
 
 
 def _events(events: Sequence[Event], x: Scale) -> Iterator[str]:

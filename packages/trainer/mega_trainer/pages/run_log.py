@@ -7,8 +7,9 @@ import json
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,12 @@ class RunLog:
     starts: Sequence[dict[str, Any]]
 
     @classmethod
-    def read(cls, path: Path, *, tail: int | None = None) -> RunLog:
+    def read(
+        cls, path: Path, *, tail: int | None = None, advance: Callable[[int], object] = lambda size: None
+    ) -> RunLog:
         """Of the folder `path`, or the folder of that metrics.jsonl; with `tail` only the last so many bytes of lines.
+
+        `advance` is told of the bytes that were read.
 
         Raises:
             ConfigError: where there is no line of a step.
@@ -67,7 +72,7 @@ class RunLog:
         folder = path.parent if path.name == METRICS else path
         columns: defaultdict[str, Column] = defaultdict(Column)
         last: dict[str, Any] = {}
-        for line in whole_lines(_existing(folder), tail=tail):
+        for line in whole_lines(_existing(folder), tail=tail, advance=advance):
             for key, value in line.items():
                 if isinstance(value, int | float) or value is None:
                     columns[key].steps.append(line["step"])
@@ -99,7 +104,7 @@ class RunLog:
         found = self.settings.get("train", {}).get("steps")
         return found if isinstance(found, int) else None
 
-    @property
+    @cached_property
     def restarts(self) -> list[tuple[float, float]]:
         """(step, seconds) of each first line after a restart, and what that took."""
         column = self.columns.get("lost/restart")
@@ -131,7 +136,9 @@ class Saved:
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
 
-def whole_lines(path: Path, key: str = "step", *, tail: int | None = None) -> Iterator[dict[str, Any]]:
+def whole_lines(
+    path: Path, key: str = "step", *, tail: int | None = None, advance: Callable[[int], object] = lambda size: None
+) -> Iterator[dict[str, Any]]:
     """Mappings with a number under `key`, a line each; a line that is cut short, as by a kill, is left out."""
     if not path.exists():
         return
@@ -139,6 +146,7 @@ def whole_lines(path: Path, key: str = "step", *, tail: int | None = None) -> It
         if tail is not None:
             stream.seek(max(0, path.stat().st_size - tail))
         for text in stream:
+            advance(len(text))
             with contextlib.suppress(ValueError):
                 line = json.loads(text)
                 if isinstance(line, dict) and isinstance(line.get(key), int | float):

@@ -167,8 +167,8 @@ def _phases(run: RunLog, title: str) -> str:
 
 def _lost(run: RunLog, title: str) -> str:
     lost = {reason: run.last.get(f"lost/{reason}", 0.0) for reason in REASONS}
-    rows = [Bar(reason, [(reason, seconds)], of_seconds(seconds)) for reason, seconds in lost.items() if seconds]
-    return bars(title, rows, write=of_seconds) if rows else ""
+    rows = [Bar(reason, [(reason, seconds)], of_seconds(seconds)) for reason, seconds in lost.items()]
+    return bars(title, rows, write=of_seconds) if any(lost.values()) else ""
 
 
 def _experts(runs: Sequence[RunLog], names: Sequence[str]) -> Section:
