@@ -1,4 +1,4 @@
-"""What a run tells while it runs: one line a step on the screen, the same as JSON lines, TensorBoard, Weights & Biases."""
+"""What a run tells while it runs: one line a step on the screen, the same as JSON lines and to trackers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
-from uuid import uuid4
 
 import torch
 
-from mega_common.errors import MissingPackageError
 from mega_common.files import atomic_file, naming
 from mega_common.log import human, logger
 from mega_trainer.config import RunConfig
 from mega_trainer.goodput import Goodput
 from mega_trainer.plan.flops import model_flops, palm_flops, peak_flops
 from mega_trainer.step import StepResult
+from mega_trainer.trackers import trackers
 
-Sink = Callable[[int, dict[str, float]], None]
+Sink = Callable[[int, dict[str, float]], object]
 Line = dict[str, Any]
 SHOWN = 0.01  # of a step: phases that take less are not on the screen
 
@@ -100,39 +99,9 @@ class Metrics:
 
         self._sinks.append(put)
         self._closers.append(stream.close)
-        if self._config.log.tensorboard:
-            self._open_tensorboard(folder / "tensorboard", start)
-        if self._config.log.wandb is not None:
-            self._open_wandb(self._config.log.wandb, folder)
-
-    def _open_tensorboard(self, folder: Path, start: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            logger.info("tensorboard is not installed; the numbers are in metrics.jsonl")
-            return
-        writer = SummaryWriter(str(folder), purge_step=start + 1)
-
-        def put(step: int, numbers: dict[str, float]) -> None:
-            for name, value in numbers.items():
-                writer.add_scalar(name, value, step)
-
-        self._sinks.append(put)
-        self._closers.append(writer.close)
-
-    def _open_wandb(self, project: str, folder: Path) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise MissingPackageError(
-                "log.wandb is set, but wandb is not installed", hint="pip install 'packages/trainer[wandb]'"
-            ) from error
-        run = wandb.init(
-            project=project, dir=str(folder), id=run_id(folder / "wandb-id"), resume="allow",
-            config=self._config.model_dump(mode="json", by_alias=True), allow_val_change=True,
-        )  # fmt: skip
-        self._sinks.append(lambda step, numbers: run.log(numbers, step=step))
-        self._closers.append(run.finish)
+        for tracker in trackers(self._config, start):
+            self._sinks.append(tracker.put)
+            self._closers.append(tracker.close)
 
     def step(
         self,
@@ -200,14 +169,6 @@ class Metrics:
     ) -> None:
         for close in self._closers:
             close()
-
-
-def run_id(path: Path) -> str:
-    """What a file says that was made once and stays: a resumed run is the same one to a service."""
-    if not path.exists():
-        with atomic_file(path, text=True) as stream:
-            stream.write(uuid4().hex)
-    return path.read_text(encoding="utf-8").strip()
 
 
 def memory_in_use() -> int:
