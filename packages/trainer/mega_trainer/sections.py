@@ -239,6 +239,12 @@ class LogConfig(Config):
     every: PositiveInt = 1
     tensorboard: bool = True
     wandb: str | None = Field(None, description="project name for Weights & Biases")
+    mlflow: str | None = Field(None, description="experiment of MLflow; where that is, MLFLOW_TRACKING_URI says")
+    trackio: str | None = Field(None, description="project name for Trackio")
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65535, description="rank 0 answers here what Prometheus asks: the numbers of the last step"
+    )
+    prometheus_address: str = Field("127.0.0.1", description="where it listens; 0.0.0.0: on every network of its host")
 
 
 class ProfileConfig(Config):

@@ -55,6 +55,7 @@ from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
 from mega_trainer.parallel.shared import SharedStage
+from mega_trainer.phases import Phases, waited
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.advice import Needs
 from mega_trainer.plan.flops import count_parameters
@@ -62,7 +63,7 @@ from mega_trainer.profile import Profiler
 from mega_trainer.ranks import Ranks
 from mega_trainer.repeat import provenance
 from mega_trainer.rollback import Remaining, RollBack
-from mega_trainer.run_folder import claimed, make_run_folder
+from mega_trainer.run_folder import claimed, make_run_folder, record_start
 from mega_trainer.state import Saver, TrainState, continued, starting_point, weights_of
 from mega_trainer.step import count_tokens, evaluate, own_counts, train_step
 from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
@@ -120,14 +121,16 @@ def train(
     checkpoint = starting_point(config)
     config = continued(config, checkpoint)
     limits, device = Limits(config.train), ready_device(config, ranks, groups)
-    profiler = Profiler(config, device, ranks.rank)
+    phases = Phases(device)
+    profiler = Profiler(config, device, ranks.rank, phases)
     state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, tokenizer)
     state.read = train_data.read
     if not begin(state, checkpoint, groups.world, tokenizer):
         return state
-    job = Job(state, executor, train_data, valid_data, device, profiler, limits, ranks, needs, store)
+    record_start(config, ranks, state.step)
+    job = Job(state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store)
     while True:
         try:
             reason = steps(job)
@@ -147,6 +150,7 @@ class Job:
     train_data: BlendedDataset
     valid_data: BlendedDataset | None
     device: torch.device
+    phases: Phases
     profiler: Profiler
     limits: Limits
     ranks: Ranks
@@ -181,6 +185,10 @@ def steps(job: Job) -> str | None:
         def riders(coming: Sequence[float]) -> list[float]:  # what all ranks are told beside the loss
             return [asked(state.step + 1) is not None, saver.failed, *coming]
 
+        def save() -> None:
+            with profiler.phase("save"):
+                saver.save(state)
+
         samples = Remaining(job.train_data, state.left_out)
 
         def accepts(loss: float) -> bool:  # just before an update
@@ -196,7 +204,8 @@ def steps(job: Job) -> str | None:
 
         left, stopping, tokens = config.train.steps - state.step, 0.0, [0.0]
         batches = loader(samples, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
-        for batch, following in profiler.steps(with_next(islice(batches, left)), state.step + 1):
+        items = waited(with_next(islice(batches, left)), profiler.phase)
+        for batch, following in profiler.steps(items, state.step + 1):
             tokens = tokens if any(tokens) else count_tokens(batch, further, groups)
             coming = own_counts(following, further, groups)
             integrity.before(state.step + 1, batches_of_first)
@@ -215,7 +224,7 @@ def steps(job: Job) -> str | None:
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
                 valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
                 mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
-                epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)),
+                epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
             )  # fmt: skip
             stopping, failed, *tokens = result.riders
             if failed:
@@ -224,10 +233,10 @@ def steps(job: Job) -> str | None:
             integrity.after(state.step, saves=saves)
             if stopping:
                 logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
-                saver.save(state)
-                break
             if saves:
-                saver.save(state)
+                save()
+            if stopping:
+                break
     all_reduce(torch.zeros(1), groups.world)  # leave together: a launcher ends the others soon after the first one
     return (asked(state.step) or "a signal or limit of another rank") if stopping else None
 
@@ -336,7 +345,8 @@ def validate(executor: Executor, loader: Callable[..., Loader], config: RunConfi
     for stage in executor.stages.values():
         stage.eval()
     batches = islice(loader(global_batch=config.batch.global_), config.train.eval_steps)
-    loss = evaluate(executor, (list(micro_batches(batch, config, device, executor.groups.cp)) for batch in batches))
+    with executor.phase("evaluate"):
+        loss = evaluate(executor, (list(micro_batches(batch, config, device, executor.groups.cp)) for batch in batches))
     for stage in executor.stages.values():
         stage.train()
     return loss

@@ -114,7 +114,7 @@ class Executor:
                 case "SEND_B":
                     self._send(self._input_gradient(key), op.stage - 1)
         for _, work in self._leaving:
-            work.wait()
+            self._wait(work)
         self.loads = summed_loads(self._routings)
         for left_over in (self._leaving, self._contexts, self._inputs, self._borrowed):
             left_over.clear()
@@ -269,7 +269,7 @@ class Executor:
 
     def _arrived(self, what: str, key: Key) -> Tensor:
         tensor, work = self._arriving.pop((what, key))
-        work.wait()
+        self._wait(work)
         return tensor
 
     def _send(self, tensor: Tensor, to_stage: int) -> None:
@@ -278,7 +278,11 @@ class Executor:
         assert work is not None
         self._leaving.append((tensor, work))
         if len(self._leaving) > IN_FLIGHT * self.group.size:
-            self._leaving.popleft()[1].wait()  # the common order of messages lets a send block anywhere
+            self._wait(self._leaving.popleft()[1])  # the common order of messages lets a send block anywhere
+
+    def _wait(self, work: Work) -> None:
+        with self.phase("pipeline_wait"):
+            work.wait()
 
     def _context(self, microbatch: int, batch: MicroBatch) -> Context:
         """Positions, masks and dropout of a micro-batch, made once for all stages of this rank."""
