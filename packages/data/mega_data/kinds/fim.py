@@ -109,9 +109,9 @@ class FimSamples:
         """See `Samples`."""
         return self._windows.samples_per_epoch
 
-    def work(self, k: int) -> int:
+    def work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """See `Samples`."""
-        return self._config.seq_length**2
+        return np.full(numbers.size, self._config.seq_length**2)
 
     def __getitem__(self, k: int, /) -> Sample:
         window = self._windows[k]

@@ -144,38 +144,45 @@ class PackedSamples:
         index = self._index
         return np.add.reduceat(index["sizes"].astype(np.int64) ** 2, index["bins"][:-1])
 
-    def work(self, k: int) -> int:
+    def work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """See `Samples`."""
-        return int(self._work[self._bin(k)])
-
-    def _bin(self, k: int) -> int:
         count = self._index["bins"].size - 1
-        epoch, place = divmod(k, count)
+        epochs, places = np.divmod(numbers, count)
+        for epoch in np.unique(epochs).tolist():
+            own = epochs == epoch
+            places[own] = permuted_many(places[own], count, self._order(epoch))
+        found: npt.NDArray[np.int64] = self._work[places]
+        return found
+
+    def _order(self, epoch: int) -> int:
+        """The key that the order of an epoch is drawn by."""
         known, key = self._key
         if known != epoch:
             key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
             self._key = epoch, key
-        return permuted(place, count, key)
+        return key
 
     def __getitem__(self, k: int, /) -> Sample:
-        number = self._bin(k)
+        count = self._index["bins"].size - 1
+        epoch, place = divmod(k, count)
+        number = permuted(place, count, self._order(epoch))
         first, last = self._index["bins"][number : number + 2].tolist()
         starts, sizes = (self._index[name][first:last].tolist() for name in ("starts", "sizes"))
         length, used = self._seq_length, sum(sizes)
         tokens = np.full(length, self._setting.eod or 0, np.int64)
         labels, weights = tokens.copy(), np.zeros(length, np.float32)
-        positions = np.arange(length)
-        documents = np.full(length, len(sizes), np.int32)
-        at = 0
-        for document, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        weights[:used] = 1.0
+        at, begins = 0, []
+        for start, size in zip(starts, sizes, strict=True):
+            begins.append(at)
             read = self._part.reader.tokens[start : start + size + 1]
             tokens[at : at + size], labels[at : at + size] = read[:-1], read[1:]
-            weights[at : at + size] = 1.0 if self._weights is None else self._weights[start + 1 : start + size + 1]
-            positions[at : at + size] -= at
-            documents[at : at + size] = document
+            if self._weights is not None:
+                weights[at : at + size] = self._weights[start + 1 : start + size + 1]
             at += size
-        positions[used:] -= used
-        return Sample(tokens, labels, weights, positions, documents)
+        own = [*sizes, length - used]  # what is left is a document, too
+        documents = np.repeat(np.arange(len(own), dtype=np.int32), own)
+        return Sample(tokens, labels, weights, np.arange(length) - np.repeat([*begins, used], own), documents)
 
 
 def document_bounds(
