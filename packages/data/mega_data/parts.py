@@ -24,7 +24,11 @@ SPLITS = ("train", "valid", "test")
 LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
 MOST = 1000  # data sets whose files are open at a time
 CHECKED = 1 << 28  # bytes of indices that are checked on opening; where there are more, each when it is first read
-OF_SENTENCES = ("bert", "t5")  # kinds whose data sets are cut between documents, for their sequences are sentences
+OF_SEVERAL = (
+    "bert",
+    "t5",
+    "pairs",
+)  # kinds whose documents have several sequences: their data sets are cut between those
 Bounds = tuple[float, float]
 
 
@@ -181,7 +185,7 @@ def _sequence_at(bound: float, reader: IndexedReader, kind: str) -> int:
 
     Python's rounding, half to even, of the very product that Megatron rounds.
     """
-    if kind in OF_SENTENCES:
+    if kind in OF_SEVERAL:
         return int(reader.document_index[round(bound * float(reader.document_index.size - 1))])
     return round(bound * float(len(reader)))
 
