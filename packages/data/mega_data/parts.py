@@ -12,9 +12,10 @@ import numpy as np
 
 from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
+from mega_common.remote import Remote, place
 from mega_data.config import DataConfig, Source
 from mega_data.document_order import token_range
-from mega_data.fetch import local_prefix
+from mega_data.fetch import as_given, local_prefix
 from mega_data.indexed import IndexedReader, OpenFiles, data_prefix, idx_path
 from mega_data.info import read_info
 from mega_data.limits import allow_open_files
@@ -173,8 +174,9 @@ def matching(source: Source) -> list[Path]:
     """
     if not source.is_glob or idx_path(source.path).exists():
         return [data_prefix(source.path)]
-    pattern = str(data_prefix(source.path)) + ".idx"
-    found = [Path(name).with_suffix("") for name in sorted(glob(pattern, recursive=True))]
+    pattern = place(as_given(data_prefix(source.path)) + ".idx")
+    names = pattern.matches() if isinstance(pattern, Remote) else sorted(glob(str(pattern), recursive=True))
+    found = [Path(name).with_suffix("") for name in names if not name.endswith(".mask.idx")]
     if not found:
         raise DataError(f"{source.path}: no data set matches", hint="it is to match the names without .bin and .idx")
     return found
