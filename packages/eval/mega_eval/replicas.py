@@ -57,7 +57,7 @@ def connect(model: ModelConfig, rank: int, world_size: int, sharing: Sharing) ->
         )
     data = world_size // sharing.pp // sharing.tp
     layout = Layout(tp=sharing.tp, pp=sharing.pp, dp=data, ep=sharing.ep)
-    return build_groups(layout, rank, kv_heads=model.kv_heads)
+    return build_groups(layout, rank, heads=model.shared_heads)
 
 
 @dataclass(frozen=True)
