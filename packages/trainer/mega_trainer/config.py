@@ -160,6 +160,9 @@ class RunConfig(Config):
         model, data, parallel = self.model, self.data, self.parallel
         if model.position == "learned" and data.seq_length > model.max_position:
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
+        if "pairs" in data.kinds:
+            rule = "has no loss to train with yet: preference pairs can be made and shown"
+            yield Problem("data.kind", rule, "pairs", "conversations, made of the chosen answers")
         if encoded := sorted(data.kinds & {"bert", "t5"}):
             rule = "is data for an encoder, and every model here is a decoder"
             yield Problem("data.kind", rule, encoded[0], "text or fim; mega_data reads such samples for other programs")

@@ -100,6 +100,11 @@ class Decoder(nn.Module):
         return found
 
     @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.parameters()).device
+
+    @property
     def head_weight(self) -> Tensor:
         """The output matrix [V/T, D], which may be the embedding's."""
         return self.head if hasattr(self, "head") else self.embedding.weight
