@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.core import AttentionCore
-from mega_trainer.parallel.tensor import ColumnLinear
+from mega_trainer.parallel.tensor import Heads
 
 
 class Attention(nn.Module):
@@ -27,24 +27,12 @@ class Attention(nn.Module):
         self.kv_heads = max(1, config.kv_heads // tp.size)
         sinks = build.sinks(f"{name}.sinks") if config.attention_sinks else None
         self.core = AttentionCore(build, layer, scale=config.attention_scale, sinks=sinks)
-        self.qkv = self._projection(build, name)
+        counts = {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
+        blocks = [Heads(f"{name}.{x}_proj", count, self.size) for x, count in counts.items()]
+        self.qkv = build.column(blocks, bias=config.qkv_bias)
         self.out = build.row(f"{name}.o_proj", config.num_attention_heads * self.size, bias=config.attention_out_bias)
         self.q_norm = build.qk_norm(f"{name}.q_norm", config.num_attention_heads) if config.qk_norm else None
         self.k_norm = build.qk_norm(f"{name}.k_norm", config.kv_heads) if config.qk_norm else None
-
-    def _projection(self, build: Builder, name: str) -> ColumnLinear:
-        config, groups = build.config, build.groups
-        query = [(f"{name}.q_proj", config.num_attention_heads * self.size)]
-        key_value = [(f"{name}.{x}_proj", config.kv_heads * self.size) for x in "kv"]
-        if config.kv_heads >= groups.tp.size:
-            return build.column(query + key_value, bias=config.qkv_bias)
-        projection = build.column(query, bias=config.qkv_bias)
-        head = groups.tp.rank * config.kv_heads // groups.tp.size
-        shared = build.shared_rows(key_value, index=head, rows=self.size, bias=config.qkv_bias)
-        projection.weights.append(shared[0])
-        if config.qkv_bias:
-            projection.biases.append(shared[1])
-        return projection
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[B, S or S/T, D] -> the same shape."""

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from mega_trainer.comm import Group, Passing, all_gather_into, all_to_all, reduce_scatter_into, start_pass
 from mega_trainer.kernels.base import Kernels, Scores
 from mega_trainer.kernels.blocks import sinks_gradient, with_sinks
 from mega_trainer.kernels.masks import ALL, CAUSAL, Mask, Part
-from mega_trainer.parallel.tensor import sequence_part
+from mega_trainer.parallel.tensor import sequence_part, whole_sequence
 
 Kind = Literal["ring", "allgather", "alltoall"]
 # Which keys at some places in the sequence the queries at others see.
@@ -78,6 +79,18 @@ def places_of_residual(length: int, cp: Group, tp: Group, *, sp: bool) -> list[r
 
 def _ranges(length: int, group: Group) -> tuple[range, ...]:
     return (range(length),) if group.size == 1 else chunks_of(group.rank, length, group.size)
+
+
+def tokens_before(x: Tensor, count: int, group: Group) -> Tensor:
+    """The tokens before each of a rank's two chunks, zeros before the sequence: [B, s, w] -> [B, 2, count, w].
+
+    The ends of all chunks are gathered, for a chunk may be shorter than `count`; their gradients are summed back.
+    """
+    ends = x.unflatten(1, (2, -1))[:, :, -count:].flatten(1, 2)
+    gathered = whole_sequence(ends, group, sp=True).unflatten(1, (group.size, -1)).movedim(1, 0)
+    padded = functional.pad(_in_order(gathered), (0, 0, count, 0))
+    chunks = chunks_of(group.rank, gathered.shape[2] * group.size, group.size)
+    return torch.stack([padded[:, chunk.start : chunk.start + count] for chunk in chunks], 1)
 
 
 class Passage(Protocol):
