@@ -214,6 +214,17 @@ class ModelConfig(Config):
         return self.num_kv_heads or self.num_attention_heads
 
     @property
+    def heads(self) -> dict[Mixer, tuple[int, int]]:
+        """Of each kind of mixer in use: its heads, and the key/value heads, key heads or groups that they share."""
+        mamba, delta, used = self.mamba, self.delta, {kind.mixer for kind in self.kinds}
+        every: dict[Mixer, tuple[int, int]] = {
+            "attention": (self.num_attention_heads, self.kv_heads),
+            **({"mamba": (mamba.num_heads, mamba.num_groups)} if mamba else {}),
+            **({"delta": (delta.num_value_heads, delta.num_key_heads)} if delta else {}),
+        }
+        return {kind: counts for kind, counts in every.items() if kind in used}
+
+    @property
     def shared_heads(self) -> set[int]:
         """How many heads there are of each kind that several ranks may hold the same of."""
         groups = {self.mamba.num_groups} if self.mamba else set()
