@@ -91,6 +91,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "no_rope_layers": [1], "num_kv_heads": 2,
         },
     ],
+    "gqa": [{}, {"attention_gate": True, "zero_centered_norm": True}],
     "moe": [
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
