@@ -200,7 +200,7 @@ class ModelConfig(Config):
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     residual_dropout: float = Field(0.0, ge=0, lt=1)
     init_std: float = Field(0.02, gt=0)
-    scale_residual_init: bool = Field(True, description="std / sqrt(2 layers) for projections into the residual")
+    scale_residual_init: bool = Field(True, description="std / sqrt(sums) for projections into the residual")
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
@@ -212,6 +212,23 @@ class ModelConfig(Config):
     def kv_heads(self) -> int:
         """Number of key/value heads."""
         return self.num_kv_heads or self.num_attention_heads
+
+    @property
+    def heads(self) -> dict[Mixer, tuple[int, int]]:
+        """Of each kind of mixer in use: its heads, and the key/value heads, key heads or groups that they share."""
+        mamba, delta, used = self.mamba, self.delta, {kind.mixer for kind in self.kinds}
+        every: dict[Mixer, tuple[int, int]] = {
+            "attention": (self.num_attention_heads, self.kv_heads),
+            **({"mamba": (mamba.num_heads, mamba.num_groups)} if mamba else {}),
+            **({"delta": (delta.num_value_heads, delta.num_key_heads)} if delta else {}),
+        }
+        return {kind: counts for kind, counts in every.items() if kind in used}
+
+    @property
+    def shared_heads(self) -> set[int]:
+        """How many heads there are of each kind that several ranks may hold the same of."""
+        groups = {self.mamba.num_groups} if self.mamba else set()
+        return {self.kv_heads} | groups | ({self.delta.num_key_heads} if self.delta else set())
 
     @property
     def head_size(self) -> int:

@@ -31,7 +31,7 @@ def connect(model: ModelConfig, rank: int, world_size: int, *, tp: int, ep: int)
         ConfigError: when the model cannot be shared so.
     """
     check_degrees(model, tp=tp, ep=ep)
-    return build_groups(Layout(tp=tp, dp=world_size // tp, ep=ep), rank, kv_heads=model.kv_heads)
+    return build_groups(Layout(tp=tp, dp=world_size // tp, ep=ep), rank, heads=model.shared_heads)
 
 
 @dataclass(frozen=True)

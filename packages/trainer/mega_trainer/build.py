@@ -65,7 +65,7 @@ def connect(config: RunConfig, ranks: Ranks, maker: GroupMaker | None = None, lo
     return build_groups(
         layout,
         ranks.rank,
-        kv_heads=config.model.kv_heads,
+        heads=config.model.shared_heads,
         shard=parallel.zero3_shard,
         maker=maker or GroupMaker(timedelta(seconds=2 * config.timeout_seconds)),  # as `ranks.joined`
         ordered=config.debug.ordered_reductions,

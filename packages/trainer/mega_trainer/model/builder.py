@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +24,13 @@ from mega_trainer.parallel.context import Kind
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.expert import Dispatcher
 from mega_trainer.parallel.linear import Linear
-from mega_trainer.parallel.param import make_parameter
+from mega_trainer.parallel.param import Uniform, make_parameter
 from mega_trainer.parallel.tensor import (
     ColumnLinear,
+    Heads,
     RowLinear,
     VocabEmbedding,
-    split_rows,
+    split_heads,
     sum_gradient,
     sum_over,
     vocab_parameter,
@@ -150,39 +153,32 @@ class Builder:
     def residual_std(self) -> float:
         """Standard deviation for projections into the residual stream (GPT-2's scaling, when asked for)."""
         config = self.config
-        return config.init_std / (math.sqrt(2 * config.num_layers) if config.scale_residual_init else 1.0)
+        sums = sum(half is not None for kind in config.kinds[: config.num_layers] for half in kind)
+        return config.init_std / (math.sqrt(sums) if config.scale_residual_init else 1.0)
 
-    def column(self, blocks: Sequence[tuple[str, int]], *, bias: bool) -> ColumnLinear:
-        """A fused column-parallel layer of several [N_i, D] projections, named without `.weight`."""
-        weight, wpieces = split_rows(
-            [(f"{n}.weight", rows) for n, rows in blocks], self.config.hidden_size, self.groups.tp
-        )
-        offset, bpieces = split_rows([(f"{n}.bias", rows) for n, rows in blocks], None, self.groups.tp)
-        biases = [self._parameter(offset, bpieces)] if bias else []
-        weights = [self._parameter(weight, wpieces, std=self.config.init_std)]
+    def column(self, blocks: Sequence[Heads], *, bias: bool) -> ColumnLinear:
+        """A fused column-parallel layer of several [count * size, D] projections, named without `.weight`."""
+        config = self.config
+        weights = self.heads(_suffixed(blocks, "weight"), (config.hidden_size,), std=config.init_std)
+        biases = self.heads(_suffixed(blocks, "bias")) if bias else []
         return ColumnLinear(self.linear_kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred)
 
     def split(self, name: str, rows: int, width: int) -> nn.Parameter:
         """A weight [rows/T, width] split by rows, for an input that every tensor rank has whole already."""
-        shape, pieces = split_rows([(f"{name}.weight", rows)], width, self.groups.tp)
-        return self._parameter(shape, pieces, std=self.config.init_std)
+        return self.heads([Heads(f"{name}.weight", rows)], (width,), std=self.config.init_std)[0]
 
-    def shared_rows(
-        self, blocks: Sequence[tuple[str, int]], *, index: int, rows: int, bias: bool
-    ) -> list[nn.Parameter]:
-        """The weight (and bias) of block `index` of `rows` rows of each tensor, held by all ranks of the kv group."""
-        width, out = self.config.hidden_size, []
-        for suffix, tail in (("weight", (width,)), ("bias", ())):
-            zeros = (0,) * len(tail)
-            pieces = [
-                Piece(f"{n}.{suffix}", (total, *tail), (index * rows, *zeros), (i * rows, *zeros), (rows, *tail))
-                for i, (n, total) in enumerate(blocks)
-            ]
-            std = self.config.init_std if suffix == "weight" else None
-            if suffix == "weight" or bias:
-                shared = (self.groups.kv,)
-                shape = (rows * len(blocks), *tail)
-                out.append(self._parameter(shape, pieces, std=std, grad_sync=shared, replicas=shared))
+    def heads(self, blocks: Sequence[Heads], tail: tuple[int, ...] = (), **start: Any) -> list[nn.Parameter]:
+        """This rank's heads of several tensors [count * size, *tail], one block after another.
+
+        One parameter for all neighbouring blocks that are shared by as many ranks; usually that is one. `start` says how
+        they begin, as for `make_parameter`.
+        """
+        out, tp = [], self.groups.tp
+        for _, run in groupby(blocks, lambda block: max(1, tp.size // block.count)):
+            alike = list(run)
+            shape, pieces = split_heads(alike, tail, tp)
+            same = (self.groups.sharing(alike[0].count),)
+            out.append(self._parameter(shape, pieces, grad_sync=same, replicas=same, **start))
         return out
 
     def row(self, name: str, width: int, *, bias: bool) -> RowLinear:
@@ -283,10 +279,10 @@ class Builder:
         """The norm of queries or keys that the configuration asks for: over each head, or over all of them."""
         size, eps, centered = self.config.head_size, self.config.norm_eps, self.config.zero_centered_norm
         if self.config.qk_norm_span == "all":
-            weight = self._heads_weight(f"{name}.weight", heads, size, ())
+            weight = self.heads([Heads(f"{name}.weight", heads, size)], fill=self.norm_fill)[0]
             return HeadsNorm(weight, eps, self.groups.tp, zero_centered=centered)
         if self.config.qk_norm_span == "each":
-            weight = self._heads_weight(f"{name}.weight", heads, 1, (size,))
+            weight = self.heads([Heads(f"{name}.weight", heads)], (size,), fill=self.norm_fill)[0]
             return EachHeadNorm(weight, eps, zero_centered=centered)
         # a rank sees only its own heads, so the gradient is partial
         weight = self.replicated(f"{name}.weight", (size,), fill=self.norm_fill, partial_grad=True)
@@ -294,19 +290,7 @@ class Builder:
 
     def sinks(self, name: str) -> nn.Parameter:
         """This rank's part [H/T] of a number for each head."""
-        heads, tp = self.config.num_attention_heads, self.groups.tp
-        own = heads // tp.size
-        return self._parameter(
-            (own,), [Piece(name, (heads,), (tp.rank * own,), (0,), (own,))], std=self.config.init_std
-        )
-
-    def _heads_weight(self, name: str, heads: int, rows: int, tail: tuple[int, ...]) -> nn.Parameter:
-        """This rank's part of a weight [heads * rows, *tail]; fewer heads than ranks are shared in the kv group."""
-        tp, zeros = self.groups.tp, (0,) * len(tail)
-        own = (max(1, heads // tp.size) * rows, *tail)
-        shared = (self.groups.kv,) if heads < tp.size else ()
-        piece = Piece(name, (heads * rows, *tail), (tp.rank * heads // tp.size * rows, *zeros), (0, *zeros), own)
-        return self._parameter(own, [piece], fill=self.norm_fill, grad_sync=shared, replicas=shared)
+        return self.heads([Heads(name, self.config.num_attention_heads)], std=self.config.init_std)[0]
 
     def vocabulary(self, name: str, *, shared: Sequence[Group] = ()) -> nn.Parameter:
         """A [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""
@@ -329,10 +313,15 @@ class Builder:
         *,
         fill: float = 0.0,
         std: float | None = None,
+        uniform: Uniform | None = None,
         grad_sync: Sequence[Group] = (),
         replicas: Sequence[Group] = (),
     ) -> nn.Parameter:
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
-            std=std, fill=fill, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
+            std=std, fill=fill, uniform=uniform, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
         )  # fmt: skip
+
+
+def _suffixed(blocks: Sequence[Heads], suffix: str) -> list[Heads]:
+    return [replace(block, name=f"{block.name}.{suffix}") for block in blocks]

@@ -10,9 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mega_trainer.comm import Group
+from mega_trainer.device import to_device
 from mega_trainer.kernels.base import Rotation
 from mega_trainer.kernels.masks import Band, Mask, Packed, Part, rectangle
 from mega_trainer.model.routing import Routing
+from mega_trainer.parallel.context import place_of_tokens
 from mega_trainer.rng import Dropout
 
 # Queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e] and the mask to [B, S, H, e], by a layer's rule.
@@ -73,6 +76,7 @@ class Sequences:
     device: torch.device
     begins: np.ndarray | None = None
     _made: dict[tuple[range, int | None], Mask] = field(default_factory=dict)
+    _reach: dict[int, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Mask:
         """See `Sight`."""
@@ -96,6 +100,19 @@ class Sequences:
                 if n
             ]
         return [part for part in found if part is not None]
+
+    def reach(self, group: Group) -> Tensor | None:
+        """How many tokens of its document stand before each token that a rank of `group` holds: int64 [B, s].
+
+        None where documents are open: then all before it.
+        """
+        if self.begins is None:
+            return None
+        if group.rank not in self._reach:
+            places = place_of_tokens(self.length, group)
+            held = places - torch.from_numpy(self.begins)[:, places]
+            self._reach[group.rank] = to_device(held, self.device)
+        return self._reach[group.rank]
 
     def _square(self, places: range, window: int | None) -> Mask:
         """Of some tokens and themselves. Each is made once."""

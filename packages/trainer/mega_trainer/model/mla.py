@@ -30,7 +30,7 @@ from mega_trainer.model.context import Cache, Context
 from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.rope import yarn_mscale
 from mega_trainer.parallel.linear import Linear
-from mega_trainer.parallel.tensor import whole_sequence
+from mega_trainer.parallel.tensor import Heads, whole_sequence
 
 
 class LatentAttention(nn.Module):
@@ -45,7 +45,7 @@ class LatentAttention(nn.Module):
         self.linear, self.tp, self.sp = build.linear, tp, build.sp
         self.core = AttentionCore(build, layer, scale=score_scale(config))
         if mla.q_lora_rank is None:
-            self.query = build.column([(f"{name}.q_proj", heads * self.size)], bias=False)
+            self.query = build.column([Heads(f"{name}.q_proj", heads, self.size)], bias=False)
         else:
             self.query_latent = Latent(build, f"{name}.q_a_proj", mla.q_lora_rank, f"{name}.q_a_layernorm")
             self.query_heads = build.split(f"{name}.q_b_proj", heads * self.size, mla.q_lora_rank)
