@@ -225,6 +225,11 @@ class ModelConfig(Config):
         return {kind: counts for kind, counts in every.items() if kind in used}
 
     @property
+    def recurrent(self) -> bool:
+        """Whether some layer carries a state from token to token."""
+        return any(kind.mixer in ("mamba", "delta") for kind in self.kinds)
+
+    @property
     def shared_heads(self) -> set[int]:
         """How many heads there are of each kind that several ranks may hold the same of."""
         groups = {self.mamba.num_groups} if self.mamba else set()

@@ -23,7 +23,8 @@ from mega_trainer.mesh import GroupMaker, build_groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context, Outline, Sequences
 from mega_trainer.model.init import init_weights
-from mega_trainer.model.mamba import Mamba, exchanged_bytes, passed_bytes
+from mega_trainer.model.mamba import Mamba
+from mega_trainer.model.recurrence import Recurrence
 from mega_trainer.parallel.context import place_of_tokens
 from mega_trainer.parallel.param import info_of
 
@@ -133,7 +134,7 @@ def spread(states: bool, cp: int, maker: GroupMaker) -> tuple[list[float], int, 
     layer = made(Builder(config(), groups, dtype=torch.float64, cp_kind="ring"))
     places = place_of_tokens(S, groups.cp)
     mine = x.detach()[:, places].requires_grad_()
-    with mock.patch.object(Mamba, "_exchange_is_less", return_value=not states):
+    with mock.patch.object(Recurrence, "_exchanges", return_value=not states):
         y = layer(mine, sequences(documents=documents))
     moved = sum(total for _, total in log.counts.values())
     own = list(torch.autograd.grad((y * weights[:, places]).sum(), [mine, *layer.parameters()]))
@@ -141,8 +142,8 @@ def spread(states: bool, cp: int, maker: GroupMaker) -> tuple[list[float], int, 
         dist.all_reduce(gradient, group=groups.cp.handle)
     wanted = [expected[:, places], gradients[0][:, places], *gradients[1:]]
     errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip([y, *own], wanted, strict=True)]
-    formula = passed_bytes if states else exchanged_bytes
-    return errors, moved, formula(layer, torch.empty(B, S // cp, layer.widths[-1], dtype=torch.float64))
+    seen, recurrence = torch.empty(B, S // cp, layer.widths[-1], dtype=torch.float64), layer.recurrence
+    return errors, moved, recurrence.passed_bytes(seen) if states else recurrence.exchanged_bytes(seen, 1)
 
 
 def everywhere() -> list[tuple[list[float], int, int]]:
@@ -167,7 +168,7 @@ def test_states_passed_and_heads_exchanged_are_one_process_and_move_the_bytes_of
 @pytest.mark.parametrize(("tokens", "heads", "less"), [(4096, H, False), (64, H, True), (64, 6, False)])
 def test_the_cheaper_way_is_taken_where_heads_can_be_shared(tokens: int, heads: int, less: bool) -> None:
     build = next(iter(builders(config(num_heads=heads, head_dim=64, state_size=64), Layout(cp=4), cp_kind="ring")))
-    layer = Mamba(build, 0)
-    seen = torch.empty(1, tokens // 4, layer.widths[-1])
-    assert (exchanged_bytes(layer, seen) < passed_bytes(layer, seen)) == (tokens == 64)
-    assert layer._exchange_is_less(seen) == less
+    recurrence = Mamba(build, 0).recurrence
+    seen = torch.empty(1, tokens // 4, recurrence.channels)
+    assert (recurrence.exchanged_bytes(seen, 1) < recurrence.passed_bytes(seen)) == (tokens == 64)
+    assert recurrence._exchanges(seen, 1) == less
