@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -107,14 +107,21 @@ def read(folder: Path) -> SavedFolder:
 
 
 @contextmanager
-def damage(folder: Path) -> Iterator[None]:
-    """Around what looks at metadata: tells that it is none, where that fails."""
+def failing(message: str) -> Iterator[None]:
+    """Around what looks at things that somebody else laid out: where that fails they are not as they should be.
+
+    Raises:
+        CheckpointError: with the message and what failed.
+    """
     try:
         yield
     except (AttributeError, TypeError, ValueError, KeyError, IndexError, ArithmeticError) as error:
-        raise CheckpointError(
-            f"{folder / METADATA}: not the metadata of a checkpoint of torch.distributed ({error!r})"
-        ) from None
+        raise CheckpointError(f"{message} ({error!r})") from None
+
+
+def damage(folder: Path) -> AbstractContextManager[None]:
+    """Around what looks at metadata."""
+    return failing(f"{folder / METADATA}: not the metadata of a checkpoint of torch.distributed")
 
 
 @dataclass(frozen=True)
