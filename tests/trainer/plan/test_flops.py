@@ -1,20 +1,25 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from mega_ckpt.names import num_parameters
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.decoder import Decoder, Stage
 from mega_trainer.plan.flops import (
     count_parameters,
     forward_flops,
     hardware_flops,
     head_cost,
+    layer_costs,
+    layer_flops,
     model_flops,
     palm_flops,
     peak_flops,
@@ -144,6 +149,42 @@ def test_experts_in_some_layers_are_counted_layer_by_layer() -> None:
     assert [layer.experts for layer in count_parameters(mixed).layers] == [0, 8 * one, 0]
     sparse, dense = 2 * 64 * (3 * (2 * 10 + 7) + 8 + 1), 2 * 64 * 3 * 192
     assert forward_flops(mixed, 100)["feed-forward"] == 2 * dense + sparse
+
+
+HYBRID: dict[str, Any] = {
+    "layers": ["mamba", "delta", "attention+moe", "mlp"], "hidden_size": 48, "ffn_hidden_size": 64, "vocab_size": 32,
+    "num_attention_heads": 4, "position": "none", "attention_gate": True, "qkv_bias": False,
+    "mamba": {"num_heads": 6, "head_dim": 8, "state_size": 10, "num_groups": 2, "chunk_size": 16},
+    "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 10, "chunk_size": 8},
+    "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24},
+}  # fmt: skip
+
+
+@torch.no_grad()
+def test_operations_of_layers_of_every_kind_are_those_that_torch_counts() -> None:
+    """It counts no triangular solve, which is one product of half a square, and no fused attention."""
+    config, length = ModelConfig.parse(HYBRID), 32
+    positions = torch.arange(length)[None]
+    for index, uncounted in enumerate([0, 4 * 8 * (6 + 10), 2 * 32 * 2 * 48, 0]):
+        decoder = Decoder(Builder(config), Stage(index, index + 1, embeds=False, heads=False))
+        with FlopCounterMode(display=False) as counter:
+            decoder(torch.randn(1, length, 48), decoder.context(positions))
+        expected = sum(layer_flops(config, index, length, causal=False).values()) - uncounted
+        assert counter.get_total_flops() == pytest.approx(expected * length)
+
+
+def test_parameters_and_parts_of_a_hybrid() -> None:
+    config = ModelConfig.parse(HYBRID)
+    count, built = count_parameters(config), Decoder(Builder(config, device=torch.device("meta")))
+    assert count.total == sum(p.numel() for p in built.parameters()) == num_parameters(config)
+    assert [layer.whole for layer in count.layers] == [48, 48 + 10, 48 + 48 + 4 * 48, 48]
+    parts, costs = forward_flops(config, 32), layer_costs(config, 32)
+    assert list(parts)[:2] == ["recurrent projections", "recurrence"]
+    assert costs is not None
+    assert sum(costs) == pytest.approx(4)
+    assert sum(parts.values()) - parts["head"] == pytest.approx(
+        sum(sum(layer_flops(config, layer, 32).values()) for layer in range(4))
+    )
 
 
 def test_conventions_of_published_figures() -> None:
