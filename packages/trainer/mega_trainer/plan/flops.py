@@ -9,16 +9,17 @@ Legend: D model width, F feed-forward width, H heads, Q head size, K key/value h
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from mega_ckpt.names import tensors_of
-from mega_common.layers import Mixer
+from mega_common.layers import Feed, Mixer
 from mega_common.model_config import ModelConfig
+from mega_trainer.plan.layers import feed_elements, feed_width, mixing_flops, projections
 
 RecomputeKind = Literal["none", "selective", "full"]
 Convention = Literal["exact", "megatron", "full", "palm", "mosaic"]
@@ -112,118 +113,49 @@ def _share(name: str) -> str:
     """Which field of `LayerParameters` a tensor of a layer counts in."""
     if name.startswith("mlp.experts."):
         return "experts"
-    return (
-        "whole" if re.search(r"(?<!mamba\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|^eh_proj|latent", name) else "split"
-    )
-
-
-def projections(model: ModelConfig) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Shapes (out, in) of a layer's attention projections: those whose heads can be split, and those into latents."""
-    width, query, key_value = _widths(model)
-    mla, values = model.mla, model.num_attention_heads * model.value_size
-    if mla is None:
-        gate = [(query, width)] if model.attention_gate else []
-        return [*gate, (query, width), (key_value, width), (key_value, width), (width, query)], []
-    unfolded = (model.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
-    latent = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
-    split = [(query, mla.q_lora_rank or width), unfolded, (width, values)]
-    return split, [(mla.q_lora_rank, width), latent] if mla.q_lora_rank else [latent]
-
-
-def visible_keys(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """How many keys a query sees, on average over a sequence of `seq_length` tokens and over the layers with attention.
-
-    `causal` counts only keys that are not masked; without it, all that a dense product computes: the whole sequence, or
-    the window.
-    """
-    seen = [_seen(model, layer, seq_length, causal) for layer in _layers(model, "attention")]
-    return sum(seen) / max(1, len(seen))
+    return "whole" if re.search(r"(?<!mamba\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|^eh_proj", name) else "split"
 
 
 def forward_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> dict[str, float]:
     """Operations of the forward pass per token, by part, all layers together. Only products of matrices count.
 
-    `causal` leaves the masked half of the attention scores out; see `visible_keys`. Layers that predict further tokens
+    `causal` leaves the masked half of scores out; see `visible_keys`. Layers that predict further tokens
     are layers like the others, and use the head once more each; what they are fed from is a part by itself.
     """
-    width, sums = model.hidden_size, Counter[str]()
-    for layer in range(model.num_layers + model.mtp_layers):
-        sums.update(layer_flops(model, layer, seq_length, causal=causal))
+    parts = dict.fromkeys(("attention projections", "attention scores", "feed-forward"), 0.0)
+    for kind, layers in _kinds(model).items():
+        for name, operations in _parts(model, *kind, seq_length, causal=causal).items():
+            parts[name] = parts.get(name, 0.0) + layers * operations
+    width = model.hidden_size
     return {
-        **sums,
+        **parts,
         **({"further tokens": 4.0 * width * width * model.mtp_layers} if model.mtp_layers else {}),
         "head": 2.0 * width * model.vocab_size * (1 + model.mtp_layers),
     }
 
 
-def layer_flops(model: ModelConfig, layer: int, seq_length: int, *, causal: bool = True) -> dict[str, float]:
-    """Operations of the forward pass of one layer per token, by part."""
-    mixer, feed = model.kind(layer)
-    found = dict[str, float]()
-    if mixer == "attention":
-        split, latents = projections(model)
-        head_widths = model.num_attention_heads * (model.head_size + model.value_size)
-        found["attention projections"] = 2.0 * (_elements(split) + _elements(latents))
-        found["attention scores"] = 2.0 * _seen(model, layer, seq_length, causal) * head_widths
-    elif mixer:
-        projected, recurrence = (_mamba if mixer == "mamba" else _delta)(model, seq_length, causal)
-        found |= {"recurrent projections": 2.0 * model.hidden_size * projected, "recurrence": recurrence}
-    if feed:
-        found["feed-forward"] = 2.0 * model.hidden_size * _columns(model, layer)
-    return found
+def _parts(
+    model: ModelConfig, mixer: Mixer | None, feed: Feed | None, window: int | None, seq_length: int, *, causal: bool
+) -> dict[str, float]:
+    """As `forward_flops`, of one layer of a kind."""
+    parts = {"feed-forward": 2.0 * feed_elements(model, feed)}
+    if mixer is not None:
+        first, second = MIXING[mixer]
+        parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projections(model, mixer))))
+        parts[second] = mixing_flops(model, mixer, window, seq_length, causal=causal)
+    return parts
 
 
-def _seen(model: ModelConfig, layer: int, seq_length: int, causal: bool) -> float:
-    """As `visible_keys`, of one layer."""
-    window = min(model.window(layer) or seq_length, seq_length)
-    return window - causal * window * (window - 1) / (2 * seq_length)
+MIXING: dict[Mixer, tuple[str, str]] = {
+    "attention": ("attention projections", "attention scores"),
+    "mamba": ("mamba projections", "mamba scan"),
+    "delta": ("delta projections", "delta rule"),
+}
 
 
-def _layers(model: ModelConfig, mixer: Mixer) -> list[int]:
-    return [layer for layer, kind in enumerate(model.kinds) if kind.mixer == mixer]
-
-
-def _in_chunk(size: int, seq_length: int, causal: bool) -> float:
-    """How many tokens of its chunk a token is multiplied with."""
-    chunk = min(size, seq_length)
-    return (chunk + 1) / 2 if causal else chunk
-
-
-def _mamba(model: ModelConfig, seq_length: int, causal: bool) -> tuple[int, float]:
-    """Columns of a layer's projections, and operations of its scan per token (arXiv:2405.21060, section 6)."""
-    mamba = model.mamba
-    assert mamba is not None
-    inner, states = mamba.inner_size, mamba.num_groups * mamba.state_size
-    chunk = _in_chunk(mamba.chunk_size, seq_length, causal)
-    return 3 * inner + 2 * states + mamba.num_heads, 2 * chunk * (states + inner) + 4 * inner * mamba.state_size
-
-
-def _delta(model: ModelConfig, seq_length: int, causal: bool) -> tuple[int, float]:
-    """The same of the delta rule in chunks (arXiv:2412.06464): both products of keys, the triangular solve, the maps."""
-    delta = model.delta
-    assert delta is not None
-    keys, values = delta.num_key_heads * delta.key_head_dim, delta.num_value_heads * delta.value_head_dim
-    size, chunk = min(delta.chunk_size, seq_length), _in_chunk(delta.chunk_size, seq_length, causal)
-    k, v = delta.key_head_dim, delta.value_head_dim
-    head = size * (k + v) + 2 * chunk * v + 2 * k * k + 6 * k * v + 2 * k * k * v / size
-    return 2 * keys + 3 * values + 2 * delta.num_value_heads, 4 * chunk * keys + delta.num_value_heads * head
-
-
-def feed_forward_width(model: ModelConfig, layer: int) -> int:
-    """The feed-forward width that a token meets in that layer: of the experts it is sent to, together."""
-    moe = model.moe if model.has_experts(layer) else None
-    return moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size if moe else model.ffn_hidden_size
-
-
-def _columns(model: ModelConfig, layer: int) -> float:
-    """Columns of all the matrices [.., D] of a layer's feed-forward block that a token meets, or as many elements."""
-    moe, factors = model.moe if model.has_experts(layer) else None, 3 if model.gated else 2
-    if moe is None:
-        return factors * model.ffn_hidden_size
-    latent, routed = moe.latent_size, moe.top_k * moe.ffn_hidden_size
-    router = moe.num_experts + moe.shared_gate + 2 * (latent or 0)
-    inner = routed * latent / model.hidden_size if latent else routed
-    return factors * (moe.shared_ffn_hidden_size + inner) + router
+def _kinds(model: ModelConfig) -> Counter[tuple[Mixer | None, Feed | None, int | None]]:
+    """How many layers there are of each kind, with each window."""
+    return Counter((*kind, model.window(layer)) for layer, kind in enumerate(model.kinds))
 
 
 def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
@@ -250,7 +182,7 @@ def palm_flops(model: ModelConfig, seq_length: int) -> float:
     count = count_parameters(model)
     tables = count.embedding - (model.vocab_size * model.hidden_size if model.tie_embeddings else 0)
     pairs = model.num_attention_heads * (model.head_size + model.value_size) // 2  # H Q, or between keys and values
-    attention = 12 * len(_layers(model, "attention")) * pairs * seq_length
+    attention = 12 * sum(kind.mixer == "attention" for kind in model.kinds) * pairs * seq_length
     return float(6 * (count.active - tables) + attention)
 
 
@@ -275,10 +207,10 @@ def published_flops(model: ModelConfig, seq_length: int, convention: Convention)
 def _megatron_flops(model: ModelConfig, seq_length: int) -> float:
     """By the formula of Megatron-LM's `num_floating_point_operations`, which knows a gate by its flag `--swiglu`."""
     routers, gates = 0.0, 0.0
-    for layer in range(model.num_layers + model.mtp_layers):
-        moe = model.moe if model.has_experts(layer) else None
+    for _, feed in model.kinds:
+        moe = model.moe if feed == "moe" else None
         routers += 2.0 * model.hidden_size * (moe.num_experts + moe.shared_gate) if moe else 0.0
-        gates += 2.0 * model.hidden_size * feed_forward_width(model, layer)
+        gates += 2.0 * model.hidden_size * feed_width(model, feed)
     counted = model.activation == "swiglu" and model.activation_limit is None
     whole = model.model_copy(update={"sliding_window": None})
     forward = sum(forward_flops(whole, seq_length).values()) - routers
@@ -297,17 +229,9 @@ def layer_costs(model: ModelConfig, seq_length: int) -> list[float] | None:
     """The work of each layer, in mean layers, where `layers` says that they are of several kinds; None: all are alike."""
     if model.layers is None:
         return None
-    work = [sum(layer_flops(model, layer, seq_length).values()) for layer in range(model.num_layers)]
+    kinds = [(*kind, model.window(layer)) for layer, kind in enumerate(model.kinds)][: model.num_layers]
+    work = [sum(_parts(model, *kind, seq_length, causal=True).values()) for kind in kinds]
     return [each * len(work) / sum(work) for each in work]
-
-
-def _elements(shapes: Iterable[tuple[int, int]]) -> int:
-    return sum(map(math.prod, shapes))
-
-
-def _widths(model: ModelConfig) -> tuple[int, int, int]:
-    """D, H Q and K Q."""
-    return model.hidden_size, model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
 
 
 # Dense peak in TFLOP/s from the makers' data sheets (half of a figure given with sparsity), with fp32 accumulation. A device
