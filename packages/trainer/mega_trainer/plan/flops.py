@@ -113,7 +113,11 @@ def _share(name: str) -> str:
     """Which field of `LayerParameters` a tensor of a layer counts in."""
     if name.startswith("mlp.experts."):
         return "experts"
-    return "whole" if re.search(r"(?<!mamba\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|^eh_proj", name) else "split"
+    return (
+        "whole"
+        if re.search(r"(?<!mamba\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj", name)
+        else "split"
+    )
 
 
 def forward_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> dict[str, float]:
