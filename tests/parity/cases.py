@@ -106,6 +106,7 @@ VARIANTS["hybrid"] = [
             "num_heads": 8, "head_dim": 3, "state_size": 4, "num_groups": 8, "dt_limit": [0.01, 0.3], "bias": True,
             "norm_eps": 1e-2, "conv_bias": False,
         },
+        "moe": {**MODELS["moe"]["moe"], "latent_size": 20},
     },
     {"mamba": {"num_heads": 16, "head_dim": 2, "state_size": 1, "num_groups": 1, "chunk_size": 8}},
     {

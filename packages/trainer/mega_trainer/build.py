@@ -48,7 +48,7 @@ from mega_trainer.parallel.te import TeDispatch
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.advice import run_shape
-from mega_trainer.plan.flops import head_cost
+from mega_trainer.plan.flops import head_cost, layer_costs
 from mega_trainer.plan.memory import unit_layers
 from mega_trainer.precision import LossScale
 from mega_trainer.ranks import Ranks
@@ -144,6 +144,7 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
     layers = stage_layers(
         config.model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout,
         head_cost=head_cost(config.model, config.data.seq_length),
+        layer_costs=layer_costs(config.model, config.data.seq_length),
     )  # fmt: skip
     again, away = config.recompute, config.offload
     recompute = Recompute(again.kind, again.layers, tuple(again.modules))

@@ -17,6 +17,7 @@ from mega_trainer.plan.flops import (
     forward_flops,
     hardware_flops,
     head_cost,
+    layer_costs,
     model_flops,
     palm_flops,
     peak_flops,
@@ -228,3 +229,12 @@ def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str]) -> No
     delta = 4 * layers.count("delta") * (2 * 6 * 6 + 2 * 6 * 6 * 10 / 8 - 2 * 8 * (6 + 10))
     uncounted = exact["head"] + exact["attention scores"]
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - uncounted + delta)
+
+
+def test_layers_of_several_kinds_cost_what_their_parts_do() -> None:
+    small = ModelConfig.parse({**HYBRID, "mtp_layers": 1})
+    costs, parts = layer_costs(small, 64), forward_flops(small, 64)
+    assert costs is not None
+    assert sum(costs) == pytest.approx(len(costs) == 5 and 5)
+    assert costs[0] / costs[3] == pytest.approx((parts["mamba projections"] + parts["mamba scan"]) / (2 * 3 * 24 * 40))
+    assert layer_costs(model("tiny"), 64) is None

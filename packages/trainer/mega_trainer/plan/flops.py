@@ -113,7 +113,11 @@ def _share(name: str) -> str:
     """Which field of `LayerParameters` a tensor of a layer counts in."""
     if name.startswith("mlp.experts."):
         return "experts"
-    return "whole" if re.search(r"(?<!mamba\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|^eh_proj", name) else "split"
+    return (
+        "whole"
+        if re.search(r"(?<!mamba\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj", name)
+        else "split"
+    )
 
 
 def forward_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> dict[str, float]:
@@ -123,20 +127,27 @@ def forward_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -
     are layers like the others, and use the head once more each; what they are fed from is a part by itself.
     """
     parts = dict.fromkeys(("attention projections", "attention scores", "feed-forward"), 0.0)
-    for (mixer, feed, window), layers in _kinds(model).items():
-        if mixer is not None:
-            first, second = MIXING[mixer]
-            products = 2.0 * sum(map(math.prod, itertools.chain(*projections(model, mixer))))
-            parts[first] = parts.get(first, 0.0) + layers * products
-            mixed = mixing_flops(model, mixer, window, seq_length, causal=causal)
-            parts[second] = parts.get(second, 0.0) + layers * mixed
-        parts["feed-forward"] += layers * 2.0 * feed_elements(model, feed)
+    for kind, layers in _kinds(model).items():
+        for name, operations in _parts(model, *kind, seq_length, causal=causal).items():
+            parts[name] = parts.get(name, 0.0) + layers * operations
     width = model.hidden_size
     return {
         **parts,
         **({"further tokens": 4.0 * width * width * model.mtp_layers} if model.mtp_layers else {}),
         "head": 2.0 * width * model.vocab_size * (1 + model.mtp_layers),
     }
+
+
+def _parts(
+    model: ModelConfig, mixer: Mixer | None, feed: Feed | None, window: int | None, seq_length: int, *, causal: bool
+) -> dict[str, float]:
+    """As `forward_flops`, of one layer of a kind."""
+    parts = {"feed-forward": 2.0 * feed_elements(model, feed)}
+    if mixer is not None:
+        first, second = MIXING[mixer]
+        parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projections(model, mixer))))
+        parts[second] = mixing_flops(model, mixer, window, seq_length, causal=causal)
+    return parts
 
 
 MIXING: dict[Mixer, tuple[str, str]] = {
@@ -216,6 +227,15 @@ def head_cost(model: ModelConfig, seq_length: int) -> float:
     last = forward["head"] + forward.get("further tokens", 0.0)
     layer = (sum(forward.values()) - last) / (model.num_layers + model.mtp_layers)
     return last / layer + model.mtp_layers
+
+
+def layer_costs(model: ModelConfig, seq_length: int) -> list[float] | None:
+    """The work of each layer, in mean layers, where `layers` says that they are of several kinds; None: all are alike."""
+    if model.layers is None:
+        return None
+    kinds = [(*kind, model.window(layer)) for layer, kind in enumerate(model.kinds)][: model.num_layers]
+    work = [sum(_parts(model, *kind, seq_length, causal=True).values()) for kind in kinds]
+    return [each * len(work) / sum(work) for each in work]
 
 
 # Dense peak in TFLOP/s from the makers' data sheets (half of a figure given with sparsity), with fp32 accumulation. A device
