@@ -35,13 +35,13 @@ class Steps:
     Attributes:
         x: [B, S, H, P].
         d: how long each step is, [B, S, H] in at least fp32.
-        a: the logarithm of how much of a state stays, [B, S, H], as wide, none above zero.
+        decay: A, how fast a state decays, [H], as wide, below zero.
         b, c: [B, S, G, N].
     """
 
     x: Tensor
     d: Tensor
-    a: Tensor
+    decay: Tensor
     b: Tensor
     c: Tensor
 
@@ -49,10 +49,10 @@ class Steps:
 def scan(steps: Steps, chunks: Chunks, pass_states: Pass) -> Tensor:
     """y [B, S, H, P], computed in the dtype of d and returned in it; no state leaves its document."""
     dtype, groups = steps.d.dtype, steps.b.shape[2]
-    x, d, a, b, c = (chunks.cut(part.to(dtype)) for part in (steps.x, steps.d, steps.a, steps.b, steps.c))
+    x, d, b, c = (chunks.cut(part.to(dtype)) for part in (steps.x, steps.d, steps.b, steps.c))
     b, c = b.movedim(3, 2), c.movedim(3, 2)  # [B, n, G, Q, N]
     x = torch.unflatten((x * d.unsqueeze(-1)).movedim(3, 2), 2, (groups, -1))  # [B, n, G, r, Q, P]
-    total = a.cumsum(2)
+    total = (d * steps.decay).cumsum(2)
     inside = _inside(total, x, b, c, chunks.together)
     last = None if chunks.together is None else chunks.together[:, :, -1]  # of the document that goes on
     kept = _by_group(masked((total[:, :, -1:] - total).exp(), last), groups)
