@@ -42,6 +42,21 @@ def test_a_published_run_takes_as_long_as_was_measured(model: str, run: RunShape
     assert seconds(run, ModelConfig.parse(preset(model)), peers) == pytest.approx(measured, rel=0.15)
 
 
+def test_a_layer_of_each_kind_takes_time_of_its_own_and_a_recurrence_less_the_longer_the_sequence() -> None:
+    delta = {"num_key_heads": 8, "num_value_heads": 16, "key_head_dim": 128, "value_head_dim": 128}
+    sections = {"mamba": {"num_heads": 64, "head_dim": 64, "num_groups": 8}, "delta": delta}
+    plain = preset("llama3-8b") | {"num_layers": 4}
+    kinds = [
+        ModelConfig.parse({**plain, **sections, "layers": [kind] * 4})
+        for kind in ("attention", "mamba", "delta", "mlp")
+    ]
+    for model in kinds:
+        assert seconds(RUN, model) > 8 * 8192 * model_flops(model, 8192) / H100.peak("bf16")
+    far = replace(RUN, seq_length=1 << 20, cp=8, dp=1)
+    attention, mamba, rule, _ = (seconds(far, model) for model in kinds)
+    assert attention > 2 * max(mamba, rule)
+
+
 def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microbatches() -> None:
     run = replace(RUN, pp=4, virtual_stages=2, dp=2, microbatches=37)
     planned = Planned.of(LLAMA, run, H100, HOPPER, Habits())
@@ -80,6 +95,32 @@ def test_experts_on_other_nodes_cost_more_than_on_one_and_less_when_a_token_goes
     apart = step_time(MIXTRAL, far, narrow, HOPPER).parts["expert"]
     once = step_time(MIXTRAL, far, narrow, HOPPER, Habits(dispatch="node")).parts["expert"]
     assert near < once < apart
+
+
+def test_small_products_of_many_experts_reach_less_than_large_ones() -> None:
+    """As many operations a token: eight experts of 4096 columns, or 128 of 256."""
+    few, many = (
+        MIXTRAL.model_copy(
+            update={
+                "moe": MIXTRAL.moe.model_copy(
+                    update={"num_experts": experts, "top_k": experts // 4, "ffn_hidden_size": 32_768 // experts}
+                )
+            }
+        )
+        for experts in (8, 128)
+        if MIXTRAL.moe
+    )
+    assert model_flops(few, 4096) == pytest.approx(model_flops(many, 4096), rel=0.01)
+    run = replace(RUN, seq_length=4096)
+    assert seconds(run, many) > 1.15 * seconds(run, few)
+
+
+def test_a_host_that_waits_for_counts_is_what_small_layers_take() -> None:
+    run = replace(RUN, seq_length=1024, ep=8)
+    told = step_time(MIXTRAL, run, H100, HOPPER, Habits(host=0.1))
+    assert told.seconds == pytest.approx(run.microbatches * MIXTRAL.num_layers * 0.1, rel=0.05)
+    large = replace(RUN, ep=8)
+    assert seconds(large, MIXTRAL, Habits(host=1e-3)) == seconds(large, MIXTRAL)
 
 
 def test_a_slower_network_is_felt_where_gradients_leave_a_node() -> None:

@@ -45,7 +45,7 @@ class GatedDelta(nn.Module):
         ]
         self.projection = build.column(blocks, bias=False)
         self.recurrence = Recurrence(
-            build, f"{name}.conv1d", seen, delta.conv_kernel, bias=False, chunk=delta.chunk_size, heads=values("v"),
+            build, layer, f"{name}.conv1d", seen, delta.conv_kernel, bias=False, chunk=delta.chunk_size, heads=values("v"),
             state=delta.key_head_dim * (delta.key_head_dim + delta.value_head_dim),
         )  # fmt: skip
         heads = delta.num_value_heads // tp.size

@@ -46,7 +46,7 @@ class Mamba(nn.Module):
             [Heads(f"{name}.in_proj.{block.name}", block.count, block.size) for block in blocks], bias=mamba.bias
         )
         self.recurrence = Recurrence(
-            build, f"{name}.conv1d", seen, mamba.conv_kernel, bias=mamba.conv_bias, chunk=mamba.chunk_size,
+            build, layer, f"{name}.conv1d", seen, mamba.conv_kernel, bias=mamba.conv_bias, chunk=mamba.chunk_size,
             heads=channels("x"), state=mamba.head_dim * state + 1,
         )  # fmt: skip
         self.widths = [heads * mamba.head_dim, heads, self.recurrence.channels]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.model.activation import activate
+from mega_trainer.model.adapters import expert_adapter
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.mlp import Mlp
@@ -23,7 +24,10 @@ from mega_trainer.parallel.linear import grouped_linear
 
 
 class Moe(nn.Module):
-    """The weighted sum of each token's experts, and the expert that all tokens pass, if there is one."""
+    """The weighted sum of each token's experts, and the expert that all tokens pass, if there is one.
+
+    With `latent_size` the experts' tokens are [N, L], by a projection before they are sent and one behind their sum.
+    """
 
     def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
@@ -36,6 +40,15 @@ class Moe(nn.Module):
         self.dispatch = build.dispatcher or AllToAll(
             moe.num_experts, groups.ep, groups.expert_tp.size, build.dispatch_bound
         )
+        self.linear, self.into_latent, self.out_of_latent = build.linear, None, None
+        if moe.latent_size:
+            width, config = moe.latent_size, build.config
+            # every tensor rank has tokens of its own
+            whole = partial(build.replicated, partial_grad=True)
+            self.into_latent = whole(f"{name}.fc1_latent_proj.weight", (width, config.hidden_size), std=config.init_std)
+            self.out_of_latent = whole(
+                f"{name}.fc2_latent_proj.weight", (config.hidden_size, width), std=build.residual_std
+            )
         self.shared = self.shared_gate = None
         if moe.shared_ffn_hidden_size:
             self.shared = Mlp(build, f"{name}.shared_expert", moe.shared_ffn_hidden_size)
@@ -49,11 +62,13 @@ class Moe(nn.Module):
         # every tensor rank has tokens of its own, so that no expert computes anything twice
         own = flat if self.sp else own_share(flat, self.tp)
         chosen, weights, own = self.router(own, self._tokens(x, context), context.routing)
+        own = own if self.into_latent is None else self.linear(own, self.into_latent)
         delivery = self.dispatch.send(own, chosen, weights)
         shared = None if self.shared is None else self._shared(x, self.shared)  # beside the exchange
         y, lost = through(delivery, self.experts)
         if context.routing is not None:
             context.routing.lose(self.router.layer, lost)
+        y = y if self.out_of_latent is None else self.linear(y, self.out_of_latent)
         y = (y if self.sp else all_shares(y, self.tp, flat.shape[0])).view_as(x)
         return y if shared is None else y + shared
 
@@ -92,14 +107,19 @@ class Experts(nn.Module):
         parts = ["gate_proj", "up_proj"] if config.gated else ["up_proj"]
         self.up, self.up_bias = build.expert_rows([f"{name}.{part}" for part in parts], bias=config.mlp_bias)
         self.down, self.down_bias = build.expert_columns(f"{name}.down_proj", bias=config.mlp_bias)
+        fused = f"{name}.gate_up_proj" if config.gated else f"{name}.up_proj"
+        self.up_adapter = expert_adapter(build, fused, parts=len(parts))
+        self.down_adapter = expert_adapter(build, f"{name}.down_proj", columns=True)
 
     def forward(self, x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
         """Rows sorted by expert and their weights, [M, D] and [M] -> the weighted outputs [M, D]."""
         h = self.linear(x, self.up, rows)
+        h = h if self.up_adapter is None else self.up_adapter(x, h, rows)
         h = h if self.up_bias is None else grouped_bias(h, self.up_bias, rows)
         # weighted before the last product, which is linear: so a row's output is not needed for its weight's gradient
         h = self.saved.again("activation", self.activate, h, weights)
         y = self.linear(h, self.down, rows)
+        y = y if self.down_adapter is None else self.down_adapter(h, y, rows)
         if self.down_bias is None:
             return y
         # once among the parts

@@ -42,7 +42,7 @@ class Recurrence(nn.Module):
     """The convolution of some blocks of channels, and a recurrence of their heads over whole sequences.
 
     Args:
-        build: of the model.
+        build, layer: of the model, and of it.
         name: of the convolution's tensors.
         blocks: what is convolved, by heads that the tensor ranks share out, or share.
         taps, bias: of the convolution.
@@ -54,6 +54,7 @@ class Recurrence(nn.Module):
     def __init__(
         self,
         build: Builder,
+        layer: int,
         name: str,
         blocks: Sequence[Heads],
         taps: int,
@@ -66,7 +67,7 @@ class Recurrence(nn.Module):
         super().__init__()
         tp = build.groups.tp
         self.cp, self.saved, self.chunk, self.state = build.groups.cp, build.saved, chunk, state
-        self.asked = build.cp_kind == "alltoall"
+        self.layer, self.asked = layer, build.cp_kind == "alltoall"
         self.counts, self.sizes = [max(1, block.count // tp.size) for block in blocks], [block.size for block in blocks]
         self.heads, self.size = heads.count // tp.size, heads.size
         self.conv = ShortConv(build, name, blocks, taps, bias=bias)
@@ -78,6 +79,8 @@ class Recurrence(nn.Module):
 
     def forward(self, rule: Rule, seen: Tensor, steps: Sequence[Tensor], context: Context) -> Tensor:
         """What `rule` makes of this rank's channels [B, s, c] and numbers for each head [B, s, H]: [B, s, H, P]."""
+        if context.cache is not None:
+            return context.cache.recur(self.layer, torch.cat([seen, *steps], -1), partial(self._continued, rule))
         mix = self._exchanged if self.cp.size > 1 and self._exchanges(seen, len(steps)) else self._passed
         y: Tensor = self.saved.whole("attention", mix, rule, seen, context, *steps)
         return y
@@ -116,6 +119,19 @@ class Recurrence(nn.Module):
         y = rule(parts, steps, exchange.share(self.heads), chunks, partial(_states, ALONE))
         return exchange.to_tokens(y.to(seen.dtype))
 
+    def _continued(self, rule: Rule, x: Tensor, state: Sequence[Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Channels and numbers for each head of sequences that go on, see `Recur`: with the convolution's tail and S."""
+        seen, *steps = torch.split(
+            x, [self.channels, *[self.heads] * ((x.shape[-1] - self.channels) // self.heads)], -1
+        )
+        tail, first = state or (seen.new_zeros(len(seen), self.conv.taps - 1, self.channels), None)
+        convolved, tail = self.conv.step(seen, tail)
+        carried = _Carried(first)
+        chunks = Chunks(1, min(self.chunk, seen.shape[1]))
+        y = rule(self._parts(convolved, self.counts), steps, slice(None), chunks, carried)
+        assert carried.state is not None
+        return y, (tail, carried.state)
+
     def _parts(self, seen: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """The blocks of channels [.., c] by their heads: [.., count, size] each."""
         split = torch.split(seen, [count * size for count, size in zip(counts, self.sizes, strict=True)], -1)
@@ -126,6 +142,17 @@ class Recurrence(nn.Module):
         assert isinstance(context.sight, Sequences)
         spans = 1 if group.size == 1 else 2
         return Chunks(spans, min(self.chunk, x.shape[1] // spans), context.sight.reach(group))
+
+
+class _Carried:
+    """A `Pass` that goes on from a state, zero at first, and keeps the last one."""
+
+    def __init__(self, state: Tensor | None) -> None:
+        self.state = state
+
+    def __call__(self, maps: Tensor, added: Tensor) -> Tensor:
+        before, self.state = pass_states(maps, added, self.state, ALONE)
+        return before
 
 
 def _states(group: Group, maps: Tensor, added: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mega_common.layers import Layer
 from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.grads import Sharing
 from mega_trainer.pipeline.schedules import Costs, Op, make_schedule, placement, simulate
@@ -87,12 +88,12 @@ class Planned:
 
     def _layers(self) -> Callable[[range], Work]:
         """What some layers cost; layers of a kind are looked at once."""
-        model, kinds = self.model, dict[tuple[bool, int | None], Work]()
+        model, kinds = self.model, dict[tuple[Layer, int | None], Work]()
 
         def several(indices: range) -> Work:
-            alike: dict[tuple[bool, int | None], list[int]] = {}
+            alike: dict[tuple[Layer, int | None], list[int]] = {}
             for index in indices:
-                alike.setdefault((model.has_experts(index), model.window(index)), []).append(index)
+                alike.setdefault((model.kind(index), model.window(index)), []).append(index)
             for kind, (first, *_) in alike.items():
                 if kind not in kinds:
                     kinds[kind] = self.bench.layer(first)
@@ -150,17 +151,26 @@ class Planned:
         share = {"zb-h1": 1 / 3, "zbv": 0.0}.get(run.schedule, 1 / run.virtual_stages)
         return max(through, (run.microbatches + (run.pp - 1) * share) * total / run.pp)
 
-    def _makespan(self, works: Sequence[Work]) -> float:
-        """Of all micro-batches. A pipeline that is full goes on as it is, so that of many only some are simulated."""
-        run = self.run
+    def costs(self, works: Sequence[Work]) -> StageCosts:
+        """Of the operations of a schedule, whose stages do these `works` with each micro-batch."""
         passes = tuple(
             Pass(*(sum(costs) for costs in zip(*work.values(), strict=True))) if work else Pass() for work in works
         )
+        stride = self.run.tp * self.run.cp * self.run.dp
+        message = self.bench.wires.send(self.message_bytes, stride) if self.run.pp > 1 else 0.0
+        return StageCosts(message=message, passes=passes)
+
+    @property
+    def message_bytes(self) -> float:
+        """Of a micro-batch's residual stream on a rank, which a stage sends to the next one."""
+        share = self.run.tp if self.run.sp else 1
+        return self.bench.tokens * self.model.hidden_size * self.bench.element / share
+
+    def _makespan(self, works: Sequence[Work]) -> float:
+        """Of all micro-batches. A pipeline that is full goes on as it is, so that of many only some are simulated."""
+        run, costs = self.run, self.costs(works)
         if run.pp == 1:
-            return run.microbatches * sum(cost.total for cost in passes)
-        stride = run.tp * run.cp * run.dp
-        size = self.bench.tokens * self.model.hidden_size * self.bench.element / (run.tp if run.sp else 1)
-        costs = StageCosts(message=self.bench.wires.send(size, stride), passes=passes)
+            return run.microbatches * sum(cost.total for cost in costs.passes)
 
         def simulated(microbatches: int) -> float:
             schedule = make_schedule(
