@@ -14,6 +14,10 @@ PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 SHARES = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
 VARIANT = "experimental_attention_variant"
 DELTA = ("gdn", "gated_delta_net")
+MAMBA = {
+    "num_heads": "mamba_num_heads", "head_dim": "mamba_head_dim", "num_groups": "mamba_num_groups",
+    "state_size": "mamba_state_dim",
+}  # fmt: skip
 SIZES = {
     "num_key_heads": "linear_num_key_heads", "num_value_heads": "linear_num_value_heads",
     "key_head_dim": "linear_key_head_dim", "value_head_dim": "linear_value_head_dim", "conv_kernel": "linear_conv_kernel_dim",
@@ -23,6 +27,12 @@ SIZES = {
 def is_hybrid(draft: Draft) -> bool:
     """Whether the layers are of kinds that a pattern, or shares, say."""
     return any(draft.wants(dest) for dest in (*PATTERNS, *SHARES, "is_hybrid_model"))
+
+
+def without_experts(draft: Draft) -> bool:
+    """Whether a pattern names no layer with experts, whatever other flags say of them."""
+    pattern = pattern_of_flags(draft)
+    return pattern is not None and not any("E" in letters for letters in (pattern.letters, *pattern.further))
 
 
 def pattern_of_flags(draft: Draft) -> Pattern | None:
@@ -62,15 +72,12 @@ def hybrid_section(draft: Draft) -> None:
 
 
 def _mamba(draft: Draft) -> None:
-    names = {name: f"mamba_{name}" for name in ("num_heads", "head_dim", "num_groups")} | {
-        "state_size": "mamba_state_dim"
-    }
-    found: dict[str, Any] = mamba_section({dest: draft[dest] for dest in (*names.values(), "hidden_size")})
-    for name, dest in names.items():
-        why = (
-            "" if dest in draft or name != "num_heads" else "Megatron's default: 2 x hidden_size / the width of a head"
-        )
+    found: dict[str, Any] = mamba_section({dest: draft[dest] for dest in (*MAMBA.values(), "hidden_size")})
+    for name, dest in MAMBA.items():
+        default = name == "num_heads" and dest not in draft
+        why = "Megatron's default: 2 x hidden_size / the width of a head" if default else ""
         draft.put(f"model.mamba.{name}", found[name] or None, dest, because=why)
+    draft.put("model.mamba.chunk_size", found["chunk_size"])
     draft.put("model.mamba.norm_eps", NORM_EPS, because="that of Megatron's Mamba-2, whatever --norm-epsilon says")
 
 

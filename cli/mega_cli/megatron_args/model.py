@@ -6,7 +6,14 @@ import re
 
 from mega_cli.megatron_args.draft import Draft
 from mega_cli.megatron_args.experts import experts_section, has_experts
-from mega_cli.megatron_args.hybrid import PATTERNS, attention_variant, hybrid_section, is_hybrid, pattern_of_flags
+from mega_cli.megatron_args.hybrid import (
+    PATTERNS,
+    attention_variant,
+    hybrid_section,
+    is_hybrid,
+    pattern_of_flags,
+    without_experts,
+)
 from mega_cli.megatron_args.patterns import layers_of_kind
 from mega_cli.megatron_args.shell import MARK, shown
 
@@ -31,7 +38,7 @@ def model_section(draft: Draft) -> None:
         draft.put("model.mtp_layers", draft["mtp_num_layers"], "mtp_num_layers")
         draft.put("model.mtp_loss", draft["mtp_loss_scaling_factor"], "mtp_loss_scaling_factor")
     _dropout_and_init(draft)
-    if has_experts(draft):
+    if has_experts(draft) and not without_experts(draft):
         experts_section(draft, feed_forward(draft))
     attention_variant(draft)
 

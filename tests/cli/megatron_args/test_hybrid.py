@@ -56,7 +56,7 @@ def test_bars_set_the_stages_and_the_number_of_layers_follows() -> None:
     assert (found["model"]["layers"], found["model"]["num_layers"]) == ("M-M*-M-M", 8)
     assert found["parallel"]["pipeline_layout"] == [3, 2, 2, 1]
     assert found["parallel"]["virtual_stages"] == 2
-    mamba = {"num_heads": 8, "head_dim": 16, "state_size": 128, "num_groups": 4, "norm_eps": 1e-5}
+    mamba = {"num_heads": 8, "head_dim": 16, "state_size": 128, "num_groups": 4, "chunk_size": 128, "norm_eps": 1e-5}
     assert found["model"]["mamba"] == mamba
 
 
