@@ -193,6 +193,15 @@ class KernelsConfig(Config):
         description="sdpa: torch's choice of a kernel, and its flash attention for blocks, documents and windows; varlen: that "
         "one always; flash: flash-attn 3 or 2; flex: FlexAttention; te: Transformer Engine, which is cuDNN",
     )
+    conv: Literal["auto", "torch", "causal_conv1d"] = Field(
+        "auto", description="short convolutions of recurrent mixers"
+    )
+    scan: Literal["auto", "torch", "mamba_ssm"] = Field(
+        "auto", description="Mamba-2's scan, where context ranks pass no states"
+    )
+    delta: Literal["auto", "torch", "fla"] = Field(
+        "auto", description="gated delta rule, where context ranks pass no states; fla: flash-linear-attention"
+    )
 
 
 class CheckpointConfig(Config):
