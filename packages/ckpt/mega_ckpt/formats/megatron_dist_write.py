@@ -160,4 +160,8 @@ def _metadata(
             for state in stack.states(key, part):
                 metadata.state_dict_metadata[state] = BytesStorageMetadata()
                 metadata.storage_data[MetadataIndex(state)] = nothing
+    if is_hybrid(writing.model):  # whose loading is strict about this one too, other than a GPT's
+        state = "output_layer._extra_state/shard_0_1"
+        metadata.state_dict_metadata[state] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(state)] = nothing
     return metadata
