@@ -19,7 +19,9 @@ EXAMPLES = """Examples:
 
   mega plan run.yaml --machine h100-ib --ranks 1024 --tokens 15T
 
-  mega plan run.yaml --machine h100 --ranks 512 --search > layout.yaml
+  mega plan run.yaml --machine h100 --ranks 512 --search --write run-512.yaml
+
+  mega plan run.yaml --machine h100 --ranks 64 --fit runs/mine/metrics.jsonl > our-h100.yaml
 
   mega plan models/Qwen2.5-7B/config.json --set parallel.tp=8 --set data.seq_length=8192
 """
@@ -59,6 +61,17 @@ def plan_command(
             help="With --machine: the fastest layouts that fit, and the first of them as sections of a run.yaml.",
         ),
     ] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="With --search: write the run in the fastest layout into this new file.", show_default=False),
+    ] = None,
+    fit: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="METRICS",
+            help="With --machine: print it as this metrics.jsonl of the run, on so many --ranks, measured it.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline's bubble beside the closed formula.
@@ -69,19 +82,27 @@ def plan_command(
     from mega_trainer.config import load_plan
     from mega_trainer.layout import fewest_ranks
 
-    if machine is None and (tokens is not None or search):
-        given = "--search" if search else "--tokens"
+    if machine is None and (tokens is not None or search or fit is not None):
+        given = "--search" if search else "--fit" if fit is not None else "--tokens"
         raise ConfigError(
             f"{given} predicts times, which depend on the machine", hint=f"add --machine, as in {given} --machine h100"
         )
+    if write is not None and (not search or write.exists()):
+        rule = "is there already" if search else "is for the layout that --search finds"
+        raise ConfigError(f"--write {write}: {rule}", hint="a new file's name" if search else "add --search")
     config = load_plan(run, set_ or [])
     ranks = ranks or fewest_ranks(config)
     if machine is not None and search:
         from mega_cli.plan_time import searched
 
-        print(searched(config, ranks, machine, as_json=as_json))
+        print(searched(config, ranks, machine, as_json=as_json, write=write))
         return
     config.check_ranks(ranks)
+    if machine is not None and fit is not None:
+        from mega_cli.plan_time import fit as fit_machine
+
+        print(fit_machine(config, ranks, machine, fit))
+        return
     told = _plan(config, ranks, draw)
     if machine is not None:
         from mega_cli.plan_time import timed

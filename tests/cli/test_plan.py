@@ -113,3 +113,51 @@ def test_what_a_prediction_needs(
     status, _, error = told(tmp_path, capsys, "--ranks", "8", *options)
     assert status == 2
     assert told_of in error
+
+
+SMALL = {
+    "model": {"preset": "tiny-10m"}, "data": {"train": "data/wiki", "seq_length": 512}, "batch": {"global": 16},
+    "machine": "h100",
+}  # fmt: skip
+
+
+def small(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, *options: str) -> tuple[int, str, str]:
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    status = 0
+    try:
+        main([command, str(tmp_path / "small.yaml"), *options])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_the_layout_that_is_found_is_written_as_a_run_and_is_what_a_run_without_one_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "small-4.yaml"
+    options = ["--machine", "h100", "--ranks", "4", "--search", "--write", str(new)]
+    assert small(tmp_path, capsys, "plan", *options)[0] == 0
+    written = yaml.safe_load(new.read_text())
+    status, out, err = small(tmp_path, capsys, "train", "--nproc", "4", "--check", "--no-data")
+    checked = yaml.safe_load(out)
+    assert status == 0
+    assert "run.yaml has no `parallel`: the fastest that fits 4 ranks of h100" in err
+    assert (checked["parallel"], checked["batch"]) == (written["parallel"], written["batch"])
+    assert small(tmp_path, capsys, "train", "--nproc", "4", "--check", "--no-data", "--set", "parallel.tp=1")[2] == ""
+    status, _, err = small(tmp_path, capsys, "plan", *options)
+    assert status == 2
+    assert "is there already" in err
+    assert small(tmp_path, capsys, "plan", "--machine", "h100", "--write", "other.yaml")[0] == 2
+
+
+def test_a_fitted_machine_predicts_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics, machine = tmp_path / "metrics.jsonl", tmp_path / "ours.yaml"
+    metrics.write_text("".join(json.dumps({"step": step, "seconds": 0.02}) + "\n" for step in range(1, 12)))
+    options = ["--machine", "h100", "--ranks", "1", "--fit", str(metrics)]
+    status, out, _ = small(tmp_path, capsys, "plan", *options)
+    assert status == 0
+    machine.write_text(out)
+    _, out, _ = small(tmp_path, capsys, "plan", "--ranks", "1", "--machine", str(machine), "--json")
+    assert json.loads(out)["time"]["seconds_per_step"] == pytest.approx(0.02, rel=0.05)
+    assert small(tmp_path, capsys, "plan", "--fit", str(metrics))[0] == 2

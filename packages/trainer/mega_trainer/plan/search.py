@@ -2,14 +2,14 @@
 
 Every combination of degrees, schedule, micro-batch and recomputation is timed by its work alone; from the fastest on, they are
 then checked as `mega train --check` would, their memory is planned, and their schedule simulated, until enough fit.
-What a run computes stays: its batch, its precision, its model.
+What a run computes stays: its batch, its precision, its model. Memory is what tensors can have of a GPU (`Machine.room`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any, Literal
@@ -21,10 +21,11 @@ from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig
 from mega_trainer.plan.advice import run_shape
 from mega_trainer.plan.flops import Parameters, RecomputeKind, count_parameters, feed_forward_width
-from mega_trainer.plan.machine import Machine, load_efficiency
+from mega_trainer.plan.machine import Machine
 from mega_trainer.plan.memory import RunShape, memory
 from mega_trainer.plan.step_time import Planned, StepTime
 from mega_trainer.plan.work import Habits
+from mega_trainer.sections import ParallelConfig
 
 LEAST_CHUNK = 2048  # tokens of a context rank: with fewer, attention does not hide what travels
 TRIES = 60  # layouts whose memory is planned and whose schedule is simulated, at most
@@ -65,12 +66,25 @@ def reason(layout: Layout, best: Layout) -> str:
     )
 
 
+def short(settings: Mapping[str, Any]) -> str:
+    """Of a layout's settings those that are not as they are by default, in a few words."""
+    plain = {**ParallelConfig().model_dump(exclude={"tp", "pp", "zero"}), "activations": 0}
+    words = []
+    for path, value in settings.items():
+        key = path.rpartition(".")[2]
+        told = value["kind"] if isinstance(value, dict) else value
+        hidden = key == "cp_kind" and settings["parallel.cp"] == 1
+        if told is not None and told != plain.get(key) and not hidden:
+            words.append(key if told is True else f"{key} {told}")
+    return " ".join(words)
+
+
 def yaml_of(layout: Layout) -> str:
     """The sections of run.yaml that make a layout: `parallel`, `batch.micro` and `recompute`."""
     given = {path: value for path, value in layout.settings.items() if value is not None}
-    nested = apply_overrides({}, _overrides(given))
-    if not nested["offload"]["activations"]:
-        del nested["offload"]
+    nested = apply_overrides({}, overrides(given))
+    if not nested.get("offload", {}).get("activations"):
+        nested.pop("offload", None)
     return yaml.safe_dump(nested, sort_keys=False)
 
 
@@ -90,8 +104,7 @@ def planned(config: RunConfig, ranks: int, machine: Machine, count: Parameters |
     Raises:
         ConfigError: when the machine has no rate for the run's precision.
     """
-    efficiency = load_efficiency()[machine.generation]
-    return Planned.of(config.model, run_shape(config, ranks), machine, efficiency, habits_of(config), count)
+    return Planned.of(config.model, run_shape(config, ranks), machine, machine.reached, habits_of(config), count)
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
@@ -101,29 +114,42 @@ def with_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfi
         ConfigError: when that is no legal run.
     """
     raw = config.model_dump(mode="json", by_alias=True, exclude_none=True)
-    return RunConfig.parse(apply_overrides(raw, _overrides(settings)))
+    return RunConfig.parse(apply_overrides(raw, overrides(settings)))
 
 
-def _overrides(settings: Mapping[str, object]) -> Iterator[str]:
+def overrides(settings: Mapping[str, object]) -> Iterator[str]:
+    """As `--set` takes them."""
     return (f"{path}={json.dumps(value)}" for path, value in settings.items())
 
 
 def best_layouts(
-    config: RunConfig, ranks: int, machine: Machine, *, keep: int = 8, tell: Callable[[str], object] = lambda text: None
+    config: RunConfig,
+    ranks: int,
+    machine: Machine,
+    *,
+    keep: int = 8,
+    tell: Callable[[str], object] = lambda text: None,
+    fixed: Collection[str] = (),
 ) -> list[Layout]:
     """The fastest layouts of that run that fit, fastest first, at most `keep`; `tell` hears how the search goes.
+
+    Settings whose paths are `fixed` stay as they are.
 
     Raises:
         ConfigError: when none is legal and fits.
     """
-    count, efficiency, habits = count_parameters(config.model), load_efficiency()[machine.generation], habits_of(config)
+    count, efficiency, habits = count_parameters(config.model), machine.reached, habits_of(config)
     rough: list[tuple[float, Settings]] = []
-    limit = machine.memory_gb * 1e9
+    kept = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
+    kept = {path: value for path, value in kept.items() if path in fixed}
+    limit = machine.room
     for settings, run in candidates(config, ranks, machine):
-        if rough_memory(config, count, run) > ROUGHLY * limit:
+        if any(settings[path] != value for path, value in kept.items()):
+            continue
+        if rough_memory(config, count, run) > ROUGHLY * limit or (run.zero == 2 and _spares(config, count, run, limit)):
             continue
         seconds = Planned.of(config.model, run, machine, efficiency, habits, count).least_seconds()
-        rough.append((seconds, settings))
+        rough.append((seconds, {path: value for path, value in settings.items() if path not in fixed}))
         if len(rough) % 500 == 0:
             tell(f"{len(rough)} layouts timed")
     rough.sort(key=lambda item: item[0])
@@ -144,6 +170,11 @@ def best_layouts(
     return sorted(found, key=lambda layout: layout.time.seconds)
 
 
+def _spares(config: RunConfig, count: Parameters, run: RunShape, limit: float) -> bool:
+    """Whether gradients need not be shared, for they fit whole, which is faster."""
+    return rough_memory(config, count, replace(run, zero=1)) <= limit / ROUGHLY
+
+
 def fitting(
     config: RunConfig, settings: Settings, ranks: int, machine: Machine, count: Parameters | None = None
 ) -> Layout | None:
@@ -154,7 +185,7 @@ def fitting(
     except ConfigError:
         return None
     most = max(sum(kinds.values()) for kinds in memory(changed.model, run_shape(changed, ranks)))
-    if most > machine.memory_gb * 1e9:
+    if most > machine.room:
         return None
     return Layout(settings, planned(changed, ranks, machine, count).time(), most)
 
@@ -219,9 +250,9 @@ def candidates(config: RunConfig, ranks: int, machine: Machine) -> Iterator[tupl
             continue
         dp = ranks // (tp * pp * cp)
         kinds: list[Literal["ring", "alltoall"]] = ["ring", "alltoall"] if cp > 1 else ["ring"]
-        micros = [n for n in (1, 2, 4, 8) if batch % (n * dp) == 0]
+        micros = [n for n in sorted({1, 2, 4, 8, config.batch.micro}) if batch % (n * dp) == 0]
         eps = _divisors(math.gcd(experts, dp * cp * tp))
-        choices = product(micros, eps, _pipelines(model.num_layers, pp), [1, 3] if pp == 1 else [1], _RECOMPUTE, kinds)
+        choices = product(micros, eps, _pipelines(model.num_layers, pp), [1, 2, 3] if pp == 1 else [1, 2], _RECOMPUTE, kinds)
         for micro, ep, (schedule, virtual), zero, recompute, kind in choices:
             run = replace(
                 base, micro_batch=micro, microbatches=batch // (micro * dp), tp=tp, sp=tp > 1, pp=pp, virtual_stages=virtual,
