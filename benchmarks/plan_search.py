@@ -48,7 +48,7 @@ def compared(run: Published) -> dict[str, Any]:
     )  # fmt: skip
     told: dict[str, Any] = {"run": f"{run.source}, {run.row['model']} on {run.gpus}", "precision": run.run.precision}
     start = time.process_time()
-    best = best_layouts(config, run.gpus, run.machine, keep=1)[0]
+    best = best_layouts(config, run.gpus, run.machine)[0]
     told |= {"search": short(best.settings), "search_seconds": best.time.seconds, "took": time.process_time() - start}
     try:
         theirs = with_settings(config, settings_of(run.run))
@@ -76,7 +76,11 @@ def main() -> None:
             rows.append({"run": f"{run.source}, {run.row['model']} on {run.gpus}", "search": error.message})
         print(rows[-1], flush=True)
     ratios = [row["ratio"] for row in rows if "ratio" in row]
-    summary = {"compared": len(ratios), "within 5 % or better": sum(ratio <= GOAL for ratio in ratios), "worst": max(ratios)}
+    summary = {
+        "compared": len(ratios),
+        "within 5 % or better": sum(ratio <= GOAL for ratio in ratios),
+        "worst": max(ratios),
+    }
     print(summary)
     print(record.write("plan_search", {**summary, "rows": rows}))
 

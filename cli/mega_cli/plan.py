@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from mega_trainer.config import RunConfig
 
+PICTURED = 16  # layouts of a search in a page
 EXAMPLES = """Examples:
 
   mega plan run.yaml --ranks 64
@@ -22,6 +23,8 @@ EXAMPLES = """Examples:
   mega plan run.yaml --machine h100 --ranks 512 --search --write run-512.yaml
 
   mega plan run.yaml --machine h100 --ranks 64 --fit runs/mine/metrics.jsonl > our-h100.yaml
+
+  mega plan run.yaml --machine h100 --ranks 512 --html plan.html
 
   mega plan models/Qwen2.5-7B/config.json --set parallel.tp=8 --set data.seq_length=8192
 """
@@ -72,6 +75,10 @@ def plan_command(
             help="With --machine: print it as this metrics.jsonl of the run, on so many --ranks, measured it.",
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write all of it into this file, as a page that needs no other; with --search that too."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline's bubble beside the closed formula.
@@ -93,9 +100,16 @@ def plan_command(
     config = load_plan(run, set_ or [])
     ranks = ranks or fewest_ranks(config)
     if machine is not None and search:
-        from mega_cli.plan_time import searched
+        from mega_cli.plan_time import SHOWN, found, in_words, write_layout
 
-        print(searched(config, ranks, machine, as_json=as_json, write=write))
+        layouts = found(config, ranks, machine, SHOWN if html is None else PICTURED)
+        if html is not None:
+            from mega_cli.plan_html import write_search
+
+            write_search(html, run, config, ranks, machine, tokens, layouts)
+        if write is not None:
+            write_layout(config, layouts[0], write)
+        print(in_words(config, ranks, machine, layouts[:SHOWN], as_json=as_json))
         return
     config.check_ranks(ranks)
     if machine is not None and fit is not None:
@@ -103,15 +117,20 @@ def plan_command(
 
         print(fit_machine(config, ranks, machine, fit))
         return
-    told = _plan(config, ranks, draw)
+    told = planned(config, ranks, draw)
     if machine is not None:
         from mega_cli.plan_time import timed
 
         told["time"] = timed(config, ranks, machine, tokens, told["memory_bytes"])
+    if html is not None:
+        from mega_cli.plan_html import write_plan
+
+        write_plan(html, run, config, ranks, told)
     print(json.dumps(told, indent=1) if as_json else _table(told))
 
 
-def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
+def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str, Any]:
+    """The plan as --json prints it, without times; its schedule drawn into `draw`."""
     from mega_trainer.pipeline.draw import draw as drawing
     from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate
     from mega_trainer.plan.advice import run_shape

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mega_trainer.config import RunConfig
     from mega_trainer.plan.search import Layout
 
+SHOWN = 8  # layouts that are printed
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -89,14 +90,14 @@ def table(told: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def searched(config: RunConfig, ranks: int, name: str, *, as_json: bool, write: Path | None = None) -> str:
-    """The fastest layouts, as comments of a YAML text that makes the first; or as JSON. `write` becomes the run in the first.
+def found(config: RunConfig, ranks: int, name: str, keep: int = SHOWN) -> list[Layout]:
+    """The fastest layouts that fit, at most `keep`, the best first; how the search goes is told.
 
     Raises:
         ConfigError: for a machine that is not known, or when no layout fits.
     """
     from mega_trainer.plan.machine import load_machine
-    from mega_trainer.plan.search import best_layouts, reason, short, yaml_of
+    from mega_trainer.plan.search import best_layouts
 
     shown = [time.monotonic()]
 
@@ -105,10 +106,14 @@ def searched(config: RunConfig, ranks: int, name: str, *, as_json: bool, write: 
             shown[0] = time.monotonic()
             print(text, file=sys.stderr)
 
-    layouts = best_layouts(config, ranks, load_machine(name), tell=tell)
+    return best_layouts(config, ranks, load_machine(name), keep=keep, tell=tell)
+
+
+def in_words(config: RunConfig, ranks: int, name: str, layouts: Sequence[Layout], *, as_json: bool) -> str:
+    """These layouts, as comments of a YAML text that makes the first; or as JSON."""
+    from mega_trainer.plan.search import reason, short, yaml_of
+
     best, tokens = layouts[0], config.batch.global_ * config.data.seq_length
-    if write is not None:
-        write_layout(config, best, write)
 
     def slower(layout: Layout) -> float:
         return layout.time.seconds / best.time.seconds - 1

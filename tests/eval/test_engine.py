@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tiny_models import BASE, VARIANTS, YARN, variant
 from mega_common.errors import DataError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.draft import Drafter, ModelDrafter, NgramDrafter
+from mega_eval.draft import Drafter, ModelDrafter, NgramDrafter, Trust
 from mega_eval.engine import Engine, Event, Request
 from mega_eval.pages import PAGE
 from mega_eval.sampling import Sampling
@@ -237,7 +238,7 @@ def test_what_is_drawn_with_guesses_is_distributed_as_without():
     count, other = 500, model_of(variant("multi-query"))
     sampling = Sampling(temperature=0.5)
     requests = [Request([5], Limits(3), sampling, sample=sample) for sample in range(count)]
-    drafter = ModelDrafter(engine_of(other, batch_size=64, cache_tokens=64 * PAGE), 1)
+    drafter = ModelDrafter(engine_of(other, batch_size=64, cache_tokens=64 * PAGE))
     engine = engine_of(MODEL, batch_size=64, cache_tokens=64 * PAGE, drafter=drafter)
     found = torch.zeros(61, dtype=torch.float64)
     for events in run(engine, requests).values():
@@ -252,14 +253,34 @@ def test_what_is_drawn_with_guesses_is_distributed_as_without():
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # four standard deviations
 
 
+def test_guesses_are_trusted_by_how_they_fared():
+    trust, asked = Trust(), []
+    for _ in range(4):  # all right: twice as many, up to a bound
+        asked.append(trust.count())
+        trust.learn(asked[-1], asked[-1])
+    assert asked == [2, 4, 8, 8]
+    trust.learn(8, 3)
+    assert trust.count() == 3
+    steps = []
+    for step in range(200):  # never right: ever rarer, and two at most
+        if count := trust.count():
+            steps.append(step)
+            assert count in (2, 3)
+            trust.learn(count, 0)
+    assert [b - a for a, b in pairwise(steps)] == [2, 4, 8, 16, 32, 32, 32, 32, 32]
+
+
 def test_ngrams_repeat_what_followed():
-    def guess(tokens: list[int], room: int = 9) -> list[int]:
-        return NgramDrafter(count=3).propose([Request(tokens, Limits(room))])[0]
+    def guess(tokens: list[int], room: int = 3) -> list[int]:
+        return NgramDrafter().propose([Request(tokens, Limits(room))])[0]
 
     assert guess([1, 2, 3, 4, 5, 9, 2, 3]) == [4, 5, 9]
     assert guess([1, 2, 7, 1, 2, 8, 1, 2]) == [8, 1, 2]  # the latest
     assert guess([1, 2, 3, 4, 5, 9, 2, 3], room=1) == [4]
     assert guess([1, 2, 3]) == guess([4]) == []
+    few = [Request([1, 2, 3, 1, 2], Limits(1))] * 3
+    assert NgramDrafter(texts=3).propose(few) == [[3]] * 3
+    assert NgramDrafter(texts=2).propose(few) == [[]] * 3  # a batch of many texts pays for each token
     assert guess([256, 1, 5, 6, 0, 256]) == []  # bytes of which stand between two tokens
 
 

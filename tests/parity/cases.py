@@ -114,6 +114,8 @@ class Case:
         decoupled_lr: of the input embedding and the output layer; None: that of the others.
         clip: largest gradient norm; 0: no clip.
         steps: to train.
+        lora: the section of that name.
+        freeze: patterns of what is not trained.
     """
 
     name: str
@@ -136,6 +138,8 @@ class Case:
     steps: int = STEPS
     debug: Mapping[str, Any] = field(default_factory=dict)
     offload: Mapping[str, Any] = field(default_factory=dict)
+    lora: Mapping[str, Any] | None = None
+    freeze: Sequence[str] = ()
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -151,7 +155,8 @@ class Case:
             "optimizer": {
                 "name": self.optimizer, "clip_grad": self.clip, "eps": 1e-4, "decoupled_lr": self.decoupled_lr,
             },
-            "train": {"steps": 10},
+            "train": {"steps": 10, "freeze": list(self.freeze)},
+            **({"lora": dict(self.lora), "init_from": "nowhere"} if self.lora is not None else {}),
             "precision": self.precision,
             "fp8": dict(self.fp8),
             "debug": dict(self.debug),

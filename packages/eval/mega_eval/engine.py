@@ -227,10 +227,13 @@ class Engine:
 
     def _guess(self) -> None:
         """Ask for the next tokens of the rows that generate."""
+        if self._drafter is None:
+            return
         rows = [row for row in self._running if row.generates and row.text.room > 1]
-        if self._drafter is not None and rows:
-            for row, drafts in zip(rows, self._drafter.propose([row.so_far() for row in rows]), strict=True):
-                row.drafts = drafts
+        asked = [(row, row.so_far(count)) for row in rows if (count := row.trust.count())]
+        found = self._drafter.propose([request for _, request in asked]) if asked else []
+        for (row, _), drafts in zip(asked, found, strict=True):
+            row.drafts = drafts
 
     def _plan(self) -> list[tuple[Row, int]]:
         """Who computes how many tokens in this step: rows that generate theirs, and of prompts what there is room for."""
@@ -262,7 +265,7 @@ class Engine:
     @torch.inference_mode()
     def _forward(self, work: Sequence[tuple[Row, int]]) -> Tensor:
         """Logits [M, V] after the tokens of each row that are `Row.wanted`, which are its last in this step."""
-        model, device = self._model, self._model.head_weight.device
+        model, device = self._model, self._model.device
         spans: list[Span] = []
         tokens: list[int] = []
         positions: list[int] = []
@@ -340,6 +343,7 @@ class Engine:
             if row.text.finish is not None or token != draft:
                 break
             row.done += 1  # the guess is in the cache already
+        row.trust.learn(len(drafts), len(tokens) - 1)
         if row.text.finish is not None:
             self._running.remove(row)
             self._release(row)

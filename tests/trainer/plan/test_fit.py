@@ -33,7 +33,12 @@ def test_a_machine_is_found_again_by_the_times_of_a_run_on_it(share: float, wire
     there = slower(share, wires)
     parts = planned(RUN, 64, there).time().parts
     compute = sum(seconds for part, seconds in parts.items() if part not in ("data", "optimizer"))
-    phases = {"forward": compute / 3, "backward": 2 * compute / 3, "reduce": parts["data"], "update": parts["optimizer"]}
+    phases = {
+        "forward": compute / 3,
+        "backward": 2 * compute / 3,
+        "reduce": parts["data"],
+        "update": parts["optimizer"],
+    }
     measured = Measured(sum(parts.values()), phases)
     found = fitted(planned(RUN, 64, H100), H100, measured)
     assert found.reached.bf16 == pytest.approx(there.reached.bf16, rel=0.01)

@@ -13,9 +13,7 @@ from mega_trainer.plan.search import Settings, best_layouts, short, with_setting
 CHOSEN = ("batch.micro", "recompute", "offload.activations")  # besides `parallel`, where a run does not give them
 
 
-def laid_out(
-    config: RunConfig, ranks: int, machine: str, saved: Mapping[str, Any] | None
-) -> tuple[Settings, str]:
+def laid_out(config: RunConfig, ranks: int, machine: str, saved: Mapping[str, Any] | None) -> tuple[Settings, str]:
     """Settings for a run that has no `parallel` section, on so many ranks of a machine, and a line that tells them.
 
     A run that goes on keeps the layout of the configuration it was `saved` with, while that fits its ranks. Else it is what
@@ -29,7 +27,7 @@ def laid_out(
         kept = {path: value for path, value in _settings(saved).items() if path not in given}
         if _fits(config, kept, ranks):
             return kept, f"run.yaml has no `parallel`: the layout stays the checkpoint's, {short(kept)}"
-    best = best_layouts(config, ranks, load_machine(machine), keep=1, fixed=given)[0]
+    best = best_layouts(config, ranks, load_machine(machine), fixed=given)[0]
     return best.settings, (
         f"run.yaml has no `parallel`: the fastest that fits {ranks} ranks of {machine} by `mega plan --search` is "
         f"{short(best.settings)}; {best.time.seconds:.3g} s a step predicted"

@@ -252,7 +252,9 @@ def candidates(config: RunConfig, ranks: int, machine: Machine) -> Iterator[tupl
         kinds: list[Literal["ring", "alltoall"]] = ["ring", "alltoall"] if cp > 1 else ["ring"]
         micros = [n for n in sorted({1, 2, 4, 8, config.batch.micro}) if batch % (n * dp) == 0]
         eps = _divisors(math.gcd(experts, dp * cp * tp))
-        choices = product(micros, eps, _pipelines(model.num_layers, pp), [1, 2, 3] if pp == 1 else [1, 2], _RECOMPUTE, kinds)
+        choices = product(
+            micros, eps, _pipelines(model.num_layers, pp), [1, 2, 3] if pp == 1 else [1, 2], _RECOMPUTE, kinds
+        )
         for micro, ep, (schedule, virtual), zero, recompute, kind in choices:
             run = replace(
                 base, micro_batch=micro, microbatches=batch // (micro * dp), tp=tp, sp=tp > 1, pp=pp, virtual_stages=virtual,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.grads import Sharing
@@ -54,7 +55,6 @@ class Planned:
         run: how it is split and fed.
         bench: what work takes there.
         count: the model's parameters.
-        layers: those of each stage.
         unit: layers that ZeRO-3 gathers at once.
     """
 
@@ -62,7 +62,6 @@ class Planned:
     run: RunShape
     bench: Bench
     count: Parameters
-    layers: list[range]
     unit: int
 
     @classmethod
@@ -75,15 +74,19 @@ class Planned:
         habits: Habits,
         count: Parameters | None = None,
     ) -> Planned:
-        """That run on that machine, by a trainer of those habits; `count` of the model, where it is known.
+        """That run on that machine, by a trainer of those habits; `count` of the model, where it is known."""
+        wires, rates = Wires.of(machine, efficiency), Rates.of(machine, efficiency, habits)
+        unit = unit_layers(model, run) if run.zero == 3 else 1
+        return cls(model, run, Bench(model, run, wires, rates, habits), count or count_parameters(model), unit)
+
+    @cached_property
+    def layers(self) -> list[range]:
+        """Those of each stage.
 
         Raises:
             ConfigError: when the layers do not fit the stages.
         """
-        layers = layers_of_stages(model, run)
-        wires, rates = Wires.of(machine, efficiency), Rates.of(machine, efficiency, habits)
-        unit = unit_layers(model, run) if run.zero == 3 else 1
-        return cls(model, run, Bench(model, run, wires, rates, habits), count or count_parameters(model), layers, unit)
+        return layers_of_stages(self.model, self.run)
 
     def _layers(self) -> Callable[[range], Work]:
         """What some layers cost; layers of a kind are looked at once."""
@@ -150,17 +153,26 @@ class Planned:
         share = {"zb-h1": 1 / 3, "zbv": 0.0}.get(run.schedule, 1 / run.virtual_stages)
         return max(through, (run.microbatches + (run.pp - 1) * share) * total / run.pp)
 
-    def _makespan(self, works: Sequence[Work]) -> float:
-        """Of all micro-batches. A pipeline that is full goes on as it is, so that of many only some are simulated."""
-        run = self.run
+    def costs(self, works: Sequence[Work]) -> StageCosts:
+        """Of the operations of a schedule, whose stages do these `works` with each micro-batch."""
         passes = tuple(
             Pass(*(sum(costs) for costs in zip(*work.values(), strict=True))) if work else Pass() for work in works
         )
+        stride = self.run.tp * self.run.cp * self.run.dp
+        message = self.bench.wires.send(self.message_bytes, stride) if self.run.pp > 1 else 0.0
+        return StageCosts(message=message, passes=passes)
+
+    @property
+    def message_bytes(self) -> float:
+        """Of a micro-batch's residual stream on a rank, which a stage sends to the next one."""
+        share = self.run.tp if self.run.sp else 1
+        return self.bench.tokens * self.model.hidden_size * self.bench.element / share
+
+    def _makespan(self, works: Sequence[Work]) -> float:
+        """Of all micro-batches. A pipeline that is full goes on as it is, so that of many only some are simulated."""
+        run, costs = self.run, self.costs(works)
         if run.pp == 1:
-            return run.microbatches * sum(cost.total for cost in passes)
-        stride = run.tp * run.cp * run.dp
-        size = self.bench.tokens * self.model.hidden_size * self.bench.element / (run.tp if run.sp else 1)
-        costs = StageCosts(message=self.bench.wires.send(size, stride), passes=passes)
+            return run.microbatches * sum(cost.total for cost in costs.passes)
 
         def simulated(microbatches: int) -> float:
             schedule = make_schedule(
