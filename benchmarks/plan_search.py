@@ -1,10 +1,10 @@
 """Whether the search finds what others found by trying: its choice beside the best layouts of published sweeps.
 
-    python benchmarks/plan_search.py RUNS.csv [--most 16]
+    python benchmarks/plan_search.py RUNS.csv
 
-For each published best of a sweep (nanotron's, and the layouts of NVIDIA's recipes for H100s) the search gets the same model,
-batch, precision and GPUs; both layouts are then predicted as this trainer would run them. A published layout that does not fit
-by our plan is told as such: others keep less, or offload.
+For each published best of a sweep (nanotron's of 1.34B and 8.86B; of NVIDIA's recipes for H100s each model's and precision's
+for fewest GPUs) the search gets the same model, batch, precision and GPUs; both layouts are then predicted as this trainer
+would run them. Whether the published one fits by our plan is told: others keep less, or offload.
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ from mega_trainer.plan.memory import memory
 from mega_trainer.plan.search import best_layouts, planned, settings_of, short, with_settings
 
 GOAL = 1.05
-SWEEPS = ("nanotron ultra-scale sweep", "dgxc-benchmarking v25.04.01", "Megatron-Bridge")
+RECIPES, SWEEP = ("dgxc-benchmarking v25.04.01", "Megatron-Bridge"), "nanotron ultra-scale sweep"
+MOST = 512  # GPUs
 
 
 def swept(runs: Path) -> Iterator[Published]:
-    """The last published run of each model and number of H100s, of sources that chose among many layouts."""
-    found: dict[tuple[str, str, int, str], Published] = {}
+    """Runs of sources that chose among many layouts."""
+    fewest: dict[tuple[str, str], Published] = {}
     for run in published(runs):
-        if run.source in SWEEPS and run.row["gpu"] == "H100" and "proxy" not in run.row["model"]:
-            found[run.source, run.row["model"], run.gpus, run.run.precision] = run
-    yield from found.values()
+        if run.source == SWEEP and run.row["model"] != "Llama-like-80B":
+            yield run
+        key = run.row["model"], run.run.precision
+        whole = run.source in RECIPES and run.row["gpu"] == "H100" and "proxy" not in run.row["model"]
+        if whole and run.gpus <= min(MOST, fewest[key].gpus if key in fewest else MOST):
+            fewest[key] = run
+    yield from fewest.values()
 
 
 def compared(run: Published) -> dict[str, Any]:
@@ -49,6 +54,7 @@ def compared(run: Published) -> dict[str, Any]:
     told: dict[str, Any] = {"run": f"{run.source}, {run.row['model']} on {run.gpus}", "precision": run.run.precision}
     start = time.process_time()
     best = best_layouts(config, run.gpus, run.machine)[0]
+    told["measured_seconds"] = run.seconds
     told |= {"search": short(best.settings), "search_seconds": best.time.seconds, "took": time.process_time() - start}
     try:
         theirs = with_settings(config, settings_of(run.run))
@@ -66,14 +72,9 @@ def compared(run: Published) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--most", type=int, default=16)
-    options = parser.parse_args()
     rows = []
-    for run in list(swept(options.runs))[: options.most]:
-        try:
-            rows.append(compared(run))
-        except ConfigError as error:
-            rows.append({"run": f"{run.source}, {run.row['model']} on {run.gpus}", "search": error.message})
+    for run in swept(parser.parse_args().runs):
+        rows.append(compared(run))
         print(rows[-1], flush=True)
     ratios = [row["ratio"] for row in rows if "ratio" in row]
     summary = {

@@ -79,6 +79,10 @@ def plan_command(
         Path | None,
         typer.Option(help="Write all of it into this file, as a page that needs no other; with --search that too."),
     ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(help="Memory as another trainer keeps things: megatron, nanotron or fsdp2 (torchtitan)."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline's bubble beside the closed formula.
@@ -118,6 +122,8 @@ def plan_command(
         print(fit_machine(config, ranks, machine, fit))
         return
     told = planned(config, ranks, draw)
+    if like is not None:
+        told |= {"like": like, "memory_bytes": _memory_like(config, ranks, like)}
     if machine is not None:
         from mega_cli.plan_time import timed
 
@@ -171,6 +177,17 @@ def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str
     }
 
 
+def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int]]:
+    from mega_common.errors import ConfigError
+    from mega_trainer.plan.advice import run_shape
+    from mega_trainer.plan.like import LIKES, memory_like
+
+    known = next((name for name in LIKES if name == like), None)
+    if known is None:
+        raise ConfigError(f"--like {like}: no trainer whose memory is known", hint=f"one of {', '.join(LIKES)}")
+    return memory_like(config.model, run_shape(config, ranks), known)
+
+
 def _rampup(told: dict[str, Any]) -> list[str]:
     """The line of a batch that grows; the others are of its full size."""
     growing = told.get("rampup", [])
@@ -193,7 +210,7 @@ def _table(told: dict[str, Any]) -> str:
         *_rampup(told),
         f"pipeline bubble  {100 * told['bubble']:.1f} %"
         + ("" if formula is None else f" (formula {100 * formula:.1f} %)"),
-        "estimated bytes a rank, by pipeline rank:",
+        f"estimated bytes a rank{' as ' + told['like'] + ' keeps them' if 'like' in told else ''}, by pipeline rank:",
     ]
     large = max(sum(kinds.values()) for kinds in told["memory_bytes"]) >= 2**30
     scale, unit = (2**30, "GiB") if large else (2**20, "MiB")

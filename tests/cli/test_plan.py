@@ -38,6 +38,15 @@ def test_the_bubble_stands_beside_its_formula(tmp_path: Path, capsys: pytest.Cap
     assert len(plan["memory_bytes"]) == 4
 
 
+def test_memory_as_others_keep_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = told(tmp_path, capsys, "--ranks", "16", "--like", "megatron")
+    assert status == 0
+    assert "a rank as megatron keeps them" in out
+    status, _, err = told(tmp_path, capsys, "--like", "jax")
+    assert status == 2
+    assert "one of megatron, nanotron, fsdp2" in err
+
+
 def test_a_copy_of_the_weights_lies_on_so_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fully = ["--set", "parallel.pp=1", "--set", "parallel.zero=3", "--json"]
     _, one, _ = told(tmp_path, capsys, "--ranks", "8", *fully)

@@ -31,6 +31,7 @@ LEAST_CHUNK = 2048  # tokens of a context rank: with fewer, attention does not h
 TRIES = 60  # layouts whose memory is planned and whose schedule is simulated, at most
 WORSE = 1.25  # as many times the best one's time: no more is looked for there
 GAIN = 0.01  # of a step's time that a change must gain to be worth telling
+LENIENT = 0.9  # of what the rough estimate was off by at least, where it was tried, when another is left out for it
 ROUGHLY = 1.15  # of a GPU's memory: what the rough estimate may exceed it by
 Settings = dict[str, Any]  # by path, as `--set` takes them
 
@@ -122,6 +123,27 @@ def overrides(settings: Mapping[str, object]) -> Iterator[str]:
     return (f"{path}={json.dumps(value)}" for path, value in settings.items())
 
 
+@dataclass(frozen=True)
+class _Rough:
+    """A layout as it is seen before its memory is planned and its schedule simulated.
+
+    Attributes:
+        seconds: of a step, at least.
+        memory: bytes of a rank, about.
+        settings, run: as in `candidates`.
+    """
+
+    seconds: float
+    memory: float
+    settings: Settings
+    run: RunShape
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Layouts of a kind are misjudged alike."""
+        return self.run.recompute, self.run.zero, self.run.pp > 1, self.run.ep > 1
+
+
 def best_layouts(
     config: RunConfig,
     ranks: int,
@@ -138,56 +160,81 @@ def best_layouts(
     Raises:
         ConfigError: when none is legal and fits.
     """
-    count, efficiency, habits = count_parameters(config.model), machine.reached, habits_of(config)
-    rough: list[tuple[float, Settings]] = []
-    kept = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
-    kept = {path: value for path, value in kept.items() if path in fixed}
-    limit = machine.room
-    for settings, run in candidates(config, ranks, machine):
-        if any(settings[path] != value for path, value in kept.items()):
-            continue
-        if rough_memory(config, count, run) > ROUGHLY * limit or (run.zero == 2 and _spares(config, count, run, limit)):
-            continue
-        seconds = Planned.of(config.model, run, machine, efficiency, habits, count).least_seconds()
-        rough.append((seconds, {path: value for path, value in settings.items() if path not in fixed}))
-        if len(rough) % 500 == 0:
-            tell(f"{len(rough)} layouts timed")
-    rough.sort(key=lambda item: item[0])
+    count = count_parameters(config.model)
+    rough = sorted(_rough(config, ranks, machine, count, tell, fixed), key=lambda layout: layout.seconds)
     found: list[Layout] = []
-    for tried, (seconds, settings) in enumerate(rough[:TRIES]):
-        if found and (len(found) >= keep or seconds > WORSE * found[0].time.seconds):
+    tried, misjudged = 0, dict[tuple[object, ...], float]()  # what memory was at least, of what it was taken for
+    for candidate in rough:
+        best = min((layout.time.seconds for layout in found), default=math.inf)
+        enough = best if len(found) >= keep else WORSE * best  # no layout takes less than its rough time
+        if candidate.seconds > enough or tried == TRIES:
             break
-        tell(f"{tried + 1} of the fastest of {len(rough)} layouts looked at, {len(found)} fit")
-        layout = fitting(config, settings, ranks, machine, count)
-        if layout is not None:
+        if LENIENT * misjudged.get(candidate.kind, 0.0) * candidate.memory > machine.room:
+            continue
+        tried += 1
+        tell(f"{tried} of the fastest of {len(rough)} layouts looked at, {len(found)} fit")
+        settings = {path: value for path, value in candidate.settings.items() if path not in fixed}
+        layout = _looked_at(config, settings, ranks, machine, count)
+        if layout is None:
+            continue
+        share = layout.memory / candidate.memory
+        misjudged[candidate.kind] = min(share, misjudged.get(candidate.kind, share))
+        if layout.memory <= machine.room:
             found.append(layout)
     if not found:
         raise ConfigError(
             f"no layout of this run fits {ranks} GPUs of {machine.memory_gb:g} GB: {len(rough)} came near, "
-            f"{min(TRIES, len(rough))} were planned",
+            f"{tried} were planned",
             hint="more GPUs, a batch.global that more data ranks divide, a shorter data.seq_length, or optimizer.offload",
         )
-    return sorted(found, key=lambda layout: layout.time.seconds)
+    return sorted(found, key=lambda layout: layout.time.seconds)[:keep]
 
 
-def _spares(config: RunConfig, count: Parameters, run: RunShape, limit: float) -> bool:
-    """Whether gradients need not be shared, for they fit whole, which is faster."""
-    return rough_memory(config, count, replace(run, zero=1)) <= limit / ROUGHLY
+def _rough(
+    config: RunConfig,
+    ranks: int,
+    machine: Machine,
+    count: Parameters,
+    tell: Callable[[str], object],
+    fixed: Collection[str],
+) -> Iterator[_Rough]:
+    """The candidates that may fit."""
+    efficiency, habits = machine.reached, habits_of(config)
+    given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
+    kept = {path: value for path, value in given.items() if path in fixed}
+    timed = 0
+    for settings, run in candidates(config, ranks, machine):
+        needed = rough_memory(config, count, run)
+        if any(settings[path] != value for path, value in kept.items()) or needed > ROUGHLY * machine.room:
+            continue
+        if run.zero == 2 and rough_memory(config, count, replace(run, zero=1)) <= machine.room / ROUGHLY:
+            continue  # whole gradients fit, and are faster
+        timed += 1
+        if timed % 500 == 0:
+            tell(f"{timed} layouts timed")
+        seconds = Planned.of(config.model, run, machine, efficiency, habits, count).least_seconds()
+        yield _Rough(seconds, needed, settings, run)
 
 
-def fitting(
-    config: RunConfig, settings: Settings, ranks: int, machine: Machine, count: Parameters | None = None
+def _looked_at(
+    config: RunConfig, settings: Settings, ranks: int, machine: Machine, count: Parameters | None
 ) -> Layout | None:
-    """The run with those settings, if it is legal and fits the memory of that machine."""
+    """The run with those settings, if it is legal."""
     try:
         changed = with_settings(config, settings)
         changed.check_ranks(ranks)
     except ConfigError:
         return None
     most = max(sum(kinds.values()) for kinds in memory(changed.model, run_shape(changed, ranks)))
-    if most > machine.room:
-        return None
     return Layout(settings, planned(changed, ranks, machine, count).time(), most)
+
+
+def fitting(
+    config: RunConfig, settings: Settings, ranks: int, machine: Machine, count: Parameters | None = None
+) -> Layout | None:
+    """The run with those settings, if it is legal and fits the memory of that machine."""
+    layout = _looked_at(config, settings, ranks, machine, count)
+    return layout if layout is not None and layout.memory <= machine.room else None
 
 
 def faster(config: RunConfig, ranks: int, machine: Machine, *, keep: int = 3) -> list[Layout]:

@@ -150,7 +150,8 @@ class Planned:
         run = self.run
         through = sum(cost.forward + cost.inputs for cost in work.values())  # no micro-batch ends sooner
         total = sum(cost.total for cost in work.values())
-        share = {"zb-h1": 1 / 3, "zbv": 0.0}.get(run.schedule, 1 / run.virtual_stages)
+        full = run.microbatches >= 1.5 * run.pp  # of a pipeline that is: ZBV's ends wait half as long
+        share = {"zb-h1": 1 / 3, "zbv": 1 / 6 if full else 1 / 3}.get(run.schedule, 1 / run.virtual_stages)
         return max(through, (run.microbatches + (run.pp - 1) * share) * total / run.pp)
 
     def costs(self, works: Sequence[Work]) -> StageCosts:
