@@ -242,7 +242,7 @@ def faster(config: RunConfig, ranks: int, machine: Machine, *, keep: int = 3) ->
     count, now = count_parameters(config.model), planned(config, ranks, machine)
     seconds, limit = now.time().seconds, now.least_seconds()
     gains: list[tuple[float, Settings]] = []
-    for settings in _changes(config):
+    for settings in _changes(config, machine):
         try:
             changed = with_settings(config, settings)
             changed.check_ranks(ranks)
@@ -255,8 +255,10 @@ def faster(config: RunConfig, ranks: int, machine: Machine, *, keep: int = 3) ->
     return sorted(islice(gained, keep), key=lambda layout: layout.time.seconds)
 
 
-def _changes(config: RunConfig) -> Iterator[Settings]:
+def _changes(config: RunConfig, machine: Machine) -> Iterator[Settings]:
     parallel, kinds = config.parallel, list(_RECOMPUTE)
+    if config.precision == "bf16" and machine.peak("fp8") > machine.peak("bf16"):
+        yield {"precision": "fp8"}  # which the search leaves alone: it changes what is computed
     yield from ({"recompute": {"kind": kind}} for kind in kinds[: kinds.index(config.recompute.kind)])
     yield {"batch.micro": 2 * config.batch.micro}
     if config.batch.micro % 2 == 0:
