@@ -60,7 +60,7 @@ class Rows:
 
     def share(self, rank: int, ranks: int) -> Ints:
         """The rows of one of the data ranks, int64 [R / ranks]: as many for each, and about equal work."""
-        work = [int((np.bincount(row) ** 2).sum()) for row in self.documents]
+        work = np.array([(np.bincount(row) ** 2).sum() for row in self.documents])
         own: Ints = dealt(work, ranks)[rank]
         return own
 
