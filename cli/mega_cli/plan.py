@@ -22,7 +22,7 @@ EXAMPLES = """Examples:
 
   mega plan run.yaml --machine h100 --ranks 512 --search --write run-512.yaml
 
-  mega plan run.yaml --machine h100 --ranks 64 --fit runs/mine/metrics.jsonl > our-h100.yaml
+  mega plan runs/mine/run.yaml --machine h100 --ranks 64 --fit runs/mine/metrics.jsonl > our-h100.yaml
 
   mega plan run.yaml --machine h100 --ranks 512 --html plan.html
 

@@ -43,3 +43,11 @@ def test_a_run_that_goes_on_keeps_its_layout_while_that_fits_its_ranks() -> None
     other, told = laid_out(run(), 2, "h100", saved)
     with_settings(run(), other).check_ranks(2)
     assert "2 ranks of h100" in told
+
+
+def test_where_nothing_fits_as_planned_the_run_is_left_to_show_it() -> None:
+    settings, told = laid_out(
+        run(model=preset("llama3-405b"), data={"train": ["x"], "seq_length": 8192}), 2, "h100", None
+    )
+    assert settings == {}
+    assert "no layout of this run fits 2 GPUs" in told

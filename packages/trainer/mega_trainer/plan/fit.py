@@ -26,6 +26,7 @@ COMPUTE = ("bf16", "fp8", "attention", "flash2", "triton", "memory")
 FASTER = 1.1  # as long as at a machine's peak takes no run there
 LEAST = 0.02  # of what a data sheet promises: less is no machine's doing
 HALVINGS = 40
+TOLD = 0.1  # of a step's time that a fitted machine leaves open, from which on that is said
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ def compared(before: Planned, after: Planned, measured: Measured) -> Iterator[st
     """Lines that tell predicted beside measured, by the machine as it was and as it is fitted."""
     was, now = before.time(), after.time()
     yield f"a step: measured {measured.seconds:.4g} s, predicted {was.seconds:.4g} s before and {now.seconds:.4g} s as fitted"
+    if abs(now.seconds / measured.seconds - 1) > TOLD:
+        yield "  the rest is none of its rates: latencies, the host, or other settings than the run's (take its own run.yaml)"
     for name, value in measured.phases.items():
         if value:
             yield f"  measured {name} {value:.4g} s"

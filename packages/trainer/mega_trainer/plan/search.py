@@ -36,6 +36,10 @@ ROUGHLY = 1.15  # of a GPU's memory: what the rough estimate may exceed it by
 Settings = dict[str, Any]  # by path, as `--set` takes them
 
 
+class NoneFits(ConfigError):
+    """No layout fits, as planned."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """A layout that fits.
@@ -158,7 +162,7 @@ def best_layouts(
     Settings whose paths are `fixed` stay as they are.
 
     Raises:
-        ConfigError: when none is legal and fits.
+        NoneFits: when none is legal and fits.
     """
     count = count_parameters(config.model)
     rough = sorted(_rough(config, ranks, machine, count, tell, fixed), key=lambda layout: layout.seconds)
@@ -182,7 +186,7 @@ def best_layouts(
         if layout.memory <= machine.room:
             found.append(layout)
     if not found:
-        raise ConfigError(
+        raise NoneFits(
             f"no layout of this run fits {ranks} GPUs of {machine.memory_gb:g} GB: {len(rough)} came near, "
             f"{tried} were planned",
             hint="more GPUs, a batch.global that more data ranks divide, a shorter data.seq_length, or optimizer.offload",
