@@ -42,7 +42,7 @@ from mega_trainer.build import (
 )
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
-from mega_trainer.device import deterministic, pick_device
+from mega_trainer.device import deterministic, machine_here, pick_device
 from mega_trainer.environment import told
 from mega_trainer.faults import faults_told
 from mega_trainer.garbage import Garbage
@@ -59,6 +59,8 @@ from mega_trainer.phases import Phases, waited
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.advice import Needs
 from mega_trainer.plan.flops import count_parameters
+from mega_trainer.plan.machine import load_machine
+from mega_trainer.plan.search import planned
 from mega_trainer.profile import Profiler
 from mega_trainer.ranks import Ranks
 from mega_trainer.repeat import provenance
@@ -168,6 +170,7 @@ def steps(job: Job) -> str | None:
     config, groups, profiler, valid_data = state.config, executor.groups, job.profiler, job.valid_data
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype_of(config), ranks.world_size)
+    expected = predicted_seconds(config, ranks)
     further, integrity = config.model.mtp_layers, Integrity(config.fault, executor, state.optimizer)
     loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
@@ -223,7 +226,7 @@ def steps(job: Job) -> str | None:
             metrics.step(
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
                 valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
-                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
+                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, predicted_seconds=expected, **result.routing,
                 epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
             )  # fmt: skip
             stopping, failed, *tokens = result.riders
@@ -248,6 +251,18 @@ def ready_device(config: RunConfig, ranks: Ranks, groups: Groups) -> torch.devic
         logger.info("environment: %s", told(config, os.environ))
         warm_up(groups, device)
     return device
+
+
+def predicted_seconds(config: RunConfig, ranks: Ranks) -> float | None:
+    """What `mega plan` says of a step, on a machine that is known; nothing is predicted for others, nor for batches that grow."""
+    name = machine_here(config)
+    if name is None or config.batch.rampup is not None:
+        return None
+    step = planned(config, ranks.world_size, load_machine(name)).time()
+    parts = sorted(step.parts, key=lambda part: -step.parts[part])[:3]
+    told = ", ".join(f"{part} {100 * step.parts[part] / step.seconds:.0f} %" for part in parts)
+    logger.info("predicted on %s: %.4g s a step (%s)", name, step.seconds, told)
+    return step.seconds
 
 
 def with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
