@@ -15,7 +15,7 @@ from mega_trainer.pages.plan_page import Pipeline, schedule_picture
 from mega_trainer.pages.run_log import RunLog
 from mega_trainer.pages.scale import evenly, gib, of_bytes, of_seconds, percent, short
 
-PHASES = ("data", "forward", "backward", "pipeline_wait", "reduce", "norm", "update", "evaluate", "save")
+PHASES = ("data", "forward", "backward", "pipeline", "reduce", "norm", "update", "evaluate", "save")
 MOST_ROWS = 40  # of a table of checkpoints or starts
 DRAWN_OPERATIONS = 1200  # of a schedule's picture
 Predicted = Mapping[str, float]  # by key of metrics.jsonl
