@@ -28,6 +28,12 @@ EXAMPLES = """Examples:
 """
 
 
+_COUNTED = {
+    "exact": "(products of matrices, of attention what is not masked)", "megatron": "as Megatron counts",
+    "full": "as NeMo (all of attention)", "palm": "by PaLM's rule (6 N + 12 L H Q S)",
+}  # fmt: skip
+
+
 def plan_command(
     run: Annotated[
         Path, typer.Argument(help="The run's configuration, run.yaml; or a model alone, its folder or config.json.")
@@ -105,7 +111,7 @@ def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str
     from mega_trainer.pipeline.draw import draw as drawing
     from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate
     from mega_trainer.plan.advice import run_shape
-    from mega_trainer.plan.flops import count_parameters, model_flops
+    from mega_trainer.plan.flops import CONVENTIONS, count_parameters, published_flops
     from mega_trainer.plan.memory import memory
 
     parallel, dp = config.parallel, config.data_parallel(ranks)
@@ -117,6 +123,7 @@ def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str
     if draw is not None:
         draw.write_text(drawing(schedule, timeline), encoding="utf-8")
     tokens = config.batch.global_ * config.data.seq_length
+    flops = {kind: published_flops(config.model, config.data.seq_length, kind) for kind in CONVENTIONS}
     growing = [{"global": size, "steps": steps} for size, steps in config.batch.plateaus()]
     return {
         "parameters": count_parameters(config.model).total,
@@ -131,7 +138,8 @@ def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str
         "microbatches": micro,
         **({"rampup": growing} if growing else {}),
         "tokens_per_step": tokens,
-        "flops_per_step": tokens * model_flops(config.model, config.data.seq_length),
+        "flops_per_step": tokens * flops["exact"],
+        "flops_per_token": flops,
         "memory_bytes": memory(config.model, run_shape(config, ranks)),
         "microbatches_in_flight": peak_activations(schedule),
         "bubble": timeline.mean_bubble,
@@ -157,6 +165,8 @@ def _table(told: dict[str, Any]) -> str:
         f"ranks            {told['ranks']['world']} ({degrees})",
         f"a step           {human(told['tokens_per_step'])} tokens in {told['microbatches']} micro-batches a rank, "
         f"{human(told['flops_per_step'])}FLOP",
+        "a token          "
+        + ", ".join(f"{human(told['flops_per_token'][kind])}FLOP {how}" for kind, how in _COUNTED.items()),
         *_rampup(told),
         f"pipeline bubble  {100 * told['bubble']:.1f} %"
         + ("" if formula is None else f" (formula {100 * formula:.1f} %)"),
