@@ -88,5 +88,5 @@ def _with_assets(checkpoint: Path, assets: Path, folder: Path) -> Path:
 
 
 def test_weights_that_no_run_has_made_have_no_cards(tmp_path: Path, data: Path) -> None:
-    convert(trained(tmp_path / "run", data, settings=None), tmp_path / "hf", "hf")
+    convert(trained(tmp_path / "run", data, settings={}), tmp_path / "hf", "hf")
     assert not list((tmp_path / "hf").glob("*.md"))

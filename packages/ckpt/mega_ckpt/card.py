@@ -42,7 +42,7 @@ def cards(checkpoint: Checkpoint, parameters: int, taken: Mapping[str, object]) 
             none of them is written over. The model card is then called MODEL_CARD.md.
     """
     settings = checkpoint.state.get("settings")
-    if not isinstance(settings, dict):
+    if not isinstance(settings, dict) or not settings:
         return {}
     free = next((name for name in (MODEL_CARD, OTHER_NAME) if name not in taken), None)
     found = {} if free is None else {free: _model_card(checkpoint, settings, parameters)}

@@ -42,7 +42,7 @@ def test_a_view_of_a_run_that_goes_on_or_does_not(tmp_path: Path) -> None:
         "12.3k",
         "35 %",
         "lost: restart 1 min 1 s",
-        "pipeline ",
+        "pipeline",
         "10 %",
     ):
         assert words in text

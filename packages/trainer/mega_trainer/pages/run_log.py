@@ -106,7 +106,7 @@ class RunLog:
 
     @cached_property
     def restarts(self) -> list[tuple[float, float]]:
-        """(step, seconds) of each first line after a restart, and what that took."""
+        """(step, seconds) of each first line after a restart or a rollback, and what that took."""
         column = self.columns.get("lost/restart")
         return [(step, more) for step, more in column.deltas() if more > 0] if column else []
 

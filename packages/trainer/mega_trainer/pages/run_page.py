@@ -95,10 +95,13 @@ def _each(
 
 
 def _events(runs: Sequence[RunLog]) -> list[Event]:
-    """Restarts, of one run."""
+    """Restarts and rollbacks, of one run: no process starts as fast as a run goes back within one."""
     if len(runs) > 1:
         return []
-    return [Event(step, f"restart: {of_seconds(more)} before step {step:g}") for step, more in runs[0].restarts]
+    return [
+        Event(step, f"{'restart' if more >= 1 else 'rollback'}: {of_seconds(more)} before step {step:g}")
+        for step, more in runs[0].restarts
+    ]
 
 
 def _learning(runs: Sequence[RunLog], names: Sequence[str]) -> Section:
