@@ -76,8 +76,8 @@ class TrainingEngine:
     """
 
     def __init__(self, config: RunConfig | Mapping[str, Any], groups: Groups | None = None) -> None:
-        self.config = config if isinstance(config, RunConfig) else _parsed(config)
         size = dist.get_world_size() if dist.is_initialized() else 1
+        self.config = config if isinstance(config, RunConfig) else _parsed(config, size)
         rank = dist.get_rank() if dist.is_initialized() else 0
         local = int(os.environ.get("LOCAL_RANK", rank))
         self._groups = groups or connect(self.config, Ranks(rank, size, local))
@@ -272,6 +272,8 @@ class TrainingEngine:
         return [storage for storage in found.values() if storage.resizable()]  # not what is in host memory already
 
 
-def _parsed(raw: Mapping[str, Any]) -> RunConfig:
-    data = {"train": ["none"], **raw.get("data", {})}  # which is read by nobody here
-    return RunConfig.parse(resolve({**raw, "data": data}), source="TrainingEngine")
+def _parsed(raw: Mapping[str, Any], ranks: int) -> RunConfig:
+    """With what a run has to say and nobody reads here: its data, and how many samples a step has."""
+    data, batch = {"train": ["none"], **raw.get("data", {})}, dict(raw.get("batch", {}))
+    batch.setdefault("global", batch.get("micro", 1) * ranks)
+    return RunConfig.parse(resolve({**raw, "data": data, "batch": batch}), source="TrainingEngine")
