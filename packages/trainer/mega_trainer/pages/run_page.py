@@ -238,7 +238,10 @@ def _happened(runs: Sequence[RunLog], names: Sequence[str]) -> Section:
         shown = [kept[place] for place in evenly(len(kept), MOST_ROWS)]
         saved = [(f"step {one.step:,}", _when(one.written), of_bytes(one.size)) for one in shown]
         parts.append(table((f"Checkpoint{behind}", "written", "size"), saved, numbers=(2,)))
-    return Section("Starts and checkpoints", parts)
+        errors = run.errors()
+        ends = [(_when(when), rank, what) for when, rank, what in errors[:MOST_ROWS]]
+        parts.append(table((f"Error{behind}", "rank", "what it said"), ends, numbers=(1,)))
+    return Section("Starts, errors and checkpoints", parts)
 
 
 def _when(seconds: float) -> str:
