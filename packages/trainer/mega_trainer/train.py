@@ -45,6 +45,7 @@ from mega_trainer.guard import Guard, StopSignal
 from mega_trainer.integrity import Integrity
 from mega_trainer.kernels.leaves import Leaves, compiles
 from mega_trainer.limits import Limits
+from mega_trainer.memory import Copy, Memory, keeps_copies
 from mega_trainer.mesh import Groups, warm_up
 from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
@@ -58,7 +59,7 @@ from mega_trainer.ranks import Ranks
 from mega_trainer.repeat import provenance
 from mega_trainer.rollback import Remaining, RollBack
 from mega_trainer.run_folder import claimed, make_run_folder
-from mega_trainer.state import Saver, TrainState, continued, starting_point, weights_of
+from mega_trainer.state import Saver, TrainState, continued, newer_copy, starting_point, state_of, weights_of
 from mega_trainer.step import count_tokens, evaluate, own_counts, train_step
 from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
 from mega_trainer.watch import Watch
@@ -112,22 +113,30 @@ def train(
 ) -> TrainState:
     """The run itself, in folders that are its own; `needs` is what a message about full memory tells."""
     checkpoint = starting_point(config)
-    config = continued(config, checkpoint)
+    memory = None
+    if keeps_copies(config, ranks, os.environ):
+        memory = Memory(config.output, groups.world, os.environ, os.getppid())
+    start = newer_copy(config, checkpoint, memory) or checkpoint
+    config = continued(config, state_of(start))
     limits, device = Limits(config.train), ready_device(config, ranks, groups)
     profiler = Profiler(config, device, ranks.rank)
     state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, tokenizer)
     state.read = train_data.read
-    if not begin(state, checkpoint, groups.world, tokenizer):
+    if not begin(state, start, groups.world, tokenizer):
         return state
-    job = Job(state, executor, train_data, valid_data, device, profiler, limits, ranks, needs, store)
+    job = Job(state, executor, train_data, valid_data, device, profiler, limits, ranks, needs, store, memory)
     while True:
         try:
             reason = steps(job)
             break
         except RollBack as back:
+            if memory is not None:
+                memory.clear()
             state.roll_back(back, groups.world)
+    if memory is not None:
+        memory.clear()
     conclude(state, reason)
     return state
 
@@ -146,6 +155,7 @@ class Job:
     ranks: Ranks
     needs: Callable[[], Needs]
     store: Store | None
+    memory: Memory | None
 
 
 def steps(job: Job) -> str | None:
@@ -216,6 +226,9 @@ def steps(job: Job) -> str | None:
                 saver.wait()
             saves = bool(stopping) or config.due(state.step, config.checkpoint.every)
             integrity.after(state.step, saves=saves)
+            every = config.checkpoint.memory_every
+            if job.memory is not None and state.step % every == 0 and state.step < config.train.steps:
+                job.memory.save(state.step, state.tensors(), state.numbers())
             if stopping:
                 logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
                 saver.save(state)
@@ -262,13 +275,16 @@ def conclude(state: TrainState, reason: str | None) -> None:
     logger.info("done: %d steps; the model is in %s", state.step, where)
 
 
-def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: Tokenizer | None) -> bool:
-    """Bring the weights to where this run starts: the checkpoint's, another model's, or fresh ones; make the run folder.
+def begin(state: TrainState, checkpoint: Place | Copy | None, world: Group, tokenizer: Tokenizer | None) -> bool:
+    """Bring the weights to where this run starts: the checkpoint's, or that of a copy in memory, another model's, or fresh
+    ones; make the run folder.
 
     Returns whether there are steps to do; where there are none, nothing is written.
     """
     config = state.config
-    if checkpoint is not None:
+    if isinstance(checkpoint, Copy):
+        state.restore_copy(checkpoint)
+    elif checkpoint is not None:
         for line in state.restore(checkpoint, world.handle):
             logger.info("  changed since it was saved: %s", line)
     else:
