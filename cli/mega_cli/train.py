@@ -223,7 +223,7 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
     import sys
 
     _end_with_launcher()
-    from mega_common.errors import Interrupted
+    from mega_common.errors import ConfigError, Interrupted
     from mega_trainer.environment import library_settings
 
     for name, value in library_settings(config).items():
@@ -254,10 +254,15 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
     from mega_trainer.train import run as train
 
     try:
+        config.check_ranks(ranks.world_size)
+    except ConfigError as error:  # fewer than before, since a machine is lost; they do not become more by a new start
+        end_torchrun(os.environ, error.exit_status)
+        raise
+    try:
         with joined(ranks, config.device, config.timeout_seconds) as store:
             train(config, ranks, store)
-    except Interrupted:
-        end_torchrun(os.environ)
+    except Interrupted as error:
+        end_torchrun(os.environ, error.exit_status)
         raise
     return 0
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -343,4 +344,5 @@ def watching(state: TrainState, ranks: Ranks, store: Store | None) -> AbstractCo
     """The watch over the ranks, where there are several."""
     if store is None:
         return nullcontext()
-    return Watch(store, ranks.rank, ranks.world_size, lambda: state.step + 1, state.config.timeout_seconds)
+    seconds, logs = state.config.timeout_seconds, Path(state.config.output) / "logs"
+    return Watch(store, ranks.rank, ranks.world_size, lambda: state.step + 1, seconds, logs)
