@@ -91,7 +91,7 @@ def main() -> None:
         Sequences(LENGTH, torch.device("cpu")),
         Rotary.of(CONFIG, CONFIG.rope).at(torch.arange(LENGTH)[None], torch.float32),
     )
-    two = build_groups(Layout(tp=2), 0, kv_heads=HEADS)
+    two = build_groups(Layout(tp=2), 0, heads=[HEADS])
     contestants = {
         "plain": plain(context),
         "tp=1": ours(context, Groups()),

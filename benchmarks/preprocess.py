@@ -203,7 +203,8 @@ def main() -> None:
             if cores <= len(os.sched_getaffinity(0)) and args.cores in (None, cores)
         ]
     versions = ["tokenizers", "fastokens", "transformers", "numpy"]
-    print(record.write("preprocess", {"text_bytes": size, "runs": results}, versions).read_text())
+    name = "preprocess_megatron" if args.megatron else "preprocess"
+    print(record.write(name, {"text_bytes": size, "runs": results}, versions).read_text())
 
 
 if __name__ == "__main__":

@@ -113,3 +113,38 @@ def test_number_of_parameters_of_published_models(name: str, count: int) -> None
 def test_some() -> None:
     assert some({"b", "a", "c"}) == "a (and 2 more)"
     assert some(["x"]) == "x"
+
+
+MAMBA = {"num_heads": 6, "head_dim": 4, "state_size": 5, "num_groups": 2, "conv_kernel": 3, "bias": True}
+DELTA = {"num_key_heads": 2, "num_value_heads": 6, "key_head_dim": 3, "value_head_dim": 4}
+
+
+def test_layers_of_other_kinds_and_latent_experts() -> None:
+    moe = {"num_experts": 3, "top_k": 1, "ffn_hidden_size": 7, "latent_size": 4}
+    hybrid = model(num_layers=3, layers=["mamba", "delta+moe", "mlp"], mamba=MAMBA, delta=DELTA, moe=moe)
+    layers = {name.removeprefix("model.layers."): shape for name, shape in tensors_of(hybrid).items()}
+    assert {name: shape for name, shape in layers.items() if name.startswith("0.")} == {
+        "0.input_layernorm.weight": (8,),
+        **{f"0.mamba.in_proj.{part}.weight": (rows, 8) for part, rows in zip(("z", "x", "B", "C", "dt"), (24, 24, 10, 10, 6), strict=True)},
+        **{f"0.mamba.in_proj.{part}.bias": (rows,) for part, rows in zip(("z", "x", "B", "C", "dt"), (24, 24, 10, 10, 6), strict=True)},
+        **{f"0.mamba.conv1d.{part}.weight": (rows, 3) for part, rows in zip("xBC", (24, 10, 10), strict=True)},
+        **{f"0.mamba.conv1d.{part}.bias": (rows,) for part, rows in zip("xBC", (24, 10, 10), strict=True)},
+        **{f"0.mamba.{name}": (6,) for name in ("dt_bias", "A_log", "D")},
+        "0.mamba.norm.weight": (24,), "0.mamba.out_proj.weight": (8, 24), "0.mamba.out_proj.bias": (8,),
+    }  # fmt: skip
+    assert {name: shape for name, shape in layers.items() if name.startswith("1.linear_attn.")} == {
+        **{f"1.linear_attn.in_proj.{part}.weight": (rows, 8) for part, rows in zip("qkvzba", (6, 6, 24, 24, 6, 6), strict=True)},
+        **{f"1.linear_attn.conv1d.{part}.weight": (rows, 4) for part, rows in zip("qkv", (6, 6, 24), strict=True)},
+        "1.linear_attn.dt_bias": (6,), "1.linear_attn.A_log": (6,), "1.linear_attn.norm.weight": (4,),
+        "1.linear_attn.out_proj.weight": (8, 24),
+    }  # fmt: skip
+    assert layers["1.mlp.fc1_latent_proj.weight"] == (4, 8)
+    assert layers["1.mlp.experts.up_proj.weight"] == (3, 7, 4)
+    assert layers["1.mlp.fc2_latent_proj.weight"] == (8, 4)
+    assert [name for name in layers if name.startswith("2.")] == [
+        "2.post_attention_layernorm.weight", *(f"2.mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    ]  # fmt: skip
+
+
+def test_a_gate_on_attention() -> None:
+    assert tensors_of(model(attention_gate=True))["model.layers.0.self_attn.g_proj.weight"] == (24, 8)

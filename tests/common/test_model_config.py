@@ -11,6 +11,10 @@ SMALL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attent
 
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
+DELTA = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8}
+MAMBA = {"num_heads": 4, "head_dim": 8}
+
 
 def test_what_follows_from_what_is_given() -> None:
     config = ModelConfig.parse(SMALL)
@@ -40,6 +44,24 @@ def test_what_follows_from_what_is_given() -> None:
         ({"mla": LATENT, "rope": {"fraction": 0.5}}, "-> position: rope, without rope.fraction"),
         ({"mtp_layers": 1, "position": "learned"}, "mtp_layers = 1: embeds further tokens without their positions"),
         ({"mtp_layers": 1, "full_attention_layers": [3]}, "full_attention_layers = 3: names a layer past the last, 2"),
+        (
+            {"layers": ["attention+mlp", "mlp+mamba"]},
+            "'mlp+mamba' is no kind of layer, which is a mixer (attention,",
+        ),
+        ({"layers": "*X"}, "layers = '*X': 'X' is no kind of layer, which is one of the letters M (m"),
+        ({"layers": []}, "layers = []: names no layer; a layer is a mixer"),
+        ({"layers": "*-*"}, "num_layers = 2: but layers names 3 -> leave it out, it follows from layers"),
+        ({"layers": "M-"}, "mamba: required by layers, which names layers of that kind"),
+        ({"layers": [{"times": 0, "of": ["mlp"]}]}, "layers.0.times = 0: input should be greater than 0"),
+        ({"layers": "*-", "parallel_residual": True}, "parallel_residual: wants a mixer and a feed-forward in every"),
+        ({"layers": "*E", "moe": {**MOE, "layers": [1]}}, "moe.layers: is said by layers too -> leave out one of them"),
+        (
+            {"mamba": {"num_heads": 4, "head_dim": 8, "num_groups": 3}},
+            "mamba.num_groups = 3: must divide num_heads = 4",
+        ),
+        ({"mamba": {"num_heads": 4, "head_dim": 8, "dt_limit": [1, 0.5]}}, "the lower limit is above the upper"),
+        ({"delta": {**DELTA, "num_key_heads": 3}}, "delta.num_key_heads = 3: must divide num_value_heads = 4"),
+        ({"mla": LATENT, "attention_gate": True}, "attention_gate: is not for latent attention -> leave out mla"),
         ({"num_layer": 2}, "num_layer: unknown key -> did you mean 'num_layers'?"),
         ({"activation": "swish"}, "activation = 'swish': input should be 'swiglu'"),
         ({"vocab_size": 0}, "vocab_size = 0: input should be greater than 0"),
@@ -54,3 +76,20 @@ def test_an_impossible_model_is_refused(change: dict[str, Any], said: str) -> No
 def test_a_configuration_survives_its_own_dump() -> None:
     config = ModelConfig.parse({**SMALL, "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}})
     assert ModelConfig.parse(config.model_dump(mode="json")) == config
+
+
+def test_a_pattern_says_the_kind_of_every_layer() -> None:
+    plain = {key: value for key, value in SMALL.items() if key != "num_layers"}
+    sections = {"moe": MOE, "mamba": MAMBA, "delta": DELTA}
+    letters = ModelConfig.parse({**plain, **sections, "layers": "MG*-E"})
+    halves = [("mamba", None), ("delta", None), ("attention", None), (None, "mlp"), (None, "moe")]
+    assert (letters.num_layers, letters.kinds) == (5, halves)
+    names = ["mamba+mlp", {"times": 2, "of": ["delta+moe", "attention+moe"]}]
+    named = ModelConfig.parse({**plain, **sections, "layers": names, "mtp_layers": 1})
+    assert [named.mixer(layer) for layer in range(6)] == ["mamba", *["delta", "attention"] * 2, "attention"]
+    assert [named.has_experts(layer) for layer in range(6)] == [False, *[True] * 5]
+    assert ModelConfig.parse(named.model_dump(mode="json")) == named
+    further = ModelConfig.parse({**SMALL, **sections, "layers": "*-M", "mtp_layers": 1})
+    assert (further.num_layers, further.mixer(2)) == (2, "mamba")
+    switched = ModelConfig.parse({**SMALL, "mtp_layers": 1, "moe": {**MOE, "layers": [1]}})
+    assert switched.kinds == [("attention", "mlp"), ("attention", "moe"), ("attention", "mlp")]

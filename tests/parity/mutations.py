@@ -417,8 +417,13 @@ def _no_decay_of_slices() -> AbstractContextManager[Any]:
 
 def _first_kv_head() -> AbstractContextManager[Any]:
     """Every rank takes the first key/value head."""
-    real = Builder.shared_rows
-    return swap(Builder, "shared_rows", lambda self, blocks, index, **rest: real(self, blocks, index=0, **rest))
+    real = builder.split_heads
+
+    def first(blocks: Any, tail: Any, group: Group) -> Any:
+        shared = blocks[0].count < group.size
+        return real(blocks, tail, replace(group, rank=0) if shared else group)
+
+    return swap(builder, "split_heads", first)
 
 
 def _ring_skips_a_block() -> AbstractContextManager[Any]:

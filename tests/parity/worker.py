@@ -237,7 +237,7 @@ def make_groups(cases: Iterable[Case]) -> GroupMaker:
         p = config.parallel
         layout = Layout(tp=p.tp, pp=p.pp, cp=p.cp, dp=config.data_parallel(case.ranks), ep=p.ep, expert_tp=p.expert_tp)
         for rank in range(case.ranks):
-            build_groups(layout, rank, kv_heads=config.model.kv_heads, shard=p.zero3_shard, maker=listing)
+            build_groups(layout, rank, heads=config.model.shared_heads, shard=p.zero3_shard, maker=listing)
     maker = GroupMaker()
     for ranks in sorted(listing.made):
         if len(ranks) == dist.get_world_size():

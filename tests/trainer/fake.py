@@ -21,7 +21,7 @@ class _Nobody(GroupMaker):
 def builders(config: ModelConfig, layout: Layout, **options: Any) -> Iterator[Builder]:
     """What each rank builds with."""
     for rank in range(layout.world_size):
-        yield Builder(config, build_groups(layout, rank, kv_heads=config.kv_heads, maker=_Nobody()), **options)
+        yield Builder(config, build_groups(layout, rank, heads=config.shared_heads, maker=_Nobody()), **options)
 
 
 def decoders(config: ModelConfig, layout: Layout, **options: Any) -> Iterator[Decoder]:

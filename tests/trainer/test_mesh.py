@@ -33,9 +33,9 @@ class Asked(GroupMaker):
         self.asked.append(tuple(ranks))
 
 
-def groups_of(layout: Layout, kv_heads: int = 64) -> list[Groups]:
+def groups_of(layout: Layout, *heads: int) -> list[Groups]:
     """What every rank has."""
-    return [build_groups(layout, rank, kv_heads=kv_heads, maker=Asked()) for rank in range(layout.world_size)]
+    return [build_groups(layout, rank, heads=heads, maker=Asked()) for rank in range(layout.world_size)]
 
 
 @given(layouts)
@@ -53,8 +53,8 @@ def test_an_axis_cuts_the_world_into_groups_that_differ_on_it_alone(layout: Layo
 
 @given(layouts)
 def test_all_members_of_a_group_have_the_same_one(layout: Layout) -> None:
-    everyone = groups_of(layout, kv_heads=2)
-    for name in ("world", "tp", "pp", "cp", "dp", "dp_cp", "embedding", "kv"):
+    everyone = groups_of(layout)
+    for name in ("world", "tp", "pp", "cp", "dp", "dp_cp", "embedding"):
         for groups in everyone:
             mine = getattr(groups, name)
             assert all(getattr(everyone[other], name).ranks == mine.ranks for other in mine.ranks)
@@ -102,16 +102,16 @@ def test_all_experts_are_among_neighbours_of_a_stage(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(("tp", "heads"), [(8, 2), (8, 1), (4, 4), (6, 3), (2, 8)])
-def test_tensor_ranks_with_the_same_key_value_head_form_a_group(tp: int, heads: int) -> None:
+def test_tensor_ranks_with_the_same_head_form_a_group(tp: int, heads: int) -> None:
     head = [rank * heads // tp for rank in range(tp)]  # the head a rank's queries look at
-    for rank, groups in enumerate(groups_of(Layout(tp=tp), heads)):
+    for rank, groups in enumerate(groups_of(Layout(tp=tp), heads, 1, 2)):  # and kinds with one and two
         shares = [other for other in range(tp) if head[other] == head[rank]] if heads < tp else [rank]
-        assert list(groups.kv.ranks) == shares
+        assert list(groups.sharing(heads).ranks) == shares
 
 
 def test_a_rank_makes_only_groups_that_it_is_in() -> None:
     maker = Asked()
-    build_groups(Layout(tp=4, pp=16, dp=16), 700, kv_heads=2, maker=maker)
+    build_groups(Layout(tp=4, pp=16, dp=16), 700, heads=[2], maker=maker)
     assert len(maker.asked) <= 8
     assert all(700 in ranks for ranks in maker.asked)
 
@@ -120,11 +120,11 @@ def real_groups() -> tuple[list[float], int]:
     log = CommLog()
     rank = dist.get_rank()
     maker = GroupMaker(timedelta(seconds=77))
-    groups = build_groups(Layout(tp=2, pp=2), rank, kv_heads=1, maker=maker, log=log)
+    groups = build_groups(Layout(tp=2, pp=2), rank, heads=[1], maker=maker, log=log)
     assert groups.tp.handle is not None
     assert groups.tp.handle._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
     sums = []
-    for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.embedding, groups.kv):
+    for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.embedding, groups.sharing(1)):
         value = torch.tensor(float(10**rank))
         all_reduce(value, group)
         sums.append(value.item())
@@ -141,7 +141,7 @@ def test_groups_of_processes() -> None:
 def warmed() -> list[list[int]]:
     """The ranks of each group that has talked, in order, and then what a neighbour in the pipeline is sent."""
     rank = dist.get_rank()
-    groups = [build_groups(layout, rank, kv_heads=4) for layout in (Layout(tp=2, dp=2), Layout(pp=4))]
+    groups = [build_groups(layout, rank, heads=[4]) for layout in (Layout(tp=2, dp=2), Layout(pp=4))]
     real, talked = dist.all_reduce, []
 
     def spy(tensor: torch.Tensor, *, group: Any) -> None:

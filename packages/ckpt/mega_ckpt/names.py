@@ -1,6 +1,7 @@
 """The canonical tensors of a model: HuggingFace-Llama-shaped, unfused, (out, in), vocabulary unpadded.
 
-Legend: V vocabulary, D model width, F feed-forward width, E experts, P positions, d width of one head.
+Legend: V vocabulary, D model width, F feed-forward width, E experts, P positions, d width of one head, H heads of a state
+space, G their groups, N the width of a state, k tokens that a convolution sees.
 """
 
 from __future__ import annotations
@@ -47,15 +48,29 @@ def some(names: Iterable[str]) -> str:
 
 def _layer(config: ModelConfig, index: int) -> Tensors:
     before, after = config.norm_position != "post", config.norm_position != "pre"
+    mixer, feed = config.mixer(index), config.feed(index)
     mlp_norm = "pre_feedforward_layernorm" if config.norm_position == "both" else "post_attention_layernorm"
     return {
-        **(_norm(config, "input_layernorm") if before else {}),
-        **(_latent_attention(config) if config.mla else _attention(config)),
-        **(_norm(config, "post_attention_layernorm") if after else {}),
-        **(_norm(config, mlp_norm) if before and not config.shared_norm else {}),
-        **(_experts(config) if config.has_experts(index) else _mlp(config, config.ffn_hidden_size)),
-        **(_norm(config, "post_feedforward_layernorm") if after else {}),
+        **(_norm(config, "input_layernorm") if mixer and before else {}),
+        **_mixer(config, mixer),
+        **(_norm(config, "post_attention_layernorm") if mixer and after else {}),
+        **(_norm(config, mlp_norm) if feed and before and not config.shared_norm else {}),
+        **_feed(config, feed),
+        **(_norm(config, "post_feedforward_layernorm") if feed and after else {}),
     }
+
+
+def _mixer(config: ModelConfig, kind: str | None) -> Tensors:
+    if kind is None:
+        return {}
+    makes = {"mamba": _mamba, "delta": _delta, "attention": _latent_attention if config.mla else _attention}
+    return makes[kind](config)
+
+
+def _feed(config: ModelConfig, kind: str | None) -> Tensors:
+    if kind is None:
+        return {}
+    return _experts(config) if kind == "moe" else _mlp(config, config.ffn_hidden_size)
 
 
 def _predictor(config: ModelConfig, index: int) -> Tensors:
@@ -96,6 +111,7 @@ def _attention(config: ModelConfig) -> Tensors:
         **_linear("self_attn.k_proj", keys, width, config.qkv_bias),
         **_linear("self_attn.v_proj", keys, width, config.qkv_bias),
         **(norms if config.qk_norm else {}),
+        **(_linear("self_attn.g_proj", queries, width, config.qkv_bias) if config.attention_gate else {}),
         **({"self_attn.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),
         **_linear("self_attn.o_proj", width, queries, config.attention_out_bias),
     }
@@ -120,8 +136,39 @@ def _latent_attention(config: ModelConfig) -> Tensors:
     }
 
 
-def _mlp(config: ModelConfig, ffn: int, name: str = "mlp") -> Tensors:
-    width, bias = config.hidden_size, config.mlp_bias
+def _mamba(config: ModelConfig) -> Tensors:
+    """Mamba-2: the rows of the projection into the layer, and the channels of the convolution, by what they are for."""
+    mamba, width = config.mamba, config.hidden_size
+    assert mamba is not None
+    inner, heads, states = mamba.inner_size, mamba.num_heads, mamba.num_groups * mamba.state_size
+    rows = {"z": inner, "x": inner, "B": states, "C": states, "dt": heads}
+    into = [_linear(f"mamba.in_proj.{part}", size, width, mamba.bias) for part, size in rows.items()]
+    taps = [_linear(f"mamba.conv1d.{part}", rows[part], mamba.conv_kernel, mamba.conv_bias) for part in "xBC"]
+    return {
+        **{name: shape for tensors in (*into, *taps) for name, shape in tensors.items()},
+        **{f"mamba.{name}": (heads,) for name in ("dt_bias", "A_log", "D")},
+        "mamba.norm.weight": (inner,),
+        **_linear("mamba.out_proj", width, inner, mamba.bias),
+    }
+
+
+def _delta(config: ModelConfig) -> Tensors:
+    """A gated delta net: queries and keys of the key heads, values, gates and steps of the value heads."""
+    delta, width = config.delta, config.hidden_size
+    assert delta is not None
+    keys, values = delta.num_key_heads * delta.key_head_dim, delta.num_value_heads * delta.value_head_dim
+    rows = {"q": keys, "k": keys, "v": values, "z": values, "b": delta.num_value_heads, "a": delta.num_value_heads}
+    return {
+        **{f"linear_attn.in_proj.{part}.weight": (size, width) for part, size in rows.items()},
+        **{f"linear_attn.conv1d.{part}.weight": (rows[part], delta.conv_kernel) for part in "qkv"},
+        **{f"linear_attn.{name}": (delta.num_value_heads,) for name in ("dt_bias", "A_log")},
+        "linear_attn.norm.weight": (delta.value_head_dim,),
+        "linear_attn.out_proj.weight": (width, values),
+    }
+
+
+def _mlp(config: ModelConfig, ffn: int, name: str = "mlp", latent: int | None = None) -> Tensors:
+    width, bias = latent or config.hidden_size, config.mlp_bias
     return {
         **(_linear(f"{name}.gate_proj", ffn, width, bias) if config.gated else {}),
         **_linear(f"{name}.up_proj", ffn, width, bias),
@@ -133,12 +180,14 @@ def _experts(config: ModelConfig) -> Tensors:
     """The router [E, D], the experts' projections stacked [E, ...], and the expert that every token passes."""
     moe, width = config.moe, config.hidden_size
     assert moe is not None
-    experts, shared = moe.num_experts, moe.shared_ffn_hidden_size
-    stacked = _mlp(config, moe.ffn_hidden_size, "mlp.experts")
+    experts, shared, latent = moe.num_experts, moe.shared_ffn_hidden_size, moe.latent_size
+    stacked = _mlp(config, moe.ffn_hidden_size, "mlp.experts", latent)
     return {
         **_linear("mlp.gate", experts, width, moe.router_bias),
         **({"mlp.gate.e_score_correction_bias": (experts,)} if moe.selection_bias else {}),
+        **({"mlp.fc1_latent_proj.weight": (latent, width)} if latent else {}),
         **{name: (experts, *shape) for name, shape in stacked.items()},
+        **({"mlp.fc2_latent_proj.weight": (width, latent)} if latent else {}),
         **(_mlp(config, shared, "mlp.shared_expert") if shared else {}),
         **({"mlp.shared_expert_gate.weight": (1, width)} if moe.shared_gate else {}),
     }

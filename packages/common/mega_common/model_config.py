@@ -7,11 +7,23 @@ Megatron configuration maps onto this and back (`mega_ckpt.families`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from mega_common.config import Config, Problem
+from mega_common.layers import (
+    DeltaConfig,
+    Feed,
+    Layer,
+    MambaConfig,
+    Mixer,
+    Pattern,
+    Repeat,
+    check_pattern,
+    section_problems,
+    spelled,
+)
 
 GATED_ACTIVATIONS = frozenset({"swiglu", "geglu"})
 
@@ -77,6 +89,9 @@ class MoeConfig(Config):
         False, description="training chooses by a matrix balanced over each sequence (arXiv:2202.01169); else by score"
     )
     capacity_factor: float | None = Field(None, gt=0, description="drops tokens past this multiple of an even load")
+    latent_size: PositiveInt | None = Field(
+        None, description="experts work between two projections that all share, of this width, as in Nemotron-3"
+    )
 
     def problems(self) -> Iterator[Problem]:
         """Rules between numbers of experts and groups."""
@@ -127,9 +142,16 @@ class MlaConfig(Config):
 
 
 class ModelConfig(Config):
-    """Architecture of a decoder-only language model. Sizes are counts of elements; see the README for presets."""
+    """Architecture of a decoder-only language model. Sizes are counts of elements; see the README for presets.
+
+    `layers` says of which kind each layer is: "attention", "mamba" or "delta", "mlp" or "moe", or one of the first and
+    one of the others, as "attention+mlp"; `{times: 3, of: [mamba, mlp]}` stands for several. A string has one letter a
+    layer: M mamba, G delta, * attention, - mlp, E moe. Without it, all layers have attention, and experts where
+    `moe.layers` says so. Layers that predict further tokens are so too, unless they are named behind the others.
+    """
 
     num_layers: PositiveInt
+    layers: Annotated[Pattern, AfterValidator(check_pattern)] | None = None
     hidden_size: PositiveInt
     ffn_hidden_size: PositiveInt
     num_attention_heads: PositiveInt
@@ -171,15 +193,18 @@ class ModelConfig(Config):
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; default: 1 / sqrt(head size)")
     attention_softcap: float | None = Field(None, gt=0, description="scores become cap tanh(scores / cap)")
     attention_sinks: bool = Field(False, description="a learned score for each head that takes no value, as in GPT-OSS")
+    attention_gate: bool = Field(False, description="attention's output times a sigmoid gate, as in Qwen3-Next")
     logit_scale: float = Field(1.0, gt=0, description="factor on logits, before a cap, as in Cohere")
     logit_softcap: float | None = Field(None, gt=0, description="logits become cap tanh(logits / cap)")
     embedding_dropout: float = Field(0.0, ge=0, lt=1)
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     residual_dropout: float = Field(0.0, ge=0, lt=1)
     init_std: float = Field(0.02, gt=0)
-    scale_residual_init: bool = Field(True, description="std / sqrt(2 layers) for projections into the residual")
+    scale_residual_init: bool = Field(True, description="std / sqrt(sums) for projections into the residual")
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
+    mamba: MambaConfig | None = None
+    delta: DeltaConfig | None = None
     mtp_layers: NonNegativeInt = Field(0, description="layers that predict further tokens, as in DeepSeek-V3")
     mtp_loss: float = Field(0.3, ge=0, description="weight of their mean loss (arXiv:2412.19437)")
 
@@ -187,6 +212,28 @@ class ModelConfig(Config):
     def kv_heads(self) -> int:
         """Number of key/value heads."""
         return self.num_kv_heads or self.num_attention_heads
+
+    @property
+    def heads(self) -> dict[Mixer, tuple[int, int]]:
+        """Of each kind of mixer in use: its heads, and the key/value heads, key heads or groups that they share."""
+        mamba, delta, used = self.mamba, self.delta, {kind.mixer for kind in self.kinds}
+        every: dict[Mixer, tuple[int, int]] = {
+            "attention": (self.num_attention_heads, self.kv_heads),
+            **({"mamba": (mamba.num_heads, mamba.num_groups)} if mamba else {}),
+            **({"delta": (delta.num_value_heads, delta.num_key_heads)} if delta else {}),
+        }
+        return {kind: counts for kind, counts in every.items() if kind in used}
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer carries a state from token to token."""
+        return any(kind.mixer in ("mamba", "delta") for kind in self.kinds)
+
+    @property
+    def shared_heads(self) -> set[int]:
+        """How many heads there are of each kind that several ranks may hold the same of."""
+        groups = {self.mamba.num_groups} if self.mamba else set()
+        return {self.kv_heads} | groups | ({self.delta.num_key_heads} if self.delta else set())
 
     @property
     def head_size(self) -> int:
@@ -213,17 +260,74 @@ class ModelConfig(Config):
         """Whether that layer turns queries and keys by their positions."""
         return self.position == "rope" and layer not in (self.no_rope_layers or ())
 
+    @property
+    def kinds(self) -> list[Layer]:
+        """The kind of every layer, those that predict further tokens included."""
+        return [self.kind(layer) for layer in range(self.num_layers + self.mtp_layers)]
+
+    def kind(self, layer: int) -> Layer:
+        """What that layer mixes tokens with, and its feed-forward block."""
+        names = spelled(self.layers or [])
+        if layer < len(names):
+            return Layer.parse(names[layer])
+        sparse = self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)
+        return Layer("attention", "moe" if sparse else "mlp")
+
+    def mixer(self, layer: int) -> Mixer | None:
+        """What mixes the tokens in that layer."""
+        return self.kind(layer).mixer
+
+    def feed(self, layer: int) -> Feed | None:
+        """That layer's feed-forward block."""
+        return self.kind(layer).feed
+
     def has_experts(self, layer: int) -> bool:
         """Whether that layer's feed-forward block is a mixture of experts."""
-        return self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)
+        return self.feed(layer) == "moe"
 
     @property
     def gated(self) -> bool:
         """Whether the feed-forward block has a gate beside its up projection."""
         return self.activation in GATED_ACTIVATIONS
 
+    @model_validator(mode="before")
+    @classmethod
+    def _count_layers(cls, raw: Any) -> Any:
+        """Without `num_layers` there are as many as `layers` names."""
+        if not isinstance(raw, dict) or "num_layers" in raw or not raw.get("layers"):
+            return raw
+        try:
+            repeats = [item if isinstance(item, str) else Repeat.model_validate(item) for item in raw["layers"]]
+        except ValidationError:  # which the field's own check tells
+            return raw
+        return {**raw, "num_layers": len(spelled(repeats))}
+
     def problems(self) -> Iterator[Problem]:
         """Rules between sizes."""
+        yield from self._head_problems() if "attention" in self.heads else ()
+        layers = self.num_layers + self.mtp_layers
+        listed = {
+            "full_attention_layers": self.full_attention_layers,
+            "no_rope_layers": self.no_rope_layers,
+            "moe.layers": self.moe and self.moe.layers,
+        }
+        for name, indices in listed.items():
+            if indices and max(indices) >= layers:
+                yield Problem(name, f"names a layer past the last, {layers - 1}", max(indices))
+        if self.shared_norm and (not self.parallel_residual or self.norm_position != "pre"):
+            rule = "is one norm before attention and MLP, which then see the same input"
+            yield Problem("shared_norm", rule, hint="parallel_residual: true and norm_position: pre")
+        if self.mtp_layers and self.position == "learned":
+            rule = "embeds further tokens without their positions"
+            yield Problem("mtp_layers", rule, self.mtp_layers, "0, or position: rope")
+        if self.activation_limit and self.activation != "swiglu":
+            yield Problem("activation_limit", "bounds swiglu alone", self.activation_limit, "activation: swiglu")
+        if self.attention_gate and self.mla:
+            yield Problem("attention_gate", "is not for latent attention", hint="leave out mla")
+        yield from self._layer_problems() if self.layers is not None else ()
+
+    def _head_problems(self) -> Iterator[Problem]:
+        """Rules between the sizes of attention's heads."""
         heads = self.num_attention_heads
         if self.head_dim is None and self.mla is None and self.hidden_size % heads:
             yield Problem(
@@ -240,15 +344,6 @@ class ModelConfig(Config):
             yield Problem(where, f"must rotate an even part of the head size {self.head_size}", value)
         for name, rope in (("rope", self.rope), ("local_rope", self.local_rope)):
             yield from _rope_problems(name, rope, self.rotated_size // 2) if rope else ()
-        layers = self.num_layers + self.mtp_layers
-        listed = {
-            "full_attention_layers": self.full_attention_layers,
-            "no_rope_layers": self.no_rope_layers,
-            "moe.layers": self.moe and self.moe.layers,
-        }
-        for name, indices in listed.items():
-            if indices and max(indices) >= layers:
-                yield Problem(name, f"names a layer past the last, {layers - 1}", max(indices))
         if self.mla and (self.qk_norm or self.kv_heads != heads or self.head_dim or self.attention_sinks):
             rule = "has its own head sizes and norms, a key and value for every head, and no sinks"
             yield Problem("mla", rule, hint="leave out head_dim, num_kv_heads, qk_norm and attention_sinks")
@@ -257,14 +352,22 @@ class ModelConfig(Config):
             yield Problem("mla", rule, hint="position: rope, without rope.fraction")
         if self.mla and self.no_rope_layers:
             yield Problem("no_rope_layers", "a latent head has a part that is rotated", hint="leave it out")
-        if self.shared_norm and (not self.parallel_residual or self.norm_position != "pre"):
-            rule = "is one norm before attention and MLP, which then see the same input"
-            yield Problem("shared_norm", rule, hint="parallel_residual: true and norm_position: pre")
-        if self.mtp_layers and self.position == "learned":
-            rule = "embeds further tokens without their positions"
-            yield Problem("mtp_layers", rule, self.mtp_layers, "0, or position: rope")
-        if self.activation_limit and self.activation != "swiglu":
-            yield Problem("activation_limit", "bounds swiglu alone", self.activation_limit, "activation: swiglu")
+
+    def _layer_problems(self) -> Iterator[Problem]:
+        """Rules between the kinds of layer and the rest."""
+        named = len(spelled(self.layers or []))
+        if named not in (self.num_layers, self.num_layers + self.mtp_layers):
+            further = f", and {self.mtp_layers} that predict further tokens" if self.mtp_layers else ""
+            hint = "leave it out, it follows from layers" if not self.mtp_layers else ""
+            yield Problem("num_layers", f"but layers names {named}{further}", self.num_layers, hint)
+            return
+        if self.moe and self.moe.layers is not None:
+            yield Problem("moe.layers", "is said by layers too", hint="leave out one of them")
+        given = {"mamba": self.mamba is not None, "delta": self.delta is not None, "moe": self.moe is not None}
+        yield from section_problems(self.kinds, given)
+        if self.parallel_residual and any(None in layer for layer in self.kinds):
+            rule = "wants a mixer and a feed-forward in every layer"
+            yield Problem("parallel_residual", rule, hint="layers of both, as attention+mlp")
 
 
 def _rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[Problem]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
+from mega_common.lora import LoraConfig, is_adapter
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_common.remote import Place, Remote, place
@@ -42,6 +44,9 @@ class RunConfig(Config):
 
     model: ModelConfig
     data: DataConfig
+    lora: LoraConfig | None = Field(
+        None, description="train an adapter of low rank (LoRA) beside the weights of init_from, which stay as they are"
+    )
     init_from: str | None = Field(
         None, description="start from the weights of this checkpoint, HuggingFace folder or GGUF file"
     )
@@ -125,6 +130,12 @@ class RunConfig(Config):
             return None
         return replace(self.lr_curve(), highest=highest, lowest=self.lr_schedule.min_lr if lowest is None else lowest)
 
+    def trains(self, name: str) -> bool:
+        """Whether a tensor, by its canonical name, is trained."""
+        if any(fnmatchcase(name, pattern) for pattern in self.train.freeze):
+            return False
+        return self.lora is None or is_adapter(name) or self.lora.saves(name)
+
     def due(self, step: int, every: int) -> bool:
         """Whether something done `every` steps (0: only at the end) is due after `step`."""
         return step == self.train.steps or bool(every and step % every == 0)
@@ -149,9 +160,16 @@ class RunConfig(Config):
         model, data, parallel = self.model, self.data, self.parallel
         if model.position == "learned" and data.seq_length > model.max_position:
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
+        if "pairs" in data.kinds:
+            rule = "has no loss to train with yet: preference pairs can be made and shown"
+            yield Problem("data.kind", rule, "pairs", "conversations, made of the chosen answers")
         if encoded := sorted(data.kinds & {"bert", "t5"}):
             rule = "is data for an encoder, and every model here is a decoder"
             yield Problem("data.kind", rule, encoded[0], "text or fim; mega_data reads such samples for other programs")
+        if self.lora is not None and self.init_from is None:
+            yield Problem(
+                "lora", "is an adapter of weights that are there", hint="set init_from, or model: {from: ...}"
+            )
         yield from model_problems(self)
         yield from fp8_problems(self)
         if self.kernels.linear == "te" and self.precision == "fp8":

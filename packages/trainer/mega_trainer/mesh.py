@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
@@ -56,7 +56,7 @@ class Groups:
     `dp_cp` is where gradients of ordinary weights are summed (context ranks see other tokens of the same sequences);
     `shard` are neighbours among them that share one copy of the weights under ZeRO-3, `replicate` those that hold the
     same part of different copies;
-    `kv` are the tensor ranks that hold the same key/value head, when there are fewer of those than tensor ranks;
+    `shared` are the so many neighbouring tensor ranks that hold the same head, for each kind with fewer heads than ranks;
     `ep` are the neighbours that hold all experts of a stage, of which `expert_tp` share the same ones, a part of each; and
     `expert_data` those that hold the same part of the same experts;
     `embedding` joins the first and the last pipeline stage, which share a tied embedding.
@@ -75,7 +75,17 @@ class Groups:
     expert_tp: Group = field(default_factory=lambda: Group("expert_tp"))
     expert_data: Group = field(default_factory=lambda: Group("expert_data"))
     embedding: Group = field(default_factory=lambda: Group("embedding"))
-    kv: Group = field(default_factory=lambda: Group("kv"))
+    shared: Mapping[int, Group] = field(default_factory=dict)
+
+    def sharing(self, heads: int) -> Group:
+        """The tensor ranks that hold the same one of so many heads (of keys and values, or of another kind)."""
+        ranks = self.tp.size // heads
+        return self.shared[ranks] if ranks > 1 else Group("shared", (self.tp.ranks[self.tp.rank],))
+
+    def all(self) -> list[Group]:
+        """Each of them."""
+        axes = [getattr(self, axis.name) for axis in fields(self)]
+        return [*(group for group in axes if isinstance(group, Group)), *self.shared.values()]
 
 
 def warm_up(groups: Groups, device: torch.device) -> None:
@@ -85,9 +95,8 @@ def warm_up(groups: Groups, device: torch.device) -> None:
     it. All ranks go through the axes in the same order, so that none waits for one that waits for it.
     """
     met: set[tuple[int, ...]] = set()
-    for axis in fields(groups):
-        group = getattr(groups, axis.name)
-        if isinstance(group, Group) and group.size > 1 and group.ranks not in met:
+    for group in groups.all():
+        if group.size > 1 and group.ranks not in met:
             met.add(group.ranks)
             dist.all_reduce(torch.zeros(1, device=device), group=group.handle)
     ring = groups.pp
@@ -107,7 +116,7 @@ def build_groups(
     layout: Layout,
     rank: int,
     *,
-    kv_heads: int,
+    heads: Collection[int],
     shard: int | None = None,
     maker: GroupMaker | None = None,
     ordered: bool = False,
@@ -118,7 +127,7 @@ def build_groups(
     Args:
         layout: degrees of parallelism.
         rank: this one.
-        kv_heads: key/value heads of the model.
+        heads: how many the model has of each kind that several tensor ranks may share, as key/value heads.
         shard: data ranks that share one copy of the weights under ZeRO-3, a divisor of their number; None for all.
         maker: makes the process groups.
         ordered, log: as in `Group`.
@@ -141,8 +150,7 @@ def build_groups(
     block, inner = layout.ep * layout.expert_tp, rank - stage
     experts = stage + inner // block * block  # the first rank of those that hold all experts
     part = stage + inner // layout.expert_tp * layout.expert_tp
-    share = max(1, layout.tp // kv_heads)  # tensor ranks with the same key/value head
-    first = at["tp"] // share * share
+    shares = sorted({layout.tp // n for n in heads if n < layout.tp})  # tensor ranks with the same head
     ends = sorted({0, layout.pp - 1})
     return Groups(
         layout=layout,
@@ -154,7 +162,7 @@ def build_groups(
         dp_cp=data,
         shard=data if size == len(dp_cp) else group("shard", dp_cp[begin : begin + size]),
         replicate=group("replicate", dp_cp[place::size]),
-        kv=group("kv", [layout.rank(**{**at, "tp": first + i}) for i in range(share)]),
+        shared={n: group("shared", along("tp")[at["tp"] // n * n :][:n]) for n in shares},
         ep=group("ep", list(range(experts, experts + block))),
         expert_tp=group("expert_tp", list(range(part, part + layout.expert_tp))),
         expert_data=group("expert_data", list(range(stage + inner % block, stage + layout.stage_size, block))),

@@ -6,9 +6,12 @@ belongs to the state, so that a run that is resumed, or replayed, reads the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from mega_data.kinds.base import Sample
 from mega_data.loader import Samples
@@ -65,6 +68,6 @@ class Remaining(Samples):
     def __getitem__(self, k: int, /) -> Sample:
         return self.dataset[self.left_out.position(k)]
 
-    def work(self, k: int, /) -> int:
+    def work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
         """As in `kinds.base.Samples`."""
-        return self.dataset.work(self.left_out.position(k))
+        return self.dataset.work([self.left_out.position(k) for k in numbers])

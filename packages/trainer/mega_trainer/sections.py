@@ -69,6 +69,9 @@ class TrainConfig(Config):
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 for none")
     eval_steps: PositiveInt = Field(10, description="global batches of one validation")
     seed: int = Field(1234, ge=0)
+    freeze: list[str] = Field(
+        [], description="tensors that stay as they are, by patterns of their names such as model.embed_tokens.*"
+    )
     exit_after_minutes: float | None = Field(
         None, gt=0, description="save and end with status 75 after so long; the same command goes on"
     )
@@ -243,6 +246,12 @@ class LogConfig(Config):
     every: PositiveInt = 1
     tensorboard: bool = True
     wandb: str | None = Field(None, description="project name for Weights & Biases")
+    mlflow: str | None = Field(None, description="experiment of MLflow; where that is, MLFLOW_TRACKING_URI says")
+    trackio: str | None = Field(None, description="project name for Trackio")
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65535, description="rank 0 answers here what Prometheus asks: the numbers of the last step"
+    )
+    prometheus_address: str = Field("127.0.0.1", description="where it listens; 0.0.0.0: on every network of its host")
 
 
 class ProfileConfig(Config):

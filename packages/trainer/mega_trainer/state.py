@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mega_ckpt.adapter import check_base
 from mega_ckpt.folders import forget_after, newest_until
 from mega_ckpt.pieces import Sharded, boxes_of, merge
 from mega_ckpt.store import AsyncSaver, Checkpoint, Place, latest, load, place, retain, save, sweep
@@ -28,7 +29,7 @@ from mega_trainer.guard import Guard
 from mega_trainer.memory import Copy, Memory
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel.param import info_of, kept_of, local_of
+from mega_trainer.parallel.param import info_of, kept_of, local_of, trains
 from mega_trainer.parallel.shared import copies, share_of_copies
 from mega_trainer.precision import LossScale
 from mega_trainer.resume import check_resume
@@ -45,6 +46,7 @@ class TrainState:
         consumed_samples: samples read, over all ranks: the position in the data.
         loss_scale: in fp16.
         read: tells how many of the samples before one are of each data set; None without data.
+        base: what an adapter is beside, as a checkpoint tells it.
         left_out: the samples that a rollback went past.
         rollbacks: how often in a row it was to the same checkpoint.
     """
@@ -57,6 +59,7 @@ class TrainState:
     consumed_samples: int = 0
     loss_scale: LossScale | None = None
     read: Callable[[int], Mapping[str, int]] | None = None
+    base: Mapping[str, str] | None = None
     left_out: LeftOut = field(default_factory=LeftOut)
     rollbacks: int = 0
 
@@ -107,13 +110,15 @@ class TrainState:
     def tensors(self) -> dict[str, Sharded]:
         """All tensors of a checkpoint as this rank's boxes, views of what training uses."""
         self.optimizer.settle()
-        weights = weights_of(self.stages, prefix="weights/", computed=True)
+        weights = weights_of(self.stages, prefix="weights/", computed=True, moving=self.config.lora is not None)
         return weights | self.optimizer.tensors()
 
     def to_save(self) -> dict[str, Sharded]:
         """Of these, what this rank brings to a checkpoint: a share of what several ranks hold alike."""
         self.optimizer.settle()
-        weights = weights_of(self.stages, prefix="weights/", computed=True, to_save=True)
+        weights = weights_of(
+            self.stages, prefix="weights/", computed=True, to_save=True, moving=self.config.lora is not None
+        )
         return weights | self.optimizer.tensors(to_save=True)
 
     def numbers(self) -> dict[str, Any]:
@@ -127,6 +132,7 @@ class TrainState:
             "loss_seen": self.guard.seen,
             "loss_scale": self.loss_scale and [self.loss_scale.value, self.loss_scale.good_steps],
             "settings": self.config.model_dump(mode="json", by_alias=True),
+            **({} if self.base is None else {"base": dict(self.base)}),
         }
 
     def restore(self, folder: Place, group: dist.ProcessGroup | None) -> list[str]:
@@ -143,6 +149,8 @@ class TrainState:
                 hint=f"init_from={folder} starts from its weights, in another output folder and without checkpoint.load",
             )
         lines = check_resume(saved.state, saved.step, self.config, str(folder))
+        if self.base is not None:
+            check_base(saved.state.get("base"), self.base, str(folder))
         wanted = self.tensors()
         if not saved.keys("optimizer/main/"):  # saved in full precision: weights are the main ones
             wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/main/")}
@@ -172,26 +180,33 @@ class TrainState:
 
 
 def weights_of(
-    stages: Mapping[int, Decoder], *, prefix: str = "", computed: bool = False, to_save: bool = False
+    stages: Mapping[int, Decoder],
+    *,
+    prefix: str = "",
+    computed: bool = False,
+    to_save: bool = False,
+    moving: bool = False,
 ) -> dict[str, Sharded]:
     """The weights of these stages by canonical name, as boxes that are views of the parameters.
 
     With `computed` they are what the model computes with, which under ZeRO-3 is a rounded copy of what it keeps. Those
-    that no gradient moves are always as they are kept. With `to_save` they are this rank's share of what several hold.
+    that no gradient moves are always as they are kept. With `to_save` they are this rank's share of what several hold, with
+    `moving` those alone that are trained.
     """
     parts = []
     for stage in stages.values():
         alike: dict[tuple[Group, ...], list[nn.Parameter]] = defaultdict(list)
-        for parameter in stage.parameters():
+        for parameter in filter(trains, stage.parameters()) if moving else stage.parameters():
             groups = copies(info_of(parameter), sharded=isinstance(parameter, DTensor)) if to_save else ()
             alike[groups].append(parameter)
         for groups, parameters in alike.items():
             held = ((local_of(parameter), info_of(parameter).pieces) for parameter in parameters)
             boxes = boxes_of((t.to(stage.dtype) if computed else t, pieces) for t, pieces in held)
             parts.append(share_of_copies(boxes, groups))
-        parts.append(
-            share_of_copies(boxes_of(kept_of(stage)), (stage.groups.tp, stage.groups.dp_cp) if to_save else ())
-        )
+        if not moving:
+            parts.append(
+                share_of_copies(boxes_of(kept_of(stage)), (stage.groups.tp, stage.groups.dp_cp) if to_save else ())
+            )
     return {prefix + name: held for name, held in merge(parts).items()}
 
 

@@ -19,6 +19,7 @@ from mega_trainer.model.router import Router, balance
 from mega_trainer.model.routing import SUMS, expert_layers, routing_metrics, table_of_loads
 from mega_trainer.optim.clip import clip_factor
 from mega_trainer.optim.zero import Optimizer
+from mega_trainer.parallel.param import trains
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.precision import LossScale
 
@@ -132,11 +133,15 @@ def sum_over_ranks(executor: Executor, told: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def move_selection(executor: Executor, table: Tensor) -> None:
-    """Move the routers' selection biases by the step's loads of all ranks, [layers, 6 + E]."""
+    """Move the selection biases of routers that are not frozen by the step's loads of all ranks, [layers, 6 + E]."""
     if executor.config.moe is not None:
         modules = (module for stage in executor.stages.values() for module in stage.modules())
         layers = expert_layers(executor.config)
-        balance([module for module in modules if isinstance(module, Router)], table[:, SUMS:], layers)
+        balance(
+            [module for module in modules if isinstance(module, Router) and trains(module.weight)],
+            table[:, SUMS:],
+            layers,
+        )
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,11 +15,15 @@ from typing import TypeVar
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from mega_ckpt.adapter import base_of
 from mega_ckpt.folders import latest
+from mega_ckpt.lora import adapted, adapter_tensors
+from mega_ckpt.names import tensors_of
 from mega_ckpt.source import load_weights, open_source, tell_unread
 from mega_ckpt.store import Place
 from mega_common.errors import ConfigError, Interrupted
 from mega_common.log import human, logger
+from mega_common.lora import is_adapter
 from mega_data.dataset import BlendedDataset
 from mega_data.loader import Loader
 from mega_data.tokenizer import Tokenizer
@@ -52,6 +57,7 @@ from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
 from mega_trainer.parallel.shared import SharedStage
+from mega_trainer.phases import Phases, waited
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.advice import Needs
 from mega_trainer.plan.flops import count_parameters
@@ -59,7 +65,7 @@ from mega_trainer.profile import Profiler
 from mega_trainer.ranks import Ranks
 from mega_trainer.repeat import provenance
 from mega_trainer.rollback import Remaining, RollBack
-from mega_trainer.run_folder import claimed, make_run_folder
+from mega_trainer.run_folder import claimed, make_run_folder, record_start
 from mega_trainer.state import Saver, TrainState, continued, newer_copy, starting_point, state_of, weights_of
 from mega_trainer.step import count_tokens, evaluate, own_counts, train_step
 from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
@@ -100,6 +106,7 @@ def assemble(
         config.model, groups, make_kernels(choice, leaves), leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups, leaves),
         dispatch_bound=config.parallel.dispatch_bound, dtype=dtype_of(config), device=device,
+        adapts={} if config.lora is None else adapted(config.model, config.lora),
     )  # fmt: skip
     stages = build_stages(config, builder, schedule)
     shared = share_stages(config, stages)
@@ -120,14 +127,16 @@ def train(
     start = newer_copy(config, checkpoint, memory) or checkpoint
     config = continued(config, state_of(start))
     limits, device = Limits(config.train), ready_device(config, ranks, groups)
-    profiler = Profiler(config, device, ranks.rank)
+    phases = Phases(device)
+    profiler = Profiler(config, device, ranks.rank, phases)
     state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, tokenizer)
     state.read = train_data.read
     if not begin(state, start, groups.world, tokenizer):
         return state
-    job = Job(state, executor, train_data, valid_data, device, profiler, limits, ranks, needs, store, memory)
+    record_start(config, ranks, state.step)
+    job = Job(state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store, memory)
     while True:
         try:
             reason = steps(job)
@@ -151,6 +160,7 @@ class Job:
     train_data: BlendedDataset
     valid_data: BlendedDataset | None
     device: torch.device
+    phases: Phases
     profiler: Profiler
     limits: Limits
     ranks: Ranks
@@ -186,6 +196,10 @@ def steps(job: Job) -> str | None:
         def riders(coming: Sequence[float]) -> list[float]:  # what all ranks are told beside the loss
             return [asked(state.step + 1) is not None, saver.failed, *coming]
 
+        def save() -> None:
+            with profiler.phase("save"):
+                saver.save(state)
+
         samples = Remaining(job.train_data, state.left_out)
 
         def accepts(loss: float) -> bool:  # just before an update
@@ -201,7 +215,8 @@ def steps(job: Job) -> str | None:
 
         left, stopping, tokens = config.train.steps - state.step, 0.0, [0.0]
         batches = loader(samples, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
-        for batch, following in profiler.steps(with_next(islice(batches, left)), state.step + 1):
+        items = waited(with_next(islice(batches, left)), profiler.phase)
+        for batch, following in profiler.steps(items, state.step + 1):
             tokens = tokens if any(tokens) else count_tokens(batch, further, groups)
             coming = own_counts(following, further, groups)
             integrity.before(state.step + 1, batches_of_first)
@@ -220,7 +235,7 @@ def steps(job: Job) -> str | None:
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
                 valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
                 mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
-                epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)),
+                epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
             )  # fmt: skip
             stopping, failed, *tokens = result.riders
             if failed:
@@ -229,13 +244,14 @@ def steps(job: Job) -> str | None:
             integrity.after(state.step, saves=saves)
             every = config.checkpoint.memory_every
             if job.memory is not None and state.step % every == 0 and state.step < config.train.steps:
-                job.memory.save(state.step, state.tensors(), state.numbers())
+                with profiler.phase("save"):
+                    job.memory.save(state.step, state.tensors(), state.numbers())
             if stopping:
                 logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
-                saver.save(state)
-                break
             if saves:
-                saver.save(state)
+                save()
+            if stopping:
+                break
     all_reduce(torch.zeros(1), groups.world)  # leave together: a launcher ends the others soon after the first one
     return (asked(state.step) or "a signal or limit of another rank") if stopping else None
 
@@ -283,21 +299,17 @@ def begin(state: TrainState, checkpoint: Place | Copy | None, world: Group, toke
     Returns whether there are steps to do; where there are none, nothing is written.
     """
     config = state.config
+    if checkpoint is None:
+        for stage in state.stages.values():
+            init_weights(stage, config.train.seed)
+    if config.init_from is not None and (checkpoint is None or config.lora is not None):
+        load_start(state, config.init_from, world, tokenizer)
     if isinstance(checkpoint, Copy):
         state.restore_copy(checkpoint)
     elif checkpoint is not None:
         for line in state.restore(checkpoint, world.handle):
             logger.info("  changed since it was saved: %s", line)
     else:
-        for stage in state.stages.values():
-            init_weights(stage, config.train.seed)
-        if config.init_from is not None:
-            source = open_source(config.init_from)
-            check_init_tokenizer(config, source, tokenizer)
-            if world.rank == 0:
-                tell_unread(source)
-            load_weights(source, weights_of(state.stages))
-            logger.info("starting from the weights of %s", config.init_from)
         state.optimizer.reload_main()
     if state.step >= config.train.steps:
         if latest(config.checkpoints) is None:
@@ -310,8 +322,9 @@ def begin(state: TrainState, checkpoint: Place | Copy | None, world: Group, toke
     if world.rank == 0:
         make_run_folder(config, tokenizer)
     logger.info(
-        "%s parameters, %s on %d rank(s), steps %d to %d of %s tokens",
+        "%s parameters%s, %s on %d rank(s), steps %d to %d of %s tokens",
         human(count_parameters(config.model).total),
+        trained_share(config),
         config.precision,
         world.size,
         state.step + 1,
@@ -324,12 +337,34 @@ def begin(state: TrainState, checkpoint: Place | Copy | None, world: Group, toke
     return True
 
 
+def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer | None) -> None:
+    """The weights that a run starts from, or that its adapter is beside, at every start."""
+    source = open_source(path)
+    check_init_tokenizer(state.config, source, tokenizer)
+    if world.rank == 0:
+        tell_unread(source)
+    held = weights_of(state.stages)
+    load_weights(source, {name: boxes for name, boxes in held.items() if not is_adapter(name)})
+    if state.config.lora is not None:
+        state.base = base_of(path, source)
+    logger.info("starting from the weights of %s", path)
+
+
+def trained_share(config: RunConfig) -> str:
+    """How many of the parameters are trained, where not all are."""
+    modules = {} if config.lora is None else adapted(config.model, config.lora)
+    shapes = tensors_of(config.model) | adapter_tensors(modules)
+    moving = sum(math.prod(shape) for name, shape in shapes.items() if config.trains(name))
+    return "" if len(shapes) == len([*filter(config.trains, shapes)]) else f" of which {human(moving)} are trained"
+
+
 def validate(executor: Executor, loader: Callable[..., Loader], config: RunConfig, device: torch.device) -> float:
     """Mean loss per token over the first `eval_steps` global batches of the validation set, the same ones each time."""
     for stage in executor.stages.values():
         stage.eval()
     batches = islice(loader(global_batch=config.batch.global_), config.train.eval_steps)
-    loss = evaluate(executor, (list(micro_batches(batch, config, device, executor.groups.cp)) for batch in batches))
+    with executor.phase("evaluate"):
+        loss = evaluate(executor, (list(micro_batches(batch, config, device, executor.groups.cp)) for batch in batches))
     for stage in executor.stages.values():
         stage.train()
     return loss

@@ -14,7 +14,7 @@ from mega_trainer.layout import Layout
 from mega_trainer.model import init
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.init import init_weights
-from mega_trainer.parallel.param import info_of
+from mega_trainer.parallel.param import Normal, info_of
 
 MODEL = ModelConfig(
     num_layers=3, hidden_size=12, ffn_hidden_size=16, num_attention_heads=4, num_kv_heads=2, vocab_size=23,
@@ -89,7 +89,7 @@ def test_tiles_of_a_tensor_are_independent_normal_draws(monkeypatch) -> None:
     monkeypatch.setattr(init, "TILE_ELEMENTS", 1024)
     shape = (4, 256, 1024)
     values = torch.empty(shape)
-    init._draw(values, Piece.whole("experts", shape), 1, 0.02)
+    init._draw(values, Piece.whole("experts", shape), 1, Normal(0.02))
     tiles = torch.stack([tile.flatten() for expert in values for row in expert.split(2) for tile in row.split(512, 1)])
     assert len(tiles) == 4 * 256
     assert values.mean().abs() < 5 * 0.02 / values.numel() ** 0.5

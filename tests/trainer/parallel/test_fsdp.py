@@ -185,7 +185,7 @@ class Nobody(GroupMaker):
 
 
 def test_neighbours_of_one_tensor_rank_share_a_copy() -> None:
-    everyone = [build_groups(Layout(tp=2, dp=4), rank, kv_heads=4, shard=2, maker=Nobody()) for rank in range(8)]
+    everyone = [build_groups(Layout(tp=2, dp=4), rank, heads=[4], shard=2, maker=Nobody()) for rank in range(8)]
     for rank, groups in enumerate(everyone):
         assert groups.shard.ranks == ((0, 2), (1, 3), (4, 6), (5, 7))[rank // 4 * 2 + rank % 2]
         assert groups.replicate.ranks == (rank % 4, rank % 4 + 4)
@@ -193,7 +193,7 @@ def test_neighbours_of_one_tensor_rank_share_a_copy() -> None:
 
 
 def test_without_a_size_all_data_ranks_share_one_copy() -> None:
-    groups = build_groups(Layout(tp=2, dp=4), 3, kv_heads=4, maker=Nobody())
+    groups = build_groups(Layout(tp=2, dp=4), 3, heads=[4], maker=Nobody())
     assert groups.shard is groups.dp_cp
     assert groups.replicate.size == 1
 

@@ -63,7 +63,7 @@ def products_of_blocks() -> dict[str, list[dict[str, int]]]:
     for name, (raw, *_) in MODELS.items():
         config, out[name] = ModelConfig.model_validate(raw), []
         for tp, sp in [(1, False), (2, False), (2, True)]:
-            groups = build_groups(Layout(tp=tp, dp=2 // tp), dist.get_rank(), kv_heads=config.kv_heads)
+            groups = build_groups(Layout(tp=tp, dp=2 // tp), dist.get_rank(), heads=config.shared_heads)
             kernels = Counting()
             block = Block(Builder(config, groups, kernels, sp=sp), 0)
             turned = Rotary.of(config, config.rope).at(torch.arange(LENGTH)[None], torch.float32)

@@ -11,7 +11,7 @@ from mega_trainer.parallel.param import info_of, is_matrix, make_parameter
 
 
 def test_a_parameter_carries_its_description_and_groups_of_one_are_left_out() -> None:
-    pair, alone = Group("tp", (0, 1)), Group("kv")
+    pair, alone = Group("tp", (0, 1)), Group("shared")
     made = make_parameter(
         [2, 3], [Piece.whole("w", (2, 3))], data=alone, dtype=torch.bfloat16, device=torch.device("cpu"), std=0.1,
         grad_sync=[pair, alone], replicas=[alone],

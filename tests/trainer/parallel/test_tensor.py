@@ -17,10 +17,11 @@ from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.parallel.param import info_of
 from mega_trainer.parallel.tensor import (
     ColumnLinear,
+    Heads,
     RowLinear,
     VocabEmbedding,
     sequence_part,
-    split_rows,
+    split_heads,
     vocab_parameter,
     vocab_rows,
     whole_sequence,
@@ -141,16 +142,17 @@ def test_a_vocabulary_is_split_in_equal_rows_and_padding_is_in_no_piece(vocab: i
     assert (numbers == 1).all()
 
 
-@pytest.mark.parametrize("width", [None, 5])
-def test_fused_rows_lie_block_after_block(width: int | None) -> None:
-    blocks = [("q", 8), ("k", 4), ("v", 4)]
+@pytest.mark.parametrize("tail", [(), (5,)])
+def test_fused_heads_lie_block_after_block_and_a_head_on_as_many_ranks_as_there_are_more(tail: tuple[int, ...]) -> None:
+    blocks = [Heads("q", 8), Heads("k", 4), Heads("v", 2, 3)]
     for group in ranks_of(4):
-        shape, pieces = split_rows(blocks, width, group)
-        assert shape == [4] + ([] if width is None else [width])
+        shape, pieces = split_heads(blocks, tail, group)
+        assert shape == [6, *tail]
         assert [piece.name for piece in pieces] == ["q", "k", "v"]
+        assert [piece.global_shape for piece in pieces] == [(8, *tail), (4, *tail), (6, *tail)]
         assert [piece.local_start[0] for piece in pieces] == [0, 2, 3]
-        assert [piece.global_offset[0] for piece in pieces] == [2 * group.rank, group.rank, group.rank]
-        assert [piece.shape[0] for piece in pieces] == [2, 1, 1]
+        assert [piece.global_offset[0] for piece in pieces] == [2 * group.rank, group.rank, group.rank // 2 * 3]
+        assert [piece.shape[0] for piece in pieces] == [2, 1, 3]
 
 
 def test_parts_of_a_sequence() -> None:

@@ -83,7 +83,7 @@ def executor(
 ) -> Executor:
     group = group or Group("pp")
     layers = stage_layers(model.num_layers, schedule.pp, schedule.virtual_stages)
-    last, groups, stages = len(layers) - 1, build_groups(Layout(), 0, kv_heads=2), {}
+    last, groups, stages = len(layers) - 1, build_groups(Layout(), 0, heads=[2]), {}
     for index in schedule.stages(group.rank):
         ends_meet = schedule.owner(0) == schedule.owner(last)
         part = Stage(layers[index].start, layers[index].stop, index == 0, index == last, ends_meet)

@@ -113,7 +113,7 @@ def test_layers_are_split_as_the_trainer_splits_them(model: str, parallel: dict[
     schedule = make_schedule("1f1b", pp=pp, microbatches=8, virtual_stages=virtual)
     stages = layers_of_stages(config.model, run_shape(config, pp))
     for rank in range(pp):
-        groups = build_groups(Layout(pp=pp), rank, kv_heads=config.model.kv_heads, maker=Nobody())
+        groups = build_groups(Layout(pp=pp), rank, heads=config.model.shared_heads, maker=Nobody())
         built = build_stages(config, Builder(config.model, groups, device=META), schedule)
         assert {index: len(stage.layers) for index, stage in built.items()} == {n: len(stages[n]) for n in built}
 

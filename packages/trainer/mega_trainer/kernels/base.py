@@ -141,6 +141,15 @@ class Kernels(Protocol):
         `weights` [..] in at least fp32 are factors of the rows.
         """
 
+    def short_conv(
+        self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, reach: Tensor | None
+    ) -> Tensor:
+        """silu(b + sum_j w[j] x[t - k + 1 + j]) for each channel: x [B, S, c], weight [c, k], bias [c] -> [B, S, c].
+
+        `before` are the k - 1 tokens before x [B, k - 1, c], zeros by default; `reach` int64 [B, S] says how many tokens of
+        its document stand before each token, of which alone it sees any.
+        """
+
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """The first r elements of each head of x [B, S, H, d] rotated."""
 

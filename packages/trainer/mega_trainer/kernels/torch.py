@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_trainer.kernels import blocks, fused, grouped, products
+from mega_trainer.kernels import blocks, conv, fused, grouped, products
 from mega_trainer.kernels.base import Factor, Rotation, Scores, WholeAttention
 from mega_trainer.kernels.flash import Flash, TorchFlash
 from mega_trainer.kernels.fused import wide
@@ -111,6 +111,12 @@ class TorchKernels:
     ) -> Tensor:
         """See `Kernels.gated`."""
         return fused.gated(gate_up, weights, activation, limit, self.leaves)
+
+    def short_conv(
+        self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, reach: Tensor | None
+    ) -> Tensor:
+        """See `Kernels.short_conv`."""
+        return conv.short_conv(x, before, weight, bias, reach, self.leaves)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """See `Kernels.rotate`."""

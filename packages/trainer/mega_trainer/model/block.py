@@ -1,75 +1,72 @@
-"""One layer: attention and feed-forward, each with a norm before it, after it or both, and a residual around each."""
+"""One layer: a mixer of tokens and a feed-forward, or one of them, each with norms around it and a residual."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from mega_trainer.model.attention import Attention
+from mega_common.layers import Feed, Mixer
 from mega_trainer.model.builder import Builder, Norm
 from mega_trainer.model.context import Context
-from mega_trainer.model.mla import LatentAttention
-from mega_trainer.model.mlp import Mlp
-from mega_trainer.model.moe import Moe
+from mega_trainer.model.kinds import FEEDS, MIXERS
 
 
-class Block(nn.Module):
-    """x + attention(norm x), then x + mlp(norm x).
+class Half(nn.Module):
+    """norm(work(norm x)), which is what a mixer or a feed-forward adds to the stream x."""
 
-    With `norm_position` post it is norm(attention x) and norm(mlp x) (arXiv:2501.00656), with both it is
-    norm(attention(norm x)) and so on (arXiv:2408.00118); with `parallel_residual` the MLP sees what attention sees
-    (arXiv:2204.06745), with `shared_norm` through the same norm. What they add is multiplied by `residual_multiplier`.
-    """
-
-    def __init__(self, build: Builder, layer: int) -> None:
+    def __init__(self, build: Builder, layer: int, mixer: Mixer | None, feed: Feed | None) -> None:
         super().__init__()
-        name, position = f"model.layers.{layer}", build.config.norm_position
-        self.layer, self.dropout, self.saved = layer, build.config.residual_dropout, build.saved
-        self.parallel, self.shared_norm = build.config.parallel_residual, build.config.shared_norm
-        self.multiplier = build.config.residual_multiplier
-        build = build.of_layer(layer)
+        config, self.layer, self.saved, self.feed = build.config, layer, build.saved, feed
+        self.dropout, self.multiplier = config.residual_dropout, config.residual_multiplier
 
         def norm(which: str, there: bool) -> nn.Module:
-            return build.norm(f"{name}.{which}_layernorm") if there else nn.Identity()
+            return build.norm(f"model.layers.{layer}.{which}_layernorm") if there else nn.Identity()
 
-        before, after = position != "post", position != "pre"
-        self.before_attention = norm("input", before)
-        attention = LatentAttention if build.config.mla else Attention
-        self.attention = attention(build, layer)
-        self.after_attention = norm("post_attention", after)
-        self.before_mlp = norm("pre_feedforward" if after else "post_attention", before and not self.shared_norm)
-        self.mlp = (
-            Moe(build, layer)
-            if build.config.has_experts(layer)
-            else Mlp(build, f"{name}.mlp", build.config.ffn_hidden_size)
-        )
-        self.after_mlp = norm("post_feedforward", after)
+        before, after = config.norm_position != "post", config.norm_position != "pre"
+        if mixer:
+            self.before, self.work = norm("input", before), MIXERS[mixer](build, layer)
+            self.after = norm("post_attention", after)
+        if feed:
+            self.before = norm("pre_feedforward" if after else "post_attention", before and not config.shared_norm)
+            self.work, self.after = FEEDS[feed](build, layer), norm("post_feedforward", after)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """The residual stream [B, S or S/T, D], one layer further."""
-        x, normed = self._normed(self.before_attention, x)
-        attended = self._weighed(self.after_attention(self.attention(normed, context)), context, "attention")
-        if self.parallel and not self.shared_norm:
-            x, normed = self._normed(self.before_mlp, x)
-        if self.parallel or self.shared_norm:
-            x = x + attended
-        else:
-            x, normed = self._normed(self.before_mlp, x, attended)
-        if isinstance(self.mlp, Moe):
-            mlp = self.saved.whole("moe", self.mlp, normed, context)
-        else:
-            mlp = self.saved.whole("mlp", self.mlp, normed)
-        return x + self._weighed(self.after_mlp(mlp), context, "mlp")
-
-    def _normed(self, norm: nn.Module, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The stream x, or x + y, and its norm, if there is one at this place."""
-        if isinstance(norm, Norm):
-            x, normed = norm.of_sum(x, y)
-            self.saved.forget("norm", normed, norm, x)
+    def normed(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The stream x, or x + y, and its norm, if there is one at this place: [B, S or S/T, D] all."""
+        if isinstance(self.before, Norm):
+            x, normed = self.before.of_sum(x, y)
+            self.saved.forget("norm", normed, self.before, x)
             return x, normed
         x = x if y is None else x + y
         return x, x
 
-    def _weighed(self, y: Tensor, context: Context, site: str) -> Tensor:
-        """What a site adds to the stream."""
-        y = y if context.dropout is None else context.dropout.residual(y, self.dropout, self.layer, site)
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """What comes to the stream, from what is normed of it."""
+        y: Tensor = self.saved.whole(self.feed, self.work, x, context) if self.feed else self.work(x, context)
+        y = self.after(y)
+        if context.dropout is not None:
+            y = context.dropout.residual(y, self.dropout, self.layer, "mlp" if self.feed else "attention")
         return y if self.multiplier == 1 else y * self.multiplier
+
+
+class Block(nn.Module):
+    """x + mixer(norm x), then x + feed(norm x), as far as the layer has them.
+
+    With `norm_position` post it is norm(mixer x) and norm(feed x) (arXiv:2501.00656), with both it is norm(mixer(norm x))
+    and so on (arXiv:2408.00118); with `parallel_residual` the feed-forward sees what the mixer sees (arXiv:2204.06745),
+    with `shared_norm` through the same norm. What they add is multiplied by `residual_multiplier`.
+    """
+
+    def __init__(self, build: Builder, layer: int) -> None:
+        super().__init__()
+        (mixer, feed), build = build.config.kind(layer), build.of_layer(layer)
+        self.parallel, self.shared_norm = build.config.parallel_residual, build.config.shared_norm
+        self.mixer = Half(build, layer, mixer, None) if mixer else None
+        self.feed = Half(build, layer, None, feed) if feed else None
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """The residual stream [B, S or S/T, D], one layer further."""
+        added: list[Tensor] = []
+        for half in filter(None, (self.mixer, self.feed)):
+            if not (added and self.shared_norm):
+                x, normed = half.normed(x, *(() if self.parallel else added[-1:]))
+            added.append(half(normed, context))
+        return sum(added if self.parallel else added[-1:], start=x)

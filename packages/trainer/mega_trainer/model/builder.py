@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mega_ckpt.lora import Adapted
 from mega_ckpt.pieces import Piece
 from mega_common.model_config import ModelConfig
 from mega_trainer.comm import Group
@@ -17,17 +20,20 @@ from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
+from mega_trainer.model.adapters import column_adapter, row_adapter
 from mega_trainer.model.recompute import SavedActivations
 from mega_trainer.parallel.context import Kind
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.expert import Dispatcher
 from mega_trainer.parallel.linear import Linear
-from mega_trainer.parallel.param import make_parameter
+from mega_trainer.parallel.lora import Adapter
+from mega_trainer.parallel.param import Uniform, make_parameter
 from mega_trainer.parallel.tensor import (
     ColumnLinear,
+    Heads,
     RowLinear,
     VocabEmbedding,
-    split_rows,
+    split_heads,
     sum_gradient,
     sum_over,
     vocab_parameter,
@@ -115,6 +121,7 @@ class Builder:
         dtype, device: of parameters and activations.
         deferred: takes the products for weight gradients, where a pipeline puts them off.
         saved: decides what layers keep for the backward.
+        adapts: the projections that have adapters of low rank beside them.
     """
 
     config: ModelConfig
@@ -131,6 +138,7 @@ class Builder:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     deferred: Deferred | None = None
     saved: SavedActivations = field(default_factory=SavedActivations)
+    adapts: Mapping[str, Adapted] = field(default_factory=dict)
 
     @property
     def linear(self) -> Linear:
@@ -150,39 +158,38 @@ class Builder:
     def residual_std(self) -> float:
         """Standard deviation for projections into the residual stream (GPT-2's scaling, when asked for)."""
         config = self.config
-        return config.init_std / (math.sqrt(2 * config.num_layers) if config.scale_residual_init else 1.0)
+        sums = sum(half is not None for kind in config.kinds[: config.num_layers] for half in kind)
+        return config.init_std / (math.sqrt(sums) if config.scale_residual_init else 1.0)
 
-    def column(self, blocks: Sequence[tuple[str, int]], *, bias: bool) -> ColumnLinear:
-        """A fused column-parallel layer of several [N_i, D] projections, named without `.weight`."""
-        weight, wpieces = split_rows(
-            [(f"{n}.weight", rows) for n, rows in blocks], self.config.hidden_size, self.groups.tp
-        )
-        offset, bpieces = split_rows([(f"{n}.bias", rows) for n, rows in blocks], None, self.groups.tp)
-        biases = [self._parameter(offset, bpieces)] if bias else []
-        weights = [self._parameter(weight, wpieces, std=self.config.init_std)]
-        return ColumnLinear(self.linear_kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred)
+    def column(self, blocks: Sequence[Heads], *, bias: bool) -> ColumnLinear:
+        """A fused column-parallel layer of several [count * size, D] projections, named without `.weight`."""
+        config = self.config
+        weights = self.heads(_suffixed(blocks, "weight"), (config.hidden_size,), std=config.init_std)
+        biases = self.heads(_suffixed(blocks, "bias")) if bias else []
+        layer = ColumnLinear(self.linear_kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred)
+        layer.adapter = column_adapter(self, blocks, config.hidden_size)
+        return layer
 
     def split(self, name: str, rows: int, width: int) -> nn.Parameter:
         """A weight [rows/T, width] split by rows, for an input that every tensor rank has whole already."""
-        shape, pieces = split_rows([(f"{name}.weight", rows)], width, self.groups.tp)
-        return self._parameter(shape, pieces, std=self.config.init_std)
+        return self.heads([Heads(f"{name}.weight", rows)], (width,), std=self.config.init_std)[0]
 
-    def shared_rows(
-        self, blocks: Sequence[tuple[str, int]], *, index: int, rows: int, bias: bool
-    ) -> list[nn.Parameter]:
-        """The weight (and bias) of block `index` of `rows` rows of each tensor, held by all ranks of the kv group."""
-        width, out = self.config.hidden_size, []
-        for suffix, tail in (("weight", (width,)), ("bias", ())):
-            zeros = (0,) * len(tail)
-            pieces = [
-                Piece(f"{n}.{suffix}", (total, *tail), (index * rows, *zeros), (i * rows, *zeros), (rows, *tail))
-                for i, (n, total) in enumerate(blocks)
-            ]
-            std = self.config.init_std if suffix == "weight" else None
-            if suffix == "weight" or bias:
-                shared = (self.groups.kv,)
-                shape = (rows * len(blocks), *tail)
-                out.append(self._parameter(shape, pieces, std=std, grad_sync=shared, replicas=shared))
+    def split_adapter(self, name: str, rows: int, width: int) -> Adapter | None:
+        """The adapter beside such a weight, where it has one."""
+        return column_adapter(self, [Heads(name, rows)], width, whole=True)
+
+    def heads(self, blocks: Sequence[Heads], tail: tuple[int, ...] = (), **start: Any) -> list[nn.Parameter]:
+        """This rank's heads of several tensors [count * size, *tail], one block after another.
+
+        One parameter for all neighbouring blocks that are shared by as many ranks; usually that is one. `start` says how
+        they begin, as for `make_parameter`.
+        """
+        out, tp = [], self.groups.tp
+        for _, run in groupby(blocks, lambda block: max(1, tp.size // block.count)):
+            alike = list(run)
+            shape, pieces = split_heads(alike, tail, tp)
+            same = (self.groups.sharing(alike[0].count),)
+            out.append(self.parameter(shape, pieces, grad_sync=same, replicas=same, **start))
         return out
 
     def row(self, name: str, width: int, *, bias: bool) -> RowLinear:
@@ -190,9 +197,11 @@ class Builder:
         config, tp = self.config, self.groups.tp
         own, out = width // tp.size, config.hidden_size
         piece = Piece(f"{name}.weight", (out, width), (0, tp.rank * own), (0, 0), (out, own))
-        weight = self._parameter((out, own), [piece], std=self.residual_std)
+        weight = self.parameter((out, own), [piece], std=self.residual_std)
         offset = self.replicated(f"{name}.bias", (out,)) if bias else None
-        return RowLinear(self.linear_kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
+        layer = RowLinear(self.linear_kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
+        layer.adapter = row_adapter(self, name, width)
+        return layer
 
     def expert_rows(self, names: Sequence[str], *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Fused projections [F, D] of this rank's experts, split by rows: [E/P, n F/Q, D], and their biases [E/P, n F/Q]."""
@@ -200,23 +209,23 @@ class Builder:
         out: list[nn.Parameter] = []
         for suffix, tail in (("weight", (self.config.hidden_size,)), ("bias", ()))[: 1 + bias]:
             pieces = [
-                self._expert_piece(f"{name}.{suffix}", (width, *tail), axis=0, place=i) for i, name in enumerate(names)
+                self.expert_piece(f"{name}.{suffix}", (width, *tail), axis=0, place=i) for i, name in enumerate(names)
             ]
             std = self.config.init_std if suffix == "weight" else None
-            out.append(self._expert_parameter((own * len(names), *tail), pieces, std=std))
+            out.append(self.expert_parameter((own * len(names), *tail), pieces, std=std))
         return out[0], out[1] if bias else None
 
     def expert_columns(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
         """A projection [D, F] of this rank's experts, split by columns: [E/P, D, F/Q], and its bias, whole: [E/P, D]."""
         own, width = self._expert_width()
         out = self.config.hidden_size
-        piece = self._expert_piece(f"{name}.weight", (out, width), axis=1)
-        weight = self._expert_parameter((out, own), [piece], std=self.residual_std)
+        piece = self.expert_piece(f"{name}.weight", (out, width), axis=1)
+        weight = self.expert_parameter((out, own), [piece], std=self.residual_std)
         if not bias:
             return weight, None
         same = (self.groups.expert_tp,)
-        whole = self._expert_piece(f"{name}.bias", (out,), axis=None)
-        return weight, self._expert_parameter((out,), [whole], replicas=same)
+        whole = self.expert_piece(f"{name}.bias", (out,), axis=None)
+        return weight, self.expert_parameter((out,), [whole], replicas=same)
 
     def _expert_width(self) -> tuple[int, int]:
         """F/Q and F of an expert."""
@@ -224,10 +233,13 @@ class Builder:
         width = self.config.moe.ffn_hidden_size
         return width // self.groups.expert_tp.size, width
 
-    def _expert_piece(self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0) -> Piece:
+    def expert_piece(
+        self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0, among: int = 1
+    ) -> Piece:
         """This rank's part of a stack of `shape`, split over the ranks of `expert_tp` by one of its axes.
 
-        Locally it is the part number `place` of several, one after another on the first axis.
+        Locally it is the part number `place` of several, one after another on the first axis; so it is in the tensor
+        `name`, if that has several `among` it.
         """
         assert self.config.moe is not None
         groups, experts = self.groups, self.config.moe.num_experts
@@ -236,11 +248,15 @@ class Builder:
         own = [n // groups.expert_tp.size if i == axis else n for i, n in enumerate(shape)]
         offset = [groups.expert_tp.rank * n if i == axis else 0 for i, n in enumerate(own)]
         start = [place * own[0], *(0 for _ in own[1:])]
-        return Piece(name, (experts, *shape), (first, *offset), (0, *start), (experts // holders, *own))
+        if among > 1:
+            offset[0] += place * shape[0]
+        whole = (experts, among * shape[0], *shape[1:])
+        return Piece(name, whole, (first, *offset), (0, *start), (experts // holders, *own))
 
-    def _expert_parameter(
+    def expert_parameter(
         self, shape: Sequence[int], pieces: Sequence[Piece], *, std: float | None = None, replicas: Sequence[Group] = ()
     ) -> nn.Parameter:
+        """One of this rank's experts, each of `shape`; the rest as `ParamInfo` has it."""
         groups = self.groups
         return make_parameter(
             (pieces[0].shape[0], *shape), pieces, data=groups.expert_data, dtype=self.dtype, device=self.device,
@@ -264,7 +280,7 @@ class Builder:
         tp = self.groups.tp
         sync: tuple[Group, ...] = (tp,) if self.sp or partial_grad else ()
         pieces = [Piece.whole(name, shape)]
-        return self._parameter(shape, pieces, fill=fill, std=std, grad_sync=sync, replicas=(tp,))
+        return self.parameter(shape, pieces, fill=fill, std=std, grad_sync=sync, replicas=(tp,))
 
     def norm(self, name: str) -> Norm:
         """The norm of the residual stream that the configuration asks for."""
@@ -283,10 +299,10 @@ class Builder:
         """The norm of queries or keys that the configuration asks for: over each head, or over all of them."""
         size, eps, centered = self.config.head_size, self.config.norm_eps, self.config.zero_centered_norm
         if self.config.qk_norm_span == "all":
-            weight = self._heads_weight(f"{name}.weight", heads, size, ())
+            weight = self.heads([Heads(f"{name}.weight", heads, size)], fill=self.norm_fill)[0]
             return HeadsNorm(weight, eps, self.groups.tp, zero_centered=centered)
         if self.config.qk_norm_span == "each":
-            weight = self._heads_weight(f"{name}.weight", heads, 1, (size,))
+            weight = self.heads([Heads(f"{name}.weight", heads)], (size,), fill=self.norm_fill)[0]
             return EachHeadNorm(weight, eps, zero_centered=centered)
         # a rank sees only its own heads, so the gradient is partial
         weight = self.replicated(f"{name}.weight", (size,), fill=self.norm_fill, partial_grad=True)
@@ -294,19 +310,7 @@ class Builder:
 
     def sinks(self, name: str) -> nn.Parameter:
         """This rank's part [H/T] of a number for each head."""
-        heads, tp = self.config.num_attention_heads, self.groups.tp
-        own = heads // tp.size
-        return self._parameter(
-            (own,), [Piece(name, (heads,), (tp.rank * own,), (0,), (own,))], std=self.config.init_std
-        )
-
-    def _heads_weight(self, name: str, heads: int, rows: int, tail: tuple[int, ...]) -> nn.Parameter:
-        """This rank's part of a weight [heads * rows, *tail]; fewer heads than ranks are shared in the kv group."""
-        tp, zeros = self.groups.tp, (0,) * len(tail)
-        own = (max(1, heads // tp.size) * rows, *tail)
-        shared = (self.groups.kv,) if heads < tp.size else ()
-        piece = Piece(name, (heads * rows, *tail), (tp.rank * heads // tp.size * rows, *zeros), (0, *zeros), own)
-        return self._parameter(own, [piece], fill=self.norm_fill, grad_sync=shared, replicas=shared)
+        return self.heads([Heads(name, self.config.num_attention_heads)], std=self.config.init_std)[0]
 
     def vocabulary(self, name: str, *, shared: Sequence[Group] = ()) -> nn.Parameter:
         """A [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""
@@ -322,17 +326,23 @@ class Builder:
         """The token embedding over `weight`."""
         return VocabEmbedding(weight, self.groups.tp, sp=self.sp)
 
-    def _parameter(
+    def parameter(
         self,
         shape: Sequence[int],
         pieces: Sequence[Piece],
         *,
         fill: float = 0.0,
         std: float | None = None,
+        uniform: Uniform | None = None,
         grad_sync: Sequence[Group] = (),
         replicas: Sequence[Group] = (),
     ) -> nn.Parameter:
+        """One whose gradient is summed over all data ranks; the rest as `ParamInfo` has it."""
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
-            std=std, fill=fill, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
+            std=std, fill=fill, uniform=uniform, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
         )  # fmt: skip
+
+
+def _suffixed(blocks: Sequence[Heads], suffix: str) -> list[Heads]:
+    return [replace(block, name=f"{block.name}.{suffix}") for block in blocks]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,23 +10,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mega_trainer.comm import Group
+from mega_trainer.device import to_device
 from mega_trainer.kernels.base import Rotation
 from mega_trainer.kernels.masks import Band, Mask, Packed, Part, rectangle
 from mega_trainer.model.routing import Routing
+from mega_trainer.parallel.context import place_of_tokens
 from mega_trainer.rng import Dropout
 
 # Queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e] and the mask to [B, S, H, e], by a layer's rule.
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+# The next tokens of some sequences [R, S, c], and what earlier ones left, tensors [R, ..], or None: to [R, S, e] and the same.
+Recur = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, Sequence[Tensor]]]
 
 
 class Cache(Protocol):
-    """Keeps the keys and values of earlier tokens for generation, or the latents of both."""
+    """Keeps the keys and values of earlier tokens for generation, or the latents of both, or what tokens leave of a state."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: Attend) -> Tensor:
         """Keep this call's k and v, and let its queries see them and what was kept before, `window` keys at most.
 
         q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are the values, too.
         """
+
+    def recur(self, layer: int, x: Tensor, step: Recur) -> Tensor:
+        """Let this call's tokens x [B, S, c] go on from the states before them, and keep those behind: [B, S, e]."""
 
 
 class Sight(Protocol):
@@ -73,6 +81,7 @@ class Sequences:
     device: torch.device
     begins: np.ndarray | None = None
     _made: dict[tuple[range, int | None], Mask] = field(default_factory=dict)
+    _reach: dict[int, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Mask:
         """See `Sight`."""
@@ -96,6 +105,19 @@ class Sequences:
                 if n
             ]
         return [part for part in found if part is not None]
+
+    def reach(self, group: Group) -> Tensor | None:
+        """How many tokens of its document stand before each token that a rank of `group` holds: int64 [B, s].
+
+        None where documents are open: then all before it.
+        """
+        if self.begins is None:
+            return None
+        if group.rank not in self._reach:
+            places = place_of_tokens(self.length, group)
+            held = places - torch.from_numpy(self.begins)[:, places]
+            self._reach[group.rank] = to_device(held, self.device)
+        return self._reach[group.rank]
 
     def _square(self, places: range, window: int | None) -> Mask:
         """Of some tokens and themselves. Each is made once."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_ckpt.pieces import Box, Piece, Shape, copy_overlap
-from mega_trainer.parallel.param import info_of, local_of
+from mega_trainer.parallel.param import Normal, Uniform, info_of, local_of
 from mega_trainer.rng import generator
 
 TILE_COLUMNS = 512
@@ -29,13 +29,13 @@ def init_weights(model: nn.Module, seed: int) -> None:
             values = local_of(parameter).zero_()
             for piece in info.pieces:
                 view = piece.view(values)
-                if info.std is None:
+                if info.start is None:
                     view.fill_(info.fill)
                 else:
-                    _draw(view, piece, seed, info.std)
+                    _draw(view, piece, seed, info.start)
 
 
-def _draw(view: Tensor, piece: Piece, seed: int, std: float) -> None:
+def _draw(view: Tensor, piece: Piece, seed: int, start: Normal | Uniform) -> None:
     tile = tile_of(piece.global_shape)
     counts = [-(-n // size) for n, size in zip(piece.global_shape, tile, strict=True)]
     touched = [
@@ -47,7 +47,7 @@ def _draw(view: Tensor, piece: Piece, seed: int, std: float) -> None:
         shape = [min(size, n - o) for size, n, o in zip(tile, piece.global_shape, offset, strict=True)]
         number = int(np.ravel_multi_index(place, counts))
         stream = generator(view.device, seed, piece.name, number=number)
-        draw = torch.empty(shape, device=view.device).normal_(0.0, std, generator=stream)
+        draw = start.draw(torch.empty(shape, device=view.device), stream)
         copy_overlap(Box(piece.global_offset, view), Box(offset, draw))
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from mega_trainer.model.activation import activate
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Context
+from mega_trainer.parallel.tensor import Heads
 
 
 class Mlp(nn.Module):
@@ -27,11 +29,11 @@ class Mlp(nn.Module):
         config = build.config
         parts = ["gate_proj", "up_proj"] if config.gated else ["up_proj"]
         self.activate, self.saved = partial(activate, config=config, kernels=build.kernels), build.saved
-        self.up = build.column([(f"{name}.{part}", width) for part in parts], bias=config.mlp_bias)
+        self.up = build.column([Heads(f"{name}.{part}", width) for part in parts], bias=config.mlp_bias)
         self.down = build.row(f"{name}.down_proj", width, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S or S/T, D] -> the same shape."""
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """[B, S or S/T, D] -> the same shape. Tokens are alike: nothing of the context is asked."""
         h = self.saved.again("activation", self.activate, self.up(x))
         y: Tensor = self.down(h)
         return y

@@ -63,9 +63,10 @@ def update_scale(rows: int, columns: int) -> float:
 
 
 def is_hidden_matrix(parameter: nn.Parameter) -> bool:
-    """Whether Muon is for it: a matrix (or a stack of them) of a layer, not embedding, head, norm or bias."""
+    """Whether Muon is for it: a matrix (or a stack of them) of a layer, not embedding, head, convolution, norm or bias."""
     names = [piece.name for piece in info_of(parameter).pieces]
-    return is_matrix(parameter) and bool(names) and all(name.startswith("model.layers.") for name in names)
+    inside = all(name.startswith("model.layers.") and ".conv1d." not in name for name in names)
+    return is_matrix(parameter) and bool(names) and inside
 
 
 class Muon:

@@ -6,7 +6,7 @@ with a shard is a rule's business: AdamW for all, or Muon for hidden matrices an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -80,6 +80,13 @@ class Optimizer:
         """Wait until the weights of the last update are there: before they are read other than by a forward."""
         for stage in self.stages:
             stage.settle()
+
+    def memory(self) -> Iterator[Tensor]:
+        """All that is kept from step to step: weights, gradients, main weights and the rules' state, as flat stretches."""
+        for slot in self.slots:
+            yield from (slot.shard.weights.detach(), slot.shard.grads, slot.main, slot.grads)
+        for rule in self._rules:
+            yield from (tensor for pairs in rule.state().values() for _, tensor in pairs)
 
     def gradients(self) -> dict[str, Sharded]:
         """The reduced gradients by canonical name, after an update times its scale. The boxes are views."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mega_ckpt.pieces import Piece
+from mega_common.errors import ConfigError
 from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Factor
 
@@ -19,13 +20,38 @@ MainGrad = Callable[[], tuple[Tensor, bool]]
 
 
 @dataclass(frozen=True)
+class Normal:
+    """A start that is drawn from a normal distribution around zero."""
+
+    std: float
+
+    def draw(self, out: Tensor, stream: torch.Generator) -> Tensor:
+        """Numbers in the shape of `out`, which is written over."""
+        return out.normal_(0.0, self.std, generator=stream)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A start that is drawn evenly between two numbers, and then perhaps changed element by element."""
+
+    low: float
+    high: float
+    then: Callable[[Tensor], Tensor] | None = None
+
+    def draw(self, out: Tensor, stream: torch.Generator) -> Tensor:
+        """Numbers in the shape of `out`, which is written over."""
+        out.uniform_(self.low, self.high, generator=stream)
+        return out if self.then is None else self.then(out)
+
+
+@dataclass(frozen=True)
 class ParamInfo:
     """What the rest of the trainer needs to know of a parameter.
 
     Attributes:
         pieces: where its elements live in the canonical tensors; padding belongs to no piece.
         std: standard deviation of the normal distribution it starts from; None for a constant `fill`.
-        fill: the constant it starts from when `std` is None.
+        fill: the constant it starts from when `std` and `uniform` are None.
         data: the group over which the data-parallel gradient is summed and ZeRO slices are cut.
         grad_sync: further groups whose ranks each see a part of its gradient, to be summed.
         replicas: groups whose ranks hold the same values, so that norms count it on the first rank alone.
@@ -33,6 +59,7 @@ class ParamInfo:
         split: the ranks that hold the rest of each of its matrices, where those are not the tensor ranks.
         straight: a backward may add its gradient to the buffer right where it is made. Not where there are several uses
             of it in a micro-batch, whose gradients are summed before that, whoever keeps it.
+        uniform: what it starts from instead, if that is no normal distribution.
     """
 
     pieces: tuple[Piece, ...]
@@ -44,6 +71,12 @@ class ParamInfo:
     parts: Group | None = None
     split: Group | None = None
     straight: bool = True
+    uniform: Uniform | None = None
+
+    @property
+    def start(self) -> Normal | Uniform | None:
+        """What draws the numbers it starts from; None: all are `fill`."""
+        return self.uniform or (None if self.std is None else Normal(self.std))
 
 
 def make_parameter(
@@ -60,13 +93,14 @@ def make_parameter(
     parts: Group | None = None,
     split: Group | None = None,
     straight: bool = True,
+    uniform: Uniform | None = None,
 ) -> nn.Parameter:
     """A parameter of the local `shape`, not initialised, with its description attached."""
     parameter = nn.Parameter(torch.zeros(tuple(shape), dtype=dtype, device=device))
     sync = tuple(group for group in grad_sync if group.size > 1)
     copies = tuple(group for group in replicas if group.size > 1)
     parameter.mega = ParamInfo(  # type: ignore[attr-defined]
-        tuple(pieces), data, std, fill, sync, copies, parts, split, straight
+        tuple(pieces), data, std, fill, sync, copies, parts, split, straight, uniform
     )
     return parameter
 
@@ -81,6 +115,29 @@ def info_of(parameter: Tensor) -> ParamInfo:
     """The description that `make_parameter` attached."""
     info: ParamInfo = parameter.mega  # type: ignore[attr-defined]
     return info
+
+
+def trains(parameter: Tensor) -> bool:
+    """Whether it takes a gradient; a frozen one has neither that nor state of an optimizer."""
+    return parameter.requires_grad
+
+
+def freeze(model: nn.Module, moves: Callable[[str], bool]) -> None:
+    """Freeze the parameters whose canonical tensors are not to be trained.
+
+    Raises:
+        ConfigError: when tensors that lie in one parameter are not treated alike.
+    """
+    for parameter in model.parameters():
+        names = dict.fromkeys(piece.name for piece in info_of(parameter).pieces)
+        moving = [name for name in names if moves(name)]
+        if moving and len(moving) < len(names):
+            still = next(name for name in names if name not in moving)
+            raise ConfigError(
+                f"{still} is frozen and {moving[0]} is not, and the two are one matrix in memory",
+                hint=f"train or freeze all of {', '.join(names)}",
+            )
+        parameter.requires_grad_(bool(moving) or not names)
 
 
 def is_matrix(parameter: Tensor) -> bool:

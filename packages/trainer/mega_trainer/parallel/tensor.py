@@ -12,6 +12,7 @@ reduce-scatter over S and a column layer first gathers S; the traffic is the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from mega_trainer.kernels import products
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.linear import SEQUENCE, Linear
+from mega_trainer.parallel.lora import Adapter
 from mega_trainer.parallel.param import main_grad_of, make_parameter
 
 
@@ -126,15 +128,18 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.linear = Linear(kernels, deferred, group, sp)
         self.weights, self.biases = nn.ParameterList(weights), nn.ParameterList(biases)
+        self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S or S/T, D] -> [B, S, N/T]."""
-        weight = _joined(self.weights)
+        weight = joined(self.weights)
         assert weight is not None
-        return self.linear(x, weight, _joined(self.biases))
+        y = self.linear(x, weight, joined(self.biases))
+        return y if self.adapter is None else self.adapter(x, y)
 
 
-def _joined(parts: nn.ParameterList) -> Tensor | None:
+def joined(parts: nn.ParameterList) -> Tensor | None:
+    """Parameters [N_i, ..] as one tensor [N, ..], if there are any."""
     if len(parts) < 2:
         return parts[0] if len(parts) else None
     return torch.cat(list(parts))
@@ -159,9 +164,14 @@ class RowLinear(nn.Module):
         super().__init__()
         self.linear, self.group, self.sp = Linear(kernels, deferred), group, sp
         self.weight, self.bias = weight, bias
+        self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, N/T] -> [B, S or S/T, D]."""
+        y = self._summed(x)
+        return y if self.adapter is None else self.adapter(x, y)
+
+    def _summed(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
             return self.linear(x, self.weight, self.bias)
         y = sum_over(self.linear(x, self.weight), self.group, sp=self.sp)
@@ -233,17 +243,26 @@ def vocab_parameter(name: str, vocab_size: int, width: int, *, group: Group, **k
     return make_parameter((rows, width), pieces, **kwargs)
 
 
-def split_rows(blocks: Sequence[tuple[str, int]], width: int | None, group: Group) -> tuple[list[int], list[Piece]]:
-    """Shape and pieces of several [N_i, width] tensors (or [N_i] when width is None) fused and split by rows.
+@dataclass(frozen=True)
+class Heads:
+    """A tensor whose first axis is so many heads (or rows, or groups), which tensor ranks share out, of some rows each."""
 
-    Every rank holds its N_i/T rows of each, one block after another, so that a fused gate-up or query-key-value
-    product gives whole heads and matching gate and up columns on each rank.
+    name: str
+    count: int
+    size: int = 1
+
+
+def split_heads(blocks: Sequence[Heads], tail: tuple[int, ...], group: Group) -> tuple[list[int], list[Piece]]:
+    """Shape and pieces of this rank's heads of several tensors [count * size, *tail], fused: one block after another.
+
+    So a fused gate-up or query-key-value product gives whole heads, and matching gate and up columns, on each rank. Where
+    there are fewer heads than ranks, neighbours hold the same one.
     """
-    pieces, row = [], 0
-    tail = () if width is None else (width,)
-    for name, total in blocks:
-        own = total // group.size
-        zeros = (0,) * len(tail)
-        pieces.append(Piece(name, (total, *tail), (group.rank * own, *zeros), (row, *zeros), (own, *tail)))
+    pieces, row, zeros = [], 0, (0,) * len(tail)
+    for block in blocks:
+        own = max(1, block.count // group.size) * block.size
+        first = group.rank * block.count // group.size * block.size
+        whole = (block.count * block.size, *tail)
+        pieces.append(Piece(block.name, whole, (first, *zeros), (row, *zeros), (own, *tail)))
         row += own
     return [row, *tail], pieces

@@ -196,7 +196,7 @@ class Counter:
         self.model, self.run, self.live = model, run, Live()
         self.device = torch.device("cpu" if run.device == "cpu" else "meta")
         layout = Layout(tp=run.tp, cp=run.cp, dp=run.dp, ep=run.ep, expert_tp=run.expert_tp)
-        self.groups = build_groups(layout, 0, kv_heads=model.kv_heads, shard=run.zero3_shard, maker=_Nobody())
+        self.groups = build_groups(layout, 0, heads=model.shared_heads, shard=run.zero3_shard, maker=_Nobody())
         leaves = Leaves() if run.device == "cpu" else FusedLeaves(self.live)
         kernels = _Shapes(leaves) if run.device == "cpu" else _Shapes(leaves, _Fused())
         self.build = Builder(
