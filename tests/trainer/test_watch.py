@@ -62,7 +62,7 @@ def stands(function: Callable[[Never], object], *, main: bool) -> Standing:
     ident = thread.ident if main else threading.main_thread().ident
     assert ident is not None
     frames = sys._current_frames()
-    found = standing({key: frames[key] for key in (thread.ident, threading.main_thread().ident) if key}, ident)
+    found = standing({key: frames[key] for key in (thread.ident, threading.main_thread().ident) if key}, ident, "norm")
     assert not main or any(function.__name__ in line for line in stack(frames[ident]))
     let.set()
     thread.join()
@@ -71,19 +71,19 @@ def stands(function: Callable[[Never], object], *, main: bool) -> Standing:
 
 @pytest.mark.parametrize("main", [True, False])
 @pytest.mark.parametrize(
-    ("function", "file", "phase", "waits"),
+    ("function", "file", "waits"),
     [
-        (host_waits, "comm.py", "start", "wait"),
-        (device_waits, "device.py", "start", "to_host"),
-        (bucket_waits, "parallel/buckets.py", "reduce", "settle in dp of ranks 0, 2"),
+        (host_waits, "comm.py", "wait"),
+        (device_waits, "device.py", "to_host"),
+        (bucket_waits, "parallel/buckets.py", "settle in dp of ranks 0, 2"),
     ],
 )
 def test_a_rank_that_waits_for_others_is_seen_to(
-    function: Callable[[Never], object], file: str, phase: str, waits: str, main: bool
+    function: Callable[[Never], object], file: str, waits: str, main: bool
 ) -> None:
     found = stands(function, main=main)
     assert found.where.startswith(f"mega_trainer/{file}:")
-    assert (found.phase, found.waits) == (phase, waits)
+    assert (found.phase, found.waits) == ("norm", waits)
 
 
 def sign(rank: int, at: Standing, **more: Any) -> Sign:
@@ -104,7 +104,7 @@ def test_of_ranks_that_all_wait_those_elsewhere_are_to_blame() -> None:
     assert [each.rank for each in _blamed(signs, 5.0, 4)] == [2]
     assert [each.rank for each in _blamed(signs[:2], 5.0, 2)] == [0, 1]
     told = str(signs[2].model_copy(update={"stack": ["a.py:1 f", "b.py:2 g"]}))
-    assert told.startswith("  rank 2 on host2, step 7, was in reduce, at mega_trainer/parallel/buckets.py:")
+    assert told.startswith("  rank 2 on host2, step 7, was in norm, at mega_trainer/parallel/buckets.py:")
     assert told.endswith("waiting: settle in dp of ranks 0, 2\n    | a.py:1 f\n    | b.py:2 g")
 
 

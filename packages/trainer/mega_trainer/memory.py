@@ -127,11 +127,11 @@ class Memory:
         self._folder = Folder(root / f"mega-{launcher}", run)
         if self._leads:
             _sweep(root)
-        held, everyone = self._folder.copies(), [None] * world.size
-        own = (socket.gethostname(), str(self._folder.path)), {copy: state for copy, (_, state) in held.items()}
-        dist.all_gather_object(everyone, own, group=world.handle)
-        nodes = [node for node, _ in everyone]  # type: ignore[misc]
-        self._copies = [copies for _, copies in everyone]  # type: ignore[misc]
+        own = {copy: state for copy, (_, state) in self._folder.copies().items()}
+        here = (socket.gethostname(), str(self._folder.path))
+        everyone = [(here, own)] * world.size
+        dist.all_gather_object(everyone, (here, own), group=world.handle)
+        nodes, self._copies = [node for node, _ in everyone], [copies for _, copies in everyone]
         self._taker = [_taker(nodes, rank) for rank in range(world.size)]
         self._newest: dict[int, int] = {}  # which of a rank's two copies is not to be written over
 

@@ -1,7 +1,6 @@
 """Where a rank stands, told from the stacks of its threads: nothing is added to a step for it.
 
-What is read: the innermost line of mega's own code, the phase of the step that this is in, and, where it waits for other
-ranks, the collective and its group. A main thread that waits for autograd's, whose hooks talk to other ranks, stands where that
+What is read: the innermost line of mega's own code, and, where it waits for other ranks, the collective and its group. A main thread that waits for autograd's, whose hooks talk to other ranks, stands where that
 does.
 """
 
@@ -23,16 +22,6 @@ from mega_trainer.comm import Group
 # to other ranks it does where it says so.
 WAITING = ("mega_trainer/comm.py", "mega_trainer/device.py")
 WAITING_LINES = ("mega_trainer/parallel/", "mega_trainer/pipeline/")
-# The innermost of these functions that a thread is in tells the phase.
-PHASES = {
-    ("loader.py", "__iter__"): "data", ("run.py", "_forward"): "forward", ("run.py", "_backward"): "backward",
-    ("run.py", "_backward_of_input"): "backward", ("run.py", "_backward_of_weights"): "backward",
-    ("run.py", "_arrived"): "pipeline", ("run.py", "_send"): "pipeline", ("grads.py", "finish"): "reduce",
-    ("fsdp.py", "finish"): "reduce", ("step.py", "sum_over_ranks"): "norm", ("clip.py", "grad_norm"): "norm",
-    ("zero.py", "update"): "optimizer", ("state.py", "save"): "save", ("state.py", "wait"): "save",
-    ("memory.py", "save"): "save", ("train.py", "validate"): "evaluate", ("state.py", "restore"): "load",
-    ("integrity.py", "after"): "check", ("integrity.py", "before"): "check",
-}  # fmt: skip
 DEEPEST = 12  # lines of a stack that are told
 NEAR = 3  # frames whose variables are looked at: what is looked at of one lives until that returns
 
@@ -42,7 +31,7 @@ class Standing(BaseModel):
 
     Attributes:
         where: the innermost line of mega's code, such as `mega_trainer/comm.py:77 all_reduce`.
-        phase: of the step.
+        phase: of the step, as in `phases`; "" between them.
         waits: for whom, such as `all_reduce in dp of ranks 0, 2`; empty while it works.
     """
 
@@ -51,19 +40,16 @@ class Standing(BaseModel):
     waits: str = ""
 
     def __str__(self) -> str:
-        return f"in {self.phase}, at {self.where}" + (f", waiting: {self.waits}" if self.waits else "")
+        return f"in {self.phase or 'the step'}, at {self.where}" + (f", waiting: {self.waits}" if self.waits else "")
 
 
-def standing(frames: Mapping[int, FrameType], main: int) -> Standing:
-    """Of the main thread; while that waits for autograd's, of that one."""
-    own = _told(frames.get(main))
+def standing(frames: Mapping[int, FrameType], main: int, phase: str) -> Standing:
+    """Of the main thread, which is in that phase; while it waits for autograd's, of that one."""
+    own = _told(frames.get(main), phase)
     if own.waits:
         return own
-    others = (_told(frame) for thread, frame in frames.items() if thread != main)
-    waiting = next((other for other in others if other.waits), None)
-    if waiting is None:
-        return own
-    return waiting if waiting.phase != "start" else waiting.model_copy(update={"phase": own.phase})
+    others = (_told(frame, phase) for thread, frame in frames.items() if thread != main)
+    return next((other for other in others if other.waits), own)
 
 
 def stack(frame: FrameType | None) -> list[str]:
@@ -84,18 +70,13 @@ def flight_record() -> str | None:
     return None
 
 
-def _told(frame: FrameType | None) -> Standing:
+def _told(frame: FrameType | None, phase: str) -> Standing:
     own = list(_own(frame))
     if not own:
-        return Standing(where="code that is not mega's", phase="start")
-    phases = (PHASES.get((Path(each.f_code.co_filename).name, each.f_code.co_name)) for each in own)
+        return Standing(where="code that is not mega's", phase=phase)
     innermost = own[0]
     where = f"{_short(innermost.f_code.co_filename)}:{innermost.f_lineno} {innermost.f_code.co_name}"
-    return Standing(
-        where=where,
-        phase=next((phase for phase in phases if phase), "start"),
-        waits=_waits(own) if _is_waiting(innermost, where) else "",
-    )
+    return Standing(where=where, phase=phase, waits=_waits(own) if _is_waiting(innermost, where) else "")
 
 
 def _own(frame: FrameType | None) -> Iterator[FrameType]:

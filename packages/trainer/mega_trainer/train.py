@@ -183,7 +183,7 @@ def steps(job: Job) -> str | None:
     loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
         faults_told(ranks.rank, lambda: f"step {state.step + 1}", job.needs),
-        watching(state, ranks, job.store),
+        watching(job),
         StopSignal() as stop,
         Saver(config, provenance(ranks.world_size, job.train_data.fingerprint) if not ranks.rank else None) as saver,
         Garbage(config.train.gc_every) as garbage,
@@ -375,9 +375,12 @@ def around_backward(shared: Mapping[int, SharedStage], stage: int, last: bool) -
     return shared[stage].backward(last)
 
 
-def watching(state: TrainState, ranks: Ranks, store: Store | None) -> AbstractContextManager[object]:
+def watching(job: Job) -> AbstractContextManager[object]:
     """The watch over the ranks, where there are several."""
-    if store is None:
+    if job.store is None:
         return nullcontext()
+    state, ranks = job.state, job.ranks
     seconds, logs = state.config.timeout_seconds, Path(state.config.output) / "logs"
-    return Watch(store, ranks.rank, ranks.world_size, lambda: state.step + 1, seconds, logs)
+    return Watch(
+        job.store, ranks.rank, ranks.world_size, lambda: state.step + 1, lambda: job.phases.current, seconds, logs
+    )

@@ -75,21 +75,29 @@ class Watch:
     Args:
         store: the job's key-value store; used by the thread alone, so give it a connection of its own.
         rank, world_size: this process's place.
-        step: tells the step at hand.
+        step, phase: tell what is at hand.
         seconds: how long a rank may be silent, or all may stand still, before the job is ended.
         logs: where torch's flight record of a rank goes then.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, step: Callable[[], int], seconds: float, logs: Path
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        step: Callable[[], int],
+        phase: Callable[[], str],
+        seconds: float,
+        logs: Path,
     ) -> None:
-        self._store, self._rank, self._world_size, self._step, self._seconds = store, rank, world_size, step, seconds
+        self._store, self._rank, self._world_size, self._seconds = store, rank, world_size, seconds
+        self._step, self._phase = step, phase
         self._main = threading.main_thread().ident
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._asking = threading.Thread()
         # where the main thread is, since when
-        self._place, self._since = Standing(where="the start", phase="start"), time.monotonic()
+        self._place, self._since = Standing(where="the start", phase=""), time.monotonic()
         self._looks, self._slow, self._logs = Counter[str](), frozenset[int](), logs
         self._last: tuple[float, float] | None = None  # when the next rank's sign was written, and first read
 
@@ -111,8 +119,8 @@ class Watch:
         asked = signed = time.monotonic()
         every = self._seconds / CHECKS
         while not self._done.wait(min(LOOK_SECONDS, every)):
-            place, now = standing(sys._current_frames(), self._main or 0), time.monotonic()
-            self._looks["" if place.waits else place.phase] += 1
+            place, now = standing(sys._current_frames(), self._main or 0, self._phase()), time.monotonic()
+            self._looks["" if place.waits else place.phase or "the step"] += 1
             if place != self._place:
                 self._place, self._since = place, now
             if now - signed < every:
