@@ -223,7 +223,7 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
     import sys
 
     _end_with_launcher()
-    from mega_common.errors import ConfigError, Interrupted
+    from mega_common.errors import ConfigError, Interrupted, Terminated
     from mega_trainer.environment import library_settings
 
     for name, value in library_settings(config).items():
@@ -236,6 +236,7 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
         joined,
         ranks_of,
         start_local_ranks,
+        tell_torchrun,
         warn_of_restarts,
     )
 
@@ -261,6 +262,9 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
     try:
         with joined(ranks, config.device, config.timeout_seconds) as store:
             train(config, ranks, store)
+    except Terminated as error:  # by torchrun itself, which ends, or goes on with more ranks
+        tell_torchrun(os.environ, error.exit_status)
+        raise
     except Interrupted as error:
         end_torchrun(os.environ, error.exit_status)
         raise

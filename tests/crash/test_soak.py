@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def same_bits(one: Path, other: Path) -> bool:
 
 
 def ended(launchers: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    return [launcher.wait(240) for launcher in launchers]
+    return [launcher.wait(400) for launcher in launchers]
 
 
 def test_killed_ranks_of_two_nodes_go_on_from_copies_in_memory_with_the_same_bits(
@@ -147,3 +148,45 @@ def test_a_lost_node_leaves_a_smaller_run_and_a_layout_that_cannot_be_is_refused
         launchers = [job.launch(faults), job.launch(faults)]
         assert ended(launchers) == [2, -9]
         assert job.told().count("parallel.dp = 4: 2 ranks make dp = 2") <= 2  # by each of two ranks, once
+
+
+PLAN = [  # ranks, what befalls them, and after which step they end
+    (4, "0:2:61:kill 1:0:98:raise 2:3:121:hang", 150),
+    (2, "0:1:190:kill", 260),
+    (3, "0:1:333:kill 1:2:371:kill", None),
+]
+INTERVAL = 10
+
+
+def soaked(raw: dict[str, Any], folder: Path, *, faults: bool) -> str:
+    """The run in one layout after the other; returns what was told."""
+    folder.mkdir()
+    told = []
+    for number, (ranks, planted, end) in enumerate(PLAN):
+        part = {**raw, "train": {**raw["train"], "exit_interval": end}}
+        with Job(part, folder / str(number), nodes="1", ranks=ranks) as job:
+            status = ended([job.launch(planted if faults else "")])
+            assert status == [75 if end else 0], job.told()
+            told.append(job.told())
+    return "\n".join(told)
+
+
+def test_400_steps_with_faults_in_changing_layouts_have_the_bits_of_an_undisturbed_run(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """Bit for bit those of the same layouts without a fault; of one process up to rounding."""
+    parts: dict[str, Any] = {"precision": "fp64", "train": {"steps": 400}, "checkpoint": {"memory_every": INTERVAL}}
+    told = soaked(settings_of(settings, tmp_path, "soaked", **parts), tmp_path / "faults", faults=True)
+    soaked(settings_of(settings, tmp_path, "quiet", **parts), tmp_path / "none", faults=False)
+    assert same_bits(tmp_path / "quiet", tmp_path / "soaked")
+    alone = settings_of(settings, tmp_path, "alone", **parts)
+    with Job(alone, tmp_path / "one", nodes="1", ranks=1) as job:
+        assert ended([job.launch()]) == [0]
+        expected = job.lines()
+    lines = [json.loads(line) for line in (tmp_path / "soaked" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["consumed_samples"] for line in lines] == [12 * step for step in range(1, 401)]
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-9)
+    bad = [int(fault.split(":")[2]) for _, planted, _ in PLAN for fault in planted.split()]
+    back = [int(step) for step in re.findall(r"copies in memory, of step (\d+)", told)]
+    assert len(back) == len(bad)
+    assert all(0 <= fault - 1 - step <= INTERVAL for fault, step in zip(bad, back, strict=True))

@@ -73,14 +73,18 @@ def warn_of_restarts(environment: Mapping[str, str]) -> None:
         )
 
 
-def end_torchrun(environment: Mapping[str, str], status: int) -> None:
-    """Have torchrun end too, where it would start a rank again that was asked to end, or that no new start would help.
+def tell_torchrun(environment: Mapping[str, str], status: int) -> None:
+    """Tell `elastic`, which is torchrun, with which status to end if a signal ends it."""
+    if (note := environment.get(STATUS_NOTE)) and environment.get("LOCAL_RANK") == "0":
+        Path(note).write_text(str(status))
 
-    `elastic`, which is torchrun, is told the status to end with.
+
+def end_torchrun(environment: Mapping[str, str], status: int) -> None:
+    """Have torchrun end too, with that status, where it would start a rank again that was asked to end, or that no new start
+    would help.
     """
+    tell_torchrun(environment, status)
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and environment.get("LOCAL_RANK") == "0":
-        if note := environment.get(STATUS_NOTE):
-            Path(note).write_text(str(status))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun passes it on, and this rank has its last words to say
         os.kill(os.getppid(), signal.SIGTERM)
 

@@ -21,7 +21,7 @@ from mega_ckpt.lora import adapted, adapter_tensors
 from mega_ckpt.names import tensors_of
 from mega_ckpt.source import load_weights, open_source, tell_unread
 from mega_ckpt.store import Place
-from mega_common.errors import ConfigError, Interrupted
+from mega_common.errors import ConfigError, Interrupted, Terminated
 from mega_common.log import human, logger
 from mega_common.lora import is_adapter
 from mega_data.dataset import BlendedDataset
@@ -194,7 +194,7 @@ def steps(job: Job) -> str | None:
             return stop.name or job.limits.reached(step)
 
         def riders(coming: Sequence[float]) -> list[float]:  # what all ranks are told beside the loss
-            return [asked(state.step + 1) is not None, saver.failed, *coming]
+            return [asked(state.step + 1) is not None, stop.name == "SIGTERM", saver.failed, *coming]
 
         def save() -> None:
             with profiler.phase("save"):
@@ -213,7 +213,7 @@ def steps(job: Job) -> str | None:
             batch = next(iter(first))
             return list(micro_batches(batch, config, device, groups.cp))
 
-        left, stopping, tokens = config.train.steps - state.step, 0.0, [0.0]
+        left, stopping, terminated, tokens = config.train.steps - state.step, 0.0, 0.0, [0.0]
         batches = loader(samples, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
         items = waited(with_next(islice(batches, left)), profiler.phase)
         for batch, following in profiler.steps(items, state.step + 1):
@@ -237,7 +237,7 @@ def steps(job: Job) -> str | None:
                 mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
                 epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
             )  # fmt: skip
-            stopping, failed, *tokens = result.riders
+            stopping, terminated, failed, *tokens = result.riders
             if failed:
                 saver.wait()
             saves = bool(stopping) or config.due(state.step, config.checkpoint.every)
@@ -253,7 +253,9 @@ def steps(job: Job) -> str | None:
             if stopping:
                 break
     all_reduce(torch.zeros(1), groups.world)  # leave together: a launcher ends the others soon after the first one
-    return (asked(state.step) or "a signal or limit of another rank") if stopping else None
+    if not stopping:
+        return None
+    return "SIGTERM" if terminated else asked(state.step) or "a signal or limit of another rank"
 
 
 def ready_device(config: RunConfig, ranks: Ranks, groups: Groups) -> torch.device:
@@ -279,14 +281,14 @@ def conclude(state: TrainState, reason: str | None) -> None:
     """The last word of a run, that has saved.
 
     Raises:
-        Interrupted: when it was asked to end, by `reason`, before its last step.
+        Interrupted: when it was asked to end, by `reason`, before its last step; Terminated by SIGTERM.
     """
     steps, where = state.config.train.steps, state.config.checkpoints
     if not state.config.checkpoint.save:
         logger.info("ended after step %d of %d; nothing is saved, as checkpoint.save = false asks", state.step, steps)
         return
     if reason is not None and state.step < steps:
-        raise Interrupted(
+        raise (Terminated if reason == "SIGTERM" else Interrupted)(
             f"{reason}: saved step {state.step} of {steps} in {where}", hint="the same command goes on from there"
         )
     logger.info("done: %d steps; the model is in %s", state.step, where)
