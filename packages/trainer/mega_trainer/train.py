@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -133,9 +134,10 @@ def train(
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, tokenizer)
     state.read = train_data.read
+    begun = time.monotonic()
     if not begin(state, start, groups.world, tokenizer):
         return state
-    record_start(config, ranks, state.step)
+    record_start(config, ranks, state.step, start, time.monotonic() - begun)
     job = Job(state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store, memory)
     while True:
         try:
