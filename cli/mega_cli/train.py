@@ -247,7 +247,7 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
     import sys
 
     _end_with_launcher()
-    from mega_common.errors import Interrupted
+    from mega_common.errors import ConfigError, Interrupted, Terminated
     from mega_trainer.environment import library_settings
 
     for name, value in library_settings(config).items():
@@ -260,6 +260,7 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
         joined,
         ranks_of,
         start_local_ranks,
+        tell_torchrun,
         warn_of_restarts,
     )
 
@@ -280,10 +281,18 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
     from mega_trainer.train import run as train
 
     try:
+        config.check_ranks(ranks.world_size)
+    except ConfigError as error:  # fewer than before, since a machine is lost; they do not become more by a new start
+        end_torchrun(os.environ, error.exit_status)
+        raise
+    try:
         with joined(ranks, config.device, config.timeout_seconds) as store:
             train(config, ranks, store)
-    except Interrupted:
-        end_torchrun(os.environ)
+    except Terminated as error:  # by torchrun itself, which ends, or goes on with more ranks
+        tell_torchrun(os.environ, error.exit_status)
+        raise
+    except Interrupted as error:
+        end_torchrun(os.environ, error.exit_status)
         raise
     return 0
 
