@@ -17,7 +17,7 @@ from mega_ckpt.adapter import base_of
 from mega_ckpt.folders import latest
 from mega_ckpt.lora import adapted, adapter_tensors
 from mega_ckpt.names import tensors_of
-from mega_ckpt.source import load_weights, open_source, tell_unread
+from mega_ckpt.source import load_adapter, load_weights, open_adapted, open_source, tell_unread
 from mega_ckpt.store import Place
 from mega_common.errors import ConfigError, Interrupted
 from mega_common.log import human, logger
@@ -224,6 +224,15 @@ def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: 
             init_weights(stage, config.train.seed)
     if config.init_from is not None and (checkpoint is None or config.lora is not None):
         load_start(state, config.init_from, world, tokenizer)
+    if (
+        checkpoint is None
+        and config.init_from is not None
+        and config.lora is not None
+        and config.lora.init_from is not None
+    ):
+        started = open_adapted(config.lora.init_from, config.init_from).adapter
+        load_adapter(started, weights_of(state.stages, moving=True))
+        logger.info("going on with the adapter of %s", config.lora.init_from)
     if checkpoint is not None:
         for line in state.restore(checkpoint, world.handle):
             logger.info("  changed since it was saved: %s", line)
