@@ -3,7 +3,8 @@
     python benchmarks/generate.py [--smollm2 FOLDER] [--rounds 3] [--threads 2] [--dry]
 
 Each side is a process of its own, and they take turns. Batch 1: requests one after another. Batch 32: 64 requests of mixed
-lengths, 32 at a time; transformers pads a batch and ends with its longest, mega lets the next one in. The random model has
+lengths, 32 at a time; transformers pads a batch and ends with its longest, mega lets the next one in. mega guesses
+by repetition of the text, as it does where nobody says otherwise; a third side is mega without. The random model has
 ten million weights; FOLDER is SmolLM2-135M as a HuggingFace folder. Greedy tokens are compared, too.
 """
 
@@ -42,11 +43,12 @@ def workloads(vocabulary: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def serve_ours(folder: str, workload_file: str, threads: str) -> None:
-    """As `bare_generate.main`, by mega."""
+def serve_ours(folder: str, workload_file: str, threads: str, guesses: str) -> None:
+    """As `bare_generate.main`, by mega, with its usual guesses or without."""
     import torch
 
     from mega_eval.engine import Engine, Request
+    from mega_eval.generate import usual_drafter
     from mega_eval.load import load_model
     from mega_eval.text import Limits
 
@@ -65,7 +67,10 @@ def serve_ours(folder: str, workload_file: str, threads: str) -> None:
     for _ in sys.stdin:
         before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         longest = max(len(one["prompt"]) + one["new"] for one in asked)
-        engine = Engine(model, NoText(), cache_tokens=longest * workload["batch"], batch_size=workload["batch"])
+        engine = Engine(
+            model, NoText(), cache_tokens=longest * workload["batch"], batch_size=workload["batch"],
+            drafter=usual_drafter(model) if guesses == "guesses" else None,
+        )  # fmt: skip
         tokens: list[list[int]] = [[] for _ in asked]
         for one in asked:
             engine.add(Request(one["prompt"], Limits(one["new"])))
@@ -108,18 +113,20 @@ def compare(folder: str, workload: dict[str, Any], rounds: int, threads: int) ->
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(workload, file)
         file.flush()
-        ours = Side(str(HERE / "generate.py"), "--serve", folder, file.name, str(threads))
-        theirs = Side(str(HERE / "bare_generate.py"), folder, file.name, str(threads))
-        runs = [(ours.run(), theirs.run()) for _ in range(rounds + 1)][1:]
-        ours.close()
-        theirs.close()
+        given = folder, file.name, str(threads)
+        ours = [Side(str(HERE / "generate.py"), "--serve", *given, guesses) for guesses in ("guesses", "none")]
+        sides = [*ours, Side(str(HERE / "bare_generate.py"), *given)]
+        runs = [[side.run() for side in sides] for _ in range(rounds + 1)][1:]
+        for side in sides:
+            side.close()
     tokens = sum(one["new"] for one in workload["requests"])
     return {
-        "mega_tokens_per_second": round(tokens / median(own["wall"] for own, _ in runs), 1),
-        "transformers_tokens_per_second": round(tokens / median(other["wall"] for _, other in runs), 1),
-        "speedup": round(median(other["wall"] / own["wall"] for own, other in runs), 2),
-        "speedup_in_processor_time": round(median(other["cpu"] / own["cpu"] for own, other in runs), 2),
-        "same_texts": sum(a == b for a, b in zip(runs[0][0]["tokens"], runs[0][1]["tokens"], strict=True)),
+        "mega_tokens_per_second": round(tokens / median(own["wall"] for own, _, _ in runs), 1),
+        "transformers_tokens_per_second": round(tokens / median(other["wall"] for _, _, other in runs), 1),
+        "speedup": round(median(other["wall"] / own["wall"] for own, _, other in runs), 2),
+        "speedup_in_processor_time": round(median(other["cpu"] / own["cpu"] for own, _, other in runs), 2),
+        "the_same_without_guesses": round(median(other["cpu"] / plain["cpu"] for _, plain, other in runs), 2),
+        "same_texts": sum(a == b for a, b in zip(runs[0][0]["tokens"], runs[0][2]["tokens"], strict=True)),
         "texts": len(workload["requests"]),
     }
 

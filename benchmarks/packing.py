@@ -56,8 +56,8 @@ def balance(dataset: BlendedDataset, ranks: int) -> dict[str, float]:
     """The most work of a rank over the mean, of some steps: dealt by work, and in the order of the numbers."""
     dealt_work, plain = [], []
     for step in range(STEPS):
-        work = np.array([dataset.work(k) for k in range(1024 * step, 1024 * (step + 1))], np.float64)
-        for found, hands in ((dealt_work, dealt(work.tolist(), ranks)), (plain, np.arange(1024).reshape(ranks, -1))):
+        work = dataset.work(range(1024 * step, 1024 * (step + 1)))
+        for found, hands in ((dealt_work, dealt(work, ranks)), (plain, np.arange(1024).reshape(ranks, -1))):
             sums = work[hands].sum(1)
             found.append(sums.max() / sums.mean())
     return {"dealt": float(np.mean(dealt_work)), "by_number": float(np.mean(plain))}

@@ -19,7 +19,9 @@ CHAT = "Conversations"
 def preprocess(
     input: Input,
     tokenizer: Annotated[Path, typer.Option(help="Folder with tokenizer.json, or that file.")],
-    output: Annotated[Path, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.info.")],
+    output: Annotated[
+        Path, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.info; a URL, too.")
+    ],
     more: MoreInput = None,
     json_key: JsonKey = "text",
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the end token.")] = False,
@@ -105,7 +107,8 @@ def preprocess(
     response; pairs have chosen and rejected. tools may stand beside them. The tokenizer's chat template makes text of
     them, and says what the answers are, if by {% generation %}; else they are what each adds to the text before it.
 
-    A run that was ended goes on where it was when it is started again.
+    A run that was ended goes on where it was when it is started again. Files for an object store are made in
+    ~/.cache/mega, and are gone there when they are in the store.
 
     With --shard, N jobs on any machines that see the same files make a part each, PREFIX.shard-I-of-N, and whichever is
     last joins them to the data set that one run would have made. A part is begun after a share of the input's bytes: at
@@ -118,6 +121,7 @@ def preprocess(
     The package fastokens encodes the same tokens many times as fast. It is compared with tokenizers on the begin of the
     corpus and a two-hundredth of the rest; at the first difference the work begins again without it.
     """
+    from mega_data.fetch import as_given
     from mega_data.preprocess import preprocess as run
     from mega_data.shards import Shard
 
@@ -153,7 +157,7 @@ def preprocess(
         encoder=encoder,
         sentences=(language or "en") if split_sentences else None,
     )
-    made = f"{output}, part {info.shard.number} of {info.shard.of}" if info.shard else f"{output}"
+    made = as_given(output) + (f", part {info.shard.number} of {info.shard.of}" if info.shard else "")
     typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
 
 

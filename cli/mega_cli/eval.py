@@ -46,7 +46,7 @@ LONGEST_DEFAULT = 4096  # tokens
 OF_DATA = ("check_tokenizer", "json_file", "per_sample")  # options of `mega eval` that go with --data, and with --tasks
 OF_TASKS = (
     "include_path", "num_fewshot", "limit", "apply_chat_template", "log_samples", "output", "cache", "offline", "nproc",
-    "tp", "ep",
+    "tp", "ep", "pp",
 )  # fmt: skip
 
 
@@ -139,10 +139,13 @@ def eval_command(
     ] = False,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, help="--tasks: ranks to start here; what --tp and --ep leave shares the samples."),
+        typer.Option(min=1, help="--tasks: ranks to start here; what --tp, --ep and --pp leave shares the samples."),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="--tasks: ranks that share each weight.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="--tasks: ranks that share the experts.")] = 1,
+    pp: Annotated[
+        int, typer.Option(min=1, help="--tasks: ranks that share the layers, for a model that one device cannot hold.")
+    ] = 1,
 ) -> None:
     """Score a model on held-out tokens (--data: loss, perplexity, bits per byte) or on downstream tasks (--tasks).
 
@@ -151,14 +154,14 @@ def eval_command(
     """
     _check_use(ctx, data, tasks)
     if tasks is not None:
-        from mega_cli.eval_tasks import Asked, Degrees, evaluate_tasks, import_harness
+        from mega_cli.eval_tasks import Asked, evaluate_tasks, import_harness
 
         import_harness(offline=offline)
         from mega_eval.tasks import TaskOptions
 
         asked = Asked(model, tokenizer, precision, device, batch_size, seq_length, output)
         options = TaskOptions(include_path, num_fewshot, limit, apply_chat_template, log_samples, cache)
-        evaluate_tasks(tasks.split(","), asked, options, Degrees(nproc, tp, ep))
+        evaluate_tasks(tasks.split(","), asked, options, nproc=nproc, tp=tp, ep=ep, pp=pp)
         return
     assert data is not None
     from mega_common.files import write_json
@@ -245,7 +248,10 @@ def generate_command(
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Guess tokens, which changes no text: ngrams repeats the text, or a smaller model's folder."),
+        typer.Option(
+            help="Guess tokens, which changes no text: ngrams repeats the text, none does not; or a smaller model's folder.",
+            show_default="ngrams on a CPU",
+        ),
     ] = None,
     logprobs: Annotated[
         int | None, typer.Option(min=0, help="With --json: each token's log-probability, and so many alternatives.")

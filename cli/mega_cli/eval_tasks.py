@@ -16,25 +16,11 @@ from mega_common.errors import ConfigError, DataError, MissingPackageError
 
 if TYPE_CHECKING:
     from mega_data.chat.template import ChatTemplate
-    from mega_eval.replicas import Replicas
+    from mega_eval.replicas import Replicas, Sharing
     from mega_eval.tasks import TaskOptions
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # what the libraries of the hub look at
 WAIT_SECONDS = 24 * 3600.0  # that ranks wait for the first, which may fetch data
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """How many ranks there are, and how they share a copy of the model."""
-
-    nproc: int | None
-    tp: int
-    ep: int
-
-    @property
-    def block(self) -> int:
-        """Ranks of a copy."""
-        return max(self.tp, self.ep)
 
 
 @dataclass(frozen=True)
@@ -67,17 +53,21 @@ def import_harness(*, offline: bool) -> None:
         ) from None
 
 
-def evaluate_tasks(names: list[str], asked: Asked, options: TaskOptions, degrees: Degrees) -> None:
-    """Run tasks, in this process when it is a rank already or needs no others; else start the ranks."""
+def evaluate_tasks(
+    names: list[str], asked: Asked, options: TaskOptions, *, nproc: int | None, tp: int, ep: int, pp: int
+) -> None:
+    """Run tasks, in this process when it is a rank already or needs no others; else start `nproc` ranks."""
     from mega_common.log import setup_log
+    from mega_eval.replicas import Sharing
     from mega_trainer.ranks import Ranks, joined, ranks_of
 
     ranks = ranks_of(os.environ)
-    count = ranks.world_size if ranks else degrees.nproc or degrees.block
-    if count % degrees.block or degrees.block % min(degrees.tp, degrees.ep):
+    sharing = Sharing(tp, ep, pp)
+    count = ranks.world_size if ranks else nproc or sharing.size
+    if count % sharing.size or sharing.block % min(tp, ep):
         raise ConfigError(
-            f"{count} ranks cannot be shared out by tp {degrees.tp} and ep {degrees.ep}",
-            hint="the larger of the two divides the number of ranks, and the smaller one the larger",
+            f"{count} ranks cannot be shared out by tp {tp}, ep {ep} and pp {pp}",
+            hint="pp times the larger of tp and ep divides the number of ranks, and the smaller of these the larger",
         )
     if ranks is None and count > 1:
         raise typer.Exit(_start(count))
@@ -86,9 +76,9 @@ def evaluate_tasks(names: list[str], asked: Asked, options: TaskOptions, degrees
         setup_log(rank=ranks.rank, world_size=ranks.world_size)
     with joined(ranks, asked.device, WAIT_SECONDS):
         if ranks.rank == 0:
-            _lead(names, asked, options, degrees, ranks.world_size)
+            _lead(names, asked, options, sharing, ranks.world_size)
         else:
-            _load(asked, degrees, ranks.rank, ranks.world_size).follow()
+            _load(asked, sharing, ranks.rank, ranks.world_size).follow()
 
 
 def _start(count: int) -> int:
@@ -102,13 +92,13 @@ def _start(count: int) -> int:
     return status
 
 
-def _lead(names: list[str], asked: Asked, options: TaskOptions, degrees: Degrees, world_size: int) -> None:
+def _lead(names: list[str], asked: Asked, options: TaskOptions, sharing: Sharing, world_size: int) -> None:
     from mega_eval.harness import HarnessModel
     from mega_eval.load import end_tokens
     from mega_eval.tasks import find_tasks, run_tasks, table, write_results
 
     manager = find_tasks(names, options.include_path)  # a mistake is told before the model is loaded
-    replicas = _load(asked, degrees, 0, world_size)
+    replicas = _load(asked, sharing, 0, world_size)
     words = replicas.prompts.tokenizer
     length = asked.seq_length or replicas.model.config.max_position
     template = _template(asked) if options.apply_chat_template else None
@@ -131,14 +121,14 @@ def _template(asked: Asked) -> ChatTemplate:
         raise DataError(error.message, hint=hint) from None
 
 
-def _load(asked: Asked, degrees: Degrees, rank: int, world_size: int) -> Replicas:
+def _load(asked: Asked, sharing: Sharing, rank: int, world_size: int) -> Replicas:
     from mega_ckpt.source import model_at
     from mega_data.tokenizer import Tokenizer
     from mega_eval.load import PRECISIONS, device_named, load_model, load_tokenizer
     from mega_eval.replicas import Prompts, Replicas, connect
 
     words = Tokenizer(asked.tokenizer) if asked.tokenizer else load_tokenizer(asked.model)
-    groups = connect(model_at(asked.model), rank, world_size, tp=degrees.tp, ep=degrees.ep)
+    groups = connect(model_at(asked.model), rank, world_size, sharing)
     dtype, device = PRECISIONS[asked.precision], device_named(asked.device)
     model = load_model(asked.model, dtype=dtype, device=device, groups=groups)
-    return Replicas(model, Prompts(words), asked.batch_size, rank, world_size, degrees.block)
+    return Replicas(model, Prompts(words), asked.batch_size, rank, world_size, sharing)

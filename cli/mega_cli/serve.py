@@ -195,12 +195,16 @@ def _load(
     batch_size: int,
 ) -> _Loaded:
     from mega_eval.engine import Engine
+    from mega_eval.generate import usual_drafter
     from mega_eval.language_model import LanguageModel
 
     loaded = LanguageModel.load(model, precision=precision, device=device, tokenizer=tokenizer)
     config, words = loaded.model.config, loaded.tokenizer
     longest = max_length or min(config.max_position, LONGEST_DEFAULT)
-    engine = Engine(loaded.model, words, cache_tokens=cache_tokens or 2 * longest, batch_size=batch_size)
+    engine = Engine(
+        loaded.model, words, cache_tokens=cache_tokens or 2 * longest, batch_size=batch_size,
+        drafter=usual_drafter(loaded.model),
+    )  # fmt: skip
     return _Loaded(engine, words, loaded.ends, longest, config.vocab_size)
 
 

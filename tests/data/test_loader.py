@@ -3,10 +3,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,8 +33,8 @@ class Numbered:
             raise DataError(f"sample {k} of {self.end}")
         return DocumentRules().sample(np.full(S + 1, k))
 
-    def work(self, k: int) -> int:
-        return S * S
+    def work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+        return np.full(len(numbers), S * S)
 
 
 def taken(loader: Loader, steps: int) -> list[StepBatch]:
@@ -117,8 +119,8 @@ def test_a_sample_without_documents_is_one_among_others() -> None:
 
 
 class Uneven(Numbered):
-    def work(self, k: int) -> int:
-        return (k * 7919) % 1000 + 1
+    def work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+        return np.array(numbers) * 7919 % 1000 + 1
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6])
@@ -127,7 +129,7 @@ def test_samples_of_uneven_work_are_those_of_the_step_and_dealt_evenly(dp_size: 
     for step, parts in enumerate(zip(*(taken(loader, 4) for loader in made), strict=True)):
         ids = [part.sample_ids.tolist() for part in parts]
         assert sorted(k for own in ids for k in own) == list(range(24 * step, 24 * step + 24))
-        work = [sum(Uneven().work(k) for k in own) for own in ids]
+        work = [Uneven().work(own).sum() for own in ids]
         assert max(work) <= 1.1 * sum(work) / dp_size
         for part in parts:
             assert part.tokens.tolist() == [[k] * S for k in part.sample_ids.tolist()]
@@ -137,7 +139,7 @@ def test_samples_of_uneven_work_are_those_of_the_step_and_dealt_evenly(dp_size: 
 @settings(max_examples=60, deadline=None)
 def test_every_sample_is_dealt_once_the_large_ones_first(ranks: int, share: int, data: st.DataObject) -> None:
     work = data.draw(st.lists(st.integers(0, 99), min_size=ranks * share, max_size=ranks * share))
-    hands = dealt(work, ranks)
+    hands = dealt(np.array(work), ranks)
     assert hands.shape == (ranks, share)
     assert sorted(hands.ravel().tolist()) == list(range(ranks * share))
     if len(set(work)) > 1:

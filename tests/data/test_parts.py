@@ -16,8 +16,10 @@ import pytest
 from mega_common.errors import DataError
 from mega_data.config import DataConfig
 from mega_data.dataset import build_datasets
+from mega_data.fetch import as_given
 from mega_data.indexed import IndexedReader, OpenFiles
 from mega_data.indexed_writer import IndexedWriter
+from mega_data.parts import matching
 from mega_data.use import Use, planned_use
 
 EOD = 0
@@ -184,6 +186,21 @@ def test_a_glob_weighs_as_one_by_the_tokens_of_what_matches(tmp_path: Path) -> N
     assert used == {"web-0": 300, "web-1": 900, "wiki": 500}
     with pytest.raises(DataError, match="no data set matches"):
         planned_use(config(tmp_path / "code-*"), {"train": 1}, None)
+
+
+def test_a_glob_of_urls_and_one_of_conversations_with_their_masks(
+    tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("web-0", "web-1", "wiki", "chat", "chat.mask"):
+        data_set(tmp_path / name)
+        for suffix in ("bin", "idx"):
+            store.pipe(f"/bucket/{name}.{suffix}", (tmp_path / f"{name}.{suffix}").read_bytes())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in (str(tmp_path), "memory://bucket"):
+        for pattern, names in (("web-*", ["web-0", "web-1"]), ("ch*", ["chat"])):
+            found = matching(DataConfig.parse({"train": f"{folder}/{pattern}"}).train[0])
+            assert [as_given(path) for path in found] == [f"{folder}/{name}" for name in names]
+            assert IndexedReader(found[0]).documents == IndexedReader(tmp_path / names[0]).documents
 
 
 def test_a_name_with_brackets_that_is_there_is_no_glob(tmp_path: Path) -> None:

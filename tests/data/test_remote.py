@@ -13,6 +13,7 @@ import pytest
 from mega_common.errors import ConfigError, DataError, MissingPackageError
 from mega_common.log import ProgressBar
 from mega_common.remote import Remote, RemoteError
+from mega_data.engines import Engine
 from mega_data.preprocess import preprocess
 from mega_data.shards import Shard
 from mega_data.sources import LeftOut, find_sources
@@ -117,10 +118,45 @@ def test_a_store_that_fails_is_no_damaged_file(
     assert content(tmp_path / "d") == content(tmp_path / "straight")
 
 
-def test_outputs_are_files(tmp_path: Path, tokenizer_folder: Path, store: Any) -> None:
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_outputs_go_to_a_store(tmp_path: Path, tokenizer_folder: Path, store: Any, home: Path, engine: Engine) -> None:
+    """What lies there is what is made in files, and nothing is left here."""
+    (tmp_path / "a.jsonl").write_bytes(records("a") + b"{\n")
+    url = Path("memory://bucket/d")
+    preprocess([tmp_path / "a.jsonl"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
+    preprocess([tmp_path / "a.jsonl"], tokenizer_folder, url, on_bad_line="skip", engine=engine)
+    names = ["d.bin", "d.idx", "d.info", "d.quarantine.jsonl"]
+    assert sorted(Path(name).name for name in store.find("/bucket")) == names
+    assert all(store.cat(f"/bucket/{name}") == (tmp_path / name).read_bytes() for name in names)
+    assert not [path for path in home.rglob("*") if path.is_file()]
+    with pytest.raises(DataError, match=r"memory://bucket/d.idx: exists already"):
+        preprocess([tmp_path / "a.jsonl"], tokenizer_folder, url, on_bad_line="skip")
+    (tmp_path / "a.jsonl").write_bytes(records("b"))
+    preprocess([tmp_path / "a.jsonl"], tokenizer_folder, url, overwrite=True)
+    assert sorted(Path(name).name for name in store.find("/bucket")) == names[:3]
+    with pytest.raises(DataError, match="joined in a folder that all see"):
+        preprocess([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/e"), shard=Shard(1, 2))
+
+
+def test_a_store_that_fails_gets_what_is_made_already(
+    tmp_path: Path, tokenizer_folder: Path, store: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(records("a"))
-    with pytest.raises(DataError, match=r"memory://bucket/d: a data set is made in files(?s:.*)copy its files there"):
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "put_file", lambda *_, **__: 1 / 0)
+        with pytest.raises(RemoteError, match=r"memory://bucket/d.info: ZeroDivisionError"):
+            preprocess([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
+    with monkeypatch.context() as patch:
+        patch.setattr("mega_data.preprocess.encode_all", lambda *_: 1 / 0)  # nothing is done again
         preprocess([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
+    preprocess([tmp_path / "a.jsonl"], tokenizer_folder, tmp_path / "d")
+    assert store.cat("/bucket/d.idx") == (tmp_path / "d.idx").read_bytes()
 
 
 def test_what_is_not_there(store: Any) -> None:

@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tiny_models import BASE, VARIANTS, YARN, variant
 from mega_common.errors import DataError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.draft import Drafter, ModelDrafter, NgramDrafter
+from mega_eval.draft import Drafter, ModelDrafter, NgramDrafter, Trust
 from mega_eval.engine import Engine, Event, Request
 from mega_eval.pages import PAGE
 from mega_eval.sampling import Sampling
@@ -78,11 +79,22 @@ LATENT: dict[str, Any] = {
     **BASE, "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
 }  # fmt: skip
 LATENTS = [LATENT, {**LATENT, "sliding_window": 5, "rope": {"interleaved": True, **YARN}}]
+HYBRID: dict[str, Any] = {
+    **BASE, "num_layers": 4, "layers": ["mamba+mlp", "delta", "attention+moe", "mamba"], "position": "none",
+    "mamba": {"num_heads": 4, "head_dim": 3, "state_size": 5, "num_groups": 2, "chunk_size": 4},
+    "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 3, "value_head_dim": 5, "chunk_size": 4},
+    "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 12},
+}  # fmt: skip
+STATES = {**HYBRID, "num_layers": 2, "layers": ["mamba", "delta+mlp"]}
 # The frequencies of "dynamic" change as a row grows; kept keys do not, here as in transformers.
-MODELS = [variant(name) for name in VARIANTS if name != "dynamic"] + [ModelConfig.parse(one) for one in LATENTS]
+MODELS = [variant(name) for name in VARIANTS if name != "dynamic"] + [
+    ModelConfig.parse(one) for one in (*LATENTS, HYBRID, STATES)
+]
 
 
-@pytest.mark.parametrize("config", MODELS, ids=[*(name for name in VARIANTS if name != "dynamic"), "mla", "mla-window"])
+@pytest.mark.parametrize(
+    "config", MODELS, ids=[*(name for name in VARIANTS if name != "dynamic"), "mla", "mla-window", "hybrid", "states"]
+)
 def test_a_row_computes_what_it_would_alone_and_without_a_cache(config: ModelConfig):
     """In chunks of a prompt, beside rows that come and go, and begun anew where pages are few."""
     model = model_of(config)
@@ -151,6 +163,21 @@ def test_no_page_is_lost_and_no_token_changed_by_what_else_runs(rounds: int):
     assert len(requests) > rounds // 2
     for number, request in requests.items():
         assert (tokens_of(found[number]), found[number][-1].finish) == alone(request)
+
+
+def test_a_state_is_no_larger_after_many_tokens_and_no_other_row_has_it():
+    """Rows come and go in places that others had; guesses are not asked for, for a wrong one would change a state."""
+    model = model_of(ModelConfig.parse(STATES))
+    requests = [
+        Request(prompt, Limits(length)) for prompt, length in zip(PROMPTS * 2, (60, 3, 9, 2, 20, 5), strict=True)
+    ]
+    engine = engine_of(model, batch_size=2, cache_tokens=16 * PAGE, drafter=Guesses())
+    found = run(engine, requests, every=2)
+    held = [state.shape for layer in engine._cache._held for state in layer]
+    assert held == [(2, 3, 32), (2, 4, 3, 5), (2, 3, 32), (2, 4, 3, 5)]
+    for number, request in enumerate(requests):
+        (alone_,) = run(engine_of(model, batch_size=1), [request]).values()
+        assert tokens_of(found[number]) == tokens_of(alone_)
 
 
 def test_penalties_change_what_follows():
@@ -237,7 +264,7 @@ def test_what_is_drawn_with_guesses_is_distributed_as_without():
     count, other = 500, model_of(variant("multi-query"))
     sampling = Sampling(temperature=0.5)
     requests = [Request([5], Limits(3), sampling, sample=sample) for sample in range(count)]
-    drafter = ModelDrafter(engine_of(other, batch_size=64, cache_tokens=64 * PAGE), 1)
+    drafter = ModelDrafter(engine_of(other, batch_size=64, cache_tokens=64 * PAGE))
     engine = engine_of(MODEL, batch_size=64, cache_tokens=64 * PAGE, drafter=drafter)
     found = torch.zeros(61, dtype=torch.float64)
     for events in run(engine, requests).values():
@@ -252,14 +279,34 @@ def test_what_is_drawn_with_guesses_is_distributed_as_without():
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # four standard deviations
 
 
+def test_guesses_are_trusted_by_how_they_fared():
+    trust, asked = Trust(), []
+    for _ in range(4):  # all right: twice as many, up to a bound
+        asked.append(trust.count())
+        trust.learn(asked[-1], asked[-1])
+    assert asked == [2, 4, 8, 8]
+    trust.learn(8, 3)
+    assert trust.count() == 3
+    steps = []
+    for step in range(200):  # never right: ever rarer, and two at most
+        if count := trust.count():
+            steps.append(step)
+            assert count in (2, 3)
+            trust.learn(count, 0)
+    assert [b - a for a, b in pairwise(steps)] == [2, 4, 8, 16, 32, 32, 32, 32, 32]
+
+
 def test_ngrams_repeat_what_followed():
-    def guess(tokens: list[int], room: int = 9) -> list[int]:
-        return NgramDrafter(count=3).propose([Request(tokens, Limits(room))])[0]
+    def guess(tokens: list[int], room: int = 3) -> list[int]:
+        return NgramDrafter().propose([Request(tokens, Limits(room))])[0]
 
     assert guess([1, 2, 3, 4, 5, 9, 2, 3]) == [4, 5, 9]
     assert guess([1, 2, 7, 1, 2, 8, 1, 2]) == [8, 1, 2]  # the latest
     assert guess([1, 2, 3, 4, 5, 9, 2, 3], room=1) == [4]
     assert guess([1, 2, 3]) == guess([4]) == []
+    few = [Request([1, 2, 3, 1, 2], Limits(1))] * 3
+    assert NgramDrafter(texts=3).propose(few) == [[3]] * 3
+    assert NgramDrafter(texts=2).propose(few) == [[]] * 3  # a batch of many texts pays for each token
     assert guess([256, 1, 5, 6, 0, 256]) == []  # bytes of which stand between two tokens
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from mega_ckpt.families import family_named
 from mega_common.errors import ConfigError, DataError
 from mega_data.tokenizer import train_tokenizer
 from mega_eval.language_model import LanguageModel
+
+EXAMPLE = Path(__file__).parents[2] / "examples/python/ask.py"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,16 @@ def test_a_chat_is_its_templates_text(folder: Path):
     model = LanguageModel.load(folder, draft="ngrams")
     answer = model.chat([{"role": "user", "content": "the end"}], max_new_tokens=5)
     assert answer == model.generate([model.tokenizer.encode("the end of")], max_new_tokens=5)[0]
+
+
+def test_the_example_asks_in_every_way(folder: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("transformers", reason="renders templates")
+    runpy.run_path(str(EXAMPLE))["main"](str(folder))
+    lines = capsys.readouterr().out.splitlines()
+    ranked = [float(line.split()[0]) for line in lines[:3]]
+    assert ranked == sorted(ranked, reverse=True)
+    assert all(len(line.split("  ")) == 3 for line in lines[3:8])
+    assert sum(line.startswith(("length: ", "stop: ", "end: ")) for line in lines) == 2
 
 
 def test_settings_that_cannot_be(folder: Path):

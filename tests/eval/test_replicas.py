@@ -13,7 +13,7 @@ from mega_ckpt.source import model_at
 from mega_common.errors import ConfigError
 from mega_eval.generate import Completion
 from mega_eval.load import load_model, load_tokenizer
-from mega_eval.replicas import Prompts, Replicas, connect
+from mega_eval.replicas import Prompts, Replicas, Sharing, connect
 from mega_eval.sampling import Sampling
 from mega_eval.score import Pair, Score
 from mega_eval.text import Limits
@@ -38,11 +38,11 @@ def work(replicas: Replicas) -> tuple[dict[int, Score], list[list[Completion]]]:
     return dict(replicas.score(pairs())), texts
 
 
-def on_a_rank(folder: Path, layouts: list[tuple[int, int]]) -> list[object]:
+def on_a_rank(folder: Path, layouts: list[Sharing]) -> list[object]:
     rank, world, found = dist.get_rank(), dist.get_world_size(), []
-    for tp, ep in layouts:
-        model = load_model(folder, groups=connect(model_at(folder), rank, world, tp=tp, ep=ep))
-        replicas = Replicas(model, Prompts(load_tokenizer(folder)), 4, rank, world, max(tp, ep))
+    for sharing in layouts:
+        model = load_model(folder, groups=connect(model_at(folder), rank, world, sharing))
+        replicas = Replicas(model, Prompts(load_tokenizer(folder)), 4, rank, world, sharing)
         if rank:
             replicas.follow()
         else:
@@ -52,11 +52,14 @@ def on_a_rank(folder: Path, layouts: list[tuple[int, int]]) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "layouts"),  # tensor ranks, and ranks that share the experts; of 8 ranks
-    [("grouped", "llama", [(1, 1), (4, 1)]), ("moe", "mixtral", [(4, 2), (1, 2)])],
+    ("name", "family", "layouts"),  # ranks that share weights, experts, layers; of 8
+    [
+        ("grouped", "llama", [Sharing(), Sharing(tp=4), Sharing(pp=2), Sharing(tp=2, pp=2)]),
+        ("moe", "mixtral", [Sharing(tp=4, ep=2), Sharing(ep=2), Sharing(ep=2, pp=2)]),
+    ],
 )
 def test_eight_ranks_in_any_layout_give_what_one_gives(
-    tmp_path: Path, name: str, family: str, layouts: list[tuple[int, int]]
+    tmp_path: Path, name: str, family: str, layouts: list[Sharing]
 ) -> None:
     write_model(tmp_path, name, family)
     scores, texts = work(Replicas(load_model(tmp_path), Prompts(load_tokenizer(tmp_path)), 4))
@@ -74,9 +77,11 @@ def test_eight_ranks_in_any_layout_give_what_one_gives(
 def test_degrees_that_a_model_does_not_allow(tmp_path: Path) -> None:
     write_model(tmp_path)
     with pytest.raises(ConfigError, match="tp = 3"):
-        connect(model_at(tmp_path), 0, 3, tp=3, ep=1)
+        connect(model_at(tmp_path), 0, 3, Sharing(tp=3))
     with pytest.raises(ConfigError, match="ep = 2"):
-        connect(model_at(tmp_path), 0, 2, tp=1, ep=2)
+        connect(model_at(tmp_path), 0, 2, Sharing(ep=2))
+    with pytest.raises(ConfigError, match=r"pp = 64: this model has 2 layers"):
+        connect(model_at(tmp_path), 0, 64, Sharing(pp=64))
 
 
 def test_a_text_that_spells_its_first_token_gets_no_second(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -135,6 +135,13 @@ class Remote(str):
                 for name, entry in sorted(found.items())
                 if entry["type"] == "file"
             }
+
+    def put(self, file: Path, advance: Callable[[int], object]) -> None:
+        """Copy a file to be this object, which appears when all of it is there; `advance` is told the bytes."""
+        callback = fsspec.Callback()
+        callback.relative_update = advance
+        with self._asked(writing=True) as (files, path):
+            files.put_file(str(file), path, callback=callback)
 
     def open_new(self) -> IO[bytes]:
         """An object to write in parts; closing it makes it appear, discarding it does not."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from mega_common.config import Config, Problem
-from mega_data.objectives import BertConfig, FimConfig, T5Config
+from mega_data.objectives import ROOM, BertConfig, FimConfig, T5Config
 
 Order = Literal["shuffled", "stable", "megatron"]
 KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert", "t5"]
@@ -167,9 +167,8 @@ class DataConfig(Config):
                     )
 
     def _kind_problems(self) -> Iterator[Problem]:
-        if "pairs" in self.kinds:
-            rule = "has no loss to train with yet: preference pairs can be made and shown"
-            yield Problem("kind", rule, "pairs", "conversations, made of the chosen answers")
+        if "fim" in self.kinds and self.fim.level == "document" and self.seq_length < 2 * ROOM:
+            yield Problem("seq_length", "leaves no room for text beside the tokens of data.fim", self.seq_length)
         alone = self.kinds & {"bert", "t5"}
         if not alone:
             return

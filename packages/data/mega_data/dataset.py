@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from mega_common.errors import ConfigError, DataError
@@ -68,10 +69,14 @@ class BlendedDataset:
         source, number = self._blend.locate(k)
         return self._sources[source][number]
 
-    def work(self, k: int) -> int:
-        """Pairs of tokens, about, that attention meets in sample `k`."""
-        source, number = self._blend.locate(k)
-        return self._sources[source].work(number)
+    def work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Pairs of tokens, about, that attention meets in each of some samples, int64 [n]."""
+        sources, places = np.array([self._blend.locate(k) for k in numbers]).T
+        found = np.empty(len(numbers), np.int64)
+        for source in np.unique(sources).tolist():
+            own = sources == source
+            found[own] = self._sources[source].work(places[own])
+        return found
 
     @property
     def samples_per_epoch(self) -> float:

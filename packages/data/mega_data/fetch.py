@@ -41,11 +41,16 @@ def local_prefix(prefix: Path, cache: Path | None = None) -> Path:
         if name not in found:
             raise DataError(f"{where}.{name}: no such object")
     key = hashlib.sha256(repr([where, found]).encode()).hexdigest()[:12]
-    made = (cache or Path.home() / ".cache" / "mega" / "data") / f"{where.name}-{key}" / where.name
+    made = (cache or default_cache()) / f"{where.name}-{key}" / where.name
     if not _named(made, "idx").exists():
         with refusals(made):
             _fetch(where, found, made)
     return made
+
+
+def default_cache() -> Path:
+    """Where copies are that no configuration gives a place to."""
+    return Path.home() / ".cache" / "mega" / "data"
 
 
 def as_given(path: Path) -> str:

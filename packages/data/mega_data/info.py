@@ -179,8 +179,8 @@ def prepare_output(prefix: Path, overwrite: bool) -> None:
     """
     if "://" in (url := as_given(prefix)):
         raise DataError(
-            f"{url}: a data set is made in files of this machine, by renames that an object store lacks",
-            hint="give another --output, and copy its files there, .idx last: they are read from there",
+            f"{url}: made in files of this machine, by renames that an object store lacks",
+            hint="give another --output, and copy its files there, .idx last; mega data preprocess does so itself",
         )
     if prefix.is_dir() or not prefix.name:
         raise DataError(f"{prefix}: a folder; the output is a prefix, such as {prefix / 'wiki'}")

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heapreplace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -23,7 +23,7 @@ class Samples(Protocol):
 
     def __getitem__(self, k: int, /) -> Sample: ...
 
-    def work(self, k: int, /) -> int:
+    def work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
         """As in `kinds.base.Samples`."""
 
 
@@ -118,7 +118,7 @@ class Loader:
     def _own(self, step: range) -> npt.NDArray[np.int64]:
         if self._dp_size == 1:
             return np.arange(len(step))
-        own: npt.NDArray[np.int64] = dealt([self._dataset.work(k) for k in step], self._dp_size)[self._dp_rank]
+        own: npt.NDArray[np.int64] = dealt(self._dataset.work(step), self._dp_size)[self._dp_rank]
         return own
 
     def _or_one(self, document_ids: npt.NDArray[np.int32] | None) -> npt.NDArray[np.int32]:
@@ -129,21 +129,24 @@ class Loader:
         return np.stack(rows, out=np.empty((len(rows), self._seq_length), rows[0].dtype))
 
 
-def dealt(work: Sequence[int], ranks: int) -> npt.NDArray[np.int64]:
-    """Which samples of a step each rank has, int64 [ranks, samples / ranks]: as many each, and about equal work.
+def dealt(work: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
+    """Which samples of a step each rank has, int64 [ranks, samples / ranks]: as many each, and about equal work, int64 [samples].
 
     Samples of equal work go by number, the first of them to the first rank. Others go the largest first, each to the rank
     with the least work so far that has room (Graham 1969), so that the n-th ones of the ranks, which wait for each other
     where gradients or weights are exchanged after every micro-batch, are about equal too.
     """
-    share = len(work) // ranks
-    if len(set(work)) == 1:
-        return np.arange(len(work)).reshape(ranks, share)
+    share = work.size // ranks
+    if (work == work[0]).all():
+        return np.arange(work.size).reshape(ranks, share)
     hands: list[list[int]] = [[] for _ in range(ranks)]
     open_hands = [(0, rank) for rank in range(ranks)]
-    for sample in sorted(range(len(work)), key=lambda sample: -work[sample]):
-        total, rank = heappop(open_hands)
+    order = np.argsort(-work, kind="stable")
+    for sample, size in zip(order.tolist(), work[order].tolist(), strict=True):
+        total, rank = open_hands[0]
         hands[rank].append(sample)
         if len(hands[rank]) < share:
-            heappush(open_hands, (total + work[sample], rank))
+            heapreplace(open_hands, (total + size, rank))
+        else:
+            heappop(open_hands)
     return np.array(hands)

@@ -11,6 +11,10 @@ from mega_common.config import Config
 Probability = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
+ROOM = (
+    8  # positions that a document may take more once it is rearranged: three tokens, and what two cuts within words add
+)
+
 
 class FimConfig(Config):
     """Fill in the middle (Bavarian et al., 2022): a piece of a document is cut in prefix, middle and suffix."""
@@ -18,6 +22,10 @@ class FimConfig(Config):
     rate: Probability = Field(0.5, description="share of the documents' pieces that are rearranged")
     spm_rate: Probability = Field(0.5, description="share of those with the suffix first; the others have the prefix")
     cut: Literal["character", "token"] = Field("character", description="between what the middle is cut out")
+    level: Literal["context", "document"] = Field(
+        "context",
+        description="context: what a window of running text has of each document; document: whole ones, before they are packed",
+    )
     tokens: Annotated[list[str], Field(min_length=3, max_length=3)] | None = Field(
         None, description="the tokens before prefix, middle and suffix; default: those usual names the tokenizer has"
     )

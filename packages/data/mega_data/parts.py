@@ -12,9 +12,10 @@ import numpy as np
 
 from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
+from mega_common.remote import Remote, place
 from mega_data.config import DataConfig, Source
 from mega_data.document_order import token_range
-from mega_data.fetch import local_prefix
+from mega_data.fetch import as_given, local_prefix
 from mega_data.indexed import IndexedReader, OpenFiles, data_prefix, idx_path
 from mega_data.info import read_info
 from mega_data.limits import allow_open_files
@@ -24,7 +25,11 @@ SPLITS = ("train", "valid", "test")
 LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
 MOST = 1000  # data sets whose files are open at a time
 CHECKED = 1 << 28  # bytes of indices that are checked on opening; where there are more, each when it is first read
-OF_SENTENCES = ("bert", "t5")  # kinds whose data sets are cut between documents, for their sequences are sentences
+OF_SEVERAL = (
+    "bert",
+    "t5",
+    "pairs",
+)  # kinds whose documents have several sequences: their data sets are cut between those
 Bounds = tuple[float, float]
 
 
@@ -169,8 +174,9 @@ def matching(source: Source) -> list[Path]:
     """
     if not source.is_glob or idx_path(source.path).exists():
         return [data_prefix(source.path)]
-    pattern = str(data_prefix(source.path)) + ".idx"
-    found = [Path(name).with_suffix("") for name in sorted(glob(pattern, recursive=True))]
+    pattern = place(as_given(data_prefix(source.path)) + ".idx")
+    names = pattern.matches() if isinstance(pattern, Remote) else sorted(glob(str(pattern), recursive=True))
+    found = [Path(name).with_suffix("") for name in names if not name.endswith(".mask.idx")]
     if not found:
         raise DataError(f"{source.path}: no data set matches", hint="it is to match the names without .bin and .idx")
     return found
@@ -181,7 +187,7 @@ def _sequence_at(bound: float, reader: IndexedReader, kind: str) -> int:
 
     Python's rounding, half to even, of the very product that Megatron rounds.
     """
-    if kind in OF_SENTENCES:
+    if kind in OF_SEVERAL:
         return int(reader.document_index[round(bound * float(reader.document_index.size - 1))])
     return round(bound * float(len(reader)))
 

@@ -29,6 +29,7 @@ from mega_data.engines import Engine, in_processes, on_ray
 from mega_data.indexed import data_prefix, idx_path
 from mega_data.info import DataInfo, ShardInfo, data_files, prepare_output, quarantine_path, read_info, refuse_inputs
 from mega_data.output import Output
+from mega_data.put import place_of, put, workplace
 from mega_data.shards import Shard, cut, failure_noted, finished, join
 from mega_data.sources import WHOLE, LeftOut, Source, find_sources
 from mega_data.split_sentences import SentenceEncoder
@@ -78,18 +79,32 @@ def preprocess(
     last part that was missing. With the `engine` processes or ray this makes all parts, as many as `shards` says and by
     default one for each `PART` bytes of input; `workers` is the number of parts that are made at once.
 
+    With an `output_prefix` that is a URL the files go to that object store when all are made (see `mega_data.put`).
+
     Raises:
         DataError: naming file and line of a bad document, or what cannot be read or written; with the reason of each
             part that could not be made, when all others are.
         MissingPackageError: when an input's format, or the engine, needs a package that is not installed.
     """
+    where = place_of(Path(output_prefix), overwrite=overwrite)
+    if where is not None and (shard is not None or engine == "ray"):
+        raise DataError(
+            f"{where}: parts of several machines are joined in a folder that all see", hint="--engine processes"
+        )
     job = Job(
-        tuple(inputs), Path(tokenizer_path), data_prefix(Path(output_prefix)),
-        WHOLE if chat else json_key, append_eod, parse_special_tokens or chat is not None, on_bad_line, overwrite,
-        encoder, chat, sentences,
+        tuple(inputs), Path(tokenizer_path), workplace(where) if where else data_prefix(Path(output_prefix)),
+        WHOLE if chat else json_key, append_eod, parse_special_tokens or chat is not None, on_bad_line,
+        overwrite or where is not None, encoder, chat, sentences,
     )  # fmt: skip
-    if made := job.check(in_parts=shard is not None or engine != "threads"):
-        return made
+    goes_on = where is not None or shard is not None or engine != "threads"
+    made = job.check(goes_on=goes_on) or _made(job, shard, engine, shards, workers)
+    if where is not None:
+        put(job.whole, where)
+    return made
+
+
+def _made(job: Job, shard: Shard | None, engine: Engine, shards: int | None, workers: int | None) -> DataInfo:
+    """What a job makes: a part, or the whole."""
     if shard is not None:
         part = job.make_part(shard, workers or usable_cores())
         return job.join(shard) or part
@@ -152,14 +167,15 @@ class Job:
         files = [(source.name, source.kind, source.size, source.changed) for source in self.sources]
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
-    def check(self, *, in_parts: bool) -> DataInfo | None:
+    def check(self, *, goes_on: bool) -> DataInfo | None:
         """Whether the data set may be made; it is, already, if a kill left nothing to do but its names.
 
-        Or if its parts were joined: who makes one cannot know that another did, and starts again after that, too.
+        Or, if what is made `goes_on` to be joined or copied: who makes a part cannot know that another has joined them, and
+        starts again after that, too.
         """
         if settle(self.whole) == self.made_from and (info := read_info(self.whole)):
             return info
-        info = read_info(self.whole) if in_parts and idx_path(self.whole).exists() else None
+        info = read_info(self.whole) if goes_on and idx_path(self.whole).exists() else None
         if info and info.made_from == self.made_from:
             logger.info(
                 "%s: is made already, of these inputs and with these settings: nothing is left to do", self.whole

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
-
-from mega_eval.text import Limits
 
 if TYPE_CHECKING:
     from mega_eval.engine import Engine, Request
+
+MOST = 8  # tokens of a guess: as many as a CPU computes in little more time than one
+LONGEST_PAUSE = 32  # steps
 
 
 class Drafter(Protocol):
@@ -24,22 +25,50 @@ class Drafter(Protocol):
         """The tokens that may follow each prompt, at most as many as its `limits` allow; none where there is no guess."""
 
 
+@dataclass
+class Trust:
+    """How many tokens are guessed next for a text, by how the guesses before fared.
+
+    Twice as many after right ones; after a wrong one none for some steps, and twice as many of these the next time. So a
+    text that repeats nothing pays for a guess in one of `LONGEST_PAUSE` steps.
+    """
+
+    _count: int = 2
+    _pause: int = 1
+    _left: int = 0
+
+    def count(self) -> int:
+        """Tokens to be guessed in this step."""
+        self._left = max(0, self._left - 1)
+        return 0 if self._left else self._count
+
+    def learn(self, guessed: int, right: int) -> None:
+        """So many tokens were guessed, and the first of them were right."""
+        if not guessed:
+            return
+        self._count = min(2 * right, MOST) if right == guessed else max(2, right)
+        self._pause = 1 if right else min(2 * self._pause, LONGEST_PAUSE)
+        self._left = 0 if right else self._pause
+
+
 class NgramDrafter:
     """Repeats what followed the last tokens where they stood before, as quotations and code do.
 
     Args:
-        count: most tokens of a guess.
+        texts: guesses for so many at once, and for none where there are more; None: for any number.
         longest: so many last tokens are looked for, then one less, down to two.
     """
 
-    def __init__(self, count: int = 8, longest: int = 4) -> None:
-        self._count, self._longest = count, longest
+    def __init__(self, texts: int | None = None, longest: int = 4) -> None:
+        self._texts, self._longest = texts, longest
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
         """See `Drafter`."""
-        return [self._follow(one.prompt)[: one.limits.max_new_tokens] for one in requests]
+        if self._texts is not None and len(requests) > self._texts:
+            return [[] for _ in requests]
+        return [self._follow(one.prompt, one.limits.max_new_tokens) for one in requests]
 
-    def _follow(self, tokens: Sequence[int]) -> list[int]:
+    def _follow(self, tokens: Sequence[int], count: int) -> list[int]:
         data = array("q", tokens)
         text, size = data.tobytes(), data.itemsize
         for n in range(min(self._longest, len(tokens) - 1), 1, -1):
@@ -47,7 +76,7 @@ class NgramDrafter:
             while (at := text.rfind(text[-n * size :], 0, stop)) >= 0:
                 if at % size == 0:
                     start = at // size + n
-                    return data[start : start + self._count].tolist()
+                    return data[start : start + count].tolist()
                 stop = at + n * size - 1  # not at a token's begin: an earlier one
         return []
 
@@ -57,18 +86,16 @@ class ModelDrafter:
 
     Args:
         engine: the smaller model's, which has requests of nobody else.
-        count: tokens of a guess.
     """
 
-    def __init__(self, engine: Engine, count: int = 4) -> None:
-        self._engine, self._count = engine, count
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
         """See `Drafter`. What the smaller model has computed of a row before lies in its engine's shared pages."""
         found: dict[int, list[int]] = {}
         for one in requests:
-            limits = Limits(min(self._count, one.limits.max_new_tokens))
-            found[self._engine.add(replace(one, limits=limits))] = []
+            found[self._engine.add(one)] = []
         while self._engine.waiting or self._engine.running:
             for event in self._engine.step():
                 found[event.request] += event.tokens

@@ -68,7 +68,8 @@ class LanguageModel:
             precision: fp64, fp32, bf16 or fp16.
             device: auto, cpu, cuda or cuda:N.
             tokenizer: another than the one beside the weights.
-            draft: `ngrams`, or the path of a smaller model of the same vocabulary (speculative decoding).
+            draft: `ngrams`, `none`, or the path of a smaller model of the same vocabulary (speculative decoding); None:
+                as `generate.generate`.
 
         Raises:
             CheckpointError: when there is no complete model, or no tokenizer.
@@ -78,9 +79,8 @@ class LanguageModel:
             raise ConfigError(f"precision {precision!r} is unknown", hint=", ".join(PRECISIONS))
         dtype, where = PRECISIONS[precision], device_named(device)
         words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path)
-        guesses: Draft | None = None
-        if draft is not None:
-            guesses = "ngrams" if draft == "ngrams" else load_model(draft, dtype=dtype, device=where)
+        named: dict[str | None, Draft | None] = {None: None, "ngrams": "ngrams", "none": "none"}
+        guesses = named[draft] if draft in named else load_model(str(draft), dtype=dtype, device=where)
         model = load_model(path, dtype=dtype, device=where)
         return cls(path, model, words, end_tokens(path, words), own_sampling(path), guesses)
 

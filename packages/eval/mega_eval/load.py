@@ -21,6 +21,7 @@ from mega_common.log import logger
 from mega_common.model_config import ModelConfig
 from mega_common.remote import Place
 from mega_data.tokenizer import Tokenizer
+from mega_eval.stages import StagedDecoder
 from mega_trainer.mesh import Groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
@@ -49,7 +50,8 @@ def load_model(
     source = open_source(path)
     tell_unread(source)
     config = source.model.model_copy(update={"mtp_layers": 0})
-    model = Decoder(Builder(config, groups or Groups(), dtype=dtype, device=torch.device(device)))
+    build = Builder(config, groups or Groups(), dtype=dtype, device=torch.device(device))
+    model = StagedDecoder(build) if build.groups.pp.size > 1 else Decoder(build)
     held = [(parameter.detach(), info_of(parameter).pieces) for parameter in model.parameters()]
     boxes = boxes_of([*held, *kept_of(model)])
     unused = sorted(set(source.keys()) - tensors_of(source.model).keys())

@@ -89,7 +89,7 @@ def evaluate(
     check_vocabulary(prefix, model.config.vocab_size)
     check_length(model.config, seq_length, f"windows of {seq_length} tokens")
     windows = sequential(prefix, seq_length)
-    together = 1 if model.head_weight.device.type == "cpu" else batch_size
+    together = 1 if model.device.type == "cpu" else batch_size
     losses, tokens = [], 0
     with ExitStack() as stack:
         bar = stack.enter_context(ProgressBar("evaluating", total=windows.num_labels, unit="tokens"))
@@ -118,7 +118,7 @@ def window_losses(model: Decoder, windows: SequentialDataset, batch_size: int) -
 
 @torch.inference_mode()
 def _batch_losses(model: Decoder, samples: Sequence[Sample]) -> list[float]:
-    device = model.head_weight.device
+    device = model.device
     tokens, labels, weights = (
         torch.from_numpy(np.stack(arrays)).to(device)
         for arrays in zip(*((s.tokens, s.labels, s.loss_weights) for s in samples), strict=True)

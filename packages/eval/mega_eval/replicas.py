@@ -1,7 +1,7 @@
-"""A model on several ranks: blocks of ranks hold one copy of it, and each copy takes its share of the samples.
+"""A model on several ranks: some ranks hold a copy of it, and each copy takes its share of the samples.
 
 The first rank has the work and hands it out; the others follow it, so that all see the same samples in the same order.
-Ranks of a block share the weights (tensor ranks) or the experts, and compute the same samples.
+Ranks of a copy share the weights (tensor ranks), the experts or the layers, and compute the same samples.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer
 from mega_eval.generate import Completion, generate
@@ -24,14 +25,39 @@ from mega_trainer.mesh import Groups, build_groups
 from mega_trainer.model.decoder import Decoder
 
 
-def connect(model: ModelConfig, rank: int, world_size: int, *, tp: int, ep: int) -> Groups:
-    """This rank's groups, where `tp` ranks share each weight and `ep` ranks the experts. For all ranks together.
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks share a copy of a model: `tp` of them each weight, `ep` the experts, `pp` the layers."""
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+
+    @property
+    def block(self) -> int:
+        """Neighbours that hold the same layers of a copy."""
+        return max(self.tp, self.ep)
+
+    @property
+    def size(self) -> int:
+        """Ranks of a copy."""
+        return self.block * self.pp
+
+
+def connect(model: ModelConfig, rank: int, world_size: int, sharing: Sharing) -> Groups:
+    """This rank's groups. For all ranks together.
 
     Raises:
         ConfigError: when the model cannot be shared so.
     """
-    check_degrees(model, tp=tp, ep=ep)
-    return build_groups(Layout(tp=tp, dp=world_size // tp, ep=ep), rank, heads=model.shared_heads)
+    check_degrees(model, tp=sharing.tp, ep=sharing.ep)
+    if sharing.pp > model.num_layers:
+        raise ConfigError(
+            f"pp = {sharing.pp}: this model has {model.num_layers} layers", hint="at most a rank for each"
+        )
+    data = world_size // sharing.pp // sharing.tp
+    layout = Layout(tp=sharing.tp, pp=sharing.pp, dp=data, ep=sharing.ep)
+    return build_groups(layout, rank, heads=model.shared_heads)
 
 
 @dataclass(frozen=True)
@@ -72,7 +98,7 @@ class Replicas:
         prompts: the tokenizer.
         batch_size: prompts that a copy continues together, and on a GPU rows that it scores together.
         rank, world_size: this rank, and how many there are.
-        block: ranks of a copy.
+        sharing: how these share a copy.
     """
 
     model: Decoder
@@ -80,7 +106,17 @@ class Replicas:
     batch_size: int = 1
     rank: int = 0
     world_size: int = 1
-    block: int = 1
+    sharing: Sharing = Sharing()
+
+    @property
+    def copies(self) -> int:
+        """Of the model."""
+        return self.world_size // self.sharing.size
+
+    @property
+    def copy(self) -> int:
+        """Number of this rank's; the ranks of a stage of all copies are neighbours."""
+        return self.rank % (self.world_size // self.sharing.pp) // self.sharing.block
 
     def score(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Score]]:
         """The scores of some pairs with their numbers, as they come. For the first rank.
@@ -116,17 +152,17 @@ class Replicas:
         self._send(None)
 
     def _score(self, pairs: Sequence[Pair]) -> Iterator[dict[int, Score]]:
-        together = 1 if self.model.head_weight.device.type == "cpu" else self.batch_size
-        plan, copies = batches(self.model, pairs, together), self.world_size // self.block
-        while share := list(islice(plan, copies)):
-            mine = share[self.rank // self.block :][:1]
+        together = 1 if self.model.device.type == "cpu" else self.batch_size
+        plan = batches(self.model, pairs, together)
+        while share := list(islice(plan, self.copies)):
+            mine = share[self.copy :][:1]
             found = {number: one for batch in mine for number, one in score_batch(self.model, batch)}
             yield {number: one for part in self._gathered(found) for number, one in part.items()}
 
     def _generate(self, prompts: Sequence[str], longest: int, limits: Limits, sampling: Sampling) -> list[Completion]:
         # a draw depends on the number of its prompt among all
-        copies = 1 if sampling.temperature > 0 else self.world_size // self.block
-        text, mine = replace(self.prompts, longest=longest), prompts[self.rank // self.block % copies :: copies]
+        copies = 1 if sampling.temperature > 0 else self.copies
+        text, mine = replace(self.prompts, longest=longest), prompts[self.copy % copies :: copies]
         found = generate(self.model, text, mine, limits, sampling, batch_size=self.batch_size) if mine else []
         parts = self._gathered(found)
         return [parts[number % copies][number // copies] for number in range(len(prompts))] if self.rank == 0 else []
@@ -148,5 +184,6 @@ class Replicas:
         if self.world_size == 1:
             return [found]
         everything: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(found if self.rank % self.block == 0 else None, everything)
-        return (everything or [])[:: self.block]
+        tells = self.rank == self.copy * self.sharing.block
+        dist.gather_object(found if tells else None, everything)
+        return (everything or [])[: self.copies * self.sharing.block : self.sharing.block]

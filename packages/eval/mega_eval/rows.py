@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from mega_eval.draft import Trust
 from mega_eval.grammar import Grammar
 from mega_eval.text import Continuation, Limits
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 class Row:
     """A request under way. `done` of its tokens are in the cache, in `pages`; the full ones of these have `names`.
 
-    It had `begun` tokens when the first of these keys was computed.
+    It had `begun` tokens when the first of these keys was computed. While it runs its states have a `place`.
     """
 
     number: int
@@ -25,8 +26,10 @@ class Row:
     tokens: list[int]
     grammar: Grammar | None
     drafts: list[int] = field(default_factory=list)
+    trust: Trust = field(default_factory=Trust)
     done: int = 0
     begun: int = 0
+    place: int | None = None
     pages: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
     prompt: list[Scored | None] = field(default_factory=lambda: [None])
@@ -47,10 +50,10 @@ class Row:
             return count
         return 1 + len(self.drafts) if count == self.pending else 0
 
-    def so_far(self) -> Request:
-        """What a drafter is asked to go on with."""
+    def so_far(self, count: int) -> Request:
+        """What a drafter is asked to go on with, by so many tokens."""
         request, new = self.request, len(self.text.tokens)
         return replace(
-            request, prompt=self.tokens, limits=Limits(self.text.room - 1), drawn=request.drawn + new, logprobs=None,
-            prompt_logprobs=False, grammar=None,
+            request, prompt=self.tokens, limits=Limits(min(count, self.text.room - 1)), drawn=request.drawn + new,
+            logprobs=None, prompt_logprobs=False, grammar=None,
         )  # fmt: skip

@@ -166,8 +166,8 @@ def batches(model: Decoder, pairs: Sequence[Pair], batch_size: int, beside: int 
     """
     for number, pair in enumerate(pairs):
         _check(model, number, pair)
-    # LongRoPE and dynamic NTK turn a whole row by angles that depend on its length
-    alone = any(
+    # LongRoPE and dynamic NTK turn a whole row by angles that depend on its length, and a state is one sequence's
+    alone = model.config.recurrent or any(
         rope is not None and rope.scaling in ("dynamic", "longrope")
         for rope in (model.config.rope, model.config.local_rope)
     )
@@ -206,7 +206,7 @@ def score_batch(model: Decoder, rows: Sequence[Row]) -> Iterator[tuple[int, Scor
 
 def _hidden(model: Decoder, rows: Sequence[Row]) -> Tensor:
     """The residual stream [B, S, D] behind all layers; rows are padded on the right, which nothing before it sees."""
-    length, device = max(len(row.tokens) for row in rows), model.head_weight.device
+    length, device = max(len(row.tokens) for row in rows), model.device
     tokens, positions = (
         torch.tensor([values + [0] * (length - len(values)) for values in columns], device=device)
         for columns in ([row.tokens for row in rows], [row.positions for row in rows])

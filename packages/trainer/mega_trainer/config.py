@@ -24,6 +24,7 @@ from mega_trainer.optim.lr import LRCurve, LRSchedule
 from mega_trainer.sections import (
     CheckpointConfig,
     DebugConfig,
+    FaultConfig,
     Fp16Config,
     KernelsConfig,
     LogConfig,
@@ -69,6 +70,7 @@ class RunConfig(Config):
     offload: OffloadConfig = OffloadConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     kernels: KernelsConfig = KernelsConfig()
+    fault: FaultConfig = FaultConfig()
     log: LogConfig = LogConfig()
     profile: ProfileConfig | None = None
     debug: DebugConfig = DebugConfig()
@@ -96,6 +98,12 @@ class RunConfig(Config):
         """Data-parallel ranks in a world of that size, as `check_ranks` allows."""
         parallel = self.parallel
         return world_size // (parallel.tp * parallel.pp * parallel.cp)
+
+    @property
+    def ranks_asked(self) -> int:
+        """The fewest that the layout asks for."""
+        parallel = self.parallel
+        return parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
 
     def microbatches(self, dp: int) -> int:
         """Micro-batches of a step on each of `dp` data-parallel ranks, of the largest steps."""
@@ -152,6 +160,9 @@ class RunConfig(Config):
         model, data, parallel = self.model, self.data, self.parallel
         if model.position == "learned" and data.seq_length > model.max_position:
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
+        if "pairs" in data.kinds:
+            rule = "has no loss to train with yet: preference pairs can be made and shown"
+            yield Problem("data.kind", rule, "pairs", "conversations, made of the chosen answers")
         if encoded := sorted(data.kinds & {"bert", "t5"}):
             rule = "is data for an encoder, and every model here is a decoder"
             yield Problem("data.kind", rule, encoded[0], "text or fim; mega_data reads such samples for other programs")
@@ -184,6 +195,19 @@ class RunConfig(Config):
         if isinstance(place(self.output), Remote):
             rule = "must be a folder here: metrics and logs are written line by line"
             yield Problem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")
+        if self.fault.recompute_every and parallel.zero > 1:
+            rule = f"compares whole gradients, which parallel.zero = {parallel.zero} does not keep"
+            yield Problem("fault.recompute_every", rule, self.fault.recompute_every, "parallel.zero=1, or 0")
+        if self.fault.recompute_every and not self.deterministic and self.device != "cpu":
+            rule = "compares bits, which a GPU promises only with deterministic = true"
+            yield Problem(
+                "fault.recompute_every", rule, self.fault.recompute_every, "deterministic: true, or device: cpu"
+            )
+        if data.sample_order == "megatron":
+            for key in ("on_nan", "on_spike"):
+                if getattr(self.train, key) == "rollback":
+                    rule = "reads other samples, and data.order = megatron has only those of the run's steps"
+                    yield Problem(f"train.{key}", rule, "rollback", "skip or stop")
         yield from self._unfinished()
 
     def _unfinished(self) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mega_ckpt.adapter import check_base
+from mega_ckpt.folders import forget_after, newest_until
 from mega_ckpt.pieces import Sharded, boxes_of, merge
 from mega_ckpt.store import AsyncSaver, Checkpoint, Place, latest, load, place, retain, save, sweep
-from mega_common.errors import CheckpointError
+from mega_common.errors import CheckpointError, TrainingError
 from mega_common.log import logger
 from mega_common.remote import RemoteError
 from mega_data.resumed import resumed
@@ -31,6 +32,7 @@ from mega_trainer.parallel.param import info_of, kept_of, local_of, trains
 from mega_trainer.parallel.shared import copies, share_of_copies
 from mega_trainer.precision import LossScale
 from mega_trainer.resume import check_resume
+from mega_trainer.rollback import LeftOut, RollBack
 from mega_trainer.step import StepResult
 
 
@@ -44,6 +46,8 @@ class TrainState:
         loss_scale: in fp16.
         read: tells how many of the samples before one are of each data set; None without data.
         base: what an adapter is beside, as a checkpoint tells it.
+        left_out: the samples that a rollback went past.
+        rollbacks: how often in a row it was to the same checkpoint.
     """
 
     config: RunConfig
@@ -55,16 +59,52 @@ class TrainState:
     loss_scale: LossScale | None = None
     read: Callable[[int], Mapping[str, int]] | None = None
     base: Mapping[str, str] | None = None
+    left_out: LeftOut = field(default_factory=LeftOut)
+    rollbacks: int = 0
+
+    @property
+    def position(self) -> int:
+        """Of the next sample, in the order of the data."""
+        return self.left_out.position(self.consumed_samples)
 
     def advance(self, result: StepResult) -> None:
         """Count a finished step, and let the guard judge its numbers.
 
         Raises:
             TrainingError: when the run's policy says stop.
+            RollBack: when it says so.
         """
+        size = self.config.batch.at(self.consumed_samples)
+        samples = self.left_out.told(self.consumed_samples, size)
         self.step += 1
-        self.consumed_samples += self.config.batch.at(self.consumed_samples)
-        self.guard.check(self.step, result)
+        self.consumed_samples += size
+        self.guard.check(self.step, result, samples)
+
+    def roll_back(self, back: RollBack, world: Group) -> None:
+        """Return to a checkpoint before a bad step, and go past all samples since then. Later checkpoints are deleted.
+
+        Raises:
+            TrainingError: when there is none, or it has been returned to `train.max_skips` times in a row.
+        """
+        settings, root, position = self.config.train, self.config.checkpoints, self.position
+        found = newest_until(root, back.step - settings.rollback_steps)
+        if found is None:
+            wanted = f"no checkpoint in {root} is {settings.rollback_steps} step(s) older (train.rollback_steps)"
+            raise TrainingError(f"{back.message}; {wanted}", hint="checkpoint.every saves while a run goes on")
+        before, at = self.left_out, self.consumed_samples
+        self.restore(found, world.handle)
+        again = bool(before.ranges) and before.ranges[-1][0] == self.consumed_samples
+        self.rollbacks = self.rollbacks + 1 if again else 1
+        if self.rollbacks > settings.max_skips:
+            message = f"{back.message}; going back to step {self.step} did not help {settings.max_skips} times in a row"
+            raise TrainingError(message, hint="lower optimizer.lr, or go further back: train.rollback_steps")
+        self.left_out = self.left_out.to(position, self.consumed_samples)
+        logger.warning(
+            "%s\n  back to step %d; left out: %s", back.message, self.step,
+            f"samples {before.position(self.consumed_samples)} to {before.position(at) - 1}",
+        )  # fmt: skip
+        if world.rank == 0:
+            forget_after(root, self.step)
 
     def tensors(self) -> dict[str, Sharded]:
         """All tensors of a checkpoint as this rank's boxes, views of what training uses."""
@@ -84,7 +124,8 @@ class TrainState:
         """What a checkpoint says beside the tensors."""
         return {
             "consumed_samples": self.consumed_samples,
-            "read": self.read and self.read(self.consumed_samples),
+            "left_out": [list(each) for each in self.left_out.ranges],
+            "read": self.read and self.read(self.position),
             "optimizer_steps": self.optimizer.steps,
             "loss_average": self.guard.average,
             "loss_seen": self.guard.seen,
@@ -119,6 +160,7 @@ class TrainState:
             self.optimizer.reload_main()
         self.step = saved.step
         self.consumed_samples = saved.state["consumed_samples"]
+        self.left_out = LeftOut.of(saved.state)
         self.optimizer.steps = saved.state["optimizer_steps"]
         self.guard.average, self.guard.seen = saved.state["loss_average"], saved.state["loss_seen"]
         if self.loss_scale is not None and saved.state.get("loss_scale"):
@@ -163,8 +205,8 @@ class Saver:
     Leaving the `with` block waits for a save under way; its errors are raised there, or by `wait`.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.root, self._config = config.checkpoints, config
+    def __init__(self, config: RunConfig, provenance: Mapping[str, Any] | None = None) -> None:
+        self.root, self._config, self._provenance = config.checkpoints, config, provenance
         self._background = AsyncSaver() if config.checkpoint.async_ else None
         if self._leads:
             sweep(self.root)
@@ -190,6 +232,7 @@ class Saver:
             model=self._config.model,
             state=state.numbers(),
             assets=assets if assets.exists() else None,
+            provenance=self._provenance,
         )
         self._retain()
 
@@ -229,7 +272,8 @@ def continued(config: RunConfig, checkpoint: Place | None) -> RunConfig:
     """
     saved = {} if checkpoint is None else Checkpoint.open(checkpoint).state
     if "data" in saved.get("settings", {}):
-        data = resumed(config.data, saved["settings"]["data"], saved["consumed_samples"], saved.get("read"))
+        position = LeftOut.of(saved).position(saved["consumed_samples"])
+        data = resumed(config.data, saved["settings"]["data"], position, saved.get("read"))
     else:
         data = config.data.model_copy(update={"order": config.data.sample_order, "begun": None})
     return config.model_copy(update={"data": data})

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -22,9 +23,10 @@ from mega_ckpt.store import Place
 from mega_common.errors import ConfigError, Interrupted
 from mega_common.log import human, logger
 from mega_common.lora import is_adapter
+from mega_data.dataset import BlendedDataset
 from mega_data.loader import Loader
 from mega_data.tokenizer import Tokenizer
-from mega_trainer.batch import micro_batches
+from mega_trainer.batch import MicroBatch, micro_batches
 from mega_trainer.build import (
     build_dispatcher,
     build_optimizer,
@@ -45,6 +47,7 @@ from mega_trainer.environment import told
 from mega_trainer.faults import faults_told
 from mega_trainer.garbage import Garbage
 from mega_trainer.guard import Guard, StopSignal
+from mega_trainer.integrity import Integrity
 from mega_trainer.kernels.leaves import Leaves, compiles
 from mega_trainer.limits import Limits
 from mega_trainer.mesh import Groups, warm_up
@@ -52,12 +55,15 @@ from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.init import init_weights
 from mega_trainer.parallel.shared import SharedStage
+from mega_trainer.phases import Phases, waited
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.advice import Needs
 from mega_trainer.plan.flops import count_parameters
 from mega_trainer.profile import Profiler
 from mega_trainer.ranks import Ranks
-from mega_trainer.run_folder import claimed, make_run_folder
+from mega_trainer.repeat import provenance
+from mega_trainer.rollback import Remaining, RollBack
+from mega_trainer.run_folder import claimed, make_run_folder, record_start
 from mega_trainer.state import Saver, TrainState, continued, starting_point, weights_of
 from mega_trainer.step import count_tokens, evaluate, own_counts, train_step
 from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
@@ -115,44 +121,101 @@ def train(
     checkpoint = starting_point(config)
     config = continued(config, checkpoint)
     limits, device = Limits(config.train), ready_device(config, ranks, groups)
-    profiler = Profiler(config, device, ranks.rank)
+    phases = Phases(device)
+    profiler = Profiler(config, device, ranks.rank, phases)
     state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, tokenizer)
     state.read = train_data.read
     if not begin(state, checkpoint, groups.world, tokenizer):
         return state
+    record_start(config, ranks, state.step)
+    job = Job(state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store)
+    while True:
+        try:
+            reason = steps(job)
+            break
+        except RollBack as back:
+            state.roll_back(back, groups.world)
+    conclude(state, reason)
+    return state
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the steps of a run are made with, on this rank."""
+
+    state: TrainState
+    executor: Executor
+    train_data: BlendedDataset
+    valid_data: BlendedDataset | None
+    device: torch.device
+    phases: Phases
+    profiler: Profiler
+    limits: Limits
+    ranks: Ranks
+    needs: Callable[[], Needs]
+    store: Store | None
+
+
+def steps(job: Job) -> str | None:
+    """The steps that are left, from where the state is; returns why they ended before the last, if they did.
+
+    Raises:
+        RollBack: when the run's policy for a bad step is to go back.
+    """
+    state, executor, device, ranks = job.state, job.executor, job.device, job.ranks
+    config, groups, profiler, valid_data = state.config, executor.groups, job.profiler, job.valid_data
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype_of(config), ranks.world_size)
-    further = config.model.mtp_layers
+    further, integrity = config.model.mtp_layers, Integrity(config.fault, executor, state.optimizer)
     loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
-        faults_told(ranks.rank, lambda: f"step {state.step + 1}", needs),
-        watching(state, ranks, store),
+        faults_told(ranks.rank, lambda: f"step {state.step + 1}", job.needs),
+        watching(state, ranks, job.store),
         StopSignal() as stop,
-        Saver(config) as saver,
+        Saver(config, provenance(ranks.world_size, job.train_data.fingerprint) if not ranks.rank else None) as saver,
         Garbage(config.train.gc_every) as garbage,
         Metrics(config, speed, state.step, state.consumed_samples, writes=groups.world.rank == 0) as metrics,
     ):
 
         def asked(step: int) -> str | None:  # why this rank is to end after that step
-            return stop.name or limits.reached(step)
+            return stop.name or job.limits.reached(step)
 
         def riders(coming: Sequence[float]) -> list[float]:  # what all ranks are told beside the loss
             return [asked(state.step + 1) is not None, saver.failed, *coming]
 
+        def save() -> None:
+            with profiler.phase("save"):
+                saver.save(state)
+
+        samples = Remaining(job.train_data, state.left_out)
+
+        def accepts(loss: float) -> bool:  # just before an update
+            integrity.unchanged(state.step + 1)
+            return state.guard.accepts(loss)
+
+        def batches_of_first() -> list[MicroBatch]:  # of the next step, those of the first data rank
+            first = loader(
+                samples, global_batch=config.batch.at, consumed_samples=state.consumed_samples, dp_rank=0, prefetch=0
+            )
+            batch = next(iter(first))
+            return list(micro_batches(batch, config, device, groups.cp))
+
         left, stopping, tokens = config.train.steps - state.step, 0.0, [0.0]
-        batches = loader(train_data, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
-        for batch, following in profiler.steps(with_next(islice(batches, left)), state.step + 1):
+        batches = loader(samples, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
+        items = waited(with_next(islice(batches, left)), profiler.phase)
+        for batch, following in profiler.steps(items, state.step + 1):
             tokens = tokens if any(tokens) else count_tokens(batch, further, groups)
             coming = own_counts(following, further, groups)
+            integrity.before(state.step + 1, batches_of_first)
             lr = curve(state.consumed_samples)
             own_lr = None if decoupled is None else decoupled(state.consumed_samples)
             micro = list(micro_batches(batch, config, device, groups.cp))
             result = train_step(
                 executor, state.optimizer, micro, tokens=tokens,
                 lr=lr, decoupled_lr=own_lr, clip=config.optimizer.clip_grad, loss_scale=state.loss_scale,
-                riders=partial(riders, coming),
+                riders=partial(riders, coming), accepts=accepts,
             )  # fmt: skip
             state.advance(result)
             garbage.after(state.step)
@@ -161,20 +224,21 @@ def train(
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
                 valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
                 mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
-                epochs=train_data.epochs,
+                epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
             )  # fmt: skip
             stopping, failed, *tokens = result.riders
             if failed:
                 saver.wait()
+            saves = bool(stopping) or config.due(state.step, config.checkpoint.every)
+            integrity.after(state.step, saves=saves)
             if stopping:
                 logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
-                saver.save(state)
+            if saves:
+                save()
+            if stopping:
                 break
-            if config.due(state.step, config.checkpoint.every):
-                saver.save(state)
     all_reduce(torch.zeros(1), groups.world)  # leave together: a launcher ends the others soon after the first one
-    conclude(state, (asked(state.step) or "a signal or limit of another rank") if stopping else None)
-    return state
+    return (asked(state.step) or "a signal or limit of another rank") if stopping else None
 
 
 def ready_device(config: RunConfig, ranks: Ranks, groups: Groups) -> torch.device:
@@ -290,7 +354,8 @@ def validate(executor: Executor, loader: Callable[..., Loader], config: RunConfi
     for stage in executor.stages.values():
         stage.eval()
     batches = islice(loader(global_batch=config.batch.global_), config.train.eval_steps)
-    loss = evaluate(executor, (list(micro_batches(batch, config, device, executor.groups.cp)) for batch in batches))
+    with executor.phase("evaluate"):
+        loss = evaluate(executor, (list(micro_batches(batch, config, device, executor.groups.cp)) for batch in batches))
     for stage in executor.stages.values():
         stage.train()
     return loss

@@ -106,6 +106,36 @@ def test_samples_follow_the_rule(
     assert changed > 40
 
 
+@pytest.mark.parametrize("cut", ["character", "token"])
+def test_whole_documents_are_rearranged_before_they_are_packed(
+    tmp_path: Path, code: Path, coder: Tokenizer, cut: str
+) -> None:
+    """An epoch has each once: their characters are those of the document, its end token is their last."""
+    fim_settings = {"rate": 1.0, "spm_rate": 0.0, "cut": cut, "level": "document"}
+    config = DataConfig.parse({"train": str(code), "split": [1], "seq_length": 256, "kind": "fim", "fim": fim_settings})
+    (part,) = Parts(config, 0).of("train")
+    packed = fim(part, Setting(config, 1, 0, tmp_path, coder), 0)
+    found, count = [], int(packed.samples_per_epoch)
+    for sample in (packed[k] for k in range(count)):
+        assert sample.document_ids is not None
+        for number in range(sample.document_ids.max() + 1):
+            own = (sample.document_ids == number) & (sample.loss_weights > 0)
+            if own.any():
+                assert sample.position_ids[own].tolist() == list(range(own.sum()))
+                found.append([*sample.tokens[own].tolist(), int(sample.labels[own][-1])])
+    texts = []
+    for ids in found:
+        assert (ids[0], ids[-1]) == (300, 0)
+        middle, suffix = ids.index(301), ids.index(302)
+        texts.append(coder.decode([*ids[1:suffix], *ids[middle + 1 : -1], *ids[suffix + 1 : middle]]))
+    documents = [coder.decode(part.reader.read(i).tolist()[:-1]) for i in range(60)]
+    assert sorted(texts) == sorted(documents)
+    assert count < 60 / 2  # several to a sample
+    again = fim(part, Setting(config, 1, 0, tmp_path / "other", coder), 0)
+    assert again[count - 1].tokens.tolist() == packed[count - 1].tokens.tolist()
+    assert again[2 * count - 1].tokens.tolist() != packed[count - 1].tokens.tolist()
+
+
 def test_a_window_that_becomes_shorter_is_filled_without_loss(tmp_path: Path, coder: Tokenizer) -> None:
     letters = [coder.encode(letter)[0] for letter in "the cat sat on the mat"]  # which has longer tokens
     with IndexedWriter(tmp_path / "d", "uint16") as writer:

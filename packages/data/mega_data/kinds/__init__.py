@@ -7,6 +7,7 @@ from mega_data.kinds.bert import bert
 from mega_data.kinds.conversations import conversations
 from mega_data.kinds.fim import fim
 from mega_data.kinds.packed import documents
+from mega_data.kinds.pairs import pairs
 from mega_data.kinds.t5 import t5
 from mega_data.kinds.text import text
 
@@ -17,6 +18,7 @@ def kinds() -> dict[str, Kind]:
         "text": text,
         "documents": documents,
         "conversations": conversations,
+        "pairs": pairs,
         "fim": fim,
         "bert": bert,
         "t5": t5,

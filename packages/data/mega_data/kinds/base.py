@@ -49,9 +49,9 @@ class Samples(Protocol[Made_co]):
     def samples_per_epoch(self) -> float:
         """Samples that come to one pass over the data set."""
 
-    def work(self, k: int, /) -> int:
-        """Pairs of tokens, about, that attention meets in sample `k`, told without reading its tokens: S squared where
-        documents are not closed to each other. The samples of a step are dealt to the ranks by it."""
+    def work(self, numbers: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64]:
+        """Pairs of tokens, about, that attention meets in each of some samples, int64 [n], told without reading their tokens:
+        S squared where documents are not closed to each other. The samples of a step are dealt to the ranks by it."""
 
     def __getitem__(self, k: int, /) -> Made_co: ...
 

@@ -76,9 +76,9 @@ class BertSamples:
         """See `Samples`."""
         return self._cuts.samples_per_epoch
 
-    def work(self, k: int) -> int:
+    def work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """See `Samples`."""
-        return self._config.seq_length**2
+        return np.full(numbers.size, self._config.seq_length**2)
 
     def __getitem__(self, k: int, /) -> BertSample:
         first, last, length, random = self._cuts[k]

@@ -4,20 +4,26 @@ Windows of running text, as of the kind `text`; then, with the probability `rate
 in prefix, middle and suffix at two random places, and becomes `<PRE> prefix <SUF> suffix <MID> middle` (PSM) or
 `<PRE> <SUF> suffix <MID> prefix middle` (SPM, the paper's second variant). This is the paper's context level. The window
 keeps its length: what is too much at its end is left out, and what is too little is filled up, without loss.
+
+At the paper's document level whole documents are rearranged, and packed then as those of the kind `documents`. How long one
+becomes is known when its middle is drawn, so each has `ROOM` positions more when samples are laid out.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import ConfigError
+from mega_data.indexed import IndexedReader, Tokens
 from mega_data.kinds.base import Sample, Setting
 from mega_data.kinds.masking import Random, drawn_random
+from mega_data.kinds.packed import PackedSamples, Pieces, check_order, document_bounds, pieces_of
 from mega_data.kinds.text import DocumentRules, windows
-from mega_data.objectives import FimConfig
+from mega_data.objectives import ROOM, FimConfig
 from mega_data.parts import Part
 from mega_data.tokenizer import Tokenizer
 
@@ -63,6 +69,12 @@ class FillInTheMiddle:
         self.pad = vocab.get(names[3], 0 if eod is None else eod)
         self._config, self._tokenizer = config, tokenizer
 
+    @property
+    def identity(self) -> str:
+        """All that decides about what it makes of a document."""
+        config = self._config
+        return f"fim rate={config.rate} spm={config.spm_rate} cut={config.cut} tokens={self.tokens} tokenizer={self._tokenizer.fingerprint}"
+
     def document(self, ids: Ints, random: Random) -> Ints:
         """One document, or what a window has of it, rearranged or as it is."""
         if not random.binomial(1, self._config.rate):
@@ -90,28 +102,23 @@ class FimSamples:
     """Samples of one data set."""
 
     def __init__(self, part: Part, setting: Setting, wanted: int) -> None:
-        self._config, self._tokenizer = setting.config, setting.text_tokenizer
-        self._rules = DocumentRules.of(setting)
-        self._fim = FillInTheMiddle(self._config.fim, self._tokenizer, setting.eod)
-        self._windows = windows(part, setting, wanted, self._config.seq_length)
+        self._seq_length, self._rules = setting.config.seq_length, DocumentRules.of(setting)
+        self._fim = FillInTheMiddle(setting.config.fim, setting.text_tokenizer, setting.eod)
+        self._windows = windows(part, setting, wanted, self._seq_length)
 
     @cached_property
     def identity(self) -> str:
         """See `Samples`."""
-        fim, tokens, tokenizer = self._config.fim, self._fim.tokens, self._tokenizer.fingerprint
-        return (
-            f"fim rate={fim.rate} spm={fim.spm_rate} cut={fim.cut} tokens={tokens} tokenizer={tokenizer}"
-            f" {self._windows.identity}"
-        )
+        return f"{self._fim.identity} {self._windows.identity}"
 
     @property
     def samples_per_epoch(self) -> float:
         """See `Samples`."""
         return self._windows.samples_per_epoch
 
-    def work(self, k: int) -> int:
+    def work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """See `Samples`."""
-        return self._config.seq_length**2
+        return np.full(numbers.size, self._seq_length**2)
 
     def __getitem__(self, k: int, /) -> Sample:
         window = self._windows[k]
@@ -132,6 +139,38 @@ class FimSamples:
         return np.concatenate(parts)
 
 
-def fim(part: Part, setting: Setting, wanted: int) -> FimSamples:
-    """The kind `fim`, in the order of the run."""
-    return FimSamples(part, setting, wanted)
+class FimDocuments(PackedSamples):
+    """Samples of whole documents of one data set, each rearranged or as it is; the token that ends one stays its last."""
+
+    def __init__(self, part: Part, setting: Setting) -> None:
+        super().__init__(part, setting)
+        self._fim = FillInTheMiddle(setting.config.fim, setting.text_tokenizer, setting.eod)
+
+    @property
+    def _rule(self) -> str:
+        return f"{self._fim.identity} packed"
+
+    def _pieces(self, reader: IndexedReader) -> Pieces:
+        bounds, split = document_bounds(reader, self._part.first, self._part.last), self._setting.config.long_documents
+        pieces = pieces_of(reader, *bounds, self._seq_length - ROOM, split=split == "split")
+        return replace(pieces, sizes=pieces.sizes + ROOM)
+
+    def _documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:
+        random, found = drawn_random(self.identity, k), []
+        for read in super()._documents(k, starts, [size - ROOM for size in sizes]):
+            end = read.size - int(read[-1] == self._setting.eod)
+            made = self._fim.document(read[:end].astype(np.int64), random)
+            found.append(np.concatenate([made[: end + ROOM], read[end:]]))
+        return found
+
+
+def fim(part: Part, setting: Setting, wanted: int) -> FimSamples | FimDocuments:
+    """The kind `fim`, in the order of the run.
+
+    Raises:
+        ConfigError: when the tokenizer has no tokens for it; at the level of documents as `check_order`.
+    """
+    if setting.config.fim.level == "context":
+        return FimSamples(part, setting, wanted)
+    check_order(part, setting)
+    return FimDocuments(part, setting)

@@ -19,64 +19,77 @@ import xxhash
 from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
 from mega_data.index_cache import Arrays, cached_arrays
-from mega_data.indexed import IndexedReader
+from mega_data.indexed import IndexedReader, Tokens
 from mega_data.kinds.base import Sample, Setting
 from mega_data.kinds.best_fit import best_fit
 from mega_data.mask import LossWeights
 from mega_data.parts import Part
 from mega_data.permutation import permuted, permuted_many
 
+Ints = npt.NDArray[np.int64]
 GROUP = 1 << 20  # documents that are packed together: enough for a close fit
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a sample may hold of a data set, and how many documents were too short or too long for one.
+    """What a sample may hold of a data set: a document, or w sequences that go together, in each row.
 
     Attributes:
-        starts: int64 [n], where each begins among the tokens.
-        sizes: int64 [n], positions it takes, at most S: one less than its tokens.
+        starts: int64 [n, w], where each begins among the tokens.
+        sizes: int64 [n, w], positions it takes, of a row at most S: one less than its tokens.
+        told: what of the data set is not so in it, in words.
     """
 
     starts: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
-    short: int
-    long: int
+    told: str
 
 
-def pieces_of(begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], seq_length: int, *, split: bool) -> Pieces:
-    """Those of documents with the tokens [begins, ends); int64 [documents] each."""
+def pieces_of(reader: IndexedReader, begins: Ints, ends: Ints, seq_length: int, *, split: bool) -> Pieces:
+    """Those of documents with the tokens [begins, ends); int64 [documents] each.
+
+    Raises:
+        DataError: when no document fits.
+    """
     sizes = ends - begins - 1
     long = sizes > seq_length
     counts = np.where(sizes <= 0, 0, -(-sizes // seq_length) if split else ~long)
     owner = np.repeat(np.arange(sizes.size), counts)
+    if not owner.size:
+        raise DataError(
+            f"{reader.prefix}: none of its {begins.size} documents has from 2 to seq_length + 1 = {seq_length + 1} tokens",
+            hint="data.kind: text reads across their ends; data.long_documents: split cuts long ones",
+        )
     number = np.arange(owner.size) - (np.cumsum(counts) - counts)[owner]
     starts = begins[owner] + number * seq_length
     own = np.minimum(seq_length, ends[owner] - 1 - starts)
-    return Pieces(starts, own, int((sizes <= 0).sum()), int(long.sum()))
+    what = "cut into pieces" if split else "left out"
+    told = f"{long.sum()} longer than seq_length + 1 = {seq_length + 1} {what}, {(sizes <= 0).sum()} of fewer than two tokens left out"
+    return Pieces(starts[:, None], own[:, None], told)
 
 
 def packing(pieces: Pieces, seq_length: int, key: int) -> Arrays:
     """Pack pieces into samples of `seq_length` positions, in groups of `GROUP` as the 64-bit `key` draws them.
 
     Returns:
-        starts: int64 [n], sizes: int32 [n], of the pieces in the order of their samples; the small ones of a sample
+        starts: int64 [n w], sizes: int32 [n w], of the pieces in the order of their samples; the small rows of a sample
             first, which shares attention about evenly among the ranks of context parallelism (`chunks_of`).
-        bins: int64 [samples + 1], the first piece of each sample, and n.
+        bins: int64 [samples + 1], the first piece of each sample, and n w.
     """
-    order = permuted_many(np.arange(pieces.sizes.size), pieces.sizes.size, key)
+    together = pieces.sizes.sum(1)
+    order = permuted_many(np.arange(together.size), together.size, key)
     found, bounds = [], [np.zeros(1, np.int64)]
     for first in range(0, order.size, GROUP):
         group = order[first : first + GROUP]
-        sizes = pieces.sizes[group]
+        sizes = together[group]
         bins = best_fit(sizes, seq_length)
         found.append(group[np.lexsort((sizes, bins))])
         bounds.append(first + np.cumsum(np.bincount(bins)))
     order = np.concatenate(found)
     return {
-        "starts": pieces.starts[order],
-        "sizes": pieces.sizes[order].astype(np.int32),
-        "bins": np.concatenate(bounds),
+        "starts": pieces.starts[order].ravel(),
+        "sizes": pieces.sizes[order].ravel().astype(np.int32),
+        "bins": np.concatenate(bounds) * pieces.sizes.shape[1],
     }
 
 
@@ -104,35 +117,34 @@ class PackedSamples:
         """See `Samples`."""
         part, setting = self._part, self._setting
         return (
-            f"packed seed={setting.seed} seq={self._seq_length} long={setting.config.long_documents}"
+            f"{self._rule} seed={setting.seed} seq={self._seq_length} long={setting.config.long_documents}"
             f" data={part.reader.fingerprint} range={part.first}:{part.last}"
             + ("" if self._weights is None else f" weights={self._weights.fingerprint}")
         )
+
+    @property
+    def _rule(self) -> str:
+        """What tells these samples from those that are made of the same data by another rule."""
+        return "packed"
 
     @cached_property
     def _index(self) -> Arrays:
         return cached_arrays(self._setting.cache, self.identity, self._packed)
 
     def _packed(self) -> Arrays:
-        reader, split = self._part.reader, self._setting.config.long_documents == "split"
-        begins, ends = document_bounds(reader, self._part.first, self._part.last)
+        reader = self._part.reader
+        pieces = self._pieces(reader)
         reader.close()
-        pieces = pieces_of(begins, ends, self._seq_length, split=split)
-        if not pieces.sizes.size:
-            raise DataError(
-                f"{reader.prefix}: none of its {begins.size} documents has from 2 to seq_length + 1 = {self._seq_length + 1}"
-                " tokens",
-                hint="data.kind: text reads across their ends; data.long_documents: split cuts long ones",
-            )
         arrays = packing(pieces, self._seq_length, xxhash.xxh3_64_intdigest(self.identity.encode()))
         samples = arrays["bins"].size - 1
-        logger.info(
-            "%s: %d documents in %d samples, which they fill to %.2f %%; %d longer than seq_length + 1 = %d %s, %d of fewer"
-            " than two tokens left out",
-            reader.prefix, begins.size, samples, 100 * pieces.sizes.sum() / (samples * self._seq_length), pieces.long,
-            self._seq_length + 1, "cut into pieces" if split else "left out", pieces.short,
-        )  # fmt: skip
+        full = 100 * pieces.sizes.sum() / (samples * self._seq_length)
+        logger.info("%s: %d samples, filled to %.2f %%; %s", reader.prefix, samples, full, pieces.told)
         return arrays
+
+    def _pieces(self, reader: IndexedReader) -> Pieces:
+        """What is packed."""
+        bounds = document_bounds(reader, self._part.first, self._part.last)
+        return pieces_of(reader, *bounds, self._seq_length, split=self._setting.config.long_documents == "split")
 
     @property
     def samples_per_epoch(self) -> float:
@@ -144,43 +156,60 @@ class PackedSamples:
         index = self._index
         return np.add.reduceat(index["sizes"].astype(np.int64) ** 2, index["bins"][:-1])
 
-    def work(self, k: int) -> int:
+    def work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """See `Samples`."""
-        return int(self._work[self._bin(k)])
-
-    def _bin(self, k: int) -> int:
         count = self._index["bins"].size - 1
-        epoch, place = divmod(k, count)
+        epochs, places = np.divmod(numbers, count)
+        for epoch in np.unique(epochs).tolist():
+            own = epochs == epoch
+            places[own] = permuted_many(places[own], count, self._order(epoch))
+        found: npt.NDArray[np.int64] = self._work[places]
+        return found
+
+    def _order(self, epoch: int) -> int:
+        """The key that the order of an epoch is drawn by."""
         known, key = self._key
         if known != epoch:
             key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
             self._key = epoch, key
-        return permuted(place, count, key)
+        return key
 
     def __getitem__(self, k: int, /) -> Sample:
-        number = self._bin(k)
+        count = self._index["bins"].size - 1
+        epoch, place = divmod(k, count)
+        number = permuted(place, count, self._order(epoch))
         first, last = self._index["bins"][number : number + 2].tolist()
         starts, sizes = (self._index[name][first:last].tolist() for name in ("starts", "sizes"))
-        length, used = self._seq_length, sum(sizes)
+        read = self._documents(k, starts, sizes)
+        if self._weights is None:
+            return self._sample(read, None)
+        return self._sample(
+            read, [self._weights[at + 1 : at + size + 1] for at, size in zip(starts, sizes, strict=True)]
+        )
+
+    def _documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:
+        """The tokens of the documents of sample k."""
+        tokens = self._part.reader.tokens
+        return [tokens[start : start + size + 1] for start, size in zip(starts, sizes, strict=True)]
+
+    def _sample(self, read: list[Tokens], weights_of: list[npt.NDArray[np.float32]] | None) -> Sample:
+        """A sample of whole documents, and the weights of their tokens but the first."""
+        length, sizes = self._seq_length, [document.size - 1 for document in read]
         tokens = np.full(length, self._setting.eod or 0, np.int64)
         labels, weights = tokens.copy(), np.zeros(length, np.float32)
-        positions = np.arange(length)
-        documents = np.full(length, len(sizes), np.int32)
-        at = 0
-        for document, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            read = self._part.reader.tokens[start : start + size + 1]
-            tokens[at : at + size], labels[at : at + size] = read[:-1], read[1:]
-            weights[at : at + size] = 1.0 if self._weights is None else self._weights[start + 1 : start + size + 1]
-            positions[at : at + size] -= at
-            documents[at : at + size] = document
-            at += size
-        positions[used:] -= used
-        return Sample(tokens, labels, weights, positions, documents)
+        begins = [0]
+        for document, size in zip(read, sizes, strict=True):
+            own = slice(begins[-1], begins[-1] + size)
+            tokens[own], labels[own] = document[:-1], document[1:]
+            begins.append(own.stop)
+        used = begins[-1]
+        weights[:used] = 1.0 if weights_of is None else np.concatenate(weights_of)
+        sizes.append(length - used)  # what is left is a document, too
+        documents = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        return Sample(tokens, labels, weights, np.arange(length) - np.repeat(begins, sizes), documents)
 
 
-def document_bounds(
-    reader: IndexedReader, first: int, last: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def document_bounds(reader: IndexedReader, first: int, last: int) -> tuple[Ints, Ints]:
     """Where the tokens begin and end of the documents that begin in the sequences [first, last): int64 [documents] each."""
     bounds = reader.document_index
     documents = np.searchsorted(bounds[:-1], [first, last])
@@ -194,11 +223,20 @@ def documents(part: Part, setting: Setting, _: int, *, weights: LossWeights | No
     """The kind `documents`; with the weights of their tokens, `conversations`.
 
     Raises:
-        ConfigError: in order `megatron`, which knows no packing.
+        ConfigError: as `check_order`.
+    """
+    check_order(part, setting)
+    return PackedSamples(part, setting, weights=weights)
+
+
+def check_order(part: Part, setting: Setting) -> None:
+    """Refuse order `megatron`, which knows no packing.
+
+    Raises:
+        ConfigError: as said.
     """
     if setting.config.sample_order == "megatron":
         raise ConfigError(
             f"{part.reader.prefix}: kind {part.kind} in data.order: megatron, which has no packing",
             hint="set data.order: stable",
         )
-    return PackedSamples(part, setting, weights=weights)

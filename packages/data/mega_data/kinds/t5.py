@@ -137,9 +137,9 @@ class MegatronT5Samples:
         """See `Samples`."""
         return self._cuts.samples_per_epoch
 
-    def work(self, k: int) -> int:
+    def work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """See `Samples`."""
-        return self._config.seq_length**2
+        return np.full(numbers.size, self._config.seq_length**2)
 
     def __getitem__(self, k: int, /) -> T5Sample:
         first, last, length, random = self._cuts[k]
@@ -179,9 +179,9 @@ class T5Samples:
         """See `Samples`."""
         return self._windows.samples_per_epoch
 
-    def work(self, k: int) -> int:
+    def work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """See `Samples`."""
-        return self._config.seq_length**2
+        return np.full(numbers.size, self._config.seq_length**2)
 
     def __getitem__(self, k: int, /) -> T5Sample:
         runs = self._spans.draw(drawn_random(self.identity, k))

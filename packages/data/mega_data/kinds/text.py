@@ -72,9 +72,9 @@ class TextSamples:
         """See `Samples`."""
         return self._windows.samples_per_epoch
 
-    def work(self, k: int) -> int:
+    def work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """See `Samples`: where the tokens tell documents apart, how, is not known without them."""
-        return self._seq_length**2
+        return np.full(numbers.size, self._seq_length**2)
 
     def __getitem__(self, k: int, /) -> Sample:
         return self._rules.sample(self._windows[k])

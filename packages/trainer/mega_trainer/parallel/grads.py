@@ -211,6 +211,12 @@ class FlatStage:
                 for shard in buffer.shards:
                     all_reduce(shard.grads, group)
 
+    def own_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """This rank's gradients of its micro-batches so far, before any sum over ranks: up to ZeRO-1, which keeps them."""
+        for bucket in self._buckets:
+            assert isinstance(bucket, StepBucket)
+            yield from bucket.own_gradients()
+
     def publish(self) -> None:
         """After an update of the shards' weights: start to give every rank all of them, first needed first."""
         for parameter, prepared in self._prepared.items():

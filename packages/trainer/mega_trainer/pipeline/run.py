@@ -48,6 +48,7 @@ class Executor:
             step; it takes the gradients. Where a backward is cut in two, that is the half of the weights.
         phase: what parts of a step run in, given their names.
         loads: what the routers of each layer did with this rank's tokens in the last run, as in `Routing.loads`.
+        losses: of each token of each micro-batch of the last run, [B, S]; none but on the last stage.
     """
 
     schedule: Schedule
@@ -57,6 +58,7 @@ class Executor:
     around_backward: Callable[[int, bool], AbstractContextManager[None]] = lambda stage, last: nullcontext()
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     loads: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _routings: Sequence[Routing] = ()
     _inputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -86,7 +88,7 @@ class Executor:
         total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
         model = self.model
         self._routings = routings(batches, model.groups.dp, loss_scale) if model.config.moe and model.training else ()
-        left = dict.fromkeys(self.stages, len(batches))
+        left, self.losses = dict.fromkeys(self.stages, len(batches)), {}
         for op in self._schedule_of(len(batches)).ranks[self.group.rank]:
             key = (op.stage, op.microbatch)
             if not torch.is_grad_enabled() and op.kind not in FORWARD_ONLY:
@@ -112,7 +114,7 @@ class Executor:
                 case "SEND_B":
                     self._send(self._input_gradient(key), op.stage - 1)
         for _, work in self._leaving:
-            work.wait()
+            self._wait(work)
         self.loads = summed_loads(self._routings)
         for left_over in (self._leaving, self._contexts, self._inputs, self._borrowed):
             left_over.clear()
@@ -150,7 +152,7 @@ class Executor:
         model = self.stages[stage]
         context = self._context(microbatch, batch)
         if self.last_stage == 0:
-            return self._differentiable(key, *model.whole(batch, context), scale)
+            return self._ended(key, *model.whole(batch, context), scale)
         if stage == 0:
             x = model.embed(batch.tokens, batch.positions, context.dropout)
         else:
@@ -161,10 +163,11 @@ class Executor:
         if stage < self.last_stage:
             self._hand_on(key, y)
             return 0.0
-        return self._differentiable(key, *model.objective(y, batch, context, self._borrow(model, microbatch)), scale)
+        return self._ended(key, *model.objective(y, batch, context, self._borrow(model, microbatch)), scale)
 
-    def _differentiable(self, key: Key, loss: Tensor, sums: Tensor, scale: float) -> Tensor:
-        """Keep the way back of a loss, if there is one, and return what it is made of."""
+    def _ended(self, key: Key, loss: Tensor, sums: Tensor, losses: Tensor, scale: float) -> Tensor:
+        """Keep the way back of a loss, if there is one, and the tokens' losses; returns the sums it is made of."""
+        self.losses[key[1]] = losses
         if loss.requires_grad:
             self._edges[key] = get_gradient_edge(loss * scale)
         return sums
@@ -266,7 +269,7 @@ class Executor:
 
     def _arrived(self, what: str, key: Key) -> Tensor:
         tensor, work = self._arriving.pop((what, key))
-        work.wait()
+        self._wait(work)
         return tensor
 
     def _send(self, tensor: Tensor, to_stage: int) -> None:
@@ -275,7 +278,11 @@ class Executor:
         assert work is not None
         self._leaving.append((tensor, work))
         if len(self._leaving) > IN_FLIGHT * self.group.size:
-            self._leaving.popleft()[1].wait()  # the common order of messages lets a send block anywhere
+            self._wait(self._leaving.popleft()[1])  # the common order of messages lets a send block anywhere
+
+    def _wait(self, work: Work) -> None:
+        with self.phase("pipeline_wait"):
+            work.wait()
 
     def _context(self, microbatch: int, batch: MicroBatch) -> Context:
         """Positions, masks and dropout of a micro-batch, made once for all stages of this rank."""
