@@ -20,7 +20,7 @@ from mega_ckpt.adapter import base_of
 from mega_ckpt.folders import latest
 from mega_ckpt.lora import adapted, adapter_tensors
 from mega_ckpt.names import tensors_of
-from mega_ckpt.source import load_weights, open_source, tell_unread
+from mega_ckpt.source import load_adapter, load_weights, open_adapted, open_source, tell_unread
 from mega_ckpt.store import Place
 from mega_common.errors import ConfigError, Interrupted, Terminated
 from mega_common.log import human, logger
@@ -322,7 +322,7 @@ def begin(state: TrainState, checkpoint: Place | Copy | None, world: Group, toke
         for stage in state.stages.values():
             init_weights(stage, config.train.seed)
     if config.init_from is not None and (checkpoint is None or config.lora is not None):
-        load_start(state, config.init_from, world, tokenizer)
+        load_start(state, config.init_from, world, tokenizer, fresh=checkpoint is None)
     if isinstance(checkpoint, Copy):
         state.restore_copy(checkpoint)
     elif checkpoint is not None:
@@ -356,17 +356,21 @@ def begin(state: TrainState, checkpoint: Place | Copy | None, world: Group, toke
     return True
 
 
-def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer | None) -> None:
-    """The weights that a run starts from, or that its adapter is beside, at every start."""
-    source = open_source(path)
+def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer | None, *, fresh: bool) -> None:
+    """The weights that a run starts from, or that its adapter is beside, at every start; a `fresh` run's adapter too."""
+    source, lora = open_source(path), state.config.lora
     check_init_tokenizer(state.config, source, tokenizer)
     if world.rank == 0:
         tell_unread(source)
     held = weights_of(state.stages)
     load_weights(source, {name: boxes for name, boxes in held.items() if not is_adapter(name)})
-    if state.config.lora is not None:
-        state.base = base_of(path, source)
     logger.info("starting from the weights of %s", path)
+    if lora is None:
+        return
+    state.base = base_of(path, source)
+    if fresh and lora.init_from is not None:
+        load_adapter(open_adapted(lora.init_from, path).adapter, weights_of(state.stages, moving=True))
+        logger.info("going on with the adapter of %s", lora.init_from)
 
 
 def trained_share(config: RunConfig) -> str:
