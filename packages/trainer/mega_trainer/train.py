@@ -45,6 +45,7 @@ from mega_trainer.limits import Limits
 from mega_trainer.mesh import Groups, warm_up
 from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.init import init_weights
 from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.pipeline.run import Executor
@@ -61,8 +62,13 @@ from mega_trainer.watch import Watch
 T = TypeVar("T")
 
 
-def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainState:
+Scorer = Callable[[Decoder], Mapping[str, float]]  # numbers that say how good a model is, for metrics.jsonl
+
+
+def run(config: RunConfig, ranks: Ranks, store: Store | None = None, scorer: Scorer | None = None) -> TrainState:
     """Train as `config` says; returns the final state. With the job's `store`, a rank that hangs is named.
+
+    The `scorer` is asked by all ranks together, every `eval.every` steps.
 
     Raises:
         Interrupted: when a signal or a limit asked to end before the last step, and the step done is saved.
@@ -76,7 +82,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
         faults_told(ranks.rank, lambda: "before the first step", needs),
         deterministic(config.deterministic),
     ):
-        return train(config, ranks, groups, needs, store)
+        return train(config, ranks, groups, needs, store, scorer)
 
 
 def assemble(
@@ -103,7 +109,12 @@ def assemble(
 
 
 def train(
-    config: RunConfig, ranks: Ranks, groups: Groups, needs: Callable[[], Needs], store: Store | None
+    config: RunConfig,
+    ranks: Ranks,
+    groups: Groups,
+    needs: Callable[[], Needs],
+    store: Store | None,
+    scorer: Scorer | None = None,
 ) -> TrainState:
     """The run itself, in folders that are its own; `needs` is what a message about full memory tells."""
     checkpoint = starting_point(config)
@@ -151,10 +162,11 @@ def train(
             state.advance(result)
             garbage.after(state.step)
             evaluates = valid_data is not None and config.due(state.step, config.train.eval_every)
+            scores = scorer(executor.model) if scorer and config.due(state.step, config.eval.every) else {}
             metrics.step(
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
                 valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
-                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
+                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing, **scores,
                 epochs=train_data.epochs,
             )  # fmt: skip
             stopping, failed, *tokens = result.riders
