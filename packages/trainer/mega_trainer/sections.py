@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import frexp
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from mega_common.config import Config, Problem
 
@@ -198,10 +198,16 @@ class CheckpointConfig(Config):
     allow_lr_jump: bool = Field(False, description="resume although the learning rate jumps by changed settings")
 
 
+def _listed(raw: Any) -> Any:
+    return raw.split(",") if isinstance(raw, str) else raw
+
+
 class EvalConfig(Config):
     """Downstream tasks by lm-evaluation-harness while a run trains; the scores are `eval/TASK/METRIC` in metrics.jsonl."""
 
-    tasks: list[str] = Field([], description="names of the harness's tasks, or paths of YAML files of one's own")
+    tasks: Annotated[list[str], BeforeValidator(_listed)] = Field(
+        [], description="names of the harness's tasks, or paths of YAML files of one's own"
+    )
     every: PositiveInt = Field(1000, description="steps between evaluations, with one at the end")
     limit: float | None = Field(
         100, gt=0, description="so many samples of each task, or below 1 such a share of them; null: all"
