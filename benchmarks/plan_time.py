@@ -2,7 +2,7 @@
 
     python benchmarks/plan_time.py RUNS.csv [--fit] [--cross-validate]
 
-`--fit` fits the constants below, thirteen in all, to the runs by least squares of the logarithms (a run that is far off
+`--fit` fits the constants below, fourteen in all, to the runs by least squares of the logarithms (a run that is far off
 counts less) and of what was known before, writes those of GPUs into mega_trainer/plan/efficiency.yaml, and prints those that describe other trainers for
 `published.py`. `--cross-validate` fits without one source, or one family of models, and predicts that one. Results: errors by
 source, family, GPU and precision; and pairs of runs that differ in one setting.
@@ -38,12 +38,17 @@ GOAL = ("A100-40GB", "A100-80GB", "H100", "H100-96GB-HBM2e-500W", "B200")
 FITTED = {
     "ampere.bf16": 0.85, "ampere.triton": 0.35, "large.bf16": 0.75, "hopper.fp8": 0.7, "hopper.attention": 0.45,
     "hopper.triton": 0.2, "blackwell.fp8": 0.6, "blackwell.attention": 0.45, "all.grouped": 0.7, "all.exchange": 0.7,
-    "trainer.eager": 2.0, "trainer.compiled": 1.2, "trainer.throttled": 0.8,
+    "trainer.eager": 2.0, "trainer.compiled": 1.2, "trainer.throttled": 0.8, "trainer.host": 8e-3,
 }  # fmt: skip
 GROUPS = {"large": ("hopper", "blackwell"), "all": ("ampere", "ada", "hopper", "blackwell")}
 ROUNDS = 3  # of a fit: errors are taken as linear in the constants' logarithms, each time anew
 PRIOR = 0.5  # what a constant's distance from what was known before weighs, beside a run that is as far off
-TRAINERS = {"trainer.eager": 2.97, "trainer.compiled": 1.3, "trainer.throttled": 0.688}  # as the last fit had them
+TRAINERS = {
+    "trainer.eager": 3.07,
+    "trainer.compiled": 1.31,
+    "trainer.throttled": 0.676,
+    "trainer.host": 9.15e-3,
+}  # as the last fit had them
 Constants = Mapping[str, float]
 Array = np.ndarray[Any, Any]
 
@@ -70,6 +75,8 @@ class Predictor:
         if habits.passes != 1:
             kind = "trainer.eager" if habits.passes >= 1.5 else "trainer.compiled"
             habits = replace(habits, passes=constants.get(kind, habits.passes))
+        if habits.host:
+            habits = replace(habits, host=constants.get("trainer.host", habits.host))
         if run.throttled and "trainer.throttled" in constants:
             peaks = {kind: machine.peak(kind) / 1e12 * constants["trainer.throttled"] for kind in ("bf16", "fp8")}
             machine = machine.model_copy(update={"tflops": {**peaks}})
@@ -122,10 +129,10 @@ class Slopes:
 
         top = [math.log(5.0) if name.startswith("trainer.") else 0.0 for name in self.names]
         found = least_squares(
-            residuals, np.minimum(self.logs, np.array(top) - 1e-6), bounds=([math.log(0.05)] * len(top), top), loss="soft_l1",
+            residuals, np.minimum(self.logs, np.array(top) - 1e-6), bounds=([math.log(0.001)] * len(top), top), loss="soft_l1",
             f_scale=0.05,
         )  # fmt: skip
-        return {name: round(float(value), 3) for name, value in zip(self.names, np.exp(found.x), strict=True)}
+        return {name: float(f"{value:.3g}") for name, value in zip(self.names, np.exp(found.x), strict=True)}
 
 
 def told(errors: Sequence[float] | Array) -> dict[str, float]:
@@ -146,22 +153,27 @@ def by(key: Callable[[Published], str], runs: Sequence[Published], errors: Array
     return {name: told(group) for name, group in sorted(groups.items())}
 
 
-SETTINGS = ("tp", "pp", "vpp", "cp", "ep", "micro_batch", "precision", "recompute")
-SAME = ("source", "model", "layers", "seq", "gpu", "gpus", "global_batch", *SETTINGS)
+SETTINGS = ("tp", "pp", "virtual_stages", "cp", "ep", "micro_batch", "precision", "recompute")
+MARGIN = 0.01  # of a rate: runs that are nearer to each other than that tell no sign
 
 
-def pairs(runs: Sequence[Published]) -> Iterator[tuple[str, Published, Published]]:
-    """Runs of one source, model, machine and batch that differ in one setting."""
+def pairs(runs: Sequence[Published], *, scaled: bool = False) -> Iterator[tuple[str, Published, Published]]:
+    """Runs of one source, model and kind of GPU that differ in one setting: on as many GPUs with the same batch, or `scaled`,
+    with other numbers of both.
+    """
     for one, other in itertools.combinations(runs, 2):
-        differing = [name for name in SAME if _value(one, name) != _value(other, name)]
-        if len(differing) == 1 and differing[0] in SETTINGS:
+        size = one.gpus == other.gpus and one.row["global_batch"] == other.row["global_batch"]
+        differing = [name for name in SETTINGS if getattr(one.run, name) != getattr(other.run, name)]
+        told = abs(math.log(one.rate / other.rate)) > MARGIN
+        if _alike(one) == _alike(other) and size is not scaled and len(differing) == 1 and told:
             yield differing[0], one, other
 
 
-def _value(run: Published, name: str) -> str:
-    if name == "source":
-        return f"{run.source} {run.row['source_path_or_url']}"
-    return run.run.precision if name == "precision" else run.row[name]
+def _alike(run: Published) -> tuple[str, ...]:
+    """What two runs of a pair have in common."""
+    release = run.row["source"].partition(" Pre-Training")[0] if "Bridge" in run.source else run.source
+    recipe = "finer" if "in parentheses" in run.row["source"] else ""
+    return (release, recipe, *(run.row[name] for name in ("source_path_or_url", "model", "layers", "seq", "gpu")))
 
 
 def judged(found: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
@@ -203,15 +215,15 @@ def main() -> None:
         "by precision": by(lambda run: run.run.precision, runs, errors),
         "by kind": by(lambda run: "experts" if run.mixture else "dense", runs, errors),
     }
-    differences = [
-        (name, math.log(one.seconds / other.seconds),
-         math.log(predictor.seconds(one, trainers) / predictor.seconds(other, trainers)))
-        for name, one, other in pairs(mine)
-    ]  # fmt: skip
-    results["pairs"] = {
-        "all": judged(differences),
-        **{name: judged([d for d in differences if d[0] == name]) for name in SETTINGS},
-    }
+    for name, scaled in (("pairs", False), ("pairs on other numbers of GPUs", True)):
+        found = [
+            (setting, math.log(other.rate / one.rate),
+             math.log(other.rate * other.seconds / one.rate / one.seconds
+                      * predictor.seconds(one, trainers) / predictor.seconds(other, trainers)))
+            for setting, one, other in pairs(mine, scaled=scaled)
+        ]  # fmt: skip
+        each = {setting: judged([d for d in found if d[0] == setting]) for setting in SETTINGS}
+        results[name] = {"all": judged(found), **{key: value for key, value in each.items() if value["pairs"]}}
     if options.cross_validate:
         results["cross-validated"] = crossed(predictor, runs, Slopes.at(predictor, constants))
     for name, value in results.items():

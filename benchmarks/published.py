@@ -35,6 +35,7 @@ HABITS = {
     "torchtitan": Habits(attention="flash2", passes=1.2, tp_waited=10),
     "nanotron": Habits(attention="flash2", passes=2.0, tp_waited=10),
 }
+HOST = 8e-3  # before any fit
 GPUS = {
     "A100-40GB": "a100-40", "A100-80GB": "a100-80", "H100": "h100", "H100-96GB-HBM2e-500W": "h100", "B200": "b200",
     "GB200": "gb200", "H200": "h200",
@@ -61,6 +62,12 @@ class Published:
     habits: Habits
     gpus: int
     seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second and GPU."""
+        run = self.run
+        return run.micro_batch * run.microbatches * run.dp * run.seq_length / self.gpus / self.seconds
 
     @property
     def maker(self) -> str:
@@ -105,8 +112,8 @@ def published(path: Path) -> Iterator[Published]:
 
 
 def _published(row: Row) -> Published | None:
-    model, seq = _model(row), _number(row, "seq") or 8192  # torchtitan's default, which it does not state
-    gpus = _number(row, "gpus")
+    model, seq = model_of(row), number(row, "seq") or 8192  # torchtitan's default, which it does not state
+    gpus = number(row, "gpus")
     if model is None or not gpus:
         return None
     run = _run(row, model, seq, gpus)
@@ -122,6 +129,13 @@ def _published(row: Row) -> Published | None:
         habits = replace(habits, passes=2.0)
     if "Bridge" in row["source"]:  # whose recipes use DeepEP or HybridEP
         habits = replace(habits, dispatch="node")
+    if (
+        model.moe
+        and maker_of(row) == "megatron"
+        and "tokendrop" not in row["source"]
+        and not row["gpu"].startswith("GB")
+    ):
+        habits = replace(habits, host=HOST)  # Bridge's recipes capture graphs for GB200 alone; NeMo's none
     if "async" in row["source"].lower():
         habits = replace(habits, tp_waited=4)
     return Published(row, model, run, machine, habits, gpus, tokens / gpus / rate)
@@ -143,27 +157,31 @@ def _rate(row: Row, model: ModelConfig, seq: int, machine: Machine) -> float:
 
 def _run(row: Row, model: ModelConfig, seq: int, gpus: int) -> RunShape:
     maker, source = maker_of(row), row["source"]
-    tp, pp, cp, ep = (_number(row, name) or 1 for name in ("tp", "pp", "cp", "ep"))
+    tp, pp, cp, ep = (number(row, name) or 1 for name in ("tp", "pp", "cp", "ep"))
     fully = maker in ("mosaic", "torchtitan") or "FSDP" in source
     dp = gpus // (tp * pp * cp)
-    micro = _number(row, "micro_batch") or 1
-    batch = _number(row, "global_batch") or dp * micro
+    micro = number(row, "micro_batch") or 1
+    batch = number(row, "global_batch") or dp * micro
     if "GBS 1M tokens" in source:
         batch = (1 << 20) // seq
-    virtual = _number(row, "vpp") or 1
+    virtual = number(row, "vpp") or 1
     if not row["vpp"] and "model_table" in source:
         virtual = max(1, model.num_layers // pp) if pp > 1 else 1  # which the table leaves out
     if model.num_layers < pp * virtual or pp == 1:
         virtual = 1
     recompute, modules = _recompute(row, maker)
+    # what Megatron takes where none is given; later recipes give 1
+    expert_tp = tp if ep > 1 and "v25.03" in source else 1
     return RunShape(
         seq, micro, max(1, batch // (dp * micro)), tp=tp, sp=tp > 1 and maker != "megatron-2021", pp=pp,
-        virtual_stages=virtual, cp=cp, ep=ep, dp=dp, zero=3 if fully else 1,
+        virtual_stages=virtual, cp=cp, ep=ep, expert_tp=expert_tp, dp=dp, zero=3 if fully else 1,
         precision="fp8" if "fp8" in row["precision"].lower() else "bf16", recompute=recompute, modules=modules,
     )  # fmt: skip
 
 
 def _recompute(row: Row, maker: str) -> tuple[RecomputeKind, tuple[str, ...]]:
+    if row["source"] == "torchtitan 2024 FSDP":  # its page: full for 70B, selective for 8B; the table leaves it out
+        row = {**row, "recompute": "full" if row["model"] == "Llama3-70B" else "selective"}
     if row["recompute"].startswith("full"):
         return "full", ()
     if row["recompute"] == "selective" and maker == "torchtitan":  # every second product, all between them
@@ -171,14 +189,14 @@ def _recompute(row: Row, maker: str) -> tuple[RecomputeKind, tuple[str, ...]]:
     return "none", ()
 
 
-def _number(row: Row, name: str) -> int:
+def number(row: Row, name: str) -> int:
     return int(float(row[name])) if row[name] else 0
 
 
-def _model(row: Row) -> ModelConfig | None:
+def model_of(row: Row) -> ModelConfig | None:
     name = row["model"]
     if name.startswith("DeepSeekV3"):
-        further = int("MTP" in row["source"] and "w/o MTP" not in row["source"])
+        further = int("w/o MTP" not in row["source"])  # as the FLOPs say that Bridge tells of each token
         raw = preset("deepseek-v3")
         return ModelConfig.parse(
             {**raw, "mtp_layers": further, "moe": {**raw["moe"], "layers": list(range(3, raw["num_layers"] + further))}}
@@ -197,6 +215,8 @@ def _model(row: Row) -> ModelConfig | None:
         "activation": "swiglu" if gated else "gelu", "position": "rope" if gated else "none",
         "tie_embeddings": not gated, "max_position": 1 << 21,
     }  # fmt: skip
+    if name.startswith("MPT"):  # whose parameters, which the table gives, grow with its sequences
+        raw |= {"position": "learned", "max_position": number(row, "seq")}
     if name.startswith(("Grok1", "Mixtral")):
         raw["moe"] = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": raw["ffn_hidden_size"]}
     return ModelConfig.parse(raw)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from mega_cli import __version__, ckpt, compare, data, demo, launch, plan, serve, train, workflow
+from mega_cli import __version__, ckpt, compare, data, demo, launch, plan, report, serve, top, train, workflow
 from mega_cli import eval as evaluation
 from mega_cli.fingerprint import STACKS
 from mega_common.errors import Interrupted, MegaError, MissingPackageError
@@ -44,6 +44,8 @@ def build_app() -> typer.Typer:
     app.command("chat", epilog=serve.CHAT_EXAMPLES)(serve.chat_command)
     app.command("run", epilog=workflow.EXAMPLES)(workflow.run)
     app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
+    app.command("report", epilog=report.EXAMPLES)(report.report_command)
+    app.command("top", epilog=top.EXAMPLES)(top.top_command)
     app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
     app.add_typer(launch.app, name="launch")
     return app

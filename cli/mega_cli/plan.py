@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from mega_trainer.config import RunConfig
 
+PICTURED = 16  # layouts of a search in a page
 EXAMPLES = """Examples:
 
   mega plan run.yaml --ranks 64
@@ -21,8 +22,16 @@ EXAMPLES = """Examples:
 
   mega plan run.yaml --machine h100 --ranks 512 --search > layout.yaml
 
+  mega plan run.yaml --machine h100 --ranks 512 --html plan.html
+
   mega plan models/Qwen2.5-7B/config.json --set parallel.tp=8 --set data.seq_length=8192
 """
+
+
+_COUNTED = {
+    "exact": "(products of matrices, of attention what is not masked)", "megatron": "as Megatron counts",
+    "full": "as NeMo (all of attention)", "palm": "by PaLM's rule (6 N + 12 L H Q S)",
+}  # fmt: skip
 
 
 def plan_command(
@@ -53,6 +62,10 @@ def plan_command(
             help="With --machine: the fastest layouts that fit, and the first of them as sections of a run.yaml.",
         ),
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write all of it into this file, as a page that needs no other; with --search that too."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline's bubble beside the closed formula.
@@ -71,24 +84,34 @@ def plan_command(
     config = load_plan(run, set_ or [])
     ranks = ranks or fewest_ranks(config)
     if machine is not None and search:
-        from mega_cli.plan_time import searched
+        from mega_cli.plan_time import SHOWN, found, in_words
 
-        print(searched(config, ranks, machine, as_json=as_json))
+        layouts = found(config, ranks, machine, SHOWN if html is None else PICTURED)
+        if html is not None:
+            from mega_cli.plan_html import write_search
+
+            write_search(html, run, config, ranks, machine, tokens, layouts)
+        print(in_words(config, ranks, machine, layouts[:SHOWN], as_json=as_json))
         return
     config.check_ranks(ranks)
-    told = _plan(config, ranks, draw)
+    told = planned(config, ranks, draw)
     if machine is not None:
         from mega_cli.plan_time import timed
 
         told["time"] = timed(config, ranks, machine, tokens, told["memory_bytes"])
+    if html is not None:
+        from mega_cli.plan_html import write_plan
+
+        write_plan(html, run, config, ranks, told)
     print(json.dumps(told, indent=1) if as_json else _table(told))
 
 
-def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
+def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str, Any]:
+    """The plan as --json prints it, without times; its schedule drawn into `draw`."""
     from mega_trainer.pipeline.draw import draw as drawing
     from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate
     from mega_trainer.plan.advice import run_shape
-    from mega_trainer.plan.flops import count_parameters, model_flops
+    from mega_trainer.plan.flops import CONVENTIONS, count_parameters, published_flops
     from mega_trainer.plan.memory import memory
 
     parallel, dp = config.parallel, config.data_parallel(ranks)
@@ -100,6 +123,7 @@ def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
     if draw is not None:
         draw.write_text(drawing(schedule, timeline), encoding="utf-8")
     tokens = config.batch.global_ * config.data.seq_length
+    flops = {kind: published_flops(config.model, config.data.seq_length, kind) for kind in CONVENTIONS}
     growing = [{"global": size, "steps": steps} for size, steps in config.batch.plateaus()]
     return {
         "parameters": count_parameters(config.model).total,
@@ -114,7 +138,8 @@ def _plan(config: RunConfig, ranks: int, draw: Path | None) -> dict[str, Any]:
         "microbatches": micro,
         **({"rampup": growing} if growing else {}),
         "tokens_per_step": tokens,
-        "flops_per_step": tokens * model_flops(config.model, config.data.seq_length),
+        "flops_per_step": tokens * flops["exact"],
+        "flops_per_token": flops,
         "memory_bytes": memory(config.model, run_shape(config, ranks)),
         "microbatches_in_flight": peak_activations(schedule),
         "bubble": timeline.mean_bubble,
@@ -140,6 +165,8 @@ def _table(told: dict[str, Any]) -> str:
         f"ranks            {told['ranks']['world']} ({degrees})",
         f"a step           {human(told['tokens_per_step'])} tokens in {told['microbatches']} micro-batches a rank, "
         f"{human(told['flops_per_step'])}FLOP",
+        "a token          "
+        + ", ".join(f"{human(told['flops_per_token'][kind])}FLOP {how}" for kind, how in _COUNTED.items()),
         *_rampup(told),
         f"pipeline bubble  {100 * told['bubble']:.1f} %"
         + ("" if formula is None else f" (formula {100 * formula:.1f} %)"),

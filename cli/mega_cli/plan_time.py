@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mega_trainer.config import RunConfig
     from mega_trainer.plan.search import Layout
 
+SHOWN = 8  # layouts that are printed
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -88,14 +89,14 @@ def table(told: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def searched(config: RunConfig, ranks: int, name: str, *, as_json: bool) -> str:
-    """The fastest layouts, as comments of a YAML text that makes the first; or as JSON.
+def found(config: RunConfig, ranks: int, name: str, keep: int = SHOWN) -> list[Layout]:
+    """The fastest layouts that fit, at most `keep`, the best first; how the search goes is told.
 
     Raises:
         ConfigError: for a machine that is not known, or when no layout fits.
     """
     from mega_trainer.plan.machine import load_machine
-    from mega_trainer.plan.search import best_layouts, reason, yaml_of
+    from mega_trainer.plan.search import best_layouts
 
     shown = [time.monotonic()]
 
@@ -104,7 +105,13 @@ def searched(config: RunConfig, ranks: int, name: str, *, as_json: bool) -> str:
             shown[0] = time.monotonic()
             print(text, file=sys.stderr)
 
-    layouts = best_layouts(config, ranks, load_machine(name), tell=tell)
+    return best_layouts(config, ranks, load_machine(name), keep=keep, tell=tell)
+
+
+def in_words(config: RunConfig, ranks: int, name: str, layouts: Sequence[Layout], *, as_json: bool) -> str:
+    """These layouts, as comments of a YAML text that makes the first; or as JSON."""
+    from mega_trainer.plan.search import reason, yaml_of
+
     best, tokens = layouts[0], config.batch.global_ * config.data.seq_length
 
     def slower(layout: Layout) -> float:
@@ -124,22 +131,22 @@ def searched(config: RunConfig, ranks: int, name: str, *, as_json: bool) -> str:
     for layout in layouts:
         lines.append(
             f"# {layout.time.seconds:.3f} s  {tokens / layout.time.seconds / ranks:,.0f}  {layout.memory / 2**30:.1f} GiB  "
-            f"+{100 * slower(layout):.1f} %  {_short(layout)}: {reason(layout, best)}"
+            f"+{100 * slower(layout):.1f} %  {words(layout)}: {reason(layout, best)}"
         )
     return "\n".join([*lines, yaml_of(best).rstrip()])
 
 
-def _short(layout: Layout) -> str:
+def words(layout: Layout) -> str:
     """Of a layout what is not as it is by default."""
     plain = {"virtual_stages": 1, "schedule": "1f1b", "expert_tp": 1, "cp": 1, "ep": 1, "activations": 0, "sp": False}
-    words = []
+    told = []
     for path, value in layout.settings.items():
         key = path.rpartition(".")[2]
-        told = value["kind"] if isinstance(value, dict) else value
+        shown = value["kind"] if isinstance(value, dict) else value
         hidden = key == "cp_kind" and layout.settings["parallel.cp"] == 1
-        if told is not None and told != plain.get(key) and not hidden:
-            words.append(key if told is True else f"{key} {told}")
-    return " ".join(words)
+        if shown is not None and shown != plain.get(key) and not hidden:
+            told.append(key if shown is True else f"{key} {shown}")
+    return " ".join(told)
 
 
 def _settings(layout: Layout, config: RunConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,10 @@ Examples:
   mega train run.yaml --check
 
   mega train run.yaml --find-micro-batch
+
+  mega train run.yaml --replay 1200
+
+  mega train --reproduce runs/llama3-8b/checkpoints/step-00001000
 
   mega train --schema > run.schema.json
 
@@ -57,6 +62,23 @@ Strict = Annotated[
     bool,
     typer.Option("--strict", help="With --from-megatron-args: refuse flags and values that Megatron-LM has not."),
 ]
+Replay = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="STEP",
+        help="Make this step again, from the newest checkpoint before it, and tell bit by bit what differs from "
+        "metrics.jsonl; the run itself stays as it is. Status 1 when something differs.",
+    ),
+]
+Reproduce = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CHECKPOINT",
+        help="Make the step after this checkpoint again, by the settings saved in it, and compare it likewise; what differs "
+        "in versions, commit, machine and data is told first.",
+    ),
+]
 
 
 def train_command(
@@ -78,6 +100,8 @@ def train_command(
             help="Find the largest batch.micro that fits this machine, by training a few steps with some; print it, and stop.",
         ),
     ] = False,
+    replay: Replay = None,
+    reproduce: Reproduce = None,
     data: Annotated[bool, typer.Option(help="With --check: look at the data, too.")] = True,
     from_megatron_args: LaunchScript = None,
     define: Define = None,
@@ -104,12 +128,18 @@ def train_command(
     if from_megatron_args is not None:
         print(_translated(from_megatron_args, define or [], words or [], strict=strict), end="")
         return
-    run = _only_run(words or [])
     if define or strict:
         raise ConfigError(
             f"{'--define' if define else '--strict'} is for --from-megatron-args",
             hint="a setting of run.yaml is overridden by --set",
         )
+    from mega_cli import replay as again
+
+    if reproduce is not None:
+        if words or replay is not None:
+            raise ConfigError("--reproduce takes its settings from the checkpoint", hint="--set changes some of them")
+        raise typer.Exit(again.reproduce(reproduce, set_ or [], nproc, _start))
+    run = _only_run(words or [])
     config = load_run(run, set_ or [], tell=check)  # a run that starts tells by itself, once
     if nproc is not None:
         config.check_ranks(nproc)
@@ -122,7 +152,10 @@ def train_command(
     if find_micro_batch:
         print(_largest_micro_batch(config, run, set_ or [], nproc))
         return
-    _start(config, run, set_ or [], nproc)
+    if replay is not None:
+        raise typer.Exit(again.replay(config, replay, nproc, _start))
+    if status := _start(config, run, nproc, set_ or []):
+        raise typer.Exit(status)
 
 
 def _largest_micro_batch(config: RunConfig, run: Path, overrides: list[str], nproc: int | None) -> str:
@@ -133,8 +166,7 @@ def _largest_micro_batch(config: RunConfig, run: Path, overrides: list[str], npr
     from mega_trainer.micro_batch import find_micro_batch
     from mega_trainer.ranks import default_ranks
 
-    parallel = config.parallel
-    count = nproc or default_ranks(parallel.tp * parallel.pp * parallel.cp, parallel.dp, config.device)
+    count = nproc or default_ranks(config.ranks_asked, config.device)
     config.check_ranks(count)
     setup_log(rank=0, world_size=1)
     command = [sys.executable, "-m", "mega_cli.main", "train", f"--nproc={count}"]
@@ -186,8 +218,8 @@ def _definition(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None) -> None:
-    """Train in this process when it is a rank of a job, or needs no others; else start the ranks."""
+def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[str] = ()) -> int:
+    """Train in this process when it is a rank of a job, or needs no others; else start the ranks. Returns the status."""
     import os
     import sys
 
@@ -210,13 +242,12 @@ def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None
 
     ranks = ranks_of(os.environ)
     if ranks is None:
-        parallel = config.parallel
-        count = nproc or default_ranks(parallel.tp * parallel.pp * parallel.cp, parallel.dp, config.device)
+        count = nproc or default_ranks(config.ranks_asked, config.device)
         config.check_ranks(count)
         if count > 1:
             options = [f"--set={override}" for override in overrides]
             command = [sys.executable, "-m", "mega_cli.main", "train", str(run), *options]
-            raise typer.Exit(start_local_ranks(command, count, Path(config.output)))
+            return start_local_ranks(command, count, Path(config.output))
         ranks = Ranks()
     setup_log(rank=ranks.rank, world_size=ranks.world_size)
     if ranks.rank == 0:
@@ -229,6 +260,7 @@ def _start(config: RunConfig, run: Path, overrides: list[str], nproc: int | None
     except Interrupted:
         end_torchrun(os.environ)
         raise
+    return 0
 
 
 def _scorer(config: RunConfig) -> Scorer | None:

@@ -54,6 +54,27 @@ _GRANITE = {
 }  # fmt: skip
 _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 
+_KINDS = ["linear_attention", "full_attention", "linear_attention"]
+_MAMBA = {
+    "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}  # fmt: skip
+_NEMOTRON_H = {
+    **_SIZES, "head_dim": 10, "mamba_num_heads": 6, "mamba_head_dim": 4, "n_groups": 2, "ssm_state_size": 5, "conv_kernel": 3,
+    "chunk_size": 8,
+}  # fmt: skip
+_MAMBA2 = {
+    "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 6, "head_dim": 8, "n_groups": 3, "state_size": 5,
+    "conv_kernel": 3, "chunk_size": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_DELTA = {
+    **_SIZES, "head_dim": 16, "layer_types": _KINDS, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5, "linear_value_head_dim": 4, "linear_conv_kernel_dim": 3, "pad_token_id": None,
+}  # fmt: skip
+_DELTA_MOE = {
+    **_DELTA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
+
 # {case: (model_type, settings)}; between them every option that each family has.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", _SIZES),
@@ -266,6 +287,51 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "jais2-no-bias-tied": (
         "jais2", {**_SIZES, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "head_dim": 10},
     ),
+    "nemotron_h": ("nemotron_h", {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp"]}),
+    "nemotron_h-experts-latent-groups": (
+        "nemotron_h", {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "moe_latent_size": 8,
+                       "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                       "moe_shared_expert_intermediate_size": 20,
+                       "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": False,
+                       "use_bias": True, "use_conv_bias": False},
+    ),
+    "nemotron_h-biases-limits": (
+        "nemotron_h", {**_NEMOTRON_H, "layers_block_type": ["mlp", "full_attention", "linear_attention"], "mlp_bias": True, "mlp_hidden_act": "gelu",
+                       "time_step_limit": [0.01, 0.5], "layer_norm_epsilon": 1e-3},
+    ),
+    "mamba2": ("mamba2", _MAMBA2),
+    "mamba2-tied-bias-limits": (
+        "mamba2", {**_MAMBA2, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True, "n_groups": 1,
+                   "time_step_limit": [0.02, 0.3]},
+    ),
+    "bamba": ("bamba", {**_SIZES, **_MAMBA, "hidden_size": 32, "mamba_n_heads": 8, "attn_layer_indices": [1]}),
+    "bamba-biases-yarn": (
+        "bamba", {**_SIZES, **_MAMBA, "attn_layer_indices": [0, 2], "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-3,
+                  "hidden_size": 32, "mamba_d_head": "auto", "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_conv_bias": False,
+                  "mamba_proj_bias": True, "tie_word_embeddings": True, "time_step_limit": [0.02, 0.3],
+                  "rope_parameters": dict(YARN)},  # which its class changes
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid", {**_GRANITE, **_MAMBA, "layer_types": _KINDS, "num_local_experts": 5, "shared_intermediate_size": 20,
+                             "position_embedding_type": "nope"},
+    ),
+    "granitemoehybrid-dense-rope": (
+        "granitemoehybrid", {**_GRANITE, **_MAMBA, "layer_types": _KINDS, "num_local_experts": 0, "intermediate_size": 20,
+                             "shared_intermediate_size": 20, "position_embedding_type": "rope", "rope_parameters": YARN,
+                             "attention_bias": True, "tie_word_embeddings": True, "mamba_proj_bias": True},
+    ),
+    "qwen3_next": ("qwen3_next", _DELTA_MOE),
+    "qwen3_next-some-experts-bias": (
+        "qwen3_next", {**_DELTA_MOE, "mlp_only_layers": [1], "attention_bias": True, "norm_topk_prob": False,
+                       "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0,
+                                                                        "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3_5": ("qwen3_5_text", _DELTA),
+    "qwen3_5-tied-bias": (
+        "qwen3_5_text", {**_DELTA, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4,
+                         "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {key: value for key, value in _DELTA_MOE.items() if key != "intermediate_size"}),
 }  # fmt: skip
 
 

@@ -33,6 +33,8 @@ def test_the_bubble_stands_beside_its_formula(tmp_path: Path, capsys: pytest.Cap
     assert plan["bubble"] == pytest.approx(3 / (32 + 3))
     assert plan["bubble_by_formula"] == pytest.approx(plan["bubble"])
     assert plan["parameters"] == 8_030_261_248
+    assert plan["flops_per_step"] == 64 * 8192 * plan["flops_per_token"]["exact"]
+    assert plan["flops_per_token"]["full"] == 57_912_852_480
     assert len(plan["memory_bytes"]) == 4
 
 

@@ -14,6 +14,7 @@ PUBLISHED = {
     "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
     "mixtral-8x7b": 46.70, "qwen3-30b-a3b": 30.532, "gpt-oss-20b": 20.915, "gemma2-2b": 2.614, "gemma3-1b": 0.9999,
     "deepseek-v3": 671.03 + 11.58,  # the model, and what its further predictor has of its own
+    "nemotron-h-8b": 8.10, "nemotron-3-nano": 31.58, "granite-4-h-small": 32.21, "granite-4-h-tiny": 6.94, "qwen3-next-80b": 79.67,
     "gpt3-125m": 0.125, "gpt3-350m": 0.356, "gpt3-1.3b": 1.316, "gpt3-6.7b": 6.66, "gpt3-175b": 174.6,
 }  # fmt: skip
 

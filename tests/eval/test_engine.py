@@ -79,11 +79,22 @@ LATENT: dict[str, Any] = {
     **BASE, "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
 }  # fmt: skip
 LATENTS = [LATENT, {**LATENT, "sliding_window": 5, "rope": {"interleaved": True, **YARN}}]
+HYBRID: dict[str, Any] = {
+    **BASE, "num_layers": 4, "layers": ["mamba+mlp", "delta", "attention+moe", "mamba"], "position": "none",
+    "mamba": {"num_heads": 4, "head_dim": 3, "state_size": 5, "num_groups": 2, "chunk_size": 4},
+    "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 3, "value_head_dim": 5, "chunk_size": 4},
+    "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 12},
+}  # fmt: skip
+STATES = {**HYBRID, "num_layers": 2, "layers": ["mamba", "delta+mlp"]}
 # The frequencies of "dynamic" change as a row grows; kept keys do not, here as in transformers.
-MODELS = [variant(name) for name in VARIANTS if name != "dynamic"] + [ModelConfig.parse(one) for one in LATENTS]
+MODELS = [variant(name) for name in VARIANTS if name != "dynamic"] + [
+    ModelConfig.parse(one) for one in (*LATENTS, HYBRID, STATES)
+]
 
 
-@pytest.mark.parametrize("config", MODELS, ids=[*(name for name in VARIANTS if name != "dynamic"), "mla", "mla-window"])
+@pytest.mark.parametrize(
+    "config", MODELS, ids=[*(name for name in VARIANTS if name != "dynamic"), "mla", "mla-window", "hybrid", "states"]
+)
 def test_a_row_computes_what_it_would_alone_and_without_a_cache(config: ModelConfig):
     """In chunks of a prompt, beside rows that come and go, and begun anew where pages are few."""
     model = model_of(config)
@@ -152,6 +163,21 @@ def test_no_page_is_lost_and_no_token_changed_by_what_else_runs(rounds: int):
     assert len(requests) > rounds // 2
     for number, request in requests.items():
         assert (tokens_of(found[number]), found[number][-1].finish) == alone(request)
+
+
+def test_a_state_is_no_larger_after_many_tokens_and_no_other_row_has_it():
+    """Rows come and go in places that others had; guesses are not asked for, for a wrong one would change a state."""
+    model = model_of(ModelConfig.parse(STATES))
+    requests = [
+        Request(prompt, Limits(length)) for prompt, length in zip(PROMPTS * 2, (60, 3, 9, 2, 20, 5), strict=True)
+    ]
+    engine = engine_of(model, batch_size=2, cache_tokens=16 * PAGE, drafter=Guesses())
+    found = run(engine, requests, every=2)
+    held = [state.shape for layer in engine._cache._held for state in layer]
+    assert held == [(2, 3, 32), (2, 4, 3, 5), (2, 3, 32), (2, 4, 3, 5)]
+    for number, request in enumerate(requests):
+        (alone_,) = run(engine_of(model, batch_size=1), [request]).values()
+        assert tokens_of(found[number]) == tokens_of(alone_)
 
 
 def test_penalties_change_what_follows():

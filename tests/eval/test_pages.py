@@ -46,7 +46,7 @@ def test_slots_of_a_row_and_what_a_window_sees_of_them():
 
 
 def test_a_latent_alone_is_kept_where_keys_are_values():
-    cache, given = PagedCache(1, 2), torch.randn(3, 1, 1, 6)
+    cache, given = PagedCache(1, 2, 1), torch.randn(3, 1, 1, 6)
     cache.begin([Span.of(0, 3, 3, [1])], torch.device("cpu"))
     seen = []
 

@@ -63,8 +63,14 @@ MODELS["deepseek"] = MODELS["mla"] | {
         "aux_loss": 0.1, "scaling": 2.5,
     },
 }  # fmt: skip
-LENGTHS = {"long": 32}
-WITH_CONTEXT = ("mla", "long", "moe", "deepseek")
+# Sizes by which context ranks pass states where there are few of them, and exchange heads where there are many.
+MODELS["hybrid"] = MODELS["moe"] | {
+    "mlp_bias": False, "position": "none", "residual_multiplier": 0.7,
+    "mamba": {"num_heads": 8, "head_dim": 2, "state_size": 2, "num_groups": 2, "conv_kernel": 2, "chunk_size": 5},
+}  # fmt: skip
+PATTERN = ["mamba+moe", "attention+mlp", "mamba", "moe", "mamba+mlp", "attention"]
+LENGTHS = {"long": 32, "hybrid": 48}
+WITH_CONTEXT = ("mla", "long", "moe", "deepseek", "hybrid")
 CONTEXT = ("ring", "allgather", "alltoall")
 # A choice that is balanced, and nothing else that would balance it.
 SINKHORN = {
@@ -85,6 +91,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "no_rope_layers": [1], "num_kv_heads": 2,
         },
     ],
+    "gqa": [{}, {"attention_gate": True, "zero_centered_norm": True}],
     "moe": [
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
@@ -92,6 +99,16 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
 }  # fmt: skip
 VARIANTS["deepseek"] = VARIANTS["mla"]
+VARIANTS["hybrid"] = [
+    {},
+    {
+        "norm_position": "both", "residual_dropout": 0.1, "mamba": {
+            "num_heads": 8, "head_dim": 3, "state_size": 4, "num_groups": 8, "dt_limit": [0.01, 0.3], "bias": True,
+            "norm_eps": 1e-2, "conv_bias": False,
+        },
+    },
+    {"mamba": {"num_heads": 16, "head_dim": 2, "state_size": 1, "num_groups": 1, "chunk_size": 8}},
+]  # fmt: skip
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
 
@@ -114,6 +131,8 @@ class Case:
         decoupled_lr: of the input embedding and the output layer; None: that of the others.
         clip: largest gradient norm; 0: no clip.
         steps: to train.
+        lora: the section of that name.
+        freeze: patterns of what is not trained.
     """
 
     name: str
@@ -136,6 +155,8 @@ class Case:
     steps: int = STEPS
     debug: Mapping[str, Any] = field(default_factory=dict)
     offload: Mapping[str, Any] = field(default_factory=dict)
+    lora: Mapping[str, Any] | None = None
+    freeze: Sequence[str] = ()
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -151,7 +172,8 @@ class Case:
             "optimizer": {
                 "name": self.optimizer, "clip_grad": self.clip, "eps": 1e-4, "decoupled_lr": self.decoupled_lr,
             },
-            "train": {"steps": 10},
+            "train": {"steps": 10, "freeze": list(self.freeze)},
+            **({"lora": dict(self.lora), "init_from": "nowhere"} if self.lora is not None else {}),
             "precision": self.precision,
             "fp8": dict(self.fp8),
             "debug": dict(self.debug),
@@ -182,7 +204,9 @@ class Case:
 def model(name: str, layers: int = 2) -> dict[str, Any]:
     """The fields of one of the models, with so many layers."""
     fields = {**COMMON, **MODELS[name], "num_layers": layers}
-    if "moe" in fields:
+    if "mamba" in fields:
+        fields["layers"] = [PATTERN[layer % len(PATTERN)] for layer in range(layers)]
+    elif "moe" in fields:
         fields["moe"] = {**fields["moe"], "layers": list(range(1, layers + fields.get("mtp_layers", 0)))}
     return fields
 

@@ -17,6 +17,8 @@ from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.remote import Place
 
+# What keys of tensors begin with; the last are a HuggingFace folder's that are no weights.
+WEIGHTS, OPTIMIZER, BUFFERS = "weights/", "optimizer/", "hf/"
 # A run of a thousand ranks leaves thousands of shards; a process may often open no more than 1,024 files.
 MAX_OPEN_SHARDS = 128
 

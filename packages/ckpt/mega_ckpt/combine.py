@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mega_ckpt.checkpoint import Checkpoint
+from mega_ckpt.checkpoint import BUFFERS, WEIGHTS, Checkpoint
 from mega_ckpt.families import same_model
 from mega_ckpt.folders import make_durable_folder
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.source import BUFFERS, WEIGHTS, MegaSource, checkpoint_folder, open_source
+from mega_ckpt.source import MegaSource, checkpoint_folder, open_source
 from mega_ckpt.stream import write_weights
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.files import atomic_folder

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_ckpt.checkpoint import OPTIMIZER
 from mega_ckpt.formats.disk import DiskSource
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
 from mega_ckpt.formats.megatron import TRACKER, MegatronSource
@@ -26,7 +27,7 @@ from mega_ckpt.formats.megatron_optimizer import StaysBehindError, Training
 from mega_ckpt.formats.megatron_write import Writing, write_release
 from mega_ckpt.journal import Journal, continued
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.source import OPTIMIZER, Source, cast_dtype, checkpoint_folder, open_source, tell_unread
+from mega_ckpt.source import Source, cast_dtype, checkpoint_folder, open_source, tell_unread
 from mega_ckpt.storage import folder_at
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream import blocks, write_weights

@@ -9,7 +9,9 @@ from mega_ckpt.manifest import Manifest
 from mega_common.errors import CheckpointError, NoCheckpointError
 from mega_common.remote import Place
 
-__all__ = ["committed", "latest", "make_durable_folder", "retain", "step_folder", "sweep"]
+__all__ = [
+    "committed", "forget_after", "latest", "make_durable_folder", "newest_until", "retain", "step_folder", "sweep",
+]  # fmt: skip
 
 
 def committed(root: Place) -> list[Place]:
@@ -48,6 +50,19 @@ def retain(root: Place, *, keep: int | None, keep_every: int | None = None) -> l
     old = committed(root)[: -max(keep, 1)]
     gone = [path for path in old if not (keep_every and step_of(path) % keep_every == 0)]
     for path in gone:
+        commits_of(root).remove(path)
+    return gone
+
+
+def newest_until(root: Place, step: int) -> Place | None:
+    """The complete checkpoint of the highest step that is not after `step`, or None when there is none."""
+    return next((path for path in reversed(committed(root)) if step_of(path) <= step), None)
+
+
+def forget_after(root: Place, step: int) -> list[Place]:
+    """Delete the checkpoints of later steps, as of a run that goes back. To be called by one rank. Returns what was deleted."""
+    gone = [path for path in commits_of(root).candidates() if step_of(path) > step]
+    for path in reversed(gone):  # the newest first: whoever looks meanwhile finds a checkpoint of the same run
         commits_of(root).remove(path)
     return gone
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mega_ckpt.adapter import AdaptedSource, Adapter, is_adapter_checkpoint
+from mega_ckpt.checkpoint import BUFFERS, WEIGHTS
 from mega_ckpt.formats.gguf import GgufSource
 from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf
 from mega_ckpt.formats.hf import CONFIG, HfSource, described_by, has_weights, warn_of_unread
@@ -28,7 +30,7 @@ from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.remote import Place, content_of, place
 
-WEIGHTS, OPTIMIZER, BUFFERS, ASSETS = "weights/", "optimizer/", "hf/", "assets"
+ASSETS = "assets"
 
 
 class Source(Protocol):
@@ -158,7 +160,8 @@ def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None)
         )
     found = _checkpoint_in(folder)
     if found is not None:
-        return MegaSource(Checkpoint.open(found))
+        checkpoint = Checkpoint.open(found)
+        return _with_base(checkpoint) if is_adapter_checkpoint(checkpoint) else MegaSource(checkpoint)
     is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
     if is_run and not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder}: a run folder without a complete checkpoint")
@@ -167,6 +170,23 @@ def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None)
     if isinstance(folder, Path) and not holds_weights(folder) and (inside := list(folder.glob(f"*{SUFFIX}"))):
         return GgufSource(_only_model(folder, inside))
     return HfSource(folder)
+
+
+def _with_base(checkpoint: Checkpoint) -> Source:
+    """The model of a checkpoint that holds an adapter, and of the base that it names."""
+    adapter = Adapter.of_checkpoint(checkpoint)
+    hint = "mega ckpt merge-adapter BASE ADAPTER OUT puts the two together, wherever they are"
+    if "path" not in adapter.base:
+        raise CheckpointError(
+            f"{checkpoint.folder}: holds an adapter, and does not say beside which weights", hint=hint
+        )
+    try:
+        base = open_source(adapter.base["path"])
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{checkpoint.folder}: holds an adapter, whose base is not there: {error.message}", hint=hint
+        ) from error
+    return AdaptedSource(base, adapter)
 
 
 def model_at(path: str | Place, *, tell: bool = False) -> ModelConfig:

@@ -214,6 +214,22 @@ class ModelConfig(Config):
         return self.num_kv_heads or self.num_attention_heads
 
     @property
+    def heads(self) -> dict[Mixer, tuple[int, int]]:
+        """Of each kind of mixer in use: its heads, and the key/value heads, key heads or groups that they share."""
+        mamba, delta, used = self.mamba, self.delta, {kind.mixer for kind in self.kinds}
+        every: dict[Mixer, tuple[int, int]] = {
+            "attention": (self.num_attention_heads, self.kv_heads),
+            **({"mamba": (mamba.num_heads, mamba.num_groups)} if mamba else {}),
+            **({"delta": (delta.num_value_heads, delta.num_key_heads)} if delta else {}),
+        }
+        return {kind: counts for kind, counts in every.items() if kind in used}
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer carries a state from token to token."""
+        return any(kind.mixer in ("mamba", "delta") for kind in self.kinds)
+
+    @property
     def shared_heads(self) -> set[int]:
         """How many heads there are of each kind that several ranks may hold the same of."""
         groups = {self.mamba.num_groups} if self.mamba else set()
@@ -288,6 +304,30 @@ class ModelConfig(Config):
 
     def problems(self) -> Iterator[Problem]:
         """Rules between sizes."""
+        yield from self._head_problems() if "attention" in self.heads else ()
+        layers = self.num_layers + self.mtp_layers
+        listed = {
+            "full_attention_layers": self.full_attention_layers,
+            "no_rope_layers": self.no_rope_layers,
+            "moe.layers": self.moe and self.moe.layers,
+        }
+        for name, indices in listed.items():
+            if indices and max(indices) >= layers:
+                yield Problem(name, f"names a layer past the last, {layers - 1}", max(indices))
+        if self.shared_norm and (not self.parallel_residual or self.norm_position != "pre"):
+            rule = "is one norm before attention and MLP, which then see the same input"
+            yield Problem("shared_norm", rule, hint="parallel_residual: true and norm_position: pre")
+        if self.mtp_layers and self.position == "learned":
+            rule = "embeds further tokens without their positions"
+            yield Problem("mtp_layers", rule, self.mtp_layers, "0, or position: rope")
+        if self.activation_limit and self.activation != "swiglu":
+            yield Problem("activation_limit", "bounds swiglu alone", self.activation_limit, "activation: swiglu")
+        if self.attention_gate and self.mla:
+            yield Problem("attention_gate", "is not for latent attention", hint="leave out mla")
+        yield from self._layer_problems() if self.layers is not None else ()
+
+    def _head_problems(self) -> Iterator[Problem]:
+        """Rules between the sizes of attention's heads."""
         heads = self.num_attention_heads
         if self.head_dim is None and self.mla is None and self.hidden_size % heads:
             yield Problem(
@@ -304,15 +344,6 @@ class ModelConfig(Config):
             yield Problem(where, f"must rotate an even part of the head size {self.head_size}", value)
         for name, rope in (("rope", self.rope), ("local_rope", self.local_rope)):
             yield from _rope_problems(name, rope, self.rotated_size // 2) if rope else ()
-        layers = self.num_layers + self.mtp_layers
-        listed = {
-            "full_attention_layers": self.full_attention_layers,
-            "no_rope_layers": self.no_rope_layers,
-            "moe.layers": self.moe and self.moe.layers,
-        }
-        for name, indices in listed.items():
-            if indices and max(indices) >= layers:
-                yield Problem(name, f"names a layer past the last, {layers - 1}", max(indices))
         if self.mla and (self.qk_norm or self.kv_heads != heads or self.head_dim or self.attention_sinks):
             rule = "has its own head sizes and norms, a key and value for every head, and no sinks"
             yield Problem("mla", rule, hint="leave out head_dim, num_kv_heads, qk_norm and attention_sinks")
@@ -321,17 +352,6 @@ class ModelConfig(Config):
             yield Problem("mla", rule, hint="position: rope, without rope.fraction")
         if self.mla and self.no_rope_layers:
             yield Problem("no_rope_layers", "a latent head has a part that is rotated", hint="leave it out")
-        if self.shared_norm and (not self.parallel_residual or self.norm_position != "pre"):
-            rule = "is one norm before attention and MLP, which then see the same input"
-            yield Problem("shared_norm", rule, hint="parallel_residual: true and norm_position: pre")
-        if self.mtp_layers and self.position == "learned":
-            rule = "embeds further tokens without their positions"
-            yield Problem("mtp_layers", rule, self.mtp_layers, "0, or position: rope")
-        if self.activation_limit and self.activation != "swiglu":
-            yield Problem("activation_limit", "bounds swiglu alone", self.activation_limit, "activation: swiglu")
-        if self.attention_gate and self.mla:
-            yield Problem("attention_gate", "is not for latent attention", hint="leave out mla")
-        yield from self._layer_problems() if self.layers is not None else ()
 
     def _layer_problems(self) -> Iterator[Problem]:
         """Rules between the kinds of layer and the rest."""

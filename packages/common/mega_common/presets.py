@@ -40,6 +40,40 @@ def _gpt3(layers: int, width: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _nemotron_h(pattern: str, width: int, ffn: int, kv_heads: int, mamba_heads: int, length: int) -> dict[str, Any]:
+    return {
+        "layers": pattern, "num_layers": len(pattern), "hidden_size": width, "ffn_hidden_size": ffn,
+        "num_attention_heads": 32, "num_kv_heads": kv_heads, "head_dim": 128, "vocab_size": 131_072,
+        "max_position": length, "activation": "relu2", "position": "none",
+        "mamba": {"num_heads": mamba_heads, "head_dim": 64, "state_size": 128, "num_groups": 8, "chunk_size": 128},
+    }  # fmt: skip
+
+
+def _granite4(
+    width: int,
+    heads: int,
+    kv_heads: int,
+    mamba_heads: int,
+    experts: int,
+    top_k: int,
+    ffn: int,
+    shared: int,
+    divisor: int,
+) -> dict[str, Any]:
+    return {
+        "layers": [{"times": 5, "of": ["mamba+moe"]}, "attention+moe", *3 * [{"times": 9, "of": ["mamba+moe"]}, "attention+moe"],
+                   {"times": 4, "of": ["mamba+moe"]}],
+        "num_layers": 40, "hidden_size": width, "ffn_hidden_size": ffn, "num_attention_heads": heads,
+        "num_kv_heads": kv_heads, "vocab_size": 100_352, "max_position": 131_072, "tie_embeddings": True,
+        "position": "none", "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_scale": 1 / 128,
+        "logit_scale": 1 / divisor,
+        "mamba": {"num_heads": mamba_heads, "head_dim": 64, "state_size": 128, "num_groups": 1},
+        "moe": {
+            "num_experts": experts, "top_k": top_k, "ffn_hidden_size": ffn, "shared_ffn_hidden_size": shared, "aux_loss": 0.01,
+        },
+    }  # fmt: skip
+
+
 def _tiny(layers: int, width: int, ffn: int, heads: int, kv_heads: int) -> dict[str, Any]:
     return {
         "num_layers": layers, "hidden_size": width, "ffn_hidden_size": ffn, "num_attention_heads": heads,
@@ -101,6 +135,27 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_gemma(26, 1152, 6912, 4, 1), "vocab_size": 262_144, "max_position": 32_768, "sliding_window": 512,
         "full_attention_layers": list(range(5, 26, 6)), "qk_norm": True, "rope": {"theta": 1_000_000.0},
         "local_rope": {"theta": 10_000.0},
+    },
+    "nemotron-h-8b": _nemotron_h("M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 4096, 21_504, 8, 128, 8192),
+    "nemotron-3-nano": {
+        **_nemotron_h("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 2688, 1856, 2, 64, 262_144),
+        "moe": {
+            "num_experts": 128, "top_k": 6, "ffn_hidden_size": 1856, "shared_ffn_hidden_size": 3712, "score": "sigmoid",
+            "scaling": 2.5, "selection_bias": True, "bias_rate": 0.001, "aux_loss": 0.0001,
+        },
+    },
+    "granite-4-h-small": _granite4(4096, 32, 8, 128, 72, 10, 768, 1536, 16),
+    "granite-4-h-tiny": _granite4(1536, 12, 4, 48, 64, 6, 512, 1024, 6),
+    "qwen3-next-80b": {
+        "layers": [{"times": 12, "of": ["delta+moe", "delta+moe", "delta+moe", "attention+moe"]}], "num_layers": 48,
+        "hidden_size": 2048, "ffn_hidden_size": 5120, "num_attention_heads": 16, "num_kv_heads": 2, "head_dim": 256,
+        "vocab_size": 151_936, "max_position": 262_144, "norm_eps": 1e-6, "zero_centered_norm": True, "qk_norm": True,
+        "attention_gate": True, "rope": {"theta": 10_000_000.0, "fraction": 0.25},
+        "delta": {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128},
+        "moe": {
+            "num_experts": 512, "top_k": 10, "ffn_hidden_size": 512, "shared_ffn_hidden_size": 512, "shared_gate": True,
+            "aux_loss": 0.001,
+        },
     },
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),

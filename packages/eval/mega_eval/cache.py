@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mega_eval.pages import PAGE
 from mega_trainer.kernels.masks import ALL, Band
-from mega_trainer.model.context import Attend
+from mega_trainer.model.context import Attend, Recur
 
 Run = tuple[int, int]  # slots from the first to before the second
 
@@ -27,15 +27,22 @@ class Span:
     Attributes:
         tokens: which of the step's N tokens are the row's.
         runs: the slots of all T tokens of the row in order, the new ones last.
+        place: where the row's states are among those of all rows.
     """
 
     tokens: slice
     runs: list[Run]
+    place: int = 0
 
     @classmethod
-    def of(cls, first: int, new: int, total: int, pages: Sequence[int]) -> Span:
+    def of(cls, first: int, new: int, total: int, pages: Sequence[int], place: int = 0) -> Span:
         """Of a row of `total` tokens, the last `new` of which are the step's from the `first` on."""
-        return cls(slice(first, first + new), _runs(pages, total))
+        return cls(slice(first, first + new), _runs(pages, total), place)
+
+    @property
+    def begins(self) -> bool:
+        """Whether no token of the row was there before."""
+        return len(self.new) == sum(stop - start for start, stop in self.runs)
 
     @property
     def new(self) -> list[int]:
@@ -49,10 +56,13 @@ class Span:
 
 
 class PagedCache:
-    """The layers' keys and values, or the latents that stand for both: tensors [slots, K, d], PAGE slots a page."""
+    """The layers' keys and values, or the latents that stand for both: tensors [slots, K, d], PAGE slots a page.
 
-    def __init__(self, layers: int, pages: int) -> None:
-        self._slots = pages * PAGE
+    Of a layer with a state it holds that of each row: tensors [rows, ..], as large however long the rows become.
+    """
+
+    def __init__(self, layers: int, pages: int, rows: int) -> None:
+        self._slots, self._rows = pages * PAGE, rows
         self._held: list[tuple[Tensor, ...]] = [()] * layers
         self._spans: list[Span] = []
         self._seen: dict[int | None, list[tuple[slice, list[Run]]]] = {}
@@ -75,6 +85,28 @@ class PagedCache:
             mask = ALL if one else Band(None if window is None else window - 1, right=0)
             y[tokens] = attend(q[tokens].transpose(0, 1), keys, values, mask).transpose(0, 1)
         return y
+
+    def recur(self, layer: int, x: Tensor, step: Recur) -> Tensor:
+        """See `Cache.recur`; each of the N tokens stands in a batch row of its own: [N, 1, c].
+
+        Rows that have as many new tokens as each other are one batch, but for those that begin.
+        """
+        alike: dict[tuple[int, bool], list[Span]] = {}
+        for span in self._spans:
+            alike.setdefault((span.tokens.stop - span.tokens.start, span.begins), []).append(span)
+        made, order = [], []
+        for (count, begins), spans in alike.items():
+            places = torch.tensor([span.place for span in spans], device=x.device)
+            order += [token for span in spans for token in range(span.tokens.start, span.tokens.stop)]
+            new = x[order[-count * len(spans) :]].view(len(spans), count, -1)
+            y, states = step(new, None if begins else [held[places] for held in self._held[layer]])
+            if not self._held[layer]:
+                self._held[layer] = tuple(state.new_empty(self._rows, *state.shape[1:]) for state in states)
+            for held, state in zip(self._held[layer], states, strict=True):
+                held.index_copy_(0, places, state)
+            made.append(y.flatten(0, 1))
+        joined = torch.cat(made)
+        return torch.empty_like(joined).index_copy_(0, torch.tensor(order, device=x.device), joined).unsqueeze(1)
 
     def _put(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Keep tensors [N, 1, K, d]; returns all of the layer's."""

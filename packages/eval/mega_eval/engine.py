@@ -95,7 +95,8 @@ class Engine:
         cache_tokens: room for so many tokens of all requests together.
         batch_size: most requests that run at once.
         chunk_tokens: most tokens of a forward pass, but for those of rows that generate.
-        drafter: guesses the next tokens; not asked for models with LongRoPE, whose keys depend on the length.
+        drafter: guesses the next tokens; not asked for models with LongRoPE, whose keys depend on the length, and for those
+            with a state, which no wrong guess may change.
     """
 
     def __init__(
@@ -111,16 +112,19 @@ class Engine:
         self._model, self._tokenizer = model, tokenizer
         self._batch_size, self._chunk = batch_size, chunk_tokens
         self._pages = Pages(-(-cache_tokens // PAGE))
-        self._cache = PagedCache(model.config.num_layers, self._pages.count)
+        self._cache = PagedCache(model.config.num_layers, self._pages.count, batch_size)
+        self._places = list(range(batch_size))  # of states, those that no row has
         self._grammars = Grammars(tokenizer)
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
         self._number = 0
         ropes = [rope for rope in (model.config.rope, model.config.local_rope) if rope]
         self._bounds = [rope.original_max_position or 0 for rope in ropes if rope.scaling == "longrope"]
-        self._drafter = None if self._bounds else drafter
-        # keys that are turned by angles which depend on the length of their row are of no use to another
-        self._shares = not any(rope.scaling in ("dynamic", "longrope") for rope in ropes)
+        recurrent = model.config.recurrent
+        self._drafter = None if self._bounds or recurrent else drafter
+        # keys that are turned by angles which depend on the length of their row are of no use to another, nor are keys
+        # without the states of those tokens
+        self._shares = not recurrent and not any(rope.scaling in ("dynamic", "longrope") for rope in ropes)
 
     @property
     def waiting(self) -> int:
@@ -209,7 +213,7 @@ class Engine:
             if _pages_of(len(row.tokens)) - len(row.pages) > self._pages.free:
                 self._release(row)
                 return
-            row.begun = len(row.tokens)
+            row.begun, row.place = len(row.tokens), self._places.pop()
             self._running.append(self._waiting.popleft())
 
     def _share(self, row: Row) -> None:
@@ -221,8 +225,10 @@ class Engine:
         row.done, row.names = len(row.pages) * PAGE, names[: len(row.pages)]
 
     def _release(self, row: Row) -> None:
-        """Give back all pages of a row."""
+        """Give back all pages of a row, and the place of its states."""
         self._pages.release(row.pages)
+        self._places += [] if row.place is None else [row.place]
+        row.place = None
         row.done, row.pages, row.names, row.drafts = 0, [], [], []
 
     def _guess(self) -> None:
@@ -273,7 +279,7 @@ class Engine:
         wanted: list[int] = []
         for row, count in work:
             first, total = len(tokens), row.done + count
-            spans.append(Span.of(first, count, total, row.pages))
+            spans.append(Span.of(first, count, total, row.pages, row.place or 0))
             tokens += (row.tokens + row.drafts)[row.done : total]
             positions += range(row.done, total)
             lengths += self._lengths(row, count)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from lm_eval.tasks import TaskManager
 
+from mega_ckpt.lora import adapted
 from mega_common.errors import ConfigError
 from mega_common.log import logger
 from mega_eval.harness import HarnessModel
@@ -44,7 +45,7 @@ class TrainingTasks:
         """The scores, as `eval/TASK/METRIC`, on the first rank; none there either where it would take too much of the time."""
         world, parallel = live.groups.world, self.config.parallel
         sharing = Sharing(parallel.tp, parallel.ep * parallel.expert_tp)
-        replicas = Replicas(for_inference(live), self._prompts, 8, world.rank, world.size, sharing)
+        replicas = Replicas(for_inference(live, self.config), self._prompts, 8, world.rank, world.size, sharing)
         if world.rank:
             replicas.follow()
             return {}
@@ -70,11 +71,12 @@ class TrainingTasks:
         return found
 
 
-def for_inference(live: Decoder) -> Decoder:
+def for_inference(live: Decoder, run: RunConfig) -> Decoder:
     """A model in training as one for inference, on the very same tensors: whole sequences on every rank of a copy."""
     groups = replace(live.groups, cp=Group("cp", (live.groups.world.rank,)))
     config = live.config.model_copy(update={"mtp_layers": 0})
-    model = Decoder(Builder(config, groups, dtype=live.dtype, device=torch.device("meta")))
+    adapts = {} if run.lora is None else adapted(config, run.lora)
+    model = Decoder(Builder(config, groups, dtype=live.dtype, device=torch.device("meta"), adapts=adapts))
     for held in (dict(live.named_parameters()), dict(live.named_buffers())):
         for name, tensor in held.items():
             owner, _, last = name.rpartition(".")

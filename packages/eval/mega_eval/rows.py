@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Row:
     """A request under way. `done` of its tokens are in the cache, in `pages`; the full ones of these have `names`.
 
-    It had `begun` tokens when the first of these keys was computed.
+    It had `begun` tokens when the first of these keys was computed. While it runs its states have a `place`.
     """
 
     number: int
@@ -29,6 +29,7 @@ class Row:
     trust: Trust = field(default_factory=Trust)
     done: int = 0
     begun: int = 0
+    place: int | None = None
     pages: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
     prompt: list[Scored | None] = field(default_factory=lambda: [None])

@@ -166,8 +166,8 @@ def batches(model: Decoder, pairs: Sequence[Pair], batch_size: int, beside: int 
     """
     for number, pair in enumerate(pairs):
         _check(model, number, pair)
-    # LongRoPE and dynamic NTK turn a whole row by angles that depend on its length
-    alone = any(
+    # LongRoPE and dynamic NTK turn a whole row by angles that depend on its length, and a state is one sequence's
+    alone = model.config.recurrent or any(
         rope is not None and rope.scaling in ("dynamic", "longrope")
         for rope in (model.config.rope, model.config.local_rope)
     )

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from mega_common.errors import ConfigError
 from mega_data.dataset import BlendedDataset, build_datasets
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.comm import CommLog
@@ -39,6 +40,7 @@ from mega_trainer.parallel.expert import Dispatcher
 from mega_trainer.parallel.fsdp import FullyShardedStage, shard_fully
 from mega_trainer.parallel.grads import Sharing, flatten
 from mega_trainer.parallel.nvshmem import Nvshmem
+from mega_trainer.parallel.param import freeze, trains
 from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.parallel.te import TeDispatch
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
@@ -125,7 +127,11 @@ def build_schedule(config: RunConfig, groups: Groups) -> Schedule:
 
 
 def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[int, Decoder]:
-    """This rank's parts of the model, by stage number, not initialised; their weights sharded when ZeRO-3 asks for it."""
+    """This rank's parts of the model, by stage number, not initialised; their weights sharded when ZeRO-3 asks for it.
+
+    Raises:
+        ConfigError: when nothing of it is to be trained.
+    """
     parallel, last = config.parallel, len(schedule.owners) - 1
     layers = stage_layers(
         config.model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout,
@@ -145,6 +151,13 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
         part = Stage(layers[index].start, layers[index].stop, index == 0, index == last, ends_meet)
         own = replace(build, deferred=Deferred()) if schedule.splits_backward else build
         stages[index] = Decoder(own, part, recompute, offload)
+        freeze(stages[index], config.trains)
+    if not any(trains(parameter) for stage in stages.values() for parameter in stage.parameters()):
+        raise ConfigError(
+            f"everything is frozen in layers {', '.join(f'{s.stage.first} to {s.stage.last - 1}' for s in stages.values())}, "
+            "which are a rank's share of the pipeline",
+            hint="freeze less, or set parallel.pipeline_layout so that each stage has something to train",
+        )
     if sharded:
         for stage in stages.values():
             shard_fully(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
+from mega_common.lora import LoraConfig, is_adapter
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_common.remote import Place, Remote, place
@@ -23,6 +25,7 @@ from mega_trainer.sections import (
     CheckpointConfig,
     DebugConfig,
     EvalConfig,
+    FaultConfig,
     Fp16Config,
     KernelsConfig,
     LogConfig,
@@ -42,6 +45,9 @@ class RunConfig(Config):
 
     model: ModelConfig
     data: DataConfig
+    lora: LoraConfig | None = Field(
+        None, description="train an adapter of low rank (LoRA) beside the weights of init_from, which stay as they are"
+    )
     init_from: str | None = Field(
         None, description="start from the weights of this checkpoint, HuggingFace folder or GGUF file"
     )
@@ -66,6 +72,7 @@ class RunConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     kernels: KernelsConfig = KernelsConfig()
     eval: EvalConfig = EvalConfig()
+    fault: FaultConfig = FaultConfig()
     log: LogConfig = LogConfig()
     profile: ProfileConfig | None = None
     debug: DebugConfig = DebugConfig()
@@ -94,6 +101,12 @@ class RunConfig(Config):
         parallel = self.parallel
         return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
+    @property
+    def ranks_asked(self) -> int:
+        """The fewest that the layout asks for."""
+        parallel = self.parallel
+        return parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
+
     def microbatches(self, dp: int) -> int:
         """Micro-batches of a step on each of `dp` data-parallel ranks, of the largest steps."""
         return self.batch.global_ // (self.batch.micro * dp)
@@ -118,6 +131,12 @@ class RunConfig(Config):
         if highest is None:
             return None
         return replace(self.lr_curve(), highest=highest, lowest=self.lr_schedule.min_lr if lowest is None else lowest)
+
+    def trains(self, name: str) -> bool:
+        """Whether a tensor, by its canonical name, is trained."""
+        if any(fnmatchcase(name, pattern) for pattern in self.train.freeze):
+            return False
+        return self.lora is None or is_adapter(name) or self.lora.saves(name)
 
     def due(self, step: int, every: int) -> bool:
         """Whether something done `every` steps (0: only at the end) is due after `step`."""
@@ -149,6 +168,10 @@ class RunConfig(Config):
         if encoded := sorted(data.kinds & {"bert", "t5"}):
             rule = "is data for an encoder, and every model here is a decoder"
             yield Problem("data.kind", rule, encoded[0], "text or fim; mega_data reads such samples for other programs")
+        if self.lora is not None and self.init_from is None:
+            yield Problem(
+                "lora", "is an adapter of weights that are there", hint="set init_from, or model: {from: ...}"
+            )
         yield from model_problems(self)
         yield from fp8_problems(self)
         if self.kernels.linear == "te" and self.precision == "fp8":
@@ -177,6 +200,19 @@ class RunConfig(Config):
         if isinstance(place(self.output), Remote):
             rule = "must be a folder here: metrics and logs are written line by line"
             yield Problem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")
+        if self.fault.recompute_every and parallel.zero > 1:
+            rule = f"compares whole gradients, which parallel.zero = {parallel.zero} does not keep"
+            yield Problem("fault.recompute_every", rule, self.fault.recompute_every, "parallel.zero=1, or 0")
+        if self.fault.recompute_every and not self.deterministic and self.device != "cpu":
+            rule = "compares bits, which a GPU promises only with deterministic = true"
+            yield Problem(
+                "fault.recompute_every", rule, self.fault.recompute_every, "deterministic: true, or device: cpu"
+            )
+        if data.sample_order == "megatron":
+            for key in ("on_nan", "on_spike"):
+                if getattr(self.train, key) == "rollback":
+                    rule = "reads other samples, and data.order = megatron has only those of the run's steps"
+                    yield Problem(f"train.{key}", rule, "rollback", "skip or stop")
         yield from self._unfinished()
 
     def _unfinished(self) -> Iterator[Problem]:

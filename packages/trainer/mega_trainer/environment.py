@@ -1,10 +1,19 @@
-"""What libraries are told through the environment of a rank, before torch is imported. What is set already stays."""
+"""What a run runs in: what libraries are told through the environment of a rank, before torch is imported (what is set
+already stays), and what is told of the machine and the versions.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from mega_trainer.config import RunConfig
+
+PACKAGES = ("mega-trainer", "torch", "numpy", "triton", "transformer-engine", "flash-attn", "deep-ep")
 
 
 def library_settings(config: RunConfig) -> dict[str, str]:
@@ -32,3 +41,27 @@ def told(config: RunConfig, environment: Mapping[str, str]) -> str:
         f"{name}={environment.get(name, '(not set)')}" + ("" if environment.get(name) == value else f" (not {value})")
         for name, value in chosen.items()
     )
+
+
+def described() -> dict[str, Any]:
+    """This machine and what is installed: `host`, `machine`, `cpus`, `versions` by package, those of CUDA and NCCL among them."""
+    import torch
+
+    gpus = torch.cuda.is_available()
+    versions = {"python": platform.python_version(), **{name: found for name in PACKAGES if (found := _version(name))}}
+    if gpus:
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, nccl))}
+    return {
+        "host": socket.gethostname(),
+        "machine": torch.cuda.get_device_name() if gpus else f"{platform.machine()}, no GPU",
+        "cpus": os.cpu_count(),
+        "versions": versions,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -12,6 +12,7 @@ from types import FrameType
 
 from mega_common.errors import TrainingError
 from mega_common.log import logger
+from mega_trainer.rollback import RollBack
 from mega_trainer.sections import TrainConfig
 from mega_trainer.step import StepResult
 
@@ -31,40 +32,56 @@ class Guard:
     seen: int = 0
     skips: int = 0
 
-    def check(self, step: int, result: StepResult) -> None:
-        """Look at a finished step.
+    def spikes(self, loss: float) -> bool:
+        """Whether a loss is a spike: over `spike_factor` times the running average, once that has seen `WARM` steps."""
+        factor = self.config.spike_factor
+        return bool(factor) and self.seen >= WARM and loss > factor * self.average
+
+    def accepts(self, loss: float) -> bool:
+        """Whether the weights may be updated by a step of that loss. It is the same on all ranks, and so is the answer."""
+        return self.config.on_spike == "warn" or not self.spikes(loss)
+
+    def check(self, step: int, result: StepResult, samples: str = "no samples") -> None:
+        """Look at a finished step, which read `samples`, in words.
 
         Raises:
             TrainingError: when the policy says stop. The weights are those of the last good step.
+            RollBack: when it says so.
         """
         if result.overflowed:
             logger.info("step %d: gradient too large for fp16 at loss scale %g, not updated", step, result.loss_scale)
             return
-        if not result.updated:
-            self._not_finite(step, result)
+        if not result.finite:
+            numbers = f"loss {result.loss} with gradient norm {result.grad_norm}"
+            self._apply(self.config.on_nan, "on_nan", step, f"step {step}: {numbers}, {samples}")
             return
+        if self.spikes(result.loss):
+            rule = f"over {self.config.spike_factor:g} times its average {self.average:.4f}"
+            message = f"step {step}: loss {result.loss:.4f} is {rule}, {samples}"
+            self._apply(self.config.on_spike, "on_spike", step, message)
+            if not result.updated:
+                return
         self.skips = 0
-        factor = self.config.spike_factor
-        if factor and self.seen >= WARM and result.loss > factor * self.average:
-            message = f"step {step}: loss {result.loss:.4f} is over {factor:g} times its average {self.average:.4f}"
-            if self.config.on_spike == "stop":
-                raise TrainingError(message, hint="train.on_spike is 'stop'; go on from an earlier checkpoint")
-            logger.warning(message)
         weight = MEMORY if self.seen >= WARM else self.seen / (self.seen + 1)
         self.average = weight * self.average + (1 - weight) * result.loss
         self.seen += 1
 
-    def _not_finite(self, step: int, result: StepResult) -> None:
-        self.skips += 1
-        message = f"step {step}: loss {result.loss} with gradient norm {result.grad_norm}, the weights were not updated"
-        if self.config.on_nan == "stop" or self.skips >= self.config.max_skips:
-            if self.config.on_nan == "stop":
-                way = "or set train.on_nan=skip to go past single bad batches"
-            else:
-                message = f"{message}, {self.skips} times in a row (train.max_skips)"
-                way = "or go on from an earlier checkpoint: checkpoint.load"
-            raise TrainingError(message, hint=f"lower optimizer.lr, raise precision, {way}")
-        logger.warning(message)
+    def _apply(self, policy: str, key: str, step: int, message: str) -> None:
+        if policy == "warn":
+            logger.warning(message)
+            return
+        message += "; the weights were not updated"
+        if policy == "rollback":
+            raise RollBack(step, message)
+        way = f"set train.{key}=skip to go past single bad batches, or rollback"
+        if policy == "skip":
+            self.skips += 1
+            if self.skips < self.config.max_skips:
+                logger.warning(message)
+                return
+            message = f"{message}, {self.skips} times in a row (train.max_skips)"
+            way = "go on from an earlier checkpoint: checkpoint.load"
+        raise TrainingError(message, hint=f"lower optimizer.lr, raise precision, or {way}")
 
 
 def leave() -> None:

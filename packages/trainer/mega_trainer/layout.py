@@ -59,13 +59,10 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
     """What of the degrees does not fit the model, whatever the number of ranks."""
     model, parallel = config.model, config.parallel
     if not _splits(model, parallel.tp):
-        yield Problem(
-            "parallel.tp",
-            f"must divide {model.num_attention_heads} attention heads and the ffn_hidden_size {' and '.join(map(str, sorted(split_widths(model))))}, "
-            f"and divide or be a multiple of {model.kv_heads} key/value heads",
-            parallel.tp,
-            f"one of {[tp for tp in range(1, model.num_attention_heads + 1) if _splits(model, tp)]}",
-        )
+        heads, shared = _told_heads(model, 1)
+        widths = f"{heads} and the ffn_hidden_size {' and '.join(map(str, sorted(split_widths(model))))}"
+        rule = f"must divide {widths if split_widths(model) else heads}, and divide or be a multiple of {shared}"
+        yield Problem("parallel.tp", rule, parallel.tp, f"one of {_tensor_degrees(model)}")
     yield from context_problems(config)
     yield from expert_problems(config)
     try:
@@ -92,8 +89,8 @@ def check_degrees(model: ModelConfig, *, tp: int, ep: int) -> None:
         ConfigError: naming the degree, with those that can be.
     """
     if not _splits(model, tp):
-        degrees = [n for n in range(1, model.num_attention_heads + 1) if _splits(model, n)]
-        raise ConfigError(f"tp = {tp}: this model's heads and widths cannot be shared so", hint=f"one of {degrees}")
+        hint = f"one of {_tensor_degrees(model)}"
+        raise ConfigError(f"tp = {tp}: this model's heads and widths cannot be shared so", hint=hint)
     if ep not in _expert_degrees(model):
         raise ConfigError(
             f"ep = {ep}: this model's experts cannot be shared so", hint=f"one of {_expert_degrees(model)}"
@@ -116,9 +113,9 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
         rule = f"{parallel.cp_kind} works block by block, and a head's dropout is drawn as a whole"
         yield Problem("parallel.cp_kind", rule, parallel.cp_kind, "alltoall, or model.attention_dropout: 0")
     if parallel.cp_kind == "alltoall" and _splits(model, tp) and not _shares_heads(model, tp, cp):
-        heads, keys = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
-        degrees = [n for n in range(1, heads + 1) if _shares_heads(model, tp, n)]
-        rule = f"alltoall splits the {heads} attention heads of a tensor rank, and its {keys} key/value heads"
+        heads, keys = _told_heads(model, tp)
+        degrees = [n for n in range(1, _most_heads(model) // tp + 1) if _shares_heads(model, tp, n)]
+        rule = f"alltoall splits the {heads} of a tensor rank, and its {keys}"
         yield Problem("parallel.cp", rule, cp, f"one of {degrees}, or cp_kind: {_blockwise(model)}")
 
 
@@ -128,8 +125,8 @@ def _blockwise(model: ModelConfig) -> str:
 
 def _shares_heads(model: ModelConfig, tp: int, cp: int) -> bool:
     """Whether `cp` ranks can share the heads of a tensor rank: its key/value heads too, or each by equally many."""
-    heads, keys = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
-    return heads % cp == 0 and (keys % cp == 0 or cp % keys == 0)
+    counts = [(heads // tp, max(1, shared // tp)) for heads, shared in model.heads.values()]
+    return all(heads % cp == 0 and (shared % cp == 0 or cp % shared == 0) for heads, shared in counts)
 
 
 def expert_problems(config: RunConfig) -> Iterator[Problem]:
@@ -214,7 +211,7 @@ def _suggestion(config: RunConfig, world_size: int) -> str:
             tp * pp < parallel.tp * parallel.pp or tp * cp < parallel.tp * parallel.cp,
             abs(tp - parallel.tp) + abs(pp - parallel.pp) + abs(cp - parallel.cp), tp, pp, cp,
         )
-        for tp in range(1, min(world_size, config.model.num_attention_heads) + 1)
+        for tp in range(1, min(world_size, _most_heads(config.model)) + 1)
         if _splits(config.model, tp)
         for pp in range(1, min(world_size // tp, config.model.num_layers) + 1)
         for cp in range(1, parallel.cp + 1)
@@ -265,12 +262,31 @@ def _told(degrees: Mapping[str, int | str]) -> str:
 
 def _splits(model: ModelConfig, tp: int) -> bool:
     """Whether `tp` ranks can share the heads and the feed-forward width."""
-    heads, kv = model.num_attention_heads, model.kv_heads
-    return heads % tp == 0 and all(width % tp == 0 for width in split_widths(model)) and (kv % tp == 0 or tp % kv == 0)
+    counts = model.heads.values()
+    return all(width % tp == 0 for width in split_widths(model)) and all(
+        heads % tp == 0 and (shared % tp == 0 or tp % shared == 0) for heads, shared in counts
+    )
+
+
+def _tensor_degrees(model: ModelConfig) -> list[int]:
+    return [tp for tp in range(1, _most_heads(model) + 1) if _splits(model, tp)]
+
+
+def _most_heads(model: ModelConfig) -> int:
+    """Heads of the kind of mixer that has the most."""
+    return max((heads for heads, _ in model.heads.values()), default=1)
+
+
+def _told_heads(model: ModelConfig, tp: int) -> tuple[str, str]:
+    """A tensor rank's heads and what they share, of each kind of mixer, in words."""
+    shared = {"attention": "key/value heads", "mamba": "mamba groups", "delta": "delta key heads"}
+    heads = [f"{count // tp} {kind} heads" for kind, (count, _) in model.heads.items()]
+    groups = [f"{max(1, count // tp)} {shared[kind]}" for kind, (_, count) in model.heads.items()]
+    return " and ".join(heads), " and ".join(groups)
 
 
 def split_widths(model: ModelConfig) -> set[int]:
     """Of the feed-forward blocks that the tensor ranks split: of layers without experts, and of shared experts."""
     shared = {model.moe.shared_ffn_hidden_size} if model.moe else set()
-    dense = all(model.has_experts(layer) for layer in range(model.num_layers + model.mtp_layers))
-    return shared if dense else shared | {model.ffn_hidden_size}
+    dense = any(kind.feed == "mlp" for kind in model.kinds)
+    return shared | {model.ffn_hidden_size} if dense else shared

@@ -1,8 +1,9 @@
-"""What a run tells while it runs: one line a step on the screen, the same as JSON lines, TensorBoard, Weights & Biases."""
+"""What a run tells while it runs: one line a step on the screen, the same as JSON lines and to trackers."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,18 +11,20 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
-from uuid import uuid4
 
 import torch
 
-from mega_common.errors import MissingPackageError
 from mega_common.files import atomic_file, naming
 from mega_common.log import human, logger
 from mega_trainer.config import RunConfig
+from mega_trainer.goodput import Goodput
 from mega_trainer.plan.flops import model_flops, palm_flops, peak_flops
 from mega_trainer.step import StepResult
+from mega_trainer.trackers import trackers
 
-Sink = Callable[[int, dict[str, float]], None]
+Sink = Callable[[int, dict[str, float]], object]
+Line = dict[str, Any]
+SHOWN = 0.01  # of a step: phases that take less are not on the screen
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,14 @@ class Metrics:
         self._closers: list[Callable[[], object]] = []
         self._begin = self._last = time.monotonic()
         self._start = self._consumed = consumed_samples
+        self._earlier: tuple[Line, Line, Line] | None = None
+        self._goodput = Goodput(time.time())
         if writes:
             self._open(Path(config.output), start)
 
     def _open(self, folder: Path, start: int) -> None:
         path = folder / "metrics.jsonl"
-        forget_after(path, start)
+        self._earlier = forget_after(path, start)
         stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
 
         def put(step: int, numbers: dict[str, float]) -> None:
@@ -94,39 +99,9 @@ class Metrics:
 
         self._sinks.append(put)
         self._closers.append(stream.close)
-        if self._config.log.tensorboard:
-            self._open_tensorboard(folder / "tensorboard", start)
-        if self._config.log.wandb is not None:
-            self._open_wandb(self._config.log.wandb, folder)
-
-    def _open_tensorboard(self, folder: Path, start: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            logger.info("tensorboard is not installed; the numbers are in metrics.jsonl")
-            return
-        writer = SummaryWriter(str(folder), purge_step=start + 1)
-
-        def put(step: int, numbers: dict[str, float]) -> None:
-            for name, value in numbers.items():
-                writer.add_scalar(name, value, step)
-
-        self._sinks.append(put)
-        self._closers.append(writer.close)
-
-    def _open_wandb(self, project: str, folder: Path) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise MissingPackageError(
-                "log.wandb is set, but wandb is not installed", hint="pip install 'packages/trainer[wandb]'"
-            ) from error
-        run = wandb.init(
-            project=project, dir=str(folder), id=run_id(folder / "wandb-id"), resume="allow",
-            config=self._config.model_dump(mode="json", by_alias=True), allow_val_change=True,
-        )  # fmt: skip
-        self._sinks.append(lambda step, numbers: run.log(numbers, step=step))
-        self._closers.append(run.finish)
+        for tracker in trackers(self._config, start):
+            self._sinks.append(tracker.put)
+            self._closers.append(tracker.close)
 
     def step(
         self,
@@ -134,12 +109,14 @@ class Metrics:
         consumed_samples: int,
         lr: float,
         result: StepResult,
+        phases: Mapping[str, float],
         epochs: Callable[[int], Mapping[str, float]] | None = None,
         **more: float | None,
     ) -> None:
-        """Tell of a finished step. `epochs` tells how often each data set has been read before a sample, to go under
-        `epochs/NAME`; `more` are further numbers, of which None is left out.
+        """Tell of a finished step. `phases` are its parts in seconds, to go under `phases/NAME`; `epochs` tells how often each
+        data set has been read before a sample, to go under `epochs/NAME`; `more` are further numbers, of which None is left out.
         """
+        self._goodput.lose(phases)
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         samples, self._consumed = consumed_samples - self._consumed, consumed_samples
@@ -162,6 +139,8 @@ class Metrics:
             "seconds_left": left,
             **{name: value for name, value in more.items() if value is not None},
             **{f"epochs/{name}": value for name, value in (epochs(consumed_samples) if epochs else {}).items()},
+            **{f"phases/{name}": value for name, value in phases.items()},
+            **self._goodput.told(time.time()),
         }
         for sink in self._sinks:
             sink(step, numbers)
@@ -170,15 +149,19 @@ class Metrics:
     def _line(self, step: int, n: dict[str, float]) -> str:
         width = len(str(self._config.train.steps))
         valid = f"  valid loss {n['valid_loss']:.4f}" if "valid_loss" in n else ""
+        shares = {name[7:]: n[name] / n["seconds"] for name in n if name.startswith("phases/")}
+        parts = " ".join(f"{name} {100 * share:.0f}" for name, share in shares.items() if share >= SHOWN)
         return (
             f"step {step:{width}}/{self._config.train.steps}  loss {n['loss']:.4f}{valid}  lr {n['lr']:.2e}  "
             f"grad {n['grad_norm']:.3f}  {human(n['tokens_per_second'])} tok/s  "
             f"MFU {100 * n['mfu']:.1f} % ({100 * n['mfu_palm']:.1f} % by 6N)  "
-            f"{n['memory_bytes'] / 2**30:.2f} GiB  {timedelta(seconds=round(n['seconds_left']))} left"
+            f"{n['memory_bytes'] / 2**30:.2f} GiB  {parts} %  goodput {100 * n['goodput']:.1f} %  {timedelta(seconds=round(n['seconds_left']))} left"
         )
 
     def __enter__(self) -> Metrics:
         self._last = time.monotonic()
+        if self._earlier:
+            self._goodput = Goodput.resumed(*self._earlier, time.time())
         return self
 
     def __exit__(
@@ -186,14 +169,6 @@ class Metrics:
     ) -> None:
         for close in self._closers:
             close()
-
-
-def run_id(path: Path) -> str:
-    """What a file says that was made once and stays: a resumed run is the same one to a service."""
-    if not path.exists():
-        with atomic_file(path, text=True) as stream:
-            stream.write(uuid4().hex)
-    return path.read_text(encoding="utf-8").strip()
 
 
 def memory_in_use() -> int:
@@ -204,22 +179,28 @@ def memory_in_use() -> int:
     return pages * 4096
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drop lines of later steps than the one a run goes on from: they will be written again."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if _step_of(line) <= step]
-    if len(kept) < len(lines):
+def forget_after(path: Path, step: int) -> tuple[Line, Line, Line] | None:
+    """Drop lines of later steps than the one a run goes on from: they will be written again.
+
+    Returns:
+        The first line, the last one that stays, which is empty when none does, and the last one that was there; None
+        when none was.
+    """
+    texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = [(_step_of(text), text) for text in texts]
+    kept = [text for number, text in lines if number <= step]
+    if len(kept) < len(texts):
         with atomic_file(path, text=True) as stream:
-            stream.writelines(line + "\n" for line in kept)
+            stream.writelines(text + "\n" for text in kept)
+    whole = [text for number, text in lines if number < math.inf]
+    return (json.loads(whole[0]), json.loads(kept[-1]) if kept else {}, json.loads(whole[-1])) if whole else None
 
 
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):  # a line cut short by a kill
-        return float("inf")
+        return math.inf
 
 
 def _write_line(stream: IO[str], numbers: dict[str, Any]) -> None:

@@ -1,15 +1,8 @@
-"""Where the time and the memory of some steps go: traces, memory snapshots, and the time of each phase.
-
-Phases: `data` (waiting for the loader), `forward` and `backward` of all micro-batches, `reduce` (what is left of the sums over
-ranks when the backwards are done), `norm` (and the numbers that ranks tell each other), `update`. On a GPU they are times of
-its stream, between events; what runs beside it, such as sums under way, is in the trace.
-"""
+"""Where the time and the memory of some steps go: traces, memory snapshots, and the time of each phase (`phases`)."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -20,19 +13,20 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from mega_common.log import logger
 from mega_trainer.config import RunConfig
+from mega_trainer.phases import Moment, Phases
 
 T = TypeVar("T")
 MEMORY_EVENTS = 1_000_000  # allocations that a snapshot can tell of; some 100 bytes each
 
 
 class Profiler:
-    """Profiles this rank's steps as `config.profile` says, into `<output>/profile/`; without it, does nothing."""
+    """Profiles this rank's steps as `config.profile` says, into `<output>/profile/`; without it, only passes phases on."""
 
-    def __init__(self, config: RunConfig, device: torch.device, rank: int) -> None:
-        settings = config.profile
+    def __init__(self, config: RunConfig, device: torch.device, rank: int, phases: Phases) -> None:
+        settings, self._phases = config.profile, phases
         self._settings = settings if settings is not None and rank in settings.ranks else None
         self._folder, self._rank, self._device = Path(config.output) / "profile", rank, device
-        self._marks: dict[str, list[tuple[_Mark, _Mark]]] | None = None  # of the step, if it is profiled
+        self._own: Phases | None = None  # of the step, if it is profiled
 
     def steps(self, items: Iterable[T], first: int) -> Iterator[T]:
         """The items, one for each step from `first` on; what is done between two is that step."""
@@ -55,28 +49,25 @@ class Profiler:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Around a part of a step."""
-        return nullcontext() if self._marks is None else self._timed(self._marks[name], name)
+        return self._phases.phase(name) if self._own is None else self._recorded(name, self._own)
 
     @contextmanager
-    def _timed(self, marks: list[tuple[_Mark, _Mark]], name: str) -> Iterator[None]:
-        with record_function(name):
-            begin = _Mark(self._device)
+    def _recorded(self, name: str, own: Phases) -> Iterator[None]:
+        with record_function(name), own.phase(name), self._phases.phase(name):
             yield
-            marks.append((begin, _Mark(self._device)))
 
-    def _begun(self, rest: Iterator[T]) -> tuple[_Mark, T] | None:
+    def _begun(self, rest: Iterator[T]) -> tuple[Moment, T] | None:
         """The step's begin, and its item."""
-        self._marks = defaultdict(list)
-        begin = _Mark(self._device)
-        with self.phase("data"):
-            item = next(rest, None)
+        self._own, begin = Phases(self._device), Moment(self._device)
+        item = next(rest, None)
         return None if item is None else (begin, item)
 
-    def _tell(self, step: int, begin: _Mark) -> None:
-        assert self._marks is not None
-        end = _Mark(self._device)
-        seconds = {"seconds": end.since(begin)}
-        seconds |= {name: sum(b.since(a) for a, b in marks) for name, marks in self._marks.items()}
+    def _tell(self, step: int, begin: Moment) -> None:
+        assert self._own is not None
+        seconds = {
+            "seconds": Moment(self._device).since(begin),
+            **self._own.take(),
+        }  # the device has come here: all is told
         with open(self._folder / f"phases-rank{self._rank}.jsonl", "a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, **seconds}) + "\n")
         parts = ", ".join(f"{name} {1000 * part:.1f}" for name, part in seconds.items() if name != "seconds")
@@ -98,28 +89,10 @@ class Profiler:
             try:
                 yield
             finally:
-                self._marks = None
+                self._own = None
                 if self._settings.memory and on_gpu:
                     torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{name}.pickle"))  # type: ignore[no-untyped-call]
                     torch.cuda.memory._record_memory_history(enabled=None)
         if tracing is not None:
             tracing.export_chrome_trace(str(self._folder / f"trace-{name}.json"))
         logger.info("profiled: %s", self._folder)
-
-
-class _Mark:
-    """A moment: of the device's current stream, or of this process."""
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._event = torch.cuda.Event(enable_timing=True) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._time = time.perf_counter()
-        if self._event is not None:
-            self._event.record()
-
-    def since(self, other: _Mark) -> float:
-        """Seconds from the other one to this; waits for the device to come here."""
-        if self._event is None or other._event is None:
-            return self._time - other._time
-        self._event.synchronize()
-        return float(other._event.elapsed_time(self._event)) / 1000

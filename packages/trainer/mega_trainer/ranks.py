@@ -108,10 +108,10 @@ def joined(ranks: Ranks, device: str, timeout_seconds: float) -> Iterator[Store 
         dist.destroy_process_group()
 
 
-def default_ranks(model_ranks: int, dp: int | None, device: str) -> int:
+def default_ranks(asked: int, device: str) -> int:
     """How many local ranks to start when nobody says: one a GPU, or on CPU as many as the layout asks for."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    return torch.cuda.device_count() if on_gpu else model_ranks * (dp or 1)
+    return torch.cuda.device_count() if on_gpu else asked
 
 
 def start_local_ranks(command: Sequence[str], count: int, output: Path) -> int:

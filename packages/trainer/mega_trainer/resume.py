@@ -13,7 +13,7 @@ from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig, flat
 
 # Settings whose change makes another model of the same weights.
-MODEL_SETTINGS = ("model",)
+MODEL_SETTINGS = ("model", "lora")
 # Settings that decide which sample is number k of a data set; in Megatron's order the blend and the length of the run
 # do, too, where in the others each data set goes on with its next sample (`mega_data.resumed`).
 ORDER_SETTINGS = ("data.split", "data.seq_length", "data.order", "data.kind", "data.long_documents", "train.seed")

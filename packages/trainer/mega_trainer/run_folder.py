@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from mega_common.remote import Place, RemoteError
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.comm import Group, raised_alike
 from mega_trainer.config import RunConfig
+from mega_trainer.environment import described
 from mega_trainer.ranks import Ranks
 from mega_trainer.tokens import TOKENIZER_FILES, tokenizer_files
 
@@ -93,3 +96,13 @@ def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     if tokenizer is not None:
         for path in tokenizer_files(tokenizer):
             put_file(assets / path.name, path)
+
+
+def record_start(config: RunConfig, ranks: Ranks, step: int) -> None:
+    """A line in `<output>/starts.jsonl`, by rank 0: after which step the run began or goes on, when, where and as what."""
+    if ranks.rank:
+        return
+    layout = {"ranks": ranks.world_size, **config.parallel.model_dump(mode="json", exclude_defaults=True)}
+    line = {"time": time.time(), "step": step, "layout": layout, **described()}
+    with open(Path(config.output) / "starts.jsonl", "a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")

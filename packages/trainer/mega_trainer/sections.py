@@ -70,19 +70,37 @@ class TrainConfig(Config):
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 for none")
     eval_steps: PositiveInt = Field(10, description="global batches of one validation")
     seed: int = Field(1234, ge=0)
+    freeze: list[str] = Field(
+        [], description="tensors that stay as they are, by patterns of their names such as model.embed_tokens.*"
+    )
     exit_after_minutes: float | None = Field(
         None, gt=0, description="save and end with status 75 after so long; the same command goes on"
     )
     exit_interval: PositiveInt | None = Field(None, description="the same after each step that is a multiple of this")
-    on_nan: Literal["stop", "skip"] = Field("stop", description="on a loss or gradient that is not finite")
-    max_skips: PositiveInt = Field(10, description="skipped steps in a row after which `skip` stops too")
+    on_nan: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="on a loss or gradient that is not finite: rollback goes back to an earlier checkpoint, and past all "
+        "samples since then",
+    )
+    max_skips: PositiveInt = Field(
+        10, description="skipped steps in a row, or rollbacks to one checkpoint, after which these stop too"
+    )
+    rollback_steps: PositiveInt = Field(
+        1, description="a rollback goes to the newest checkpoint at least so many steps before the bad one"
+    )
     gc_every: int = Field(
         50,
         ge=0,
         description="steps between collections of Python's garbage, on all ranks at once; 0: when Python likes",
     )
-    spike_factor: float = Field(0.0, ge=0, description="a loss this many times the recent average is a spike; 0: never")
-    on_spike: Literal["warn", "stop"] = "warn"
+    spike_factor: float = Field(
+        0.0,
+        ge=0,
+        description="a loss this many times the average of about the last 50 steps is a spike, from step 50 on; 0: never",
+    )
+    on_spike: Literal["warn", "stop", "skip", "rollback"] = Field(
+        "warn", description="as on_nan; all but warn leave the weights as they were before the spike"
+    )
 
 
 class MuonConfig(Config):
@@ -221,12 +239,36 @@ class EvalConfig(Config):
     )
 
 
+class FaultConfig(Config):
+    """Looks for devices and memory that change bits without a word."""
+
+    hash_every: int = Field(
+        0,
+        ge=0,
+        description="steps between comparisons of what ranks hold alike (weights; optimizer state where zero leaves copies), "
+        "also before each save, and of what each rank holds with what it held after the update before: with 1, whatever flips "
+        "between two updates is found; costs two readings of weights and state, and 8 bytes sent a tensor; 0: never",
+    )
+    recompute_every: int = Field(
+        0,
+        ge=0,
+        description="steps between comparisons of how ranks compute: all data ranks do the same micro-batch (with a pipeline, as "
+        "many as its ranks) besides their own, which is what it costs; up to zero 1; 0: never",
+    )
+
+
 class LogConfig(Config):
     """Where the numbers go, besides the screen and metrics.jsonl."""
 
     every: PositiveInt = 1
     tensorboard: bool = True
     wandb: str | None = Field(None, description="project name for Weights & Biases")
+    mlflow: str | None = Field(None, description="experiment of MLflow; where that is, MLFLOW_TRACKING_URI says")
+    trackio: str | None = Field(None, description="project name for Trackio")
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65535, description="rank 0 answers here what Prometheus asks: the numbers of the last step"
+    )
+    prometheus_address: str = Field("127.0.0.1", description="where it listens; 0.0.0.0: on every network of its host")
 
 
 class ProfileConfig(Config):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mega_ckpt.adapter import check_base
+from mega_ckpt.folders import forget_after, newest_until
 from mega_ckpt.pieces import Sharded, boxes_of, merge
 from mega_ckpt.store import AsyncSaver, Checkpoint, Place, latest, load, place, retain, save, sweep
-from mega_common.errors import CheckpointError
+from mega_common.errors import CheckpointError, TrainingError
 from mega_common.log import logger
 from mega_common.remote import RemoteError
 from mega_data.resumed import resumed
@@ -26,10 +28,11 @@ from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel.param import info_of, kept_of, local_of
+from mega_trainer.parallel.param import info_of, kept_of, local_of, trains
 from mega_trainer.parallel.shared import copies, share_of_copies
 from mega_trainer.precision import LossScale
 from mega_trainer.resume import check_resume
+from mega_trainer.rollback import LeftOut, RollBack
 from mega_trainer.step import StepResult
 
 
@@ -42,6 +45,9 @@ class TrainState:
         consumed_samples: samples read, over all ranks: the position in the data.
         loss_scale: in fp16.
         read: tells how many of the samples before one are of each data set; None without data.
+        base: what an adapter is beside, as a checkpoint tells it.
+        left_out: the samples that a rollback went past.
+        rollbacks: how often in a row it was to the same checkpoint.
     """
 
     config: RunConfig
@@ -52,39 +58,80 @@ class TrainState:
     consumed_samples: int = 0
     loss_scale: LossScale | None = None
     read: Callable[[int], Mapping[str, int]] | None = None
+    base: Mapping[str, str] | None = None
+    left_out: LeftOut = field(default_factory=LeftOut)
+    rollbacks: int = 0
+
+    @property
+    def position(self) -> int:
+        """Of the next sample, in the order of the data."""
+        return self.left_out.position(self.consumed_samples)
 
     def advance(self, result: StepResult) -> None:
         """Count a finished step, and let the guard judge its numbers.
 
         Raises:
             TrainingError: when the run's policy says stop.
+            RollBack: when it says so.
         """
+        size = self.config.batch.at(self.consumed_samples)
+        samples = self.left_out.told(self.consumed_samples, size)
         self.step += 1
-        self.consumed_samples += self.config.batch.at(self.consumed_samples)
-        self.guard.check(self.step, result)
+        self.consumed_samples += size
+        self.guard.check(self.step, result, samples)
+
+    def roll_back(self, back: RollBack, world: Group) -> None:
+        """Return to a checkpoint before a bad step, and go past all samples since then. Later checkpoints are deleted.
+
+        Raises:
+            TrainingError: when there is none, or it has been returned to `train.max_skips` times in a row.
+        """
+        settings, root, position = self.config.train, self.config.checkpoints, self.position
+        found = newest_until(root, back.step - settings.rollback_steps)
+        if found is None:
+            wanted = f"no checkpoint in {root} is {settings.rollback_steps} step(s) older (train.rollback_steps)"
+            raise TrainingError(f"{back.message}; {wanted}", hint="checkpoint.every saves while a run goes on")
+        before, at = self.left_out, self.consumed_samples
+        self.restore(found, world.handle)
+        again = bool(before.ranges) and before.ranges[-1][0] == self.consumed_samples
+        self.rollbacks = self.rollbacks + 1 if again else 1
+        if self.rollbacks > settings.max_skips:
+            message = f"{back.message}; going back to step {self.step} did not help {settings.max_skips} times in a row"
+            raise TrainingError(message, hint="lower optimizer.lr, or go further back: train.rollback_steps")
+        self.left_out = self.left_out.to(position, self.consumed_samples)
+        logger.warning(
+            "%s\n  back to step %d; left out: %s", back.message, self.step,
+            f"samples {before.position(self.consumed_samples)} to {before.position(at) - 1}",
+        )  # fmt: skip
+        if world.rank == 0:
+            forget_after(root, self.step)
 
     def tensors(self) -> dict[str, Sharded]:
         """All tensors of a checkpoint as this rank's boxes, views of what training uses."""
         self.optimizer.settle()
-        weights = weights_of(self.stages, prefix="weights/", computed=True)
+        weights = weights_of(self.stages, prefix="weights/", computed=True, moving=self.config.lora is not None)
         return weights | self.optimizer.tensors()
 
     def to_save(self) -> dict[str, Sharded]:
         """Of these, what this rank brings to a checkpoint: a share of what several ranks hold alike."""
         self.optimizer.settle()
-        weights = weights_of(self.stages, prefix="weights/", computed=True, to_save=True)
+        weights = weights_of(
+            self.stages, prefix="weights/", computed=True, to_save=True, moving=self.config.lora is not None
+        )
         return weights | self.optimizer.tensors(to_save=True)
 
     def numbers(self) -> dict[str, Any]:
         """What a checkpoint says beside the tensors."""
         return {
             "consumed_samples": self.consumed_samples,
-            "read": self.read and self.read(self.consumed_samples),
+            "left_out": [list(each) for each in self.left_out.ranges],
+            "read": self.read and self.read(self.position),
             "optimizer_steps": self.optimizer.steps,
             "loss_average": self.guard.average,
             "loss_seen": self.guard.seen,
             "loss_scale": self.loss_scale and [self.loss_scale.value, self.loss_scale.good_steps],
             "settings": self.config.model_dump(mode="json", by_alias=True),
+            **({} if self.base is None else {"base": dict(self.base)}),
         }
 
     def restore(self, folder: Place, group: dist.ProcessGroup | None) -> list[str]:
@@ -101,6 +148,8 @@ class TrainState:
                 hint=f"init_from={folder} starts from its weights, in another output folder and without checkpoint.load",
             )
         lines = check_resume(saved.state, saved.step, self.config, str(folder))
+        if self.base is not None:
+            check_base(saved.state.get("base"), self.base, str(folder))
         wanted = self.tensors()
         if not saved.keys("optimizer/main/"):  # saved in full precision: weights are the main ones
             wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/main/")}
@@ -111,6 +160,7 @@ class TrainState:
             self.optimizer.reload_main()
         self.step = saved.step
         self.consumed_samples = saved.state["consumed_samples"]
+        self.left_out = LeftOut.of(saved.state)
         self.optimizer.steps = saved.state["optimizer_steps"]
         self.guard.average, self.guard.seen = saved.state["loss_average"], saved.state["loss_seen"]
         if self.loss_scale is not None and saved.state.get("loss_scale"):
@@ -119,26 +169,33 @@ class TrainState:
 
 
 def weights_of(
-    stages: Mapping[int, Decoder], *, prefix: str = "", computed: bool = False, to_save: bool = False
+    stages: Mapping[int, Decoder],
+    *,
+    prefix: str = "",
+    computed: bool = False,
+    to_save: bool = False,
+    moving: bool = False,
 ) -> dict[str, Sharded]:
     """The weights of these stages by canonical name, as boxes that are views of the parameters.
 
     With `computed` they are what the model computes with, which under ZeRO-3 is a rounded copy of what it keeps. Those
-    that no gradient moves are always as they are kept. With `to_save` they are this rank's share of what several hold.
+    that no gradient moves are always as they are kept. With `to_save` they are this rank's share of what several hold, with
+    `moving` those alone that are trained.
     """
     parts = []
     for stage in stages.values():
         alike: dict[tuple[Group, ...], list[nn.Parameter]] = defaultdict(list)
-        for parameter in stage.parameters():
+        for parameter in filter(trains, stage.parameters()) if moving else stage.parameters():
             groups = copies(info_of(parameter), sharded=isinstance(parameter, DTensor)) if to_save else ()
             alike[groups].append(parameter)
         for groups, parameters in alike.items():
             held = ((local_of(parameter), info_of(parameter).pieces) for parameter in parameters)
             boxes = boxes_of((t.to(stage.dtype) if computed else t, pieces) for t, pieces in held)
             parts.append(share_of_copies(boxes, groups))
-        parts.append(
-            share_of_copies(boxes_of(kept_of(stage)), (stage.groups.tp, stage.groups.dp_cp) if to_save else ())
-        )
+        if not moving:
+            parts.append(
+                share_of_copies(boxes_of(kept_of(stage)), (stage.groups.tp, stage.groups.dp_cp) if to_save else ())
+            )
     return {prefix + name: held for name, held in merge(parts).items()}
 
 
@@ -148,8 +205,8 @@ class Saver:
     Leaving the `with` block waits for a save under way; its errors are raised there, or by `wait`.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.root, self._config = config.checkpoints, config
+    def __init__(self, config: RunConfig, provenance: Mapping[str, Any] | None = None) -> None:
+        self.root, self._config, self._provenance = config.checkpoints, config, provenance
         self._background = AsyncSaver() if config.checkpoint.async_ else None
         if self._leads:
             sweep(self.root)
@@ -175,6 +232,7 @@ class Saver:
             model=self._config.model,
             state=state.numbers(),
             assets=assets if assets.exists() else None,
+            provenance=self._provenance,
         )
         self._retain()
 
@@ -214,7 +272,8 @@ def continued(config: RunConfig, checkpoint: Place | None) -> RunConfig:
     """
     saved = {} if checkpoint is None else Checkpoint.open(checkpoint).state
     if "data" in saved.get("settings", {}):
-        data = resumed(config.data, saved["settings"]["data"], saved["consumed_samples"], saved.get("read"))
+        position = LeftOut.of(saved).position(saved["consumed_samples"])
+        data = resumed(config.data, saved["settings"]["data"], position, saved.get("read"))
     else:
         data = config.data.model_copy(update={"order": config.data.sample_order, "begun": None})
     return config.model_copy(update={"data": data})

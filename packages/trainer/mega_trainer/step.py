@@ -19,6 +19,7 @@ from mega_trainer.model.router import Router, balance
 from mega_trainer.model.routing import SUMS, expert_layers, routing_metrics, table_of_loads
 from mega_trainer.optim.clip import clip_factor
 from mega_trainer.optim.zero import Optimizer
+from mega_trainer.parallel.param import trains
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.precision import LossScale
 
@@ -31,7 +32,7 @@ class StepResult:
         loss: mean per token.
         grad_norm: before the clip.
         tokens: how many counted.
-        updated: whether the weights changed; not when a number was not finite.
+        updated: whether the weights changed; not when a number was not finite, or the loss was not accepted.
         mtp_loss: of the layers that predict further tokens: each one's mean per token, and the mean of these.
         loss_scale: that of this step, in fp16.
         overflowed: the gradient was too large for fp16 under this loss scale; a smaller one may mend it.
@@ -49,6 +50,11 @@ class StepResult:
     routing: Mapping[str, float] = field(default_factory=dict)
     riders: Sequence[float] = ()
 
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient are."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
 
 def train_step(
     executor: Executor,
@@ -61,6 +67,7 @@ def train_step(
     decoupled_lr: float | None = None,
     loss_scale: LossScale | None = None,
     riders: Callable[[], Sequence[float]] = tuple,
+    accepts: Callable[[float], bool] = lambda loss: True,
 ) -> StepResult:
     """One step over this rank's micro-batches; every rank calls it.
 
@@ -75,6 +82,7 @@ def train_step(
 
     Args:
         tokens: of the step, as `count_tokens` gives them.
+        accepts: whether to update the weights after a step of that loss.
 
     Raises:
         TrainingError: when tokens found no room on their way to their experts; nothing is updated.
@@ -91,14 +99,14 @@ def train_step(
         numbers = to_host(torch.cat([optimizer.grad_norm().view(1), told, table.flatten()]))
     norm, loss, mtp_loss, *ridden = numbers[: 1 + len(told)].tolist()
     norm, loss, mtp_loss = norm / factor, loss / max(tokens[0], 1.0), mtp_loss / max(tokens[0], 1.0)
-    finite = math.isfinite(loss) and math.isfinite(norm)
+    updates = math.isfinite(loss) and math.isfinite(norm) and accepts(loss)
     routing = routing_metrics(executor.config.moe, numbers[1 + len(told) :].view_as(table), factor)
-    if finite:
+    if updates:
         with executor.phase("update"):
             optimizer.update(lr, clip_factor(norm, clip) / factor, decoupled_lr)
         move_selection(executor, table)
     result = StepResult(
-        loss, norm, tokens[0], finite, mtp_loss if batches[0].ahead else None, routing=routing, riders=ridden
+        loss, norm, tokens[0], updates, mtp_loss if batches[0].ahead else None, routing=routing, riders=ridden
     )
     if loss_scale is None:
         return result
@@ -125,11 +133,15 @@ def sum_over_ranks(executor: Executor, told: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def move_selection(executor: Executor, table: Tensor) -> None:
-    """Move the routers' selection biases by the step's loads of all ranks, [layers, 6 + E]."""
+    """Move the selection biases of routers that are not frozen by the step's loads of all ranks, [layers, 6 + E]."""
     if executor.config.moe is not None:
         modules = (module for stage in executor.stages.values() for module in stage.modules())
         layers = expert_layers(executor.config)
-        balance([module for module in modules if isinstance(module, Router)], table[:, SUMS:], layers)
+        balance(
+            [module for module in modules if isinstance(module, Router) and trains(module.weight)],
+            table[:, SUMS:],
+            layers,
+        )
 
 
 @torch.no_grad()

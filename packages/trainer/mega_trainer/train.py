@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -12,14 +14,19 @@ from typing import TypeVar
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from mega_ckpt.adapter import base_of
 from mega_ckpt.folders import latest
+from mega_ckpt.lora import adapted, adapter_tensors
+from mega_ckpt.names import tensors_of
 from mega_ckpt.source import load_weights, open_source, tell_unread
 from mega_ckpt.store import Place
 from mega_common.errors import ConfigError, Interrupted
 from mega_common.log import human, logger
+from mega_common.lora import is_adapter
+from mega_data.dataset import BlendedDataset
 from mega_data.loader import Loader
 from mega_data.tokenizer import Tokenizer
-from mega_trainer.batch import micro_batches
+from mega_trainer.batch import MicroBatch, micro_batches
 from mega_trainer.build import (
     build_dispatcher,
     build_optimizer,
@@ -40,6 +47,7 @@ from mega_trainer.environment import told
 from mega_trainer.faults import faults_told
 from mega_trainer.garbage import Garbage
 from mega_trainer.guard import Guard, StopSignal
+from mega_trainer.integrity import Integrity
 from mega_trainer.kernels.leaves import Leaves, compiles
 from mega_trainer.limits import Limits
 from mega_trainer.mesh import Groups, warm_up
@@ -48,12 +56,15 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.init import init_weights
 from mega_trainer.parallel.shared import SharedStage
+from mega_trainer.phases import Phases, waited
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.advice import Needs
 from mega_trainer.plan.flops import count_parameters
 from mega_trainer.profile import Profiler
 from mega_trainer.ranks import Ranks
-from mega_trainer.run_folder import claimed, make_run_folder
+from mega_trainer.repeat import provenance
+from mega_trainer.rollback import Remaining, RollBack
+from mega_trainer.run_folder import claimed, make_run_folder, record_start
 from mega_trainer.state import Saver, TrainState, continued, starting_point, weights_of
 from mega_trainer.step import count_tokens, evaluate, own_counts, train_step
 from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
@@ -99,6 +110,7 @@ def assemble(
         config.model, groups, make_kernels(choice, leaves), leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups, leaves),
         dispatch_bound=config.parallel.dispatch_bound, dtype=dtype_of(config), device=device,
+        adapts={} if config.lora is None else adapted(config.model, config.lora),
     )  # fmt: skip
     stages = build_stages(config, builder, schedule)
     shared = share_stages(config, stages)
@@ -120,67 +132,129 @@ def train(
     checkpoint = starting_point(config)
     config = continued(config, checkpoint)
     limits, device = Limits(config.train), ready_device(config, ranks, groups)
-    profiler = Profiler(config, device, ranks.rank)
+    phases = Phases(device)
+    profiler = Profiler(config, device, ranks.rank, phases)
     state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, tokenizer)
     state.read = train_data.read
     if not begin(state, checkpoint, groups.world, tokenizer):
         return state
+    record_start(config, ranks, state.step)
+    job = Job(state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store, scorer)
+    while True:
+        try:
+            reason = steps(job)
+            break
+        except RollBack as back:
+            state.roll_back(back, groups.world)
+    conclude(state, reason)
+    return state
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the steps of a run are made with, on this rank."""
+
+    state: TrainState
+    executor: Executor
+    train_data: BlendedDataset
+    valid_data: BlendedDataset | None
+    device: torch.device
+    phases: Phases
+    profiler: Profiler
+    limits: Limits
+    ranks: Ranks
+    needs: Callable[[], Needs]
+    store: Store | None
+    scorer: Scorer | None
+
+
+def steps(job: Job) -> str | None:
+    """The steps that are left, from where the state is; returns why they ended before the last, if they did.
+
+    Raises:
+        RollBack: when the run's policy for a bad step is to go back.
+    """
+    state, executor, device, ranks = job.state, job.executor, job.device, job.ranks
+    config, groups, profiler, valid_data = state.config, executor.groups, job.profiler, job.valid_data
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype_of(config), ranks.world_size)
-    further = config.model.mtp_layers
+    further, integrity = config.model.mtp_layers, Integrity(config.fault, executor, state.optimizer)
     loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
-        faults_told(ranks.rank, lambda: f"step {state.step + 1}", needs),
-        watching(state, ranks, store),
+        faults_told(ranks.rank, lambda: f"step {state.step + 1}", job.needs),
+        watching(state, ranks, job.store),
         StopSignal() as stop,
-        Saver(config) as saver,
+        Saver(config, provenance(ranks.world_size, job.train_data.fingerprint) if not ranks.rank else None) as saver,
         Garbage(config.train.gc_every) as garbage,
         Metrics(config, speed, state.step, state.consumed_samples, writes=groups.world.rank == 0) as metrics,
     ):
 
         def asked(step: int) -> str | None:  # why this rank is to end after that step
-            return stop.name or limits.reached(step)
+            return stop.name or job.limits.reached(step)
 
         def riders(coming: Sequence[float]) -> list[float]:  # what all ranks are told beside the loss
             return [asked(state.step + 1) is not None, saver.failed, *coming]
 
+        def save() -> None:
+            with profiler.phase("save"):
+                saver.save(state)
+
+        samples = Remaining(job.train_data, state.left_out)
+
+        def accepts(loss: float) -> bool:  # just before an update
+            integrity.unchanged(state.step + 1)
+            return state.guard.accepts(loss)
+
+        def batches_of_first() -> list[MicroBatch]:  # of the next step, those of the first data rank
+            first = loader(
+                samples, global_batch=config.batch.at, consumed_samples=state.consumed_samples, dp_rank=0, prefetch=0
+            )
+            batch = next(iter(first))
+            return list(micro_batches(batch, config, device, groups.cp))
+
         left, stopping, tokens = config.train.steps - state.step, 0.0, [0.0]
-        batches = loader(train_data, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
-        for batch, following in profiler.steps(with_next(islice(batches, left)), state.step + 1):
+        batches = loader(samples, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
+        items = waited(with_next(islice(batches, left)), profiler.phase)
+        for batch, following in profiler.steps(items, state.step + 1):
             tokens = tokens if any(tokens) else count_tokens(batch, further, groups)
             coming = own_counts(following, further, groups)
+            integrity.before(state.step + 1, batches_of_first)
             lr = curve(state.consumed_samples)
             own_lr = None if decoupled is None else decoupled(state.consumed_samples)
             micro = list(micro_batches(batch, config, device, groups.cp))
             result = train_step(
                 executor, state.optimizer, micro, tokens=tokens,
                 lr=lr, decoupled_lr=own_lr, clip=config.optimizer.clip_grad, loss_scale=state.loss_scale,
-                riders=partial(riders, coming),
+                riders=partial(riders, coming), accepts=accepts,
             )  # fmt: skip
             state.advance(result)
             garbage.after(state.step)
             evaluates = valid_data is not None and config.due(state.step, config.train.eval_every)
-            scores = scorer(executor.model) if scorer and config.due(state.step, config.eval.every) else {}
+            scores: Mapping[str, float] = {}
+            if job.scorer is not None and config.due(state.step, config.eval.every):
+                with profiler.phase("evaluate"):
+                    scores = job.scorer(executor.model)
             metrics.step(
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
                 valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
                 mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing, **scores,
-                epochs=train_data.epochs,
+                epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
             )  # fmt: skip
             stopping, failed, *tokens = result.riders
             if failed:
                 saver.wait()
+            saves = bool(stopping) or config.due(state.step, config.checkpoint.every)
+            integrity.after(state.step, saves=saves)
             if stopping:
                 logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
-                saver.save(state)
+            if saves:
+                save()
+            if stopping:
                 break
-            if config.due(state.step, config.checkpoint.every):
-                saver.save(state)
     all_reduce(torch.zeros(1), groups.world)  # leave together: a launcher ends the others soon after the first one
-    conclude(state, (asked(state.step) or "a signal or limit of another rank") if stopping else None)
-    return state
+    return (asked(state.step) or "a signal or limit of another rank") if stopping else None
 
 
 def ready_device(config: RunConfig, ranks: Ranks, groups: Groups) -> torch.device:
@@ -225,19 +299,15 @@ def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: 
     Returns whether there are steps to do; where there are none, nothing is written.
     """
     config = state.config
+    if checkpoint is None:
+        for stage in state.stages.values():
+            init_weights(stage, config.train.seed)
+    if config.init_from is not None and (checkpoint is None or config.lora is not None):
+        load_start(state, config.init_from, world, tokenizer)
     if checkpoint is not None:
         for line in state.restore(checkpoint, world.handle):
             logger.info("  changed since it was saved: %s", line)
     else:
-        for stage in state.stages.values():
-            init_weights(stage, config.train.seed)
-        if config.init_from is not None:
-            source = open_source(config.init_from)
-            check_init_tokenizer(config, source, tokenizer)
-            if world.rank == 0:
-                tell_unread(source)
-            load_weights(source, weights_of(state.stages))
-            logger.info("starting from the weights of %s", config.init_from)
         state.optimizer.reload_main()
     if state.step >= config.train.steps:
         if latest(config.checkpoints) is None:
@@ -250,8 +320,9 @@ def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: 
     if world.rank == 0:
         make_run_folder(config, tokenizer)
     logger.info(
-        "%s parameters, %s on %d rank(s), steps %d to %d of %s tokens",
+        "%s parameters%s, %s on %d rank(s), steps %d to %d of %s tokens",
         human(count_parameters(config.model).total),
+        trained_share(config),
         config.precision,
         world.size,
         state.step + 1,
@@ -264,12 +335,34 @@ def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: 
     return True
 
 
+def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer | None) -> None:
+    """The weights that a run starts from, or that its adapter is beside, at every start."""
+    source = open_source(path)
+    check_init_tokenizer(state.config, source, tokenizer)
+    if world.rank == 0:
+        tell_unread(source)
+    held = weights_of(state.stages)
+    load_weights(source, {name: boxes for name, boxes in held.items() if not is_adapter(name)})
+    if state.config.lora is not None:
+        state.base = base_of(path, source)
+    logger.info("starting from the weights of %s", path)
+
+
+def trained_share(config: RunConfig) -> str:
+    """How many of the parameters are trained, where not all are."""
+    modules = {} if config.lora is None else adapted(config.model, config.lora)
+    shapes = tensors_of(config.model) | adapter_tensors(modules)
+    moving = sum(math.prod(shape) for name, shape in shapes.items() if config.trains(name))
+    return "" if len(shapes) == len([*filter(config.trains, shapes)]) else f" of which {human(moving)} are trained"
+
+
 def validate(executor: Executor, loader: Callable[..., Loader], config: RunConfig, device: torch.device) -> float:
     """Mean loss per token over the first `eval_steps` global batches of the validation set, the same ones each time."""
     for stage in executor.stages.values():
         stage.eval()
     batches = islice(loader(global_batch=config.batch.global_), config.train.eval_steps)
-    loss = evaluate(executor, (list(micro_batches(batch, config, device, executor.groups.cp)) for batch in batches))
+    with executor.phase("evaluate"):
+        loss = evaluate(executor, (list(micro_batches(batch, config, device, executor.groups.cp)) for batch in batches))
     for stage in executor.stages.values():
         stage.train()
     return loss

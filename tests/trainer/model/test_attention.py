@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_common.model_config import ModelConfig
+from mega_common.model_config import ModelConfig, RopeConfig
+from mega_trainer.kernels.base import Rotation
 from mega_trainer.kernels.masks import CAUSAL, Band, Mask, Packed, dense
 from mega_trainer.model.attention import Attention
 from mega_trainer.model.builder import Builder
@@ -107,3 +108,41 @@ def test_query_key_norm_makes_scale_irrelevant() -> None:
     with torch.no_grad():
         made.qkv.weights[0][: (H + K) * HEAD] *= 100
     torch.testing.assert_close(made(x, Context(Fixed(CAUSAL))), before, rtol=1e-3, atol=1e-4)
+
+
+def test_a_gate_partial_rotation_and_zero_centered_norms_are_those_of_qwen3_next() -> None:
+    from transformers.models.qwen3_next.modeling_qwen3_next import (
+        Qwen3NextAttention,
+        Qwen3NextConfig,
+        Qwen3NextRotaryEmbedding,
+    )
+
+    made = attention(
+        attention_gate=True,
+        qk_norm=True,
+        zero_centered_norm=True,
+        norm_eps=1e-6,
+        rope=RopeConfig(theta=50, fraction=1 / 3),
+    )
+    config = Qwen3NextConfig(
+        hidden_size=8, num_attention_heads=H, num_key_value_heads=K, head_dim=HEAD, attn_implementation="sdpa",
+        rope_parameters={"rope_type": "default", "rope_theta": 50, "partial_rotary_factor": 1 / 3},
+    )  # fmt: skip
+    theirs, turned = Qwen3NextAttention(config, 0).double(), Qwen3NextRotaryEmbedding(config)
+    with torch.no_grad():
+        for norm in (made.q_norm, made.k_norm):
+            assert norm is not None
+            norm.weight.uniform_(-0.5, 0.5)
+    gate, query, key, value = made.qkv.weights[0].split([H * HEAD, H * HEAD, K * HEAD, K * HEAD])
+    by_head = torch.stack([query.unflatten(0, (H, HEAD)), gate.unflatten(0, (H, HEAD))], 1).flatten(0, 2)
+    weights = {"q_proj": by_head, "k_proj": key, "v_proj": value, "o_proj": made.out.weight}
+    weights |= {"q_norm": made.q_norm.weight, "k_norm": made.k_norm.weight}
+    theirs.load_state_dict({f"{name}.weight": weight for name, weight in weights.items()})
+    x = torch.randn(2, S, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    positions = torch.arange(S)[None]
+    angles = tuple(part.double() for part in turned(x.float(), positions))
+    rotation = Rotation(*(part[:, :, None, :1] for part in angles))  # one pair of elements a head
+    mine = made(x, Context(Fixed(CAUSAL), rotation))
+    torch.testing.assert_close(
+        mine, theirs(x, position_embeddings=angles, attention_mask=None)[0], rtol=1e-6, atol=1e-7
+    )

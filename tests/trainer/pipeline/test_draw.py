@@ -57,3 +57,10 @@ def test_numbers_are_left_out_where_they_would_not_be_legible() -> None:
     many = [text.text for text in drawn("1f1b", 2, 1, 400).iter(f"{SVG}text")]
     assert few.count("17") == 4
     assert many.count("17") == 0
+
+
+def test_messages_are_lines_between_ranks() -> None:
+    paths = list(drawn("1f1b", 3, 1, 4).iter(f"{SVG}path"))
+    outputs, gradients = (path.get("d", "").count("M") for path in paths)
+    assert outputs == gradients == 2 * 4
+    assert not list(drawn("1f1b", 1, 1, 4).iter(f"{SVG}path"))

@@ -18,6 +18,7 @@ from mega_trainer.plan.flops import (
     model_flops,
     palm_flops,
     peak_flops,
+    published_flops,
     visible_keys,
 )
 
@@ -143,6 +144,31 @@ def test_experts_in_some_layers_are_counted_layer_by_layer() -> None:
     assert [layer.experts for layer in count_parameters(mixed).layers] == [0, 8 * one, 0]
     sparse, dense = 2 * 64 * (3 * (2 * 10 + 7) + 8 + 1), 2 * 64 * 3 * 192
     assert forward_flops(mixed, 100)["feed-forward"] == 2 * dense + sparse
+
+
+def test_conventions_of_published_figures() -> None:
+    """DeepSeek-V3 with its further token, at 4096: Megatron-Bridge 26.08 tells 1,276 TFLOP/s at 4,912 tokens a second."""
+    deepseek = model("deepseek-v3", mtp_layers=1, moe={**preset("deepseek-v3")["moe"], "layers": list(range(3, 62))})
+    assert published_flops(deepseek, 4096, "megatron") == pytest.approx(1276e12 / 4912, rel=0.002)
+    llama = model("llama3-8b")
+    assert published_flops(llama, 8192, "full") == pytest.approx(
+        800e12 / 13812, rel=0.002
+    )  # Megatron-LM, examples/llama
+    assert published_flops(llama, 8192, "palm") == palm_flops(llama, 8192)
+    learned = model("gpt3-125m", max_position=65_536)
+    assert published_flops(learned, 512, "mosaic") - palm_flops(learned, 512) == 6 * 65_536 * 768
+
+
+@pytest.mark.parametrize(("seq_length", "less"), [(4096, 0.20), (8192, 0.12)])
+def test_megatron_counts_gpt_oss_without_its_gates_and_windows(seq_length: int, less: float) -> None:
+    """Its gate is no `--swiglu`, and windows are not looked at: what is published of it is so much less than it computes."""
+    moe = {**preset("gpt-oss-20b")["moe"], "num_experts": 128}
+    oss = model("gpt-oss-20b", num_layers=36, full_attention_layers=list(range(1, 36, 2)), moe=moe)
+    exact = model_flops(oss, seq_length)
+    assert exact / published_flops(oss, seq_length, "megatron") - 1 == pytest.approx(less, abs=0.01)
+    plain = model("qwen3-30b-a3b")
+    router = 3 * 2 * 48 * 2048 * 128
+    assert model_flops(plain, 4096) - published_flops(plain, 4096, "megatron") == router
 
 
 def test_recompute_is_work_of_the_hardware_only() -> None:

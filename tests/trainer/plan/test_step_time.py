@@ -82,6 +82,32 @@ def test_experts_on_other_nodes_cost_more_than_on_one_and_less_when_a_token_goes
     assert near < once < apart
 
 
+def test_small_products_of_many_experts_reach_less_than_large_ones() -> None:
+    """As many operations a token: eight experts of 4096 columns, or 128 of 256."""
+    few, many = (
+        MIXTRAL.model_copy(
+            update={
+                "moe": MIXTRAL.moe.model_copy(
+                    update={"num_experts": experts, "top_k": experts // 4, "ffn_hidden_size": 32_768 // experts}
+                )
+            }
+        )
+        for experts in (8, 128)
+        if MIXTRAL.moe
+    )
+    assert model_flops(few, 4096) == pytest.approx(model_flops(many, 4096), rel=0.01)
+    run = replace(RUN, seq_length=4096)
+    assert seconds(run, many) > 1.15 * seconds(run, few)
+
+
+def test_a_host_that_waits_for_counts_is_what_small_layers_take() -> None:
+    run = replace(RUN, seq_length=1024, ep=8)
+    told = step_time(MIXTRAL, run, H100, HOPPER, Habits(host=0.1))
+    assert told.seconds == pytest.approx(run.microbatches * MIXTRAL.num_layers * 0.1, rel=0.05)
+    large = replace(RUN, ep=8)
+    assert seconds(large, MIXTRAL, Habits(host=1e-3)) == seconds(large, MIXTRAL)
+
+
 def test_a_slower_network_is_felt_where_gradients_leave_a_node() -> None:
     ethernet = H100.model_copy(update={"networks_gb_s": {"ethernet": 1.25}})
     for run, differs in ((replace(RUN, dp=64), True), (RUN, False)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 
 from mega_ckpt.families.arcee import ARCEE
+from mega_ckpt.families.bamba import BAMBA
 from mega_ckpt.families.base import Family
 from mega_ckpt.families.cohere import COHERE, COHERE2
 from mega_ckpt.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
@@ -20,14 +21,17 @@ from mega_ckpt.families.gpt_bigcode import GPT_BIGCODE
 from mega_ckpt.families.gpt_neox import GPT_NEOX
 from mega_ckpt.families.gpt_oss import GPT_OSS
 from mega_ckpt.families.granite import GRANITE, GRANITE_MOE
+from mega_ckpt.families.granite_hybrid import GRANITE_MOE_HYBRID
 from mega_ckpt.families.helium import HELIUM
 from mega_ckpt.families.jais2 import JAIS2
 from mega_ckpt.families.keys import Raw
 from mega_ckpt.families.llama import LLAMA
+from mega_ckpt.families.mamba2 import MAMBA2
 from mega_ckpt.families.ministral import MINISTRAL
 from mega_ckpt.families.mistral import MISTRAL
 from mega_ckpt.families.mixtral import MIXTRAL
 from mega_ckpt.families.nemotron import NEMOTRON
+from mega_ckpt.families.nemotron_h import NEMOTRON_H
 from mega_ckpt.families.olmo2 import OLMO2
 from mega_ckpt.families.olmo3 import OLMO3
 from mega_ckpt.families.olmoe import OLMOE
@@ -36,7 +40,9 @@ from mega_ckpt.families.plain import same_model
 from mega_ckpt.families.qwen2 import QWEN2
 from mega_ckpt.families.qwen2_moe import QWEN2_MOE
 from mega_ckpt.families.qwen3 import QWEN3
+from mega_ckpt.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from mega_ckpt.families.qwen3_moe import QWEN3_MOE
+from mega_ckpt.families.qwen3_next import QWEN3_NEXT
 from mega_ckpt.families.seed_oss import SEED_OSS
 from mega_ckpt.families.smollm3 import SMOLLM3
 from mega_ckpt.families.stablelm import STABLELM
@@ -51,6 +57,7 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, OLMO2, GPT_NEOX, GEMMA2, GEMMA3, MINISTRAL, MIXTRAL, QWEN3_MOE, QWEN2_MOE,
     GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2, SMOLLM3, SEED_OSS, GRANITE, GRANITE_MOE, OLMO3, OLMOE, GEMMA, ERNIE4_5, HELIUM,
     GLM, GLM4, GLM4_MOE, EXAONE4, ARCEE, STARCODER2, NEMOTRON, STABLELM, JAIS2, COHERE, COHERE2, FALCON, GPT_BIGCODE,
+    NEMOTRON_H, MAMBA2, BAMBA, GRANITE_MOE_HYBRID, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
 )  # fmt: skip
 
 
@@ -83,7 +90,8 @@ def family_of(raw: Raw, source: str = "config.json") -> Family:
         raise CheckpointError(f"{source}: has no model_type", hint="is this the config.json of a language model?")
     if raw["model_type"] == MISTRAL.name and "layer_types" in raw:  # as transformers takes it
         return MINISTRAL
-    return family_named(raw["model_type"], source)
+    whole = next((family for family in FAMILIES if family.whole and family.whole == raw["model_type"]), None)
+    return whole or family_named(raw["model_type"], source)
 
 
 def family_for(model: ModelConfig) -> Family:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,16 +13,18 @@ from mega_ckpt.families.plain import TRAINING_FIELDS, plain
 from mega_ckpt.families.rope import unread_parameters
 from mega_ckpt.names import EMBEDDING, HEAD, tensors_of
 from mega_common.errors import CheckpointError, ConfigError
+from mega_common.layers import spelled
 from mega_common.model_config import ModelConfig
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
     return frozenset(text.split())
 
 
 # Keys that say nothing about what the model computes from its weights. They are carried, not translated. (How weights
 # are quantised is a matter of reading them.)
-CARRIED = _words(
+CARRIED = words(
     """_attn_implementation _name_or_path architectures auto_map bad_words_ids begin_suppress_tokens bos_token_id
     chunk_size_feed_forward cls_token_id compression_config decoder_start_token_id diversity_penalty do_sample dtype early_stopping
     encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
@@ -34,6 +36,8 @@ CARRIED = _words(
     tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p unk_token_id
     use_bfloat16 use_cache"""
 )
+
+_INNER = "model.language_model."
 
 # Keys that transformers' own machinery reads of every configuration, and that must say that there is nothing unusual.
 _USUAL = Only(
@@ -65,6 +69,9 @@ class Family:
         rules: where tensors are on disk; what no rule covers has its canonical name there.
         buffers: pattern of disk tensors that are no weights (masks, frequencies): carried, not translated.
         carried: keys of config.json that change nothing, beside those of every family.
+        whole: `model_type` of a model of which this is the text part: `text_config` in its config.json, and on disk
+            `model.language_model.` instead of `model.`.
+        fused: the rules of a folder whose experts are one tensor for each projection, where others have one an expert.
         tokens: special tokens whose default in transformers lies outside a small vocabulary, so that a model which
             never had any says null.
     """
@@ -77,6 +84,8 @@ class Family:
     rules: tuple[Rule, ...] = ()
     buffers: str = r"(.*\.)?rotary_emb\.inv_freq"
     carried: frozenset[str] = frozenset()
+    whole: str = ""
+    fused: tuple[Rule, ...] = ()
     tokens: tuple[str, ...] = ()
 
     def read_config(self, raw: Raw, source: str = "config.json") -> ModelConfig:
@@ -88,6 +97,7 @@ class Family:
         """
         fields: dict[str, Any] = {}
         found: list[str] = []
+        raw = self.part(raw)
         for entry in (*self.entries, _USUAL):
             try:
                 fields |= entry.read(raw)
@@ -110,9 +120,16 @@ class Family:
 
         They change nothing of what the family's model computes; they are carried, and worth a word.
         """
-        known = self.known_keys
+        known, raw = self.known_keys, self.part(raw)
         unread = sorted(key for key, value in raw.items() if key not in known and value is not None)
         return unread + unread_parameters(raw)
+
+    def part(self, raw: Raw) -> Raw:
+        """What a config.json says of a model of the family, which may be a part of a larger one."""
+        inner = raw.get("text_config") if raw.get("model_type") == self.whole else None
+        if not isinstance(inner, Mapping):
+            return raw
+        return {**inner, **{key: raw[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in raw}}
 
     @property
     def known_keys(self) -> frozenset[str]:
@@ -148,13 +165,16 @@ class Family:
         """
         names = set(names) if names is not None else None
         layers = model.num_layers + model.mtp_layers
-        table = disk_tensors(self.rules, tensors_of(model), layers, model.kv_heads)
+        fused = self.fused and names is not None and any(name.endswith(".experts.gate_up_proj") for name in names)
+        table = disk_tensors(self.fused if fused else self.rules, tensors_of(model), layers, _heads(model))
         for copy, name in self.copies(model).items():
             if copy != self.head if names is None else copy in names:
                 original = next(disk for disk in table.values() if disk.slabs[0].name == name)
                 table[copy] = replace(original, name=copy)
         if names is not None and not any(name.startswith(self.prefix) for name in names):
-            table = {disk.name: disk for disk in (_without(self.prefix, disk) for disk in table.values())}
+            table = {disk.name: disk for disk in (_renamed(disk, self.prefix, "") for disk in table.values())}
+        if names is not None and any(name.startswith(_INNER) for name in names):
+            table = {disk.name: disk for disk in (_renamed(disk, self.prefix, _INNER) for disk in table.values())}
         return table
 
     def copies(self, model: ModelConfig) -> dict[str, str]:
@@ -173,7 +193,8 @@ class Family:
         if there:
             return model
         moe = model.moe and model.moe.model_copy(update={"layers": _below(model.num_layers, model.moe.layers)})
-        return model.model_copy(update={"mtp_layers": 0, "moe": moe})
+        layers = model.layers and spelled(model.layers)[: model.num_layers]
+        return model.model_copy(update={"mtp_layers": 0, "moe": moe, "layers": layers})
 
     @property
     def by_expert(self) -> bool:
@@ -185,9 +206,16 @@ class Family:
         return re.fullmatch(self.buffers, name) is not None
 
 
+def _heads(model: ModelConfig) -> dict[str, int]:
+    """How many heads there are of each kind that rules go by."""
+    delta = model.delta.num_key_heads if model.delta else 0
+    return {"kv": model.kv_heads, "query": model.num_attention_heads, "delta": delta}
+
+
 def _below(bound: int, layers: list[int] | None) -> list[int] | None:
     return layers and [layer for layer in layers if layer < bound]
 
 
-def _without(prefix: str, disk: DiskTensor) -> DiskTensor:
-    return replace(disk, name=disk.name.removeprefix(prefix))
+def _renamed(disk: DiskTensor, prefix: str, other: str) -> DiskTensor:
+    name = disk.name
+    return replace(disk, name=other + name.removeprefix(prefix)) if name.startswith(prefix) else disk

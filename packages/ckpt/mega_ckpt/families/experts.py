@@ -108,6 +108,20 @@ class Everywhere:
 
 
 @dataclass(frozen=True)
+class InPattern:
+    """The pattern of all layers' kinds says it, which another entry reads and writes."""
+
+    keys: frozenset[str] = frozenset()
+
+    def read(self, raw: Raw) -> None:
+        """Nothing beside it."""
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Nothing beside it."""
+        return {}
+
+
+@dataclass(frozen=True)
 class SparseSteps:
     """Every so many layers have experts, but for those in a list: Qwen."""
 

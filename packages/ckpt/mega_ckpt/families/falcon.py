@@ -117,7 +117,7 @@ FALCON = Family(
         *_both(f"{_H}.input_layernorm", f"{_LAYER}.input_layernorm", unless=_SECOND),
         *_both(f"{_H}.ln_attn", f"{_LAYER}.input_layernorm", beside=_SECOND),
         *_both(f"{_H}.ln_mlp", f"{_LAYER}.post_attention_layernorm"),
-        *_both(f"{_H}.self_attention.query_key_value", *_QKV, by_head=True),
+        *_both(f"{_H}.self_attention.query_key_value", *_QKV, by="kv"),
         *_both(f"{_H}.self_attention.dense", f"{_LAYER}.self_attn.o_proj"),
         *_both(f"{_H}.mlp.dense_h_to_4h", f"{_LAYER}.mlp.up_proj"),
         *_both(f"{_H}.mlp.dense_4h_to_h", f"{_LAYER}.mlp.down_proj"),

@@ -69,21 +69,21 @@ def gpt2_entries(activation: str) -> tuple[Entry, ...]:
     )
 
 
-def gpt2_rules(layout: Layout, *, by_head: bool = False) -> tuple[Rule, ...]:
-    """The names that they share: `layout` is that of linear layers, `by_head` how queries, keys and values are joined."""
+def gpt2_rules(layout: Layout, *, by: str = "") -> tuple[Rule, ...]:
+    """The names that they share: `layout` is that of linear layers, `by` how queries, keys and values are joined."""
 
-    def both(disk: str, *names: str, layout: Layout = PLAIN, by_head: bool = False) -> tuple[Rule, Rule]:
+    def both(disk: str, *names: str, layout: Layout = PLAIN, by: str = "") -> tuple[Rule, Rule]:
         weights, biases = (tuple(f"{name}.{kind}" for name in names) for kind in ("weight", "bias"))
         return (
-            Rule(f"{disk}.weight", weights, layout, by_head=by_head),
-            Rule(f"{disk}.bias", biases, by_head=by_head),
+            Rule(f"{disk}.weight", weights, layout, by=by),
+            Rule(f"{disk}.bias", biases, by=by),
         )
 
     return (
         Rule("transformer.wte.weight", ("model.embed_tokens.weight",)),
         Rule("transformer.wpe.weight", ("model.embed_positions.weight",)),
         *both(f"{_H}.ln_1", f"{_LAYER}.input_layernorm"),
-        *both(f"{_H}.attn.c_attn", *_QKV, layout=layout, by_head=by_head),
+        *both(f"{_H}.attn.c_attn", *_QKV, layout=layout, by=by),
         *both(f"{_H}.attn.c_proj", f"{_LAYER}.self_attn.o_proj", layout=layout),
         *both(f"{_H}.ln_2", f"{_LAYER}.post_attention_layernorm"),
         *both(f"{_H}.mlp.c_fc", f"{_LAYER}.mlp.up_proj", layout=layout),

@@ -42,7 +42,7 @@ GPT_BIGCODE = Family(
         MultiQuery(),
         Only({"scale_attn_weights": (True,)}),
     ),
-    rules=gpt2_rules(PLAIN, by_head=True),
+    rules=gpt2_rules(PLAIN, by="kv"),
     carried=frozenset(
         {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "classifier_dropout", "hidden_dropout"}
     ),

@@ -13,10 +13,9 @@ _LAYER, _NEOX = "model.layers.{i}", "gpt_neox.layers.{i}"
 _QKV = tuple(f"{_LAYER}.self_attn.{name}_proj" for name in "qkv")
 
 
-def _both(disk: str, *names: str, by_head: bool = False) -> tuple[Rule, ...]:
+def _both(disk: str, *names: str, by: str = "") -> tuple[Rule, ...]:
     return tuple(
-        Rule(f"{disk}.{kind}", tuple(f"{name}.{kind}" for name in names), by_head=by_head)
-        for kind in ("weight", "bias")
+        Rule(f"{disk}.{kind}", tuple(f"{name}.{kind}" for name in names), by=by) for kind in ("weight", "bias")
     )
 
 
@@ -43,7 +42,7 @@ GPT_NEOX = Family(
     rules=(
         Rule("gpt_neox.embed_in.weight", ("model.embed_tokens.weight",)),
         *_both(f"{_NEOX}.input_layernorm", f"{_LAYER}.input_layernorm"),
-        *_both(f"{_NEOX}.attention.query_key_value", *_QKV, by_head=True),
+        *_both(f"{_NEOX}.attention.query_key_value", *_QKV, by="kv"),
         *_both(f"{_NEOX}.attention.dense", f"{_LAYER}.self_attn.o_proj"),
         *_both(f"{_NEOX}.post_attention_layernorm", f"{_LAYER}.post_attention_layernorm"),
         *_both(f"{_NEOX}.mlp.dense_h_to_4h", f"{_LAYER}.mlp.up_proj"),

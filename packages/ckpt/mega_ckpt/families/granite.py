@@ -56,15 +56,23 @@ class ScoreFactor:
         return {"attention_multiplier": model.attention_scale or model.head_size**-0.5}
 
 
-_SHARED: tuple[Entry, ...] = (
-    *DECODER,
-    Heads(explicit_dim=False),
-    Rope(),
+MULTIPLIERS: tuple[Entry, ...] = (
     Key("attention_bias", "qkv_bias attention_out_bias", False),
     Key("embedding_multiplier", "embedding_multiplier", 1.0),
     Key("residual_multiplier", "residual_multiplier", 1.0),
     ScoreFactor(),
     Divisor(),
+)
+MOE_RULES = (
+    Rule(f"{_MOE}.router.layer.weight", ("model.layers.{i}.mlp.gate.weight",)),
+    Rule(f"{_MOE}.input_linear.weight", (f"{_EXPERTS}.gate_proj.weight", f"{_EXPERTS}.up_proj.weight"), Halves()),
+    Rule(f"{_MOE}.output_linear.weight", (f"{_EXPERTS}.down_proj.weight",), Halves()),
+)
+_SHARED: tuple[Entry, ...] = (
+    *DECODER,
+    Heads(explicit_dim=False),
+    Rope(),
+    *MULTIPLIERS,
     SameWindow(knows=False),
     Fixed({"qk_norm": False}),
 )
@@ -89,9 +97,5 @@ GRANITE_MOE = Family(
         ),
         Fixed({"mlp_bias": False}),
     ),
-    rules=(
-        Rule(f"{_MOE}.router.layer.weight", ("model.layers.{i}.mlp.gate.weight",)),
-        Rule(f"{_MOE}.input_linear.weight", (f"{_EXPERTS}.gate_proj.weight", f"{_EXPERTS}.up_proj.weight"), Halves()),
-        Rule(f"{_MOE}.output_linear.weight", (f"{_EXPERTS}.down_proj.weight",), Halves()),
-    ),
+    rules=MOE_RULES,
 )

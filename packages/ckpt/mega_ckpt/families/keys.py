@@ -116,6 +116,7 @@ class Heads:
         explicit_dim: whether transformers' class of the family has the key `head_dim`.
         divisible: whether that class insists that the heads divide hidden_size.
         derived: whether the family's code insists that all heads together are as wide as the model.
+        dim_key: what the width of a head is called, and after spaces other names of it.
     """
 
     kv_default: int | None = None
@@ -123,14 +124,19 @@ class Heads:
     explicit_dim: bool = True
     divisible: bool = False
     derived: bool = False
-    keys: frozenset[str] = frozenset({"num_key_value_heads", "head_dim"})
+    dim_key: str = "head_dim"
     fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys and their other names."""
+        return frozenset({"num_key_value_heads", *self.dim_key.split()})
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """Both, as they are; `ModelConfig` knows what None means."""
         return {
             "num_kv_heads": raw.get("num_key_value_heads", self.kv_default),
-            "head_dim": raw.get("head_dim", self.dim_default),
+            **Key(self.dim_key, "head_dim", self.dim_default).read(raw),
         }
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

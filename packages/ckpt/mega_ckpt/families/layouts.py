@@ -65,6 +65,21 @@ class OneSlab:
 
 
 @dataclass(frozen=True)
+class Taps:
+    """Weights [channels, k] of convolutions one after another, with an axis of length one in the middle."""
+
+    by_slab: bool = False
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        """[all channels, 1, k]."""
+        return (sum(part[0] for part in parts), 1, parts[0][1])
+
+    def views(self, disk: Tensor, parts: Sequence[Shape]) -> list[Tensor]:
+        """Blocks of channels, without that axis."""
+        return list(torch.split(disk.squeeze(1), [part[0] for part in parts]))
+
+
+@dataclass(frozen=True)
 class InTurns:
     """Stacks of experts [E, F, D] or [E, F] whose rows take turns, each expert's matrix stored as (in, out): GPT-OSS."""
 
@@ -105,14 +120,14 @@ class Rule:
     experts mostly.
 
     A rule whose canonical tensors a model does not have (a bias, say) does not apply to it; nor does one whose `beside`
-    it lacks, or whose `unless` it has. With `by_head` the rows of each key/value head follow those of the one before, its
-    queries first: all parts of the first head, then all of the second.
+    it lacks, or whose `unless` it has. `by` names a kind of heads ("kv", "query", "delta") where the rows of each head follow those of the
+    one before: all parts of the first head, then all of the second.
     """
 
     disk: str
     parts: tuple[str, ...]
     layout: Layout = PLAIN
-    by_head: bool = False
+    by: str = ""
     beside: str = ""
     unless: str = ""
 
@@ -155,11 +170,12 @@ class DiskTensor:
 
 
 def disk_tensors(
-    rules: Sequence[Rule], tensors: Mapping[str, Shape], layers: int, heads: int = 1
+    rules: Sequence[Rule], tensors: Mapping[str, Shape], layers: int, heads: Mapping[str, int] | None = None
 ) -> dict[str, DiskTensor]:
     """Expand `rules` for a model with these canonical `tensors`; what no rule covers is stored under its own name.
 
-    The result is in the order of `tensors`, which is the order of the forward pass.
+    `heads` tells how many there are of each kind that rules go by. The result is in the order of `tensors`, which is the
+    order of the forward pass.
     """
     found: dict[str, list[DiskTensor]] = {name: [] for name in tensors}
     covered: set[str] = set()
@@ -168,17 +184,20 @@ def disk_tensors(
             parts = [part.replace("{i}", str(index)) for part in rule.parts]
             if rule.applies(index, tensors):
                 covered.update(parts)
-                found[parts[0]] += _expand(rule, index, parts, tensors, heads)
+                found[parts[0]] += _expand(rule, index, parts, tensors, heads or {})
     for name, shape in tensors.items():
         if name not in covered:
             found[name].append(DiskTensor(name, shape, (_whole(name, shape),), PLAIN))
     return {disk.name: disk for disks in found.values() for disk in disks}
 
 
-def _expand(rule: Rule, index: int, parts: Sequence[str], tensors: Mapping[str, Shape], heads: int) -> list[DiskTensor]:
+def _expand(
+    rule: Rule, index: int, parts: Sequence[str], tensors: Mapping[str, Shape], heads: Mapping[str, int]
+) -> list[DiskTensor]:
     name = rule.disk.replace("{i}", str(index))
-    if rule.by_head:
-        slabs = [_head(part, tensors[part], head, heads) for head in range(heads) for part in parts]
+    if rule.by:
+        count = heads[rule.by]
+        slabs = [_head(part, tensors[part], head, count) for head in range(count) for part in parts]
         return [_disk(rule.layout, name, slabs)]
     if "{e}" not in name:
         return [_disk(rule.layout, name, [_whole(part, tensors[part]) for part in parts])]

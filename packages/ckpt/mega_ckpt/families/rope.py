@@ -24,7 +24,8 @@ _PARAMETERS: Mapping[str, Mapping[str, str]] = {
 _SETS = ("full_attention", "sliding_attention")
 _UNSAID = {"truncate": True, "factor": 1.0}  # not written at these values, which are what an absent key means
 _ANSWERED = {"theta", "fraction", "interleaved", "scaling"}.union(*(fields.values() for fields in _PARAMETERS.values()))
-_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_OF_IMAGES = {"mrope_section", "mrope_interleaved"}  # places of an image's parts; in a text they are those of tokens
+_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}) | _OF_IMAGES
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from mega_ckpt.stream import blocks
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
+CPU = torch.device("cpu")
 MAX_SHARD = 5 * 10**9  # bytes
 _METADATA = {"format": "pt"}
 _OWN_KEYS = frozenset({"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"})
@@ -157,14 +159,37 @@ def _tensors(source: Source, plan: Plan, header: Header) -> Iterator[Tensor]:
             yield source.read_buffer(name)
 
 
-def _parts(source: Source, disk: DiskTensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A disk tensor from the canonical tensors that it holds: in blocks of rows where it is one of them, else by expert."""
+def whole_tensors(source: Source, plan: Plan, device: torch.device) -> Iterator[tuple[str, int, Callable[[], Tensor]]]:
+    """Each tensor of a folder's files in their order: its name, its bytes, and what makes it whole on a device."""
+
+    def whole(disk: DiskTensor, dtype: torch.dtype) -> Tensor:
+        parts = _parts(source, disk, dtype, device)
+        first = next(parts)
+        if first.numel() == math.prod(disk.shape):
+            return first.view(disk.shape)
+        out, done = torch.empty(math.prod(disk.shape), dtype=dtype, device=device), 0
+        for part in chain([first], parts):
+            out[done : done + part.numel()] = part.flatten()
+            done += part.numel()
+        return out.view(disk.shape)
+
+    for header in plan.files.values():
+        for name, entry in header.entries.items():
+            if name in plan.table:
+                yield name, entry.dtype.itemsize * math.prod(entry.shape), partial(whole, plan.table[name], entry.dtype)
+
+
+def _parts(source: Source, disk: DiskTensor, dtype: torch.dtype, device: torch.device = CPU) -> Iterator[Tensor]:
+    """A disk tensor from the canonical tensors that it holds: in blocks of rows where it is one of them, else by expert.
+
+    The source's tensors are on `device`.
+    """
     if disk.layout == PLAIN and len(disk.slabs) == 1:
         for offset, shape in blocks(disk.shape, dtype):
             yield source.read_slice(disk.slabs[0].name, offset, shape).to(dtype)
         return
     for portion in disk.portions():
-        out = torch.empty(portion.shape, dtype=dtype)
+        out = torch.empty(portion.shape, dtype=dtype, device=device)
         for slab, view in portion.views(out):
             view.copy_(source.read_slice(slab.name, slab.offset, slab.shape))
         yield out

@@ -79,8 +79,8 @@ class _ShortConv(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        _, before, _, bias, _ = ctx.saved_tensors
-        dx, dbefore, dweight, dbias = ctx.leaves(conv_backward_leaf, dy, *ctx.saved_tensors)
+        x, before, weight, bias, reach = ctx.saved_tensors
+        dx, dbefore, dweight, dbias = ctx.leaves(conv_backward_leaf, dy, x, before, weight, bias, reach)
         return dx, None if before is None else dbefore, dweight, None if bias is None else dbias, None, None
 
 

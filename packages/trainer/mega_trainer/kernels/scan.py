@@ -47,17 +47,17 @@ def scan(steps: Steps, chunks: Chunks, pass_states: Pass) -> Tensor:
     dtype, groups = steps.d.dtype, steps.b.shape[2]
     x, d, a, b, c = (chunks.cut(part.to(dtype)) for part in (steps.x, steps.d, steps.a, steps.b, steps.c))
     b, c = b.movedim(3, 2), c.movedim(3, 2)  # [B, n, G, Q, N]
-    x = (x * d.unsqueeze(-1)).movedim(3, 2).unflatten(2, (groups, -1))  # [B, n, G, r, Q, P]
+    x = torch.unflatten((x * d.unsqueeze(-1)).movedim(3, 2), 2, (groups, -1))  # [B, n, G, r, Q, P]
     total = a.cumsum(2)
     inside = _inside(total, x, b, c, chunks.together)
     last = None if chunks.together is None else chunks.together[:, :, -1]  # of the document that goes on
     kept = _by_group(masked((total[:, :, -1:] - total).exp(), last), groups)
     added = (x * kept.unsqueeze(-1)).mT @ b.unsqueeze(3)
     carried = None if chunks.continued is None else chunks.continued[:, :, -1]
-    before = pass_states(masked(total[:, :, -1].exp(), carried), added.flatten(2, 3)).unflatten(2, (groups, -1))
+    before = pass_states(masked(total[:, :, -1].exp(), carried), added.flatten(2, 3)).view_as(added)
     reach = _by_group(masked(total.exp(), chunks.continued), groups)
     y = inside + (c.unsqueeze(3) @ before.mT) * reach.unsqueeze(-1)
-    return chunks.join(y.flatten(2, 3).movedim(2, 3))
+    return chunks.join(y.flatten(2, 3).movedim(2, 3), steps.x.shape[1])
 
 
 def _inside(total: Tensor, x: Tensor, b: Tensor, c: Tensor, together: Tensor | None) -> Tensor:
@@ -71,4 +71,4 @@ def _inside(total: Tensor, x: Tensor, b: Tensor, c: Tensor, together: Tensor | N
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
     """[B, n, Q, H] -> [B, n, G, r, Q]."""
-    return x.movedim(3, 2).unflatten(2, (groups, -1))
+    return torch.unflatten(x.movedim(3, 2), 2, (groups, -1))

@@ -1,7 +1,7 @@
 """Self-attention with grouped key/value heads (arXiv:2305.13245), heads split over the tensor ranks.
 
 Legend: B batch, S sequence, D model width, H query heads, K key/value heads, d head size, T tensor-parallel ranks.
-With K < T every key/value head lives on T/K ranks, whose gradients for it are summed (the kv group).
+With K < T every key/value head lives on T/K ranks, whose gradients for it are summed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from mega_trainer.parallel.tensor import Heads
 
 
 class Attention(nn.Module):
-    """Fused query-key-value projection, rotation, attention, output projection."""
+    """Fused query-key-value projection, rotation, attention, output projection; with `attention_gate` what goes into that is
+    multiplied by the sigmoid of a further projection beside the queries', as in Qwen3-Next (arXiv:2505.06708).
+    """
 
     def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
@@ -27,7 +29,9 @@ class Attention(nn.Module):
         self.kv_heads = max(1, config.kv_heads // tp.size)
         sinks = build.sinks(f"{name}.sinks") if config.attention_sinks else None
         self.core = AttentionCore(build, layer, scale=config.attention_scale, sinks=sinks)
-        counts = {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
+        self.gated, self.saved = config.attention_gate, build.saved
+        counts = {"g": config.num_attention_heads} if self.gated else {}  # first, where it splits no neighbours
+        counts |= {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
         blocks = [Heads(f"{name}.{x}_proj", count, self.size) for x, count in counts.items()]
         self.qkv = build.column(blocks, bias=config.qkv_bias)
         self.out = build.row(f"{name}.o_proj", config.num_attention_heads * self.size, bias=config.attention_out_bias)
@@ -36,8 +40,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[B, S or S/T, D] -> the same shape."""
-        q, k, v = self._rotated(self.qkv(x).unflatten(-1, (-1, self.size)), context)
-        out: Tensor = self.out(self.core(q, k, v, context).flatten(-2))
+        gate, qkv = None, self.qkv(x)
+        if self.gated:
+            gate, qkv = torch.tensor_split(qkv, [self.heads * self.size], -1)
+        q, k, v = self._rotated(torch.unflatten(qkv, -1, (-1, self.size)), context)
+        y = self.core(q, k, v, context).flatten(-2)
+        out: Tensor = self.out(y if gate is None else self.saved.again("activation", _gated, y, gate))
         return out
 
     def _rotated(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,3 +57,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return (q, k, v) if rotation is None else (kernels.rotate(q, rotation), kernels.rotate(k, rotation), v)
+
+
+def _gated(y: Tensor, gate: Tensor) -> Tensor:
+    return y * torch.sigmoid(gate)

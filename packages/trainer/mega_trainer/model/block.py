@@ -40,7 +40,8 @@ class Half(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """What comes to the stream, from what is normed of it."""
-        y = self.after(self.saved.whole(self.feed, self.work, x, context) if self.feed else self.work(x, context))
+        y: Tensor = self.saved.whole(self.feed, self.work, x, context) if self.feed else self.work(x, context)
+        y = self.after(y)
         if context.dropout is not None:
             y = context.dropout.residual(y, self.dropout, self.layer, "mlp" if self.feed else "attention")
         return y if self.multiplier == 1 else y * self.multiplier
@@ -58,12 +59,13 @@ class Block(nn.Module):
         super().__init__()
         (mixer, feed), build = build.config.kind(layer), build.of_layer(layer)
         self.parallel, self.shared_norm = build.config.parallel_residual, build.config.shared_norm
-        self.halves = nn.ModuleList(Half(build, layer, *kind) for kind in ((mixer, None), (None, feed)) if any(kind))
+        self.mixer = Half(build, layer, mixer, None) if mixer else None
+        self.feed = Half(build, layer, None, feed) if feed else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """The residual stream [B, S or S/T, D], one layer further."""
         added: list[Tensor] = []
-        for half in self.halves:
+        for half in filter(None, (self.mixer, self.feed)):
             if not (added and self.shared_norm):
                 x, normed = half.normed(x, *(() if self.parallel else added[-1:]))
             added.append(half(normed, context))

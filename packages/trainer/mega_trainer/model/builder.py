@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mega_ckpt.lora import Adapted
 from mega_ckpt.pieces import Piece
 from mega_common.model_config import ModelConfig
 from mega_trainer.comm import Group
@@ -19,11 +20,13 @@ from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
+from mega_trainer.model.adapters import column_adapter, row_adapter
 from mega_trainer.model.recompute import SavedActivations
 from mega_trainer.parallel.context import Kind
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.expert import Dispatcher
 from mega_trainer.parallel.linear import Linear
+from mega_trainer.parallel.lora import Adapter
 from mega_trainer.parallel.param import Uniform, make_parameter
 from mega_trainer.parallel.tensor import (
     ColumnLinear,
@@ -118,6 +121,7 @@ class Builder:
         dtype, device: of parameters and activations.
         deferred: takes the products for weight gradients, where a pipeline puts them off.
         saved: decides what layers keep for the backward.
+        adapts: the projections that have adapters of low rank beside them.
     """
 
     config: ModelConfig
@@ -134,6 +138,7 @@ class Builder:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     deferred: Deferred | None = None
     saved: SavedActivations = field(default_factory=SavedActivations)
+    adapts: Mapping[str, Adapted] = field(default_factory=dict)
 
     @property
     def linear(self) -> Linear:
@@ -161,11 +166,17 @@ class Builder:
         config = self.config
         weights = self.heads(_suffixed(blocks, "weight"), (config.hidden_size,), std=config.init_std)
         biases = self.heads(_suffixed(blocks, "bias")) if bias else []
-        return ColumnLinear(self.linear_kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred)
+        layer = ColumnLinear(self.linear_kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred)
+        layer.adapter = column_adapter(self, blocks, config.hidden_size)
+        return layer
 
     def split(self, name: str, rows: int, width: int) -> nn.Parameter:
         """A weight [rows/T, width] split by rows, for an input that every tensor rank has whole already."""
         return self.heads([Heads(f"{name}.weight", rows)], (width,), std=self.config.init_std)[0]
+
+    def split_adapter(self, name: str, rows: int, width: int) -> Adapter | None:
+        """The adapter beside such a weight, where it has one."""
+        return column_adapter(self, [Heads(name, rows)], width, whole=True)
 
     def heads(self, blocks: Sequence[Heads], tail: tuple[int, ...] = (), **start: Any) -> list[nn.Parameter]:
         """This rank's heads of several tensors [count * size, *tail], one block after another.
@@ -178,7 +189,7 @@ class Builder:
             alike = list(run)
             shape, pieces = split_heads(alike, tail, tp)
             same = (self.groups.sharing(alike[0].count),)
-            out.append(self._parameter(shape, pieces, grad_sync=same, replicas=same, **start))
+            out.append(self.parameter(shape, pieces, grad_sync=same, replicas=same, **start))
         return out
 
     def row(self, name: str, width: int, *, bias: bool) -> RowLinear:
@@ -186,9 +197,11 @@ class Builder:
         config, tp = self.config, self.groups.tp
         own, out = width // tp.size, config.hidden_size
         piece = Piece(f"{name}.weight", (out, width), (0, tp.rank * own), (0, 0), (out, own))
-        weight = self._parameter((out, own), [piece], std=self.residual_std)
+        weight = self.parameter((out, own), [piece], std=self.residual_std)
         offset = self.replicated(f"{name}.bias", (out,)) if bias else None
-        return RowLinear(self.linear_kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
+        layer = RowLinear(self.linear_kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
+        layer.adapter = row_adapter(self, name, width)
+        return layer
 
     def expert_rows(self, names: Sequence[str], *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Fused projections [F, D] of this rank's experts, split by rows: [E/P, n F/Q, D], and their biases [E/P, n F/Q]."""
@@ -196,23 +209,23 @@ class Builder:
         out: list[nn.Parameter] = []
         for suffix, tail in (("weight", (self.config.hidden_size,)), ("bias", ()))[: 1 + bias]:
             pieces = [
-                self._expert_piece(f"{name}.{suffix}", (width, *tail), axis=0, place=i) for i, name in enumerate(names)
+                self.expert_piece(f"{name}.{suffix}", (width, *tail), axis=0, place=i) for i, name in enumerate(names)
             ]
             std = self.config.init_std if suffix == "weight" else None
-            out.append(self._expert_parameter((own * len(names), *tail), pieces, std=std))
+            out.append(self.expert_parameter((own * len(names), *tail), pieces, std=std))
         return out[0], out[1] if bias else None
 
     def expert_columns(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
         """A projection [D, F] of this rank's experts, split by columns: [E/P, D, F/Q], and its bias, whole: [E/P, D]."""
         own, width = self._expert_width()
         out = self.config.hidden_size
-        piece = self._expert_piece(f"{name}.weight", (out, width), axis=1)
-        weight = self._expert_parameter((out, own), [piece], std=self.residual_std)
+        piece = self.expert_piece(f"{name}.weight", (out, width), axis=1)
+        weight = self.expert_parameter((out, own), [piece], std=self.residual_std)
         if not bias:
             return weight, None
         same = (self.groups.expert_tp,)
-        whole = self._expert_piece(f"{name}.bias", (out,), axis=None)
-        return weight, self._expert_parameter((out,), [whole], replicas=same)
+        whole = self.expert_piece(f"{name}.bias", (out,), axis=None)
+        return weight, self.expert_parameter((out,), [whole], replicas=same)
 
     def _expert_width(self) -> tuple[int, int]:
         """F/Q and F of an expert."""
@@ -220,10 +233,13 @@ class Builder:
         width = self.config.moe.ffn_hidden_size
         return width // self.groups.expert_tp.size, width
 
-    def _expert_piece(self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0) -> Piece:
+    def expert_piece(
+        self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0, among: int = 1
+    ) -> Piece:
         """This rank's part of a stack of `shape`, split over the ranks of `expert_tp` by one of its axes.
 
-        Locally it is the part number `place` of several, one after another on the first axis.
+        Locally it is the part number `place` of several, one after another on the first axis; so it is in the tensor
+        `name`, if that has several `among` it.
         """
         assert self.config.moe is not None
         groups, experts = self.groups, self.config.moe.num_experts
@@ -232,11 +248,15 @@ class Builder:
         own = [n // groups.expert_tp.size if i == axis else n for i, n in enumerate(shape)]
         offset = [groups.expert_tp.rank * n if i == axis else 0 for i, n in enumerate(own)]
         start = [place * own[0], *(0 for _ in own[1:])]
-        return Piece(name, (experts, *shape), (first, *offset), (0, *start), (experts // holders, *own))
+        if among > 1:
+            offset[0] += place * shape[0]
+        whole = (experts, among * shape[0], *shape[1:])
+        return Piece(name, whole, (first, *offset), (0, *start), (experts // holders, *own))
 
-    def _expert_parameter(
+    def expert_parameter(
         self, shape: Sequence[int], pieces: Sequence[Piece], *, std: float | None = None, replicas: Sequence[Group] = ()
     ) -> nn.Parameter:
+        """One of this rank's experts, each of `shape`; the rest as `ParamInfo` has it."""
         groups = self.groups
         return make_parameter(
             (pieces[0].shape[0], *shape), pieces, data=groups.expert_data, dtype=self.dtype, device=self.device,
@@ -260,7 +280,7 @@ class Builder:
         tp = self.groups.tp
         sync: tuple[Group, ...] = (tp,) if self.sp or partial_grad else ()
         pieces = [Piece.whole(name, shape)]
-        return self._parameter(shape, pieces, fill=fill, std=std, grad_sync=sync, replicas=(tp,))
+        return self.parameter(shape, pieces, fill=fill, std=std, grad_sync=sync, replicas=(tp,))
 
     def norm(self, name: str) -> Norm:
         """The norm of the residual stream that the configuration asks for."""
@@ -306,7 +326,7 @@ class Builder:
         """The token embedding over `weight`."""
         return VocabEmbedding(weight, self.groups.tp, sp=self.sp)
 
-    def _parameter(
+    def parameter(
         self,
         shape: Sequence[int],
         pieces: Sequence[Piece],
@@ -317,6 +337,7 @@ class Builder:
         grad_sync: Sequence[Group] = (),
         replicas: Sequence[Group] = (),
     ) -> nn.Parameter:
+        """One whose gradient is summed over all data ranks; the rest as `ParamInfo` has it."""
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
             std=std, fill=fill, uniform=uniform, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,16 +20,21 @@ from mega_trainer.rng import Dropout
 
 # Queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e] and the mask to [B, S, H, e], by a layer's rule.
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+# The next tokens of some sequences [R, S, c], and what earlier ones left, tensors [R, ..], or None: to [R, S, e] and the same.
+Recur = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, Sequence[Tensor]]]
 
 
 class Cache(Protocol):
-    """Keeps the keys and values of earlier tokens for generation, or the latents of both."""
+    """Keeps the keys and values of earlier tokens for generation, or the latents of both, or what tokens leave of a state."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: Attend) -> Tensor:
         """Keep this call's k and v, and let its queries see them and what was kept before, `window` keys at most.
 
         q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are the values, too.
         """
+
+    def recur(self, layer: int, x: Tensor, step: Recur) -> Tensor:
+        """Let this call's tokens x [B, S, c] go on from the states before them, and keep those behind: [B, S, e]."""
 
 
 class Sight(Protocol):

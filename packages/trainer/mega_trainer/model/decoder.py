@@ -173,18 +173,18 @@ class Decoder(nn.Module):
 
     def objective(
         self, x: Tensor, batch: MicroBatch, context: Context, borrowed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """What training makes small, from the residual stream [B, S or S/T, D], and the sums it is made of.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What training makes small, from the residual stream [B, S or S/T, D], and what it is made of.
 
-        These are the weighted losses of the next tokens and, in training, of further ones: [2], not differentiable.
-        A stage that `borrows` is given the embedding [V/T, D].
+        That is not differentiable: the sums of the weighted losses of the next tokens and, in training, of further ones,
+        [2], and the loss of each next token [B, S]. A stage that `borrows` is given the embedding [V/T, D].
         """
         hidden = self.norm(x)
         head = borrowed if borrowed is not None and self.config.tie_embeddings else self.head_weight
-        total, _ = self._head_loss(hidden, batch.labels, batch.weights, head)
+        total, each = self._head_loss(hidden, batch.labels, batch.weights, head)
         further = total.new_zeros(())
         if not (self.training and self.predictors):
-            return total, torch.stack([total.detach(), further])
+            return total, torch.stack([total.detach(), further]), each
         table = self.embedding.weight if borrowed is None else borrowed
         for index, (predictor, ahead) in enumerate(zip(self.predictors, batch.ahead, strict=True)):
             embedded = self._scaled(embed_tokens(ahead.tokens, table, self.groups.tp, sp=self.sp))
@@ -192,9 +192,9 @@ class Decoder(nn.Module):
             hidden = self.saved.layer(len(self.layers) + index, predictor, embedded, hidden, context)
             loss, _ = self._head_loss(hidden, ahead.labels, ahead.weights, head)
             further = further + loss
-        return total + self.config.mtp_loss * further, torch.stack([total.detach(), further.detach()])
+        return total + self.config.mtp_loss * further, torch.stack([total.detach(), further.detach()]), each
 
-    def whole(self, batch: MicroBatch, context: Context) -> tuple[Tensor, Tensor]:
+    def whole(self, batch: MicroBatch, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """All of a model on one stage, from tokens to `objective`, as one forward: ZeRO-3 gathers weights around it."""
         x = self.forward(self.embed(batch.tokens, batch.positions, context.dropout), context)
         return self.objective(x, batch, context)

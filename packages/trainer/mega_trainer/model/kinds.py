@@ -13,6 +13,8 @@ from torch import nn
 from mega_common.layers import Feed, Mixer
 from mega_trainer.model.attention import Attention
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.delta import GatedDelta
+from mega_trainer.model.mamba import Mamba
 from mega_trainer.model.mla import LatentAttention
 from mega_trainer.model.mlp import Mlp
 from mega_trainer.model.moe import Moe
@@ -26,5 +28,9 @@ def _mlp(build: Builder, layer: int) -> nn.Module:
     return Mlp(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size)
 
 
-MIXERS: Mapping[Mixer, Callable[[Builder, int], nn.Module]] = {"attention": _attention}
+MIXERS: Mapping[Mixer, Callable[[Builder, int], nn.Module]] = {
+    "attention": _attention,
+    "mamba": Mamba,
+    "delta": GatedDelta,
+}
 FEEDS: Mapping[Feed, Callable[[Builder, int], nn.Module]] = {"mlp": _mlp, "moe": Moe}

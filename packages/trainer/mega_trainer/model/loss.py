@@ -43,7 +43,7 @@ class _HeadLoss(Function):
         step = max(16, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 27) // rows)
         losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
         d_hidden = torch.empty_like(hidden) if differentiable else None
-        d_head = torch.empty_like(head, dtype=losses.dtype) if differentiable else None
+        d_head = torch.empty_like(head, dtype=losses.dtype) if differentiable and head.requires_grad else None
         local = labels - group.rank * rows
         here, target = (local >= 0) & (local < rows), local.clamp(0, rows - 1).unsqueeze(-1)
         for start in range(0, hidden.shape[0], step):
@@ -51,14 +51,15 @@ class _HeadLoss(Function):
             logits = _logits(hidden[part], head, group, vocab_size)
             lse, label_logit = _over_ranks(*leaves(row_sums_leaf, logits, here[part], target[part], softcap), group)
             torch.sub(lse, label_logit, out=losses[part])
-            if d_hidden is not None and d_head is not None:
+            if d_hidden is not None:
                 d_logits, of_label = leaves(
                     gradient_leaf, logits, lse, here[part], target[part], weights[part], softcap
                 )
                 d_logits.scatter_(1, target[part], of_label)
                 torch.mm(d_logits, head, out=d_hidden[part])
-                products.product(d_logits.t(), hidden[part], d_head, add=start > 0)
-        if d_hidden is not None and d_head is not None:
+                if d_head is not None:
+                    products.product(d_logits.t(), hidden[part], d_head, add=start > 0)
+        if d_hidden is not None:
             ctx.save_for_backward(d_hidden, d_head)
         ctx.dtype, ctx.main = head.dtype, main_grad_of(head)
         ctx.mark_non_differentiable(losses)
@@ -70,6 +71,8 @@ class _HeadLoss(Function):
         # not in low precision: rounding the scale itself would change all gradients alike
         d_hidden, d_head = ctx.saved_tensors
         d_hidden = torch.mul(d_hidden.to(scale.dtype), scale, out=torch.empty_like(d_hidden))
+        if d_head is None:
+            return d_hidden, None, None, None, None, None, None, None, None
         if ctx.main is None:
             whole = torch.mul(d_head, scale, out=torch.empty_like(d_head, dtype=ctx.dtype))
             return d_hidden, whole, None, None, None, None, None, None, None

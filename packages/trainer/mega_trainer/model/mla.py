@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_common.model_config import ModelConfig
+from mega_trainer.model.adapters import whole_adapter
 from mega_trainer.model.builder import Builder, Norm
 from mega_trainer.model.context import Cache, Context
 from mega_trainer.model.core import AttentionCore
@@ -49,11 +50,13 @@ class LatentAttention(nn.Module):
         else:
             self.query_latent = Latent(build, f"{name}.q_a_proj", mla.q_lora_rank, f"{name}.q_a_layernorm")
             self.query_heads = build.split(f"{name}.q_b_proj", heads * self.size, mla.q_lora_rank)
+            self.query_adapter = build.split_adapter(f"{name}.q_b_proj", heads * self.size, mla.q_lora_rank)
         self.latent = Latent(
             build, f"{name}.kv_a_proj_with_mqa", mla.kv_lora_rank, f"{name}.kv_a_layernorm", mla.qk_rope_head_dim
         )
         rows = mla.qk_nope_head_dim + mla.v_head_dim
         self.key_value_heads = build.split(f"{name}.kv_b_proj", heads * rows, mla.kv_lora_rank)
+        self.key_value_adapter = build.split_adapter(f"{name}.kv_b_proj", heads * rows, mla.kv_lora_rank)
         self.out = build.row(f"{name}.o_proj", heads * mla.v_head_dim, bias=config.attention_out_bias)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -79,12 +82,15 @@ class LatentAttention(nn.Module):
             return self.query(x), latent, k_rot
         joined = whole_sequence(torch.cat([self.query_latent(x), self.latent(x)], -1), self.tp, sp=self.sp)
         q, latent, k_rot = torch.split(joined, [self.mla.q_lora_rank, *widths], -1)
-        return self.linear(q, self.query_heads), latent, k_rot
+        y = self.linear(q, self.query_heads)
+        return y if self.query_adapter is None else self.query_adapter(q, y), latent, k_rot
 
     def _attend(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, context: Context) -> Tensor:
         """[B, S, H, e], with keys and values of every head."""
         heads, widths = q.shape[-2], [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
         key_value = self.linear(latent, self.key_value_heads)
+        if self.key_value_adapter is not None:
+            key_value = self.key_value_adapter(latent, key_value)
         k, v = torch.split(torch.unflatten(key_value, -1, (heads, -1)), widths, -1)
         k = torch.cat([k, k_rot.expand(-1, -1, heads, -1)], -1)
         y: Tensor = self.core(torch.cat([q, q_rot], -1), k, v, context)
@@ -112,11 +118,13 @@ class Latent(nn.Module):
         rows = width + more
         self.weight = build.replicated(f"{projection}.weight", (rows, config.hidden_size), std=config.init_std)
         self.bias = build.replicated(f"{projection}.bias", (rows,)) if config.qkv_bias else None
+        self.adapter = whole_adapter(build, projection)
         self.norm = Norm(build.kernels, build.replicated(f"{norm}.weight", (width,), fill=1.0), None, mla.norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S or S/T, D] -> [B, S or S/T, width + more]."""
         y = self.linear(x, self.weight, self.bias)
+        y = y if self.adapter is None else self.adapter(x, y)
         normed: Tensor = self.norm(y[..., : self.width])
         return normed if y.shape[-1] == self.width else torch.cat([normed, y[..., self.width :]], -1)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.model.activation import activate
+from mega_trainer.model.adapters import expert_adapter
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.mlp import Mlp
@@ -92,14 +93,19 @@ class Experts(nn.Module):
         parts = ["gate_proj", "up_proj"] if config.gated else ["up_proj"]
         self.up, self.up_bias = build.expert_rows([f"{name}.{part}" for part in parts], bias=config.mlp_bias)
         self.down, self.down_bias = build.expert_columns(f"{name}.down_proj", bias=config.mlp_bias)
+        fused = f"{name}.gate_up_proj" if config.gated else f"{name}.up_proj"
+        self.up_adapter = expert_adapter(build, fused, parts=len(parts))
+        self.down_adapter = expert_adapter(build, f"{name}.down_proj", columns=True)
 
     def forward(self, x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
         """Rows sorted by expert and their weights, [M, D] and [M] -> the weighted outputs [M, D]."""
         h = self.linear(x, self.up, rows)
+        h = h if self.up_adapter is None else self.up_adapter(x, h, rows)
         h = h if self.up_bias is None else grouped_bias(h, self.up_bias, rows)
         # weighted before the last product, which is linear: so a row's output is not needed for its weight's gradient
         h = self.saved.again("activation", self.activate, h, weights)
         y = self.linear(h, self.down, rows)
+        y = y if self.down_adapter is None else self.down_adapter(h, y, rows)
         if self.down_bias is None:
             return y
         # once among the parts

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from mega_trainer.comm import Group
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context, Sequences
 from mega_trainer.parallel.context import tokens_before
@@ -52,9 +53,17 @@ class ShortConv(nn.Module):
         if self.cp.size == 1:
             return self._convolved(x, None, reach)
         before = tokens_before(x, self.taps - 1, self.cp).flatten(0, 1)
-        chunks = x.unflatten(1, (2, -1)).flatten(0, 1)
-        reach = None if reach is None else reach.unflatten(1, (2, -1)).flatten(0, 1)
+        chunks = torch.unflatten(x, 1, (2, -1)).flatten(0, 1)
+        reach = None if reach is None else torch.unflatten(reach, 1, (2, -1)).flatten(0, 1)
         return self._convolved(chunks, before, reach).view_as(x)
+
+    def of_sequences(self, x: Tensor, context: Context, channels: Tensor) -> Tensor:
+        """Some `channels` int64 [c'] of this rank's, of all tokens: [B, S, c'] -> the same shape."""
+        assert isinstance(context.sight, Sequences)
+        weight, bias = joined(self.weights), joined(self.biases)
+        assert weight is not None
+        reach = context.sight.reach(Group("alone"))
+        return self.kernels.short_conv(x, None, weight[channels], None if bias is None else bias[channels], reach)
 
     def step(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
         """The next tokens [B, S, c] of one document each, behind the k - 1 before them, zeros at first: the result, and the

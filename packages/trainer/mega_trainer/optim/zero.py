@@ -6,7 +6,7 @@ with a shard is a rule's business: AdamW for all, or Muon for hidden matrices an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -81,6 +81,13 @@ class Optimizer:
         for stage in self.stages:
             stage.settle()
 
+    def memory(self) -> Iterator[Tensor]:
+        """All that is kept from step to step: weights, gradients, main weights and the rules' state, as flat stretches."""
+        for slot in self.slots:
+            yield from (slot.shard.weights.detach(), slot.shard.grads, slot.main, slot.grads)
+        for rule in self._rules:
+            yield from (tensor for pairs in rule.state().values() for _, tensor in pairs)
+
     def gradients(self) -> dict[str, Sharded]:
         """The reduced gradients by canonical name, after an update times its scale. The boxes are views."""
         return boxes_of_slots((slot, slot.shard.grads) for slot in self.slots)
@@ -98,10 +105,13 @@ class Optimizer:
         """State by canonical name: `optimizer/<kind>/<name>` for each kind of the rules' state and, where the main
         weights are more precise than the model's, `optimizer/main/<name>`. The boxes are views, to be filled; or, of what
         several ranks hold alike, this one's share `to_save`."""
-        kinds = [*(kind for rule in self._rules for kind in rule.state().items())]
-        kinds.append(("main", [(slot, slot.main) for slot in self.slots if slot.precise]))
         boxes = share_of_slots if to_save else boxes_of_slots
-        return {f"optimizer/{kind}/{name}": held for kind, pairs in kinds for name, held in boxes(pairs).items()}
+        return {f"optimizer/{kind}/{name}": held for kind, pairs in self.state() for name, held in boxes(pairs).items()}
+
+    def state(self) -> list[tuple[str, list[tuple[Slot, Tensor]]]]:
+        """By kind, `main` weights last, what of it each slot has: a flat tensor at least as long as its shard."""
+        kinds = [kind for rule in self._rules for kind in rule.state().items()]
+        return [*kinds, ("main", [(slot, slot.main) for slot in self.slots if slot.precise])]
 
     def reload_main(self) -> None:
         """Take the main weights from the model's, after those were loaded without them."""

@@ -12,7 +12,7 @@ as it is made. Those that autograd brings are added here. The first of a paramet
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import ItemsView, Mapping
 from functools import partial
 
 import torch
@@ -152,6 +152,11 @@ class StepBucket(Bucket):
     def reduces(self, last: bool) -> bool:
         """Only the last."""
         return last
+
+    def own_gradients(self) -> ItemsView[nn.Parameter, Tensor]:
+        """Of each parameter, what this rank's backwards have brought since `begin_step`, as a view."""
+        self._zero_missing(self._whole)
+        return self._views.items()
 
     def _view(self, parameter: nn.Parameter) -> Tensor:
         return self._views[parameter]

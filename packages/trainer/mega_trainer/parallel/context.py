@@ -86,8 +86,8 @@ def tokens_before(x: Tensor, count: int, group: Group) -> Tensor:
 
     The ends of all chunks are gathered, for a chunk may be shorter than `count`; their gradients are summed back.
     """
-    ends = x.unflatten(1, (2, -1))[:, :, -count:].flatten(1, 2)
-    gathered = whole_sequence(ends, group, sp=True).unflatten(1, (group.size, -1)).movedim(1, 0)
+    ends = torch.unflatten(x, 1, (2, -1))[:, :, -count:].flatten(1, 2)
+    gathered = torch.unflatten(whole_sequence(ends, group, sp=True), 1, (group.size, -1)).movedim(1, 0)
     padded = functional.pad(_in_order(gathered), (0, 0, count, 0))
     chunks = chunks_of(group.rank, gathered.shape[2] * group.size, group.size)
     return torch.stack([padded[:, chunk.start : chunk.start + count] for chunk in chunks], 1)
@@ -320,20 +320,30 @@ class AllToAll:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, how: Scores, see: See, whole: Whole) -> Tensor:
         """See `ContextParallel.attention`."""
-        size, (rows, tokens, heads) = self.group.size, q.shape[:3]
-        if k.shape[2] < size:
-            k, v = (t.repeat_interleave(size // k.shape[2], dim=2) for t in (k, v))
-        shares = [t.reshape(rows, tokens, size, -1) for t in (q, k, v)]
-        received = _in_order(self._exchange(torch.cat(shares, -1).movedim(2, 0)))
-        parts = torch.split(received, [share.shape[-1] for share in shares], -1)
-        q, k, v = (part.reshape(rows, size * tokens, -1, t.shape[-1]) for part, t in zip(parts, (q, k, v), strict=True))
-        own = heads // size
-        first = self.group.rank * own
+        own = self.share(q.shape[2])
         if how.sinks is not None:
-            how = replace(how, sinks=how.sinks[first : first + own])
-        y = whole(q, k, v, how, first)
-        mine = self._exchange(_by_rank(y.flatten(-2), size))
-        return mine.movedim(0, 2).reshape(rows, tokens, heads, -1)
+            how = replace(how, sinks=how.sinks[own])
+        q, k, v = self.to_heads([q, k, v])
+        return self.to_tokens(whole(q, k, v, how, own.start))
+
+    def share(self, heads: int) -> slice:
+        """Which of so many heads this rank has between the exchanges."""
+        first = self.group.rank * heads // self.group.size
+        return slice(first, first + max(1, heads // self.group.size))
+
+    def to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Several [B, s, H_i, d_i] of this rank's tokens -> [B, S, H_i/N or 1, d_i] of all tokens, in order."""
+        size, (rows, tokens) = self.group.size, parts[0].shape[:2]
+        parts = [t.repeat_interleave(size // t.shape[2], dim=2) if t.shape[2] < size else t for t in parts]
+        shares = [t.reshape(rows, tokens, size, -1) for t in parts]
+        received = _in_order(self._exchange(torch.cat(shares, -1).movedim(2, 0)))
+        split = torch.split(received, [share.shape[-1] for share in shares], -1)
+        return [part.reshape(rows, size * tokens, -1, t.shape[-1]) for part, t in zip(split, parts, strict=True)]
+
+    def to_tokens(self, y: Tensor) -> Tensor:
+        """[B, S, H/N, d] of all tokens -> [B, s, H, d] of this rank's."""
+        mine = self._exchange(_by_rank(y.flatten(-2), self.group.size))
+        return mine.movedim(0, 2).reshape(len(y), -1, self.group.size * y.shape[2], y.shape[3])
 
     def _exchange(self, x: Tensor) -> Tensor:
         """[N, ..]: x[r] goes to rank r, and what rank r sends comes to y[r]."""

@@ -229,9 +229,11 @@ class _GroupedBias(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         bias, weights = ctx.saved_tensors
-        # a product with ones: a scattered sum would add in any order on a GPU. Eight columns suit the grouped kernel
-        ones = dy.new_ones(dy.shape[0], 8) if weights is None else weights.to(dy.dtype).unsqueeze(-1).repeat(1, 8)
-        dbias = outer(dy, ones, ctx.rows)[..., 0].contiguous()
+        dbias = None
+        if ctx.needs_input_grad[1]:
+            # a product with ones: a scattered sum would add in any order on a GPU. Eight columns suit the grouped kernel
+            ones = dy.new_ones(dy.shape[0], 8) if weights is None else weights.to(dy.dtype).unsqueeze(-1).repeat(1, 8)
+            dbias = outer(dy, ones, ctx.rows)[..., 0].contiguous()
         if weights is None:
             return dy, dbias, None, None
         dweights = torch.linalg.vecdot(dy, bias[ctx.rows.group(len(dy))])

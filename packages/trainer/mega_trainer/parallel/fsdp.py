@@ -33,7 +33,7 @@ from mega_ckpt.pieces import Piece
 from mega_trainer.comm import Group, Work, all_gather_into, all_reduce, reduce_scatter_into
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.moe import Experts
-from mega_trainer.parallel.param import info_of, kept_of, local_of
+from mega_trainer.parallel.param import info_of, kept_of, local_of, trains
 from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
 
 
@@ -186,13 +186,13 @@ class UnitGradients:
 
 
 def _parameters(units: Sequence[Sequence[nn.Module]]) -> Iterator[list[nn.Parameter]]:
-    """Of each of `units_of`."""
+    """Of each of `units_of`, those that are not frozen."""
     taken: set[nn.Parameter] = set()
     for unit in units:
         own = [parameter for module in unit for parameter in module.parameters() if parameter not in taken]
         taken.update(own)
-        if own:
-            yield own
+        if moving := list(filter(trains, own)):
+            yield moving
 
 
 class FullyShardedStage:

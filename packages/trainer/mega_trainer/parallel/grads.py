@@ -24,7 +24,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from mega_trainer.comm import Work, all_gather_into, all_reduce
 from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
-from mega_trainer.parallel.param import PreparedWeight, info_of
+from mega_trainer.parallel.param import PreparedWeight, info_of, trains
 from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
 
 BUCKET_ELEMENTS = 40_000_000  # large enough for full bandwidth, small enough that the first starts early
@@ -154,7 +154,9 @@ class FlatStage:
         self._buckets = sorted(self._homes, key=lambda bucket: -min(position[p] for p in bucket.places))
         self._arriving: dict[Bucket, tuple[Work | None, Tensor]] = {}
         self._await_before(units)
-        self._prepared = {parameter: PreparedWeight() for parameter in position} if sharing.prepares else {}
+        self._prepared = (
+            {parameter: PreparedWeight() for parameter in position} if sharing.prepares else {}
+        )  # frozen too
         for parameter, prepared in self._prepared.items():
             parameter.prepared = prepared  # type: ignore[attr-defined]
         self._waiting: deque[Bucket] = deque()
@@ -209,10 +211,17 @@ class FlatStage:
                 for shard in buffer.shards:
                     all_reduce(shard.grads, group)
 
+    def own_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """This rank's gradients of its micro-batches so far, before any sum over ranks: up to ZeRO-1, which keeps them."""
+        for bucket in self._buckets:
+            assert isinstance(bucket, StepBucket)
+            yield from bucket.own_gradients()
+
     def publish(self) -> None:
         """After an update of the shards' weights: start to give every rank all of them, first needed first."""
-        for prepared in self._prepared.values():
-            prepared.forget()
+        for parameter, prepared in self._prepared.items():
+            if trains(parameter):
+                prepared.forget()
         for bucket in reversed(self._buckets):
             buffer, shard = self._homes[bucket]
             if buffer.sharded:

@@ -95,9 +95,9 @@ class Linear:
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
         # the weight that a backward sees may be a copy, made in recomputation
-        ctx.layer, ctx.bias, ctx.main = layer, bias is not None, main_grad_of(weight)
+        ctx.layer, ctx.main = layer, main_grad_of(weight)
         ctx.prepared = prepared_of(weight, layer.products.prepare_weight)
         return layer.products.linear(layer.whole(x), weight if ctx.prepared is None else ctx.prepared, bias)
 
@@ -106,7 +106,8 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer: Linear = ctx.layer
-        now = layer.deferred is None and ctx.needs_input_grad[1]
+        trains = ctx.needs_input_grad[1]
+        now = layer.deferred is None and trains
         full, gathering = start_all_gather(x, layer.group, SEQUENCE) if layer.sp and now else (x, None)
         dx = work = dweight = None
         given = layer.products.prepare_gradient(dy)
@@ -120,9 +121,9 @@ class _Linear(Function):
             gathering.wait()
         if now:
             dweight = layer.weight_gradient(full, given, ctx.main)
-        elif layer.deferred is not None:
+        elif trains:
             layer.put_off(weight, x, given, ctx.main)
-        dbias = dy.flatten(0, -2).sum(0) if ctx.bias else None
+        dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         if work is not None:
             work.wait()
         return dx, dweight, dbias, None

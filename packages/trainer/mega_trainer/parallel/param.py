@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mega_ckpt.pieces import Piece
+from mega_common.errors import ConfigError
 from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Factor
 
@@ -114,6 +115,29 @@ def info_of(parameter: Tensor) -> ParamInfo:
     """The description that `make_parameter` attached."""
     info: ParamInfo = parameter.mega  # type: ignore[attr-defined]
     return info
+
+
+def trains(parameter: Tensor) -> bool:
+    """Whether it takes a gradient; a frozen one has neither that nor state of an optimizer."""
+    return parameter.requires_grad
+
+
+def freeze(model: nn.Module, moves: Callable[[str], bool]) -> None:
+    """Freeze the parameters whose canonical tensors are not to be trained.
+
+    Raises:
+        ConfigError: when tensors that lie in one parameter are not treated alike.
+    """
+    for parameter in model.parameters():
+        names = dict.fromkeys(piece.name for piece in info_of(parameter).pieces)
+        moving = [name for name in names if moves(name)]
+        if moving and len(moving) < len(names):
+            still = next(name for name in names if name not in moving)
+            raise ConfigError(
+                f"{still} is frozen and {moving[0]} is not, and the two are one matrix in memory",
+                hint=f"train or freeze all of {', '.join(names)}",
+            )
+        parameter.requires_grad_(bool(moving) or not names)
 
 
 def is_matrix(parameter: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mega_ckpt.pieces import Piece, Sharded, share_of
 from mega_trainer.comm import Group
 from mega_trainer.parallel.buckets import Bucket
-from mega_trainer.parallel.param import ParamInfo, info_of, is_matrix
+from mega_trainer.parallel.param import ParamInfo, info_of, is_matrix, trains
 
 EMBEDDING_AND_OUTPUT = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 
@@ -68,10 +68,10 @@ def by_kind(
 ) -> dict[Kind, list[nn.Parameter]]:
     """The parameters of a model (or of one pipeline stage), which computes with `dtype`, sorted.
 
-    With `decoupled` the input embedding and the output layer are kinds of their own.
+    Frozen ones are of no kind. With `decoupled` the input embedding and the output layer are kinds of their own.
     """
     kinds: dict[Kind, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in filter(trains, model.parameters()):
         info = info_of(parameter)
         special = apart is not None and apart(parameter)
         own_lr = decoupled and any(piece.name in EMBEDDING_AND_OUTPUT for piece in info.pieces)

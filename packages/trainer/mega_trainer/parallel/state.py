@@ -10,6 +10,7 @@ Legend: B batch, n chunks, H heads, N ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,25 +40,23 @@ def pass_states(maps: Tensor, added: Tensor, first: Tensor | None, group: Group)
         states = fold(maps, added, first)
         return states[:, :-1], states[:, -1]
     spans, rows = 2, added.shape[0]
-    maps, added = (x.unflatten(1, (spans, -1)).flatten(0, 1) for x in (maps, added))
+    maps, added = (x.reshape(rows * spans, -1, *x.shape[2:]) for x in (maps, added))
     zero = torch.zeros_like(added[:, 0])
     identity = torch.eye(maps.shape[-1], dtype=maps.dtype, device=maps.device).expand_as(maps[:, 0])
     whole = fold(maps, torch.zeros_like(maps), identity)[:, -1], fold(maps, added, zero)[:, -1]
-    before = fold(*_gathered(*(x.unflatten(0, (rows, spans)) for x in whole), group), first)
+    every_map, every = _gathered([torch.unflatten(x, 0, (rows, spans)) for x in whole], group)
+    before = fold(every_map, every, first)
     mine = before[:, [group.rank, 2 * group.size - 1 - group.rank]].flatten(0, 1)
-    states = fold(maps, added, mine)[:, :-1].unflatten(0, (rows, spans)).flatten(1, 2)
-    return states, before[:, -1]
+    states = fold(maps, added, mine)[:, :-1]
+    return states.reshape(rows, -1, *states.shape[2:]), before[:, -1]
 
 
-def _gathered(maps: Tensor, added: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """[B, 2, ..] of each rank -> [B, 2 N, ..] in the order of the sequence; gradients go back to whose they are."""
-    packed = torch.cat([maps.flatten(2), added.flatten(2)], -1)
-    first, second = whole_sequence(packed, group, sp=True).unflatten(1, (-1, 2)).unbind(2)
-    ordered = torch.cat([first, second.flip(1)], 1)
-    sizes = [maps[0, 0].numel(), added[0, 0].numel()]
-    parts = zip(torch.split(ordered, sizes, -1), (maps, added), strict=True)
-    one, other = (part.unflatten(-1, like.shape[2:]) for part, like in parts)
-    return one, other
+def _gathered(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Some [B, 2, ..] of each rank -> [B, 2 N, ..] in the order of the sequence; gradients go back to whose they are."""
+    everyone = whole_sequence(torch.cat([part.flatten(2) for part in parts], -1), group, sp=True)
+    ordered = torch.cat([everyone[:, ::2], everyone[:, 1::2].flip(1)], 1)
+    split = torch.split(ordered, [part[0, 0].numel() for part in parts], -1)
+    return [torch.unflatten(one, -1, part.shape[2:]) for one, part in zip(split, parts, strict=True)]
 
 
 def fold(maps: Tensor, added: Tensor, first: Tensor) -> Tensor:

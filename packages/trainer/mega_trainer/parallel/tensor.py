@@ -26,6 +26,7 @@ from mega_trainer.kernels import products
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.linear import SEQUENCE, Linear
+from mega_trainer.parallel.lora import Adapter
 from mega_trainer.parallel.param import main_grad_of, make_parameter
 
 
@@ -127,12 +128,14 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.linear = Linear(kernels, deferred, group, sp)
         self.weights, self.biases = nn.ParameterList(weights), nn.ParameterList(biases)
+        self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S or S/T, D] -> [B, S, N/T]."""
         weight = joined(self.weights)
         assert weight is not None
-        return self.linear(x, weight, joined(self.biases))
+        y = self.linear(x, weight, joined(self.biases))
+        return y if self.adapter is None else self.adapter(x, y)
 
 
 def joined(parts: nn.ParameterList) -> Tensor | None:
@@ -161,9 +164,14 @@ class RowLinear(nn.Module):
         super().__init__()
         self.linear, self.group, self.sp = Linear(kernels, deferred), group, sp
         self.weight, self.bias = weight, bias
+        self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, N/T] -> [B, S or S/T, D]."""
+        y = self._summed(x)
+        return y if self.adapter is None else self.adapter(x, y)
+
+    def _summed(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
             return self.linear(x, self.weight, self.bias)
         y = sum_over(self.linear(x, self.weight), self.group, sp=self.sp)

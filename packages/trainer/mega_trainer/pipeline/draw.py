@@ -1,11 +1,14 @@
-"""A schedule as a picture: one row per rank, time to the right, idle time left empty. Plain SVG, no library."""
+"""A schedule as a picture: one row per rank, time to the right, idle time left empty, messages as lines. Plain SVG, no library.
+
+Colours are attributes, which a page's style sheet may replace: `paper` and `idle` are behind what is drawn, `quiet` is text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
 
-from mega_trainer.pipeline.schedules import Op, Schedule, Timeline, bubble_formula, peak_activations
+from mega_trainer.pipeline.schedules import Kind, Op, Schedule, Timeline, bubble_formula, peak_activations
 
 Colour = tuple[int, int, int]
 
@@ -16,6 +19,8 @@ _INK, _QUIET, _EMPTY = "#222222", "#666666", "#f0f0f0"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 132, 58, 44
 _ROW, _GAP = 28, 6
 _CHART = 1000
+_MESSAGES = 400  # operations of a picture in which messages are drawn; of more one would see nothing else
+_POINTED = 3.0  # wide a box must be to be pointed at
 
 
 def draw(schedule: Schedule, timeline: Timeline) -> str:
@@ -27,11 +32,12 @@ def draw(schedule: Schedule, timeline: Timeline) -> str:
     width = _LEFT + _CHART + _RIGHT
     height = _TOP + schedule.pp * (_ROW + _GAP) + _BOTTOM
     body = [*_title(schedule, timeline), *_rows(schedule, timeline), *_boxes(schedule, timeline)]
+    body += _messages(schedule, timeline)
     body += _legend(schedule, height - _BOTTOM + 14)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{_INK}">\n'
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
+        f'<rect class="paper" width="{width}" height="{height}" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
 
@@ -42,16 +48,16 @@ def _title(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
     bubble = f"bubble {timeline.mean_bubble:.1%} simulated"
     bubble += f", {formula:.1%} by formula" if formula is not None else ""
     yield _text(_LEFT, 22, name, 'font-size="16" font-weight="bold"')
-    yield _text(_LEFT, 42, f"{bubble}; {timeline.makespan:.4g} units of time", f'fill="{_QUIET}"')
-    yield _text(_LEFT + _CHART + 12, _TOP - 8, "idle", f'fill="{_QUIET}"')
-    yield _text(_LEFT + _CHART + 66, _TOP - 8, "holds", f'fill="{_QUIET}"')
+    yield _text(_LEFT, 42, f"{bubble}; {timeline.makespan:.4g} units of time", f'class="quiet" fill="{_QUIET}"')
+    yield _text(_LEFT + _CHART + 12, _TOP - 8, "idle", f'class="quiet" fill="{_QUIET}"')
+    yield _text(_LEFT + _CHART + 66, _TOP - 8, "holds", f'class="quiet" fill="{_QUIET}"')
 
 
 def _rows(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
     for rank, (idle, held) in enumerate(zip(timeline.bubble, peak_activations(schedule), strict=True)):
         top = _row_top(rank)
         yield _text(_LEFT - 10, top + 19, f"rank {rank}", 'text-anchor="end"')
-        yield f'<rect x="{_LEFT}" y="{top}" width="{_CHART}" height="{_ROW}" fill="{_EMPTY}"/>'
+        yield f'<rect x="{_LEFT}" y="{top}" width="{_CHART}" height="{_ROW}" class="idle" fill="{_EMPTY}"/>'
         yield _text(_LEFT + _CHART + 12, top + 19, f"{idle:.1%}")
         yield _text(_LEFT + _CHART + 66, top + 19, str(held))
 
@@ -75,11 +81,41 @@ def _box(op: Op, x: float, y: float, width: float, colour: Colour, digits: int) 
         style = f'text-anchor="middle" font-size="{size:.3g}" fill="{_ink_on(colour)}"'
         number = _text(x + width / 2, y + _ROW / 2 + size * 0.36, str(op.microbatch), style)
     edge = min(0.75, width / 8)
+    told = f"<title>{escape(str(op))}</title>" if width >= _POINTED else ""
     return (
-        f"<g><title>{escape(str(op))}</title>"
-        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="{_hex(colour)}" stroke="#ffffff" '
+        f'<g>{told}<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="{_hex(colour)}" stroke="#ffffff" '
         f'stroke-width="{edge:.2g}"/>{number}</g>'
     )
+
+
+def _messages(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
+    """From the end of what makes a tensor to the begin of what another rank makes of it: outputs, and their gradients."""
+    if len(timeline.spans) > _MESSAGES:
+        return
+    back: Kind = "I" if schedule.splits_backward else "B"
+    for kind, step in (("F", 1), (back, -1)):
+        moves = []
+        for op in timeline.spans:
+            there = op._replace(stage=op.stage + step)
+            if (
+                op.kind != kind
+                or there not in timeline.spans
+                or schedule.owner(op.stage) == schedule.owner(there.stage)
+            ):
+                continue
+            ends = ((op, timeline.spans[op][1]), (there, timeline.spans[there][0]))
+            moves.append(
+                "L".join(
+                    f"{_LEFT + at * _CHART / timeline.makespan:.1f},{_row_top(schedule.owner(one.stage)) + _ROW / 2:.0f}"
+                    for one, at in ends
+                )
+            )
+        if moves:
+            what = "outputs to the next stage" if step > 0 else "gradients to the stage before"
+            yield (
+                f'<path class="quiet" d="M{"M".join(moves)}" fill="none" stroke="{_QUIET}" stroke-width="0.7" '
+                f'opacity="0.8"><title>{what}</title></path>'
+            )
 
 
 def _legend(schedule: Schedule, y: float) -> Iterator[str]:
@@ -94,10 +130,12 @@ def _legend(schedule: Schedule, y: float) -> Iterator[str]:
             x += 16
         yield _text(x + 4, y + 11, meaning)
         x += 24 + 6.4 * len(meaning)
-    yield f'<rect x="{x:.0f}" y="{y}" width="14" height="14" fill="{_EMPTY}"/>'
+    yield f'<rect class="idle" x="{x:.0f}" y="{y}" width="14" height="14" fill="{_EMPTY}"/>'
     yield _text(x + 20, y + 11, "idle")
-    if schedule.virtual_stages > 1:
-        yield _text(x + 62, y + 11, "lighter: a later chunk of the rank", f'fill="{_QUIET}"')
+    notes = ["lines: messages"] * (len(list(schedule.compute(0))) * schedule.pp <= _MESSAGES and schedule.pp > 1)
+    notes += ["lighter: a later chunk of the rank"] * (schedule.virtual_stages > 1)
+    if notes:
+        yield _text(x + 62, y + 11, "; ".join(notes), f'class="quiet" fill="{_QUIET}"')
 
 
 def _row_top(rank: int) -> int:

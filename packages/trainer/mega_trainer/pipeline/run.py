@@ -24,6 +24,7 @@ from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.routing import Routing, routings, summed_loads
 from mega_trainer.parallel.context import places_of_residual
 from mega_trainer.parallel.deferred import Product, deliver
+from mega_trainer.parallel.param import trains
 from mega_trainer.parallel.tensor import sequence_part
 from mega_trainer.pipeline.schedules import Schedule
 from mega_trainer.rng import Dropout
@@ -47,6 +48,7 @@ class Executor:
             step; it takes the gradients. Where a backward is cut in two, that is the half of the weights.
         phase: what parts of a step run in, given their names.
         loads: what the routers of each layer did with this rank's tokens in the last run, as in `Routing.loads`.
+        losses: of each token of each micro-batch of the last run, [B, S]; none but on the last stage.
     """
 
     schedule: Schedule
@@ -56,6 +58,7 @@ class Executor:
     around_backward: Callable[[int, bool], AbstractContextManager[None]] = lambda stage, last: nullcontext()
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     loads: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _routings: Sequence[Routing] = ()
     _inputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -85,7 +88,7 @@ class Executor:
         total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
         model = self.model
         self._routings = routings(batches, model.groups.dp, loss_scale) if model.config.moe and model.training else ()
-        left = dict.fromkeys(self.stages, len(batches))
+        left, self.losses = dict.fromkeys(self.stages, len(batches)), {}
         for op in self._schedule_of(len(batches)).ranks[self.group.rank]:
             key = (op.stage, op.microbatch)
             if not torch.is_grad_enabled() and op.kind not in FORWARD_ONLY:
@@ -111,7 +114,7 @@ class Executor:
                 case "SEND_B":
                     self._send(self._input_gradient(key), op.stage - 1)
         for _, work in self._leaving:
-            work.wait()
+            self._wait(work)
         self.loads = summed_loads(self._routings)
         for left_over in (self._leaving, self._contexts, self._inputs, self._borrowed):
             left_over.clear()
@@ -149,7 +152,7 @@ class Executor:
         model = self.stages[stage]
         context = self._context(microbatch, batch)
         if self.last_stage == 0:
-            return self._differentiable(key, *model.whole(batch, context), scale)
+            return self._ended(key, *model.whole(batch, context), scale)
         if stage == 0:
             x = model.embed(batch.tokens, batch.positions, context.dropout)
         else:
@@ -160,10 +163,11 @@ class Executor:
         if stage < self.last_stage:
             self._hand_on(key, y)
             return 0.0
-        return self._differentiable(key, *model.objective(y, batch, context, self._borrow(model, microbatch)), scale)
+        return self._ended(key, *model.objective(y, batch, context, self._borrow(model, microbatch)), scale)
 
-    def _differentiable(self, key: Key, loss: Tensor, sums: Tensor, scale: float) -> Tensor:
-        """Keep the way back of a loss, if there is one, and return what it is made of."""
+    def _ended(self, key: Key, loss: Tensor, sums: Tensor, losses: Tensor, scale: float) -> Tensor:
+        """Keep the way back of a loss, if there is one, and the tokens' losses; returns the sums it is made of."""
+        self.losses[key[1]] = losses
         if loss.requires_grad:
             self._edges[key] = get_gradient_edge(loss * scale)
         return sums
@@ -185,25 +189,32 @@ class Executor:
         """
         if not model.borrows:
             return None
-        weight = self.stages[0].embedding.weight.detach()
-        self._borrowed[microbatch] = weight.requires_grad_(torch.is_grad_enabled())
-        return weight
+        weight = self.stages[0].embedding.weight
+        lent = weight.detach().requires_grad_(torch.is_grad_enabled() and weight.requires_grad)
+        if lent.requires_grad:
+            self._borrowed[microbatch] = lent
+        return lent
 
     def _backward(self, key: Key) -> None:
-        returned = self._returned(key)
-        edges = [self._edges.pop(key), *(get_gradient_edge(weight) for weight, _ in returned)]
-        torch.autograd.backward(edges, [self._output_gradient(key), *(gradient for _, gradient in returned)])
+        (edges, given), returned = self._ways_back(key), self._returned(key)
+        edges = [*edges, *(get_gradient_edge(weight) for weight, _ in returned)]
+        if edges:
+            torch.autograd.backward(edges, [*given, *(gradient for _, gradient in returned)])
+
+    def _ways_back(self, key: Key) -> tuple[list[GradientEdge], list[Tensor | None]]:
+        """Where a stage's backward begins, and with what gradient; nowhere in a first stage that is frozen."""
+        gradient = self._output_gradient(key)
+        return ([self._edges.pop(key)], [gradient]) if key in self._edges else ([], [])
 
     def _backward_of_input(self, key: Key) -> None:
         """Everything of a backward but the products that the stage puts off; no gradient reaches a parameter yet."""
         model = self.stages[key[0]]
-        inputs, parameters = self._inputs_of(key), list(model.parameters())
-        gradients = torch.autograd.grad(
-            [self._edges.pop(key)], [*inputs, *parameters], [self._output_gradient(key)], allow_unused=True
-        )
+        inputs, parameters = self._inputs_of(key), list(filter(trains, model.parameters()))
+        edges, given = self._ways_back(key)
+        gradients = torch.autograd.grad(edges, [*inputs, *parameters], given, allow_unused=True) if edges else ()
         for tensor, gradient in zip(inputs, gradients, strict=False):
             tensor.grad = gradient
-        rest = zip(parameters, gradients[len(inputs) :], strict=True)
+        rest = zip(parameters, gradients[len(inputs) :], strict=bool(edges))
         assert model.deferred is not None
         self._put_off[key] = model.deferred.take(), [(p, gradient) for p, gradient in rest if gradient is not None]
 
@@ -222,7 +233,11 @@ class Executor:
         """What a stage was given that wants a gradient."""
         stage, microbatch = key
         given = [self._inputs[key]] if key in self._inputs else []
-        return [*given, self._borrowed[microbatch]] if self.stages[stage].borrows else given
+        return (
+            [*given, self._borrowed[microbatch]]
+            if self.stages[stage].borrows and microbatch in self._borrowed
+            else given
+        )
 
     def _returned(self, key: Key) -> Known:
         """The embedding and the gradient of its use in the last stage, in the stage that lent it."""
@@ -254,7 +269,7 @@ class Executor:
 
     def _arrived(self, what: str, key: Key) -> Tensor:
         tensor, work = self._arriving.pop((what, key))
-        work.wait()
+        self._wait(work)
         return tensor
 
     def _send(self, tensor: Tensor, to_stage: int) -> None:
@@ -263,7 +278,11 @@ class Executor:
         assert work is not None
         self._leaving.append((tensor, work))
         if len(self._leaving) > IN_FLIGHT * self.group.size:
-            self._leaving.popleft()[1].wait()  # the common order of messages lets a send block anywhere
+            self._wait(self._leaving.popleft()[1])  # the common order of messages lets a send block anywhere
+
+    def _wait(self, work: Work) -> None:
+        with self.phase("pipeline_wait"):
+            work.wait()
 
     def _context(self, microbatch: int, batch: MicroBatch) -> Context:
         """Positions, masks and dropout of a micro-batch, made once for all stages of this rank."""

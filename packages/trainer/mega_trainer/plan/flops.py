@@ -1,8 +1,8 @@
 """How much arithmetic a model is: parameters, floating-point operations per token, and what devices can do in a second.
 
-A product of [M, K] and [K, N] is 2 M K N operations. Two ways of counting are in use for a model: exactly, product by
-product (`forward_flops`), and by the rule 6 N + 12 L H Q S (`palm_flops`); the exact count of a model without a window,
-with attention over the full square, is the rule's but for the norms' weights.
+A product of [M, K] and [K, N] is 2 M K N operations. Exactly, a model is counted product by product (`forward_flops`);
+what others publish is counted by conventions of theirs (`published_flops`), of which the oldest is the rule 6 N + 12 L H Q S
+(`palm_flops`): the exact count of a model without a window, with attention over the full square, but for the norms' weights.
 
 Legend: D model width, F feed-forward width, H heads, Q head size, K key/value heads, L layers, S sequence, V vocabulary.
 """
@@ -20,6 +20,14 @@ from mega_ckpt.names import tensors_of
 from mega_common.model_config import ModelConfig
 
 RecomputeKind = Literal["none", "selective", "full"]
+Convention = Literal["exact", "megatron", "full", "palm", "mosaic"]
+CONVENTIONS: dict[Convention, str] = {
+    "exact": "products of matrices, of attention what is not masked",
+    "megatron": "as Megatron-LM and Megatron-Bridge: half of attention, windows as if there were none, no router, gates of SwiGLU alone",
+    "full": "as NeMo: products of matrices, all of attention",
+    "palm": "as PaLM, torchtitan and nanotron: 6 N + 12 L H Q S, without look-up tables",
+    "mosaic": "as llm-foundry: the same, with look-up tables",
+}
 
 
 @dataclass(frozen=True)
@@ -187,6 +195,37 @@ def palm_flops(model: ModelConfig, seq_length: int) -> float:
     pairs = model.num_attention_heads * (model.head_size + model.value_size) // 2  # H Q, or between keys and values
     attention = 12 * (model.num_layers + model.mtp_layers) * pairs * seq_length
     return float(6 * (count.active - tables) + attention)
+
+
+def published_flops(model: ModelConfig, seq_length: int, convention: Convention) -> float:
+    """Operations per token, forward and backward, as a source of published figures counts them; see `CONVENTIONS`.
+
+    They were found by what the sources tell of both FLOP/s and tokens a second (benchmarks/plan_flops.py).
+    """
+    match convention:
+        case "exact" | "full":
+            return model_flops(model, seq_length, causal=convention == "exact")
+        case "megatron":
+            return _megatron_flops(model, seq_length)
+        case "palm":
+            return palm_flops(model, seq_length)
+        case "mosaic":
+            count = count_parameters(model)
+            tables = count.embedding - (model.vocab_size * model.hidden_size if model.tie_embeddings else 0)
+            return palm_flops(model, seq_length) + 6 * tables
+
+
+def _megatron_flops(model: ModelConfig, seq_length: int) -> float:
+    """By the formula of Megatron-LM's `num_floating_point_operations`, which knows a gate by its flag `--swiglu`."""
+    routers, gates = 0.0, 0.0
+    for layer in range(model.num_layers + model.mtp_layers):
+        moe = model.moe if model.has_experts(layer) else None
+        routers += 2.0 * model.hidden_size * (moe.num_experts + moe.shared_gate) if moe else 0.0
+        gates += 2.0 * model.hidden_size * feed_forward_width(model, layer)
+    counted = model.activation == "swiglu" and model.activation_limit is None
+    whole = model.model_copy(update={"sliding_window": None})
+    forward = sum(forward_flops(whole, seq_length).values()) - routers
+    return 3 * (forward - (0.0 if counted or not model.gated else gates))
 
 
 def head_cost(model: ModelConfig, seq_length: int) -> float:

@@ -150,17 +150,26 @@ class Planned:
         share = {"zb-h1": 1 / 3, "zbv": 0.0}.get(run.schedule, 1 / run.virtual_stages)
         return max(through, (run.microbatches + (run.pp - 1) * share) * total / run.pp)
 
-    def _makespan(self, works: Sequence[Work]) -> float:
-        """Of all micro-batches. A pipeline that is full goes on as it is, so that of many only some are simulated."""
-        run = self.run
+    def costs(self, works: Sequence[Work]) -> StageCosts:
+        """Of the operations of a schedule, whose stages do these `works` with each micro-batch."""
         passes = tuple(
             Pass(*(sum(costs) for costs in zip(*work.values(), strict=True))) if work else Pass() for work in works
         )
+        stride = self.run.tp * self.run.cp * self.run.dp
+        message = self.bench.wires.send(self.message_bytes, stride) if self.run.pp > 1 else 0.0
+        return StageCosts(message=message, passes=passes)
+
+    @property
+    def message_bytes(self) -> float:
+        """Of a micro-batch's residual stream on a rank, which a stage sends to the next one."""
+        share = self.run.tp if self.run.sp else 1
+        return self.bench.tokens * self.model.hidden_size * self.bench.element / share
+
+    def _makespan(self, works: Sequence[Work]) -> float:
+        """Of all micro-batches. A pipeline that is full goes on as it is, so that of many only some are simulated."""
+        run, costs = self.run, self.costs(works)
         if run.pp == 1:
-            return run.microbatches * sum(cost.total for cost in passes)
-        stride = run.tp * run.cp * run.dp
-        size = self.bench.tokens * self.model.hidden_size * self.bench.element / (run.tp if run.sp else 1)
-        costs = StageCosts(message=self.bench.wires.send(size, stride), passes=passes)
+            return run.microbatches * sum(cost.total for cost in costs.passes)
 
         def simulated(microbatches: int) -> float:
             schedule = make_schedule(

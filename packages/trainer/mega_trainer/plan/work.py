@@ -42,6 +42,8 @@ class Habits:
         tp_waited: of the ten collectives of a layer under tensor and sequence parallelism, those that nothing hides.
         dispatch: how often a token travels: once to each expert of its, to each rank that has some, or to each node.
         gradient_bytes: of an element of a gradient that is summed over data ranks.
+        host: seconds that the host takes to start what a layer with experts does, forward and backward, where it reads how
+            many rows each expert has, and so cannot run ahead; no layer takes less.
     """
 
     attention: Literal["fused", "flash2", "triton", "unfused"] = "fused"
@@ -49,6 +51,7 @@ class Habits:
     tp_waited: int = 6
     dispatch: Literal["expert", "rank", "node"] = "rank"
     gradient_bytes: int = 4
+    host: float = 0.0
 
 
 class Pass(NamedTuple):
@@ -147,7 +150,9 @@ class Bench:
         work = added([dense, self._attention(index), self._elementwise(index), *self._experts(index)])
         again = self._again(work)
         talk = added([self._tensor(work), self._context(work)])
-        return added([work, again, talk])
+        whole = added([work, again, talk])
+        waits = self.habits.host - sum(cost.total for cost in whole.values()) if self.model.has_experts(index) else 0.0
+        return added([whole, {"host": Pass(waits / 3, 2 * waits / 3)}]) if waits > 0 else whole
 
     def _product(
         self, rows: float, columns: float, inner: float, count: float = 1, precision: str | None = None
@@ -157,14 +162,13 @@ class Bench:
         flops = 2.0 * rows * columns * inner * count
         if count > 1:
             flops *= math.ceil(rows / TILE) * TILE / rows / self.rates.grouped
+        start = count * self.rates.kernel  # of a kernel, whose first tiles and last wave leave most of the GPU idle
         size = 1 if kind == "fp8" else self.element
         x, w, y = rows * inner * count, columns * inner * count, rows * columns * count
         out = self.element
 
         def seconds(read: float, written: float) -> float:
-            return max(
-                self.rates.kernel, flops / self.rates.product[kind] + (size * read + written) / self.rates.memory
-            )
+            return start + flops / self.rates.product[kind] + (size * read + written) / self.rates.memory
 
         quantised = [0.0, 0.0]
         if kind == "fp8":  # X and dY are each read, and written in two orders; weights once a step

@@ -1,0 +1,84 @@
+"""What it costs to tell where a step's time goes: steps with phases beside the same steps without, of a run on this machine.
+
+    python benchmarks/phases.py [--pairs 200]
+
+One small model, so small that its steps are shorter than any that is trained: what is told costs the same of a long one.
+Pairs of steps follow each other, the first of a pair changing sides, in processor time; the figure is the median of the
+differences over the median of the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from contextlib import nullcontext
+
+import numpy as np
+import record
+import torch
+
+from mega_data.loader import StepBatch
+from mega_trainer import build
+from mega_trainer.batch import micro_batches
+from mega_trainer.config import RunConfig
+from mega_trainer.goodput import Goodput
+from mega_trainer.phases import Phases
+from mega_trainer.ranks import Ranks
+from mega_trainer.step import train_step
+from mega_trainer.train import assemble
+
+LENGTH, MICRO_BATCHES = 256, 4
+RUN = {
+    "model": {
+        "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 384, "num_attention_heads": 4, "vocab_size": 1024,
+        "max_position": LENGTH,
+    },
+    "data": {"train": [{"path": "none"}], "seq_length": LENGTH},
+    "batch": {"micro": 1, "global": MICRO_BATCHES}, "precision": "fp32", "device": "cpu",
+}  # fmt: skip
+
+
+def measure(pairs: int) -> dict[str, float]:
+    """Milliseconds of processor time a step without, and the share that telling adds."""
+    torch.set_num_threads(1)
+    config, device = RunConfig.parse(RUN), torch.device("cpu")
+    groups = build.connect(config, Ranks())
+    state, executor = assemble(config, groups, device)
+    shape = (MICRO_BATCHES, LENGTH)
+    tokens, places = np.ones((MICRO_BATCHES, LENGTH + 1), np.int64), np.tile(np.arange(LENGTH), (MICRO_BATCHES, 1))
+    batch = StepBatch(tokens[:, 1:], tokens[:, :-1], np.ones(shape, bool), places, None, np.arange(MICRO_BATCHES))
+    micro = list(micro_batches(batch, config, device, groups.cp))
+    phases, goodput = Phases(device), Goodput(time.time())
+
+    def step(*, told: bool) -> float:
+        executor.phase = phases.phase if told else lambda name: nullcontext()
+        begin = time.process_time()
+        train_step(executor, state.optimizer, micro, tokens=[float(LENGTH * MICRO_BATCHES)], lr=1e-4, clip=1.0)
+        if told:
+            goodput.lose(phases.take())
+            goodput.told(time.time())
+        return time.process_time() - begin
+
+    for _ in range(5):
+        step(told=True)
+    differences, plain = [], []
+    for number in range(pairs):
+        order = (True, False) if number % 2 else (False, True)
+        taken = {told: step(told=told) for told in order}
+        differences.append(taken[True] - taken[False])
+        plain.append(taken[False])
+    whole = statistics.median(plain)
+    return {"step_ms": 1000 * whole, "overhead_percent": 100 * statistics.median(differences) / whole, "pairs": pairs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=200)
+    found = measure(parser.parse_args().pairs)
+    print(f"{found['step_ms']:.2f} ms a step, {found['overhead_percent']:+.2f} % with its phases told")
+    record.write("phases", found, ["torch"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Adapters of low rank on disk, and weights with one put into them.
+
+Two formats: a checkpoint of a run that trained one, which holds no more than what was trained and says what it is beside;
+and a folder of PEFT's (`peft.py`). Both are read as an `Adapter`, by canonical names, and `AdaptedSource` is the model of
+an adapter and its base, whose tensors are put together as they are asked for:
+
+    W + s B A
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+from torch import Tensor
+
+from mega_ckpt.checkpoint import WEIGHTS, Checkpoint
+from mega_ckpt.lora import A, Adapted, B, adapted, adapter_tensors
+from mega_ckpt.names import some
+from mega_ckpt.pieces import Shape, crop, cut
+from mega_common.errors import CheckpointError
+from mega_common.lora import LoraConfig, is_adapter
+from mega_common.model_config import ModelConfig
+from mega_common.remote import place
+
+if TYPE_CHECKING:
+    from mega_ckpt.source import Source
+
+SAMPLE = 1024  # elements of each tensor that tell one base from another
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What was trained beside a base.
+
+    Attributes:
+        lora: what the adapter is.
+        modules: the projections that have one.
+        shapes: of its tensors, and of those of the base that it replaces, by canonical name.
+        read: gives a rectangle of one of them, by its offset and shape.
+        base: where the base is, as far as is known, and its digest, as `base_of` tells them.
+    """
+
+    lora: LoraConfig
+    modules: Mapping[str, Adapted]
+    shapes: Mapping[str, Shape]
+    read: Callable[[str, Shape, Shape], Tensor]
+    base: Mapping[str, str]
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint) -> Adapter:
+        """That in a checkpoint of a run with `lora`.
+
+        Raises:
+            CheckpointError: when its tensors are not those of its configuration.
+        """
+        lora = LoraConfig.parse(checkpoint.state["settings"]["lora"], source=f"{checkpoint.folder}: lora")
+        shapes = {key.removeprefix(WEIGHTS): checkpoint.shape(key) for key in checkpoint.keys(WEIGHTS)}
+        modules = checked_modules(checkpoint.model, lora, shapes, str(checkpoint.folder))
+        base = dict(checkpoint.state.get("base", {}))
+        return cls(lora, modules, shapes, lambda name, *box: checkpoint.read(WEIGHTS + name, *box), base)
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor."""
+        return self.read(name, (0,) * len(self.shapes[name]), self.shapes[name])
+
+
+def is_adapter_checkpoint(checkpoint: Checkpoint) -> bool:
+    """Whether it holds an adapter, and no model."""
+    return bool(checkpoint.state.get("settings", {}).get("lora"))
+
+
+def checked_modules(
+    model: ModelConfig, lora: LoraConfig, shapes: Mapping[str, Shape], where: str
+) -> dict[str, Adapted]:
+    """The projections of `model` that `lora` is for, when the adapter's tensors among `shapes` are all of theirs.
+
+    Raises:
+        CheckpointError: naming one that is missing, unknown or of another shape.
+    """
+    modules = adapted(model, lora)
+    expected, held = adapter_tensors(modules), {name for name in shapes if is_adapter(name)}
+    for what, names in (("has no tensor", expected.keys() - held), ("has a tensor", held - expected.keys())):
+        if names:
+            raise CheckpointError(f"{where}: {what} {some(names)}", hint="the adapter is of another model")
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{where}: {name} has shape {list(shapes[name])} instead of {list(shape)}",
+                hint="the adapter is of another model",
+            )
+    return modules
+
+
+class AdaptedSource:
+    """A `Source`: a base with an adapter put into it, in the base's types. The sum is made in at least fp32.
+
+    Raises:
+        CheckpointError: from the constructor, when the adapter is of another model than the base.
+    """
+
+    def __init__(self, base: Source, adapter: Adapter) -> None:
+        self.base, self.adapter = base, adapter
+        self.model: ModelConfig = base.model
+        self._homes: dict[str, tuple[str, int]] = {}  # of each changed tensor its module, and its first row in B
+        for module, of in adapter.modules.items():
+            row = 0
+            for name in of.weights:
+                self._homes[name] = (module, row)
+                row += base.shape(name)[-2]
+        self._replaced = {name for name in adapter.shapes if not is_adapter(name)}
+        for name in self._replaced:
+            if name not in base.keys() or base.shape(name) != adapter.shapes[name]:  # noqa: SIM118
+                raise CheckpointError(f"the adapter replaces {name}, which the base has not got in that shape")
+
+    def keys(self) -> Sequence[str]:
+        """Those of the base."""
+        return self.base.keys()
+
+    def shape(self, name: str) -> Shape:
+        """That of the base."""
+        return self.base.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """That of the base."""
+        return self.base.dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        shape = self.shape(name)
+        return self.read_slice(name, (0,) * len(shape), shape)
+
+    def read_slice(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """A rectangle of it; of a stack of experts, some of each."""
+        if name in self._replaced:
+            return self.adapter.read(name, offset, shape).to(self.dtype(name))
+        held = self.base.read_slice(name, offset, shape)
+        if name not in self._homes:
+            return held
+        module, first = self._homes[name]
+        wide = torch.promote_types(held.dtype, torch.float32)
+        *stack, row, column = offset
+        *deep, rows, columns = shape
+        a, b = (self.adapter.whole(module + suffix).to(wide) for suffix in (A, B))
+        a = crop(a, (*stack, 0, column), (*deep, a.shape[-2], columns))
+        b = crop(b, (*stack, first + row, 0), (*deep, rows, b.shape[-1]))
+        return (held.to(wide) + self.adapter.modules[module].scale * (b @ a)).to(held.dtype)
+
+    def buffers(self) -> Sequence[str]:
+        """Those of the base."""
+        return self.base.buffers()
+
+    def read_buffer(self, name: str) -> Tensor:
+        """One of them."""
+        return self.base.read_buffer(name)
+
+    def assets(self) -> Mapping[str, Path | bytes]:
+        """Those of the base."""
+        return self.base.assets()
+
+
+def base_of(path: str, source: Source) -> dict[str, str]:
+    """What tells a base: its `path`, and a `digest` of the names, shapes, types and first elements of its tensors."""
+    where, digest = place(path), xxhash.xxh3_128()
+    for name in source.keys():  # noqa: SIM118
+        offset, shape = next(cut(source.shape(name), SAMPLE))
+        digest.update(f"{name} {source.shape(name)} {source.dtype(name)}\n".encode())
+        digest.update(source.read_slice(name, offset, shape).contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return {"path": os.path.abspath(path) if isinstance(where, Path) else path, "digest": digest.hexdigest()}
+
+
+def check_base(saved: Mapping[str, str] | None, given: Mapping[str, str], where: str) -> None:
+    """Refuse another base than the one that an adapter was trained beside.
+
+    Raises:
+        CheckpointError: when the digests of `base_of` differ.
+    """
+    if saved and saved.get("digest") and saved["digest"] != given["digest"]:
+        raise CheckpointError(
+            f"{where}: the adapter is of {saved.get('path')}, and {given['path']} has other weights",
+            hint="give the weights that it was trained beside",
+        )

@@ -1,0 +1,75 @@
+"""What an adapter of low rank is (LoRA, arXiv:2106.09685), as pure data: which projections it is for, and how it weighs.
+
+    y = W x + s B A x      A [r, in], B [out, r], s = alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)
+
+Projections are meant by patterns as PEFT's: a regular expression for a module's whole name, or for the end of it after a dot.
+A layer's experts are two modules, `mlp.experts.gate_up_proj` (`up_proj` where there is no gate) and `mlp.experts.down_proj`,
+with an A and a B for each expert.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from pydantic import Field, PositiveInt
+
+from mega_common.config import Config, Problem
+
+N = TypeVar("N", int, float)
+
+
+class LoraConfig(Config):
+    """An adapter of low rank."""
+
+    rank: PositiveInt = 16
+    alpha: float = Field(32.0, gt=0, description="the update is multiplied by alpha / rank")
+    modules: list[str] = Field(
+        [".*_proj"],
+        min_length=1,
+        description="patterns of the projections that are adapted, such as q_proj or layers.0..*",
+    )
+    rslora: bool = Field(False, description="multiply by alpha / sqrt(rank) instead")
+    ranks: dict[str, PositiveInt] = Field({}, description="ranks of the projections that match a pattern")
+    alphas: dict[str, float] = Field({}, description="alphas of the projections that match a pattern")
+    modules_to_save: list[str] = Field(
+        [], description="patterns of modules that are trained whole beside it, such as lm_head or embed_tokens"
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Patterns are regular expressions."""
+        for key in ("modules", "ranks", "alphas", "modules_to_save"):
+            for pattern in getattr(self, key):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    yield Problem(key, f"is no regular expression: {error}", pattern)
+
+    def rank_of(self, module: str) -> int | None:
+        """The rank of the adapter of a module, by its canonical name without `.weight`; None where it has none."""
+        return _own(self.ranks, module, self.rank) if meant(module, self.modules) else None
+
+    def scale_of(self, module: str) -> float:
+        """s, what B A is multiplied by."""
+        rank = _own(self.ranks, module, self.rank)
+        return _own(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+
+    def saves(self, name: str) -> bool:
+        """Whether a tensor, by its canonical name, is trained whole beside the adapter."""
+        return meant(name.rpartition(".")[0], self.modules_to_save)
+
+
+def _own(patterns: Mapping[str, N], module: str, usual: N) -> N:
+    return next((value for pattern, value in patterns.items() if meant(module, [pattern])), usual)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor, by its canonical name, is an adapter's own."""
+    return ".lora_" in name
+
+
+def meant(name: str, patterns: Sequence[str]) -> bool:
+    """Whether any of the patterns is for that name: all of it, or its end after a dot."""
+    return any(re.fullmatch(rf"(.*\.)?({pattern})", name) for pattern in patterns)

@@ -1,0 +1,51 @@
+"""How much of a run's time went into steps that stay, over all its starts, and where the rest went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+REASONS = ("restart", "redone", "checkpoint", "evaluation")
+_LOST = "lost/"
+
+
+@dataclass
+class Goodput:
+    """What was lost of a run's time since its first step began.
+
+    Attributes:
+        begun: when that was, in seconds of the Unix clock.
+        lost: seconds by reason: `restart`, from the last line of a start to the first step of the next one; `redone`, in steps
+            that a later start did again; `checkpoint`, while a save stopped training; `evaluation`.
+    """
+
+    begun: float
+    lost: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REASONS, 0.0))
+
+    @classmethod
+    def resumed(
+        cls, first: Mapping[str, float], kept: Mapping[str, float], last: Mapping[str, float], now: float
+    ) -> Goodput:
+        """Of a run that goes on `now` after the line `kept` of its metrics.jsonl; those from there to `last` are done again.
+
+        With an empty `kept` all are. Lines of a version that told no times are those of a run that begins here.
+        """
+        if not all("time" in line for line in (first, kept or first, last)):
+            return cls(now)
+        begun = first["time"] - first["seconds"]
+        lost = {reason: float(last.get(_LOST + reason, 0.0)) for reason in REASONS}
+        known = sum(lost[reason] - kept.get(_LOST + reason, 0.0) for reason in REASONS)
+        lost["redone"] += max(0.0, last["time"] - kept.get("time", begun) - known)
+        lost["restart"] += max(0.0, now - last["time"])
+        return cls(begun, lost)
+
+    def lose(self, phases: Mapping[str, float]) -> None:
+        """Count those phases of a step that are no work on it."""
+        self.lost["checkpoint"] += phases.get("save", 0.0)
+        self.lost["evaluation"] += phases.get("evaluate", 0.0)
+
+    def told(self, now: float) -> dict[str, float]:
+        """As a line of metrics.jsonl has it: `goodput` is the share of the time that was not lost."""
+        passed = max(now - self.begun, 1e-9)
+        share = max(0.0, 1 - sum(self.lost.values()) / passed)
+        return {"time": now, "goodput": share, **{_LOST + reason: seconds for reason, seconds in self.lost.items()}}

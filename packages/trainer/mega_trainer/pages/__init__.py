@@ -1,0 +1,1 @@
+"""What a run did and what it is planned to do, as pages and on the terminal. Imports no torch."""

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mega_trainer.pages.run_log import RunLog
+from mega_trainer.pages.top import sparkline, view
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"), [([], ""), ([1, 1], "▄▄"), ([1, float("nan"), 3], "▁█"), (range(8), "▁▂▃▄▅▆▇█")]
+)
+def test_sparklines(values: list[float], drawn: str) -> None:
+    assert sparkline(list(values)) == drawn
+
+
+def test_a_view_of_a_run_that_goes_on_or_does_not(tmp_path: Path) -> None:
+    line = {
+        "step": 7, "loss": 2.5, "lr": 1e-3, "grad_norm": None, "tokens_per_second": 12_300.0, "seconds": 2.0, "mfu": 0.4,
+        "memory_bytes": 2.0**30, "seconds_left": 90.0, "time": 1000.0, "goodput": 0.9, "lost/restart": 61.0,
+        "phases/forward": 0.6, "phases/pipeline_wait": 0.2,
+    }  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "run.yaml").write_text("train: {steps: 20}\n")
+    for rank, words in ((0, "step 7"), (1, ""), (2, "first\nwarning: slow disk")):
+        log = tmp_path / f"logs/job/attempt_0/{rank}/stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(words)
+
+    def told(now: float) -> str:
+        console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console.print(view(RunLog.read(tmp_path), now))
+        return console.export_text()
+
+    text = told(1001.0)
+    for words in (
+        "running",
+        "7 of 20, 1 min 30 s left",
+        "12.3k",
+        "35 %",
+        "lost: restart 1 min 1 s",
+        "pipeline wait",
+        "10 %",
+    ):
+        assert words in text
+    assert "rank 2: warning: slow disk" in text
+    assert "rank 1" not in text
+    assert "no step since 1 h" in told(4600.0)

@@ -1,0 +1,139 @@
+"""The trainer as a library: log-probabilities, steps by a loss of one's own, weights for others, memory handed back."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity.cases import Case, covering
+from parity.library import against_one_process, engine_of, layouts, outcome, sequences
+from parity.worker import make_groups
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
+import mega_trainer
+from mega_ckpt.convert import convert
+from mega_common.errors import ConfigError, DataError
+from mega_trainer.engine import TrainingEngine
+from mega_trainer.ranks import Ranks
+
+EXAMPLE = Path(__file__).parents[2] / "examples/rl"
+# What makes of the models of these names some that HuggingFace has: OLMo's kind and Mixtral's.
+NAMED = {
+    "gqa": {"qkv_bias": False, "activation": "swiglu", "rope": {"theta": 100.0}},
+    "moe": {
+        "mlp_bias": False, "attention_sinks": False, "activation_limit": None, "full_attention_layers": None,
+        "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24},
+    },
+}  # fmt: skip
+
+
+def test_log_probs_and_steps_by_a_loss_of_ones_own_are_those_of_one_process() -> None:
+    cases = covering(layouts(4), 10)
+    assert len({case.name for case in cases}) > 2
+    assert run_ranks(against_one_process, 4, cases) == [[]] * 4
+
+
+def test_log_probs_are_those_of_whole_rows_and_documents_do_not_see_each_other() -> None:
+    engine = engine_of(layouts(2)[0].single, Ranks())
+    work = sequences(engine.config.model.vocab_size, engine.config.data.seq_length)
+    together, alone = engine.log_probs(work), [engine.log_probs([one])[0] for one in work]
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(together, alone, strict=True))
+    assert [len(each) for each in together] == [len(one) - 1 for one in work]
+
+
+def streamed(engine: TrainingEngine, size: int) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for bucket in engine.stream_weights(bucket_bytes=size):
+        assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= size
+        found |= {name: tensor.clone() for name, tensor in bucket}
+    return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether this rank holds the same bits."""
+    boxes = [[box.tensor for name in sorted(held) for box in held[name].boxes] for held in (one, other)]
+    return all(torch.equal(a, b) for a, b in zip(*boxes, strict=True))
+
+
+def hands_on(cases: Sequence[Case], folder: Path) -> list[str]:
+    rank, maker, wrong = dist.get_rank(), make_groups(cases), []
+    for number, case in enumerate(cases):
+        engine = engine_of(case, Ranks(rank, case.ranks), maker)
+        outcome(engine)
+        found = streamed(engine, 5_000)
+        made = engine.save(folder / str(number))
+        if rank == 0:
+            convert(made, folder / f"hf-{number}", "hf")
+            files = [load_file(path) for path in sorted((folder / f"hf-{number}").glob("*.safetensors"))]
+            there = {name: tensor for file in files for name, tensor in file.items()}
+            exported = there.keys() == found.keys() and all(
+                torch.equal(there[name].view(torch.uint8), found[name].view(torch.uint8)) for name in there
+            )
+            wrong += [] if exported else [str(case)]
+        before = outcome(engine)
+        engine.resume(folder / str(number))
+        engine.offload()
+        held = sum(storage.nbytes() for storage, _ in engine._away)
+        engine.reload()
+        after = outcome(engine)
+        wrong += [f"{case}: {held} bytes stay"] if held else []
+        wrong += [] if same(before[3], after[3]) and after[1] == before[1] else [f"{case}: not as before"]
+    return wrong
+
+
+def test_weights_are_handed_on_as_an_export_has_them_and_memory_is_given_and_taken_back(tmp_path: Path) -> None:
+    """In any layout; and a checkpoint of the engine's goes on where it was."""
+    cases = [
+        replace(one, model={**one.model, **NAMED[one.name]}) for one in covering(layouts(4), 40) if one.name in NAMED
+    ]
+    assert run_ranks(hands_on, 4, cases[:5], tmp_path) == [[]] * 4
+
+
+def test_the_package_exports_the_engine_and_reads_what_a_run_yaml_says() -> None:
+    model = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "vocab_size": 11}
+    engine = mega_trainer.TrainingEngine({"model": model, "precision": "fp32", "data": {"seq_length": 6}})
+    first = engine.train_step([[1, 2, 3], [4, 5, 6, 7]], lambda given: -sum(each.mean() for each in given), lr=0.1)
+    again = engine.train_step([[1, 2, 3], [4, 5, 6, 7]], lambda given: -sum(each.mean() for each in given), lr=0.1)
+    assert (first.tokens, engine.step) == (5, 2)
+    assert again.loss < first.loss
+    with pytest.raises(DataError, match=r"sequence 1 has 8 tokens; each needs from 2 to data.seq_length \+ 1 = 7"):
+        engine.log_probs([[1, 2], [1] * 8])
+    with pytest.raises(DataError, match="sequence 0 has 1 tokens"):
+        engine.log_probs([[1]])
+    with pytest.raises(ConfigError, match="hidden_size"):
+        mega_trainer.TrainingEngine({"model": {**model, "hidden_size": 9}})
+
+
+def example(steps: int) -> str:
+    """What the example's loop prints, as one of two tensor ranks."""
+    sys.path.insert(0, str(EXAMPLE))
+    loop = importlib.import_module("loop")
+    with (
+        mock.patch.object(sys, "argv", ["loop.py", "--tp", "2", "--steps", str(steps)]),
+        mock.patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(io.StringIO()) as told,
+    ):
+        loop.main()
+    return told.getvalue()
+
+
+def test_the_example_learns_what_it_is_rewarded_for_and_its_rollout_agrees_with_the_trainer() -> None:
+    lines = run_ranks(example, 2, 9)[0].splitlines()
+    found = [re.match(r"step \d+: reward (\S+), trainer and rollout differ by (\S+)", line) for line in lines]
+    rewards, apart = zip(*((float(one[1]), float(one[2])) for one in found if one), strict=True)
+    assert len(rewards) == 10
+    assert max(apart) < 1e-5
+    assert rewards[-1] > rewards[0] + 0.2

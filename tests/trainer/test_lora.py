@@ -1,0 +1,122 @@
+"""A run that trains an adapter of low rank: what it saves, how it goes on, what it makes of its base."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_ckpt.source import open_source
+from mega_ckpt.store import Checkpoint, latest, place
+from mega_common.errors import CheckpointError, ConfigError
+from mega_trainer.config import RunConfig
+from mega_trainer.ranks import Ranks
+from mega_trainer.state import TrainState
+from mega_trainer.train import run
+
+CONSTANT = {"name": "constant"}
+Settings = Callable[..., dict[str, Any]]
+
+
+def trained(raw: dict[str, Any]) -> TrainState:
+    return run(RunConfig.parse(raw), Ranks())
+
+
+def bits(state: TrainState) -> dict[str, list[torch.Tensor]]:
+    return {name: [box.tensor.clone() for box in held.boxes] for name, held in state.tensors().items()}
+
+
+def checkpoint_of(raw: dict[str, Any]) -> Checkpoint:
+    newest = latest(place(raw["output"]) / "checkpoints")
+    assert newest is not None
+    return Checkpoint.open(newest)
+
+
+@pytest.fixture
+def tuning(settings: Settings, tmp_path: Path) -> Settings:
+    """A run with an adapter beside the weights of a short run."""
+    base = settings(train={"steps": 2}, output=str(tmp_path / "base"))
+    trained(base)
+
+    def make(**sections: Any) -> dict[str, Any]:
+        lora = {"rank": 3, "modules": ["q_proj", "down_proj"], **sections.pop("lora", {})}
+        return settings(init_from=base["output"], lora=lora, **{"lr_schedule": CONSTANT, **sections})
+
+    return make
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_adapter_alone_is_saved_and_goes_on_bitwise(tuning: Settings, tmp_path: Path, precision: str) -> None:
+    straight = tuning(precision=precision, train={"steps": 4}, output=str(tmp_path / "straight"))
+    halves = {**straight, "output": str(tmp_path / "halves")}
+    whole = bits(trained(straight))
+    trained({**halves, "train": {"steps": 2}})
+    again = bits(trained({**halves, "train": {"steps": 4}}))
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(a, b) for name in whole for a, b in zip(whole[name], again[name], strict=True))
+    saved = {key for key in checkpoint_of(straight).keys() if "lora" not in key}  # noqa: SIM118
+    assert not saved
+    assert len(checkpoint_of(straight).keys("weights/")) == 2 * 2 * 2
+
+
+def test_what_is_read_of_a_run_is_the_base_with_the_adapter_in_it(tuning: Settings, tmp_path: Path) -> None:
+    raw = tuning(train={"steps": 3}, lora={"modules_to_save": ["lm_head"], "rslora": True, "alpha": 4})
+    state = trained(raw)
+    base, merged = open_source(tmp_path / "base"), open_source(tmp_path / "run")
+    saved = checkpoint_of(raw)
+    name = "model.layers.1.mlp.down_proj"
+    a, b = (saved.read(f"weights/{name}.lora_{part}.weight") for part in "AB")
+    assert b.abs().max() > 0
+    torch.testing.assert_close(merged.read(f"{name}.weight"), base.read(f"{name}.weight") + 4 / 3**0.5 * b @ a)
+    part = merged.read_slice(f"{name}.weight", (3, 5), (7, 9))
+    torch.testing.assert_close(part, merged.read(f"{name}.weight")[3:10, 5:14])
+    assert torch.equal(merged.read("lm_head.weight"), saved.read("weights/lm_head.weight"))
+    assert not torch.equal(merged.read("lm_head.weight"), base.read("lm_head.weight"))
+    assert torch.equal(merged.read("model.norm.weight"), base.read("model.norm.weight"))
+    assert all(not parameter.requires_grad for parameter in [state.stages[0].norm.weight])
+
+
+def test_another_base_is_refused_and_one_that_is_gone_is_told(
+    tuning: Settings, settings: Settings, tmp_path: Path
+) -> None:
+    raw = tuning(train={"steps": 1})
+    trained(raw)
+    other = settings(train={"steps": 2, "seed": 5}, output=str(tmp_path / "other"))
+    trained(other)
+    with pytest.raises(CheckpointError, match="other has other weights"):
+        trained({**raw, "train": {"steps": 2}, "init_from": other["output"]})
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(CheckpointError, match="whose base is not there") as told:
+        open_source(tmp_path / "run")
+    assert "merge-adapter" in str(told.value.hint)
+
+
+def test_what_cannot_be_is_told_at_once(tuning: Settings, settings: Settings) -> None:
+    with pytest.raises(ConfigError, match="'q_projj' is for no projection of the model"):
+        trained(tuning(lora={"modules": ["q_projj"]}))
+    with pytest.raises(ConfigError, match="is an adapter of weights that are there"):
+        trained(settings(lora={"rank": 2}))
+    with pytest.raises(ConfigError, match=r"is frozen and model\.layers\.0\.self_attn\.q_proj\.weight is not"):
+        trained(settings(train={"freeze": ["*.k_proj.*"]}))
+    with pytest.raises(ConfigError, match="everything is frozen"):
+        trained(settings(train={"freeze": ["*"]}))
+    raw = tuning(train={"steps": 1})
+    trained(raw)
+    with pytest.raises(ConfigError, match=r"lora\.rank: 3 -> 4"):
+        trained({**raw, "train": {"steps": 2}, "lora": {**raw["lora"], "rank": 4}})
+
+
+def test_frozen_tensors_stay_as_they_are_and_have_no_moments(settings: Settings, tmp_path: Path) -> None:
+    frozen = ["model.embed_tokens.*", "*.mlp.*"]
+    trained(settings(lr_schedule=CONSTANT, train={"steps": 1, "freeze": frozen}))
+    first = checkpoint_of(settings())
+    before = {key: first.read(key) for key in first.keys("weights/")}
+    trained(settings(lr_schedule=CONSTANT, train={"steps": 3, "freeze": frozen}))
+    after = checkpoint_of(settings())
+    still = {key for key, value in before.items() if torch.equal(value, after.read(key))}
+    assert still == {key for key in before if "embed_tokens" in key or ".mlp." in key}
+    assert not [key for key in after.keys("optimizer/") if "embed_tokens" in key or ".mlp." in key]
