@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mega_ckpt.formats.megatron_dist import COMMON, FORMAT, METADATA
+from mega_ckpt.formats.dcp import METADATA
+from mega_ckpt.formats.megatron_dist import COMMON, FORMAT
 from mega_ckpt.formats.megatron_names import EXPERTS, LAYER, Part, is_projection, split_layer
 from mega_ckpt.formats.megatron_write import RELEASE, Writing, durable
 from mega_ckpt.formats.torch_archive import load_archive

@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mega_ckpt.formats.megatron_contents import Contents, Held, OptimizerHeld, Stored
+from mega_ckpt.formats.dcp import Stored
+from mega_ckpt.formats.megatron_contents import Contents, Held, OptimizerHeld
 from mega_ckpt.formats.megatron_names import EMBEDDING, EXPERTS, HEAD, LAYER, Part, split_layer, usual_name
 from mega_ckpt.formats.torch_archive import StoredTensor, load_archive, namespace
 from mega_ckpt.pieces import Shape
