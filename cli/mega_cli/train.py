@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from mega_trainer.config import RunConfig
+    from mega_trainer.train import Scorer
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -287,7 +288,7 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
         raise
     try:
         with joined(ranks, config.device, config.timeout_seconds) as store:
-            train(config, ranks, store)
+            train(config, ranks, store, _scorer(config))
     except Terminated as error:  # by torchrun itself, which ends, or goes on with more ranks
         tell_torchrun(os.environ, error.exit_status)
         raise
@@ -295,6 +296,18 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
         end_torchrun(os.environ, error.exit_status)
         raise
     return 0
+
+
+def _scorer(config: RunConfig) -> Scorer | None:
+    """What runs the tasks of `eval`, if any are asked for."""
+    if not config.eval.tasks:
+        return None
+    from mega_cli.eval_tasks import import_harness
+
+    import_harness(offline=False)
+    from mega_eval.in_training import TrainingTasks
+
+    return TrainingTasks(config)
 
 
 def _end_with_launcher() -> None:

@@ -56,6 +56,7 @@ from mega_trainer.memory import Copy, Memory, keeps_copies
 from mega_trainer.mesh import Groups, warm_up
 from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.init import init_weights
 from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.phases import Phases, waited
@@ -77,8 +78,13 @@ from mega_trainer.watch import Watch
 T = TypeVar("T")
 
 
-def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainState:
+Scorer = Callable[[Decoder], Mapping[str, float]]  # numbers that say how good a model is, for metrics.jsonl
+
+
+def run(config: RunConfig, ranks: Ranks, store: Store | None = None, scorer: Scorer | None = None) -> TrainState:
     """Train as `config` says; returns the final state. With the job's `store`, a rank that hangs is named.
+
+    The `scorer` is asked by all ranks together, every `eval.every` steps.
 
     Raises:
         Interrupted: when a signal or a limit asked to end before the last step, and the step done is saved.
@@ -92,7 +98,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
         faults_told(ranks.rank, lambda: "before the first step", needs),
         deterministic(config.deterministic),
     ):
-        return train(config, ranks, groups, needs, store)
+        return train(config, ranks, groups, needs, store, scorer)
 
 
 def assemble(
@@ -120,7 +126,12 @@ def assemble(
 
 
 def train(
-    config: RunConfig, ranks: Ranks, groups: Groups, needs: Callable[[], Needs], store: Store | None
+    config: RunConfig,
+    ranks: Ranks,
+    groups: Groups,
+    needs: Callable[[], Needs],
+    store: Store | None,
+    scorer: Scorer | None = None,
 ) -> TrainState:
     """The run itself, in folders that are its own; `needs` is what a message about full memory tells."""
     checkpoint = starting_point(config)
@@ -140,7 +151,9 @@ def train(
     if not begin(state, start, groups.world, tokenizer):
         return state
     record_start(config, ranks, state.step, start, time.monotonic() - begun)
-    job = Job(state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store, memory)
+    job = Job(
+        state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store, memory, scorer
+    )
     while True:
         try:
             reason = steps(job)
@@ -171,6 +184,7 @@ class Job:
     needs: Callable[[], Needs]
     store: Store | None
     memory: Memory | None
+    scorer: Scorer | None
 
 
 def steps(job: Job) -> str | None:
@@ -236,10 +250,14 @@ def steps(job: Job) -> str | None:
             state.advance(result)
             garbage.after(state.step)
             evaluates = valid_data is not None and config.due(state.step, config.train.eval_every)
+            scores: Mapping[str, float] = {}
+            if job.scorer is not None and config.due(state.step, config.eval.every):
+                with profiler.phase("evaluate"):
+                    scores = job.scorer(executor.model)
             metrics.step(
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
                 valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
-                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, predicted_seconds=expected, **result.routing,
+                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, predicted_seconds=expected, **result.routing, **scores,
                 epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
             )  # fmt: skip
             stopping, terminated, failed, *tokens = result.riders
