@@ -264,7 +264,7 @@ VARIANTS |= {
 _MAMBA: dict[str, Any] = {"num_heads": 6, "head_dim": 8, "state_size": 5, "num_groups": 2, "chunk_size": 8}
 _ONE_HALF: dict[str, Any] = {"activation": "relu2", "position": "none", "head_dim": 10, "mamba": _MAMBA}
 _RELU_MOE: dict[str, Any] = {
-    **MOE, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 20, "scaling": 2.5,
+    **MOE, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 20, "scaling": 2.5, "latent_size": 8,
 }  # fmt: skip
 _LIMITS: dict[str, Any] = {"dt_limit": (0.3, 0.9), "conv_bias": False, "bias": True, "num_groups": 1, "conv_kernel": 3}
 _DELTA: dict[str, Any] = {

@@ -427,7 +427,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a part left out": (metadata_says(lambda m: m.state_dict_metadata[QKV].chunks.pop()), "leave a part out"),
     "no tensor": (metadata_says(lambda m: m.state_dict_metadata.pop(QKV)), "there is no tensor .*linear_qkv.weight"),
     "another model's tensor": (metadata_says(rename("output_layer.weight", "x.weight")), "no tensor output_layer.weight"),
-    "metadata of nothing": (metadata_says(lambda m: m.__dict__.clear()), "not the metadata of a torch_dist"),
+    "metadata of nothing": (metadata_says(lambda m: m.__dict__.clear()), "not the metadata of a checkpoint"),
     "half the metadata": (
         lambda root: (root / "dist/release/.metadata").write_bytes(b"\x80\x04}"), "damaged, or not a pickle"
     ),

@@ -93,6 +93,8 @@ def _fields(args: Raw, given: Set[str] = frozenset()) -> tuple[dict[str, Any], l
                 found.append(str(error))
         except (TypeError, ValueError):
             found.append(f"{', '.join(sorted(entry.keys & raw.keys()))}: a value of the wrong kind")
+    if fields.get("layers") and not any(layer.endswith("moe") for layer in fields["layers"]):
+        fields["moe"] = None  # whatever is said of experts
     return fields | {"embedding_dropout": fields.get("residual_dropout", 0.0)}, found
 
 

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mega_ckpt.formats.megatron_dist import COMMON, FORMAT, METADATA
+from mega_ckpt.formats.dcp import METADATA
+from mega_ckpt.formats.megatron_dist import COMMON, FORMAT
 from mega_ckpt.formats.megatron_names import EXPERTS, LAYER, Part, is_hybrid, is_projection, split_layer
 from mega_ckpt.formats.megatron_write import RELEASE, Writing, durable
 from mega_ckpt.formats.torch_archive import load_archive
@@ -159,4 +160,8 @@ def _metadata(
             for state in stack.states(key, part):
                 metadata.state_dict_metadata[state] = BytesStorageMetadata()
                 metadata.storage_data[MetadataIndex(state)] = nothing
+    if is_hybrid(writing.model):  # whose loading is strict about this one too, other than a GPT's
+        state = "output_layer._extra_state/shard_0_1"
+        metadata.state_dict_metadata[state] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(state)] = nothing
     return metadata

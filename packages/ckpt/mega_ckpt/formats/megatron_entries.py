@@ -245,7 +245,7 @@ class Experts(Several):
         }
 
 
-_HYBRID = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio")
+_HYBRID = words("is_hybrid_model hybrid_layer_pattern hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio")
 
 
 def _sparse(raw: Raw) -> list[int] | None:

@@ -46,6 +46,8 @@ class Pattern:
         if strange or not 0 < len(pattern.letters) <= MOST_LAYERS:
             known = ", ".join(f"{letter} {kind}" for letter, kind in LETTERS.items())
             raise MismatchError(f"hybrid_layer_pattern: {strange or 'no layer'} is not supported (known: {known})")
+        for letters in further:
+            _depth(letters)
         return pattern
 
     @property

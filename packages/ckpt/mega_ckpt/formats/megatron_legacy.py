@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mega_ckpt.formats.megatron_contents import Contents, Held, OptimizerHeld, Stored
+from mega_ckpt.formats.dcp import Stored
+from mega_ckpt.formats.megatron_contents import Contents, Held, OptimizerHeld
 from mega_ckpt.formats.megatron_names import EMBEDDING, EXPERTS, HEAD, LAYER, Part, split_layer, usual_name
 from mega_ckpt.formats.torch_archive import StoredTensor, load_archive, namespace
 from mega_ckpt.pieces import Shape
@@ -124,8 +125,8 @@ def _gather(ranks: Sequence[_Rank], sizes: Sequence[int], parts: Sequence[Part])
     """Put together what the ranks hold, by the names of `parts`."""
     known, held = {part.name: part for part in parts}, dict[str, Held]()
     joined = defaultdict[str, list[Part]](list)
-    for part in parts:
-        joined[part.inside].append(part)
+    for one in parts:
+        joined[one.inside].append(one)
     for rank, chunk, before in _numbered(ranks):
         for name, stored in chunk.items():
             if (name == HEAD and name not in known) or (name == EMBEDDING and rank.pp):  # the last stage's copies of it

@@ -170,7 +170,7 @@ def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape], theirs: 
             yield _by_group(f"{theirs}self_attention.linear_qkv.{kind}", names, shapes, model.kv_heads)
     mamba = model.mixer(index) == "mamba"
     yield from _blocks(ours, theirs, shapes) if mamba else ()
-    for source, (name, split) in (_PLAIN | (_LATENT if model.mla else {}) | (_MAMBA if mamba else {})).items():
+    for source, (name, split) in {**_PLAIN, **(_LATENT if model.mla else {}), **(_MAMBA if mamba else {})}.items():
         if ours + source in shapes:
             part = _plain(theirs + name, ours + source, shapes, split)
             yield replace(part, te=_in_te(name, model, index), local=_in_local(name))
