@@ -111,7 +111,10 @@ def test_a_run_tells_its_phases(settings: Settings) -> None:
     assert lines[3]["lost/checkpoint"] == pytest.approx(lines[2]["phases/save"])
     assert lines[3]["lost/evaluation"] == pytest.approx(sum(line.get("phases/evaluate", 0.0) for line in lines))
     (start,) = (Path(raw["output"]) / "starts.jsonl").read_text().splitlines()
-    assert json.loads(start)["versions"]["torch"] == torch.__version__
+    told = json.loads(start)
+    assert told["versions"]["torch"] == torch.__version__
+    assert told["from"] == "nowhere"
+    assert 0 < told["state_seconds"] < told["process_seconds"]
 
 
 def line(time: float, **lost: float) -> dict[str, float]:
