@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -21,11 +21,11 @@ DRAWN_OPERATIONS = 1200  # of a schedule's picture
 Predicted = Mapping[str, float]  # by key of metrics.jsonl
 
 
-def run_page(runs: Sequence[RunLog], predict: Callable[[RunLog], Predicted] = lambda run: {}) -> str:
-    """The page of these runs; `predict` tells what was planned of one, by key of metrics.jsonl, as far as that is known."""
+def run_page(runs: Sequence[RunLog]) -> str:
+    """The page of these runs."""
     names = _names(runs)
     title = f"Run {names[0]}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names)}"
-    planned = [predict(run) for run in runs]
+    planned = [_planned(run) for run in runs]
     sections = [
         _learning(runs, names),
         _speed(runs, names, planned),
@@ -38,6 +38,15 @@ def run_page(runs: Sequence[RunLog], predict: Callable[[RunLog], Predicted] = la
         _environment(runs, names),
     ]
     return page(title, _subtitle(runs), _tiles(runs[0], planned[0]) if len(runs) == 1 else _rows(runs, names), sections)
+
+
+def _planned(run: RunLog) -> Predicted:
+    """What was predicted of its last step, where its machine is known."""
+    expected, taken = run.last.get("predicted_seconds"), run.last.get("seconds")
+    if not expected or not taken:
+        return {}
+    rates = {key: run.last[key] * taken / expected for key in ("tokens_per_second", "mfu") if run.last.get(key)}
+    return {"seconds": expected, **rates}
 
 
 def _names(runs: Sequence[RunLog]) -> list[str]:
