@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from mega_trainer.config import RunConfig
+    from mega_trainer.train import Scorer
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -247,7 +248,7 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
     import sys
 
     _end_with_launcher()
-    from mega_common.errors import Interrupted
+    from mega_common.errors import ConfigError, Interrupted, Terminated
     from mega_trainer.environment import library_settings
 
     for name, value in library_settings(config).items():
@@ -260,6 +261,7 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
         joined,
         ranks_of,
         start_local_ranks,
+        tell_torchrun,
         warn_of_restarts,
     )
 
@@ -280,12 +282,32 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
     from mega_trainer.train import run as train
 
     try:
+        config.check_ranks(ranks.world_size)
+    except ConfigError as error:  # fewer than before, since a machine is lost; they do not become more by a new start
+        end_torchrun(os.environ, error.exit_status)
+        raise
+    try:
         with joined(ranks, config.device, config.timeout_seconds) as store:
-            train(config, ranks, store)
-    except Interrupted:
-        end_torchrun(os.environ)
+            train(config, ranks, store, _scorer(config))
+    except Terminated as error:  # by torchrun itself, which ends, or goes on with more ranks
+        tell_torchrun(os.environ, error.exit_status)
+        raise
+    except Interrupted as error:
+        end_torchrun(os.environ, error.exit_status)
         raise
     return 0
+
+
+def _scorer(config: RunConfig) -> Scorer | None:
+    """What runs the tasks of `eval`, if any are asked for."""
+    if not config.eval.tasks:
+        return None
+    from mega_cli.eval_tasks import import_harness
+
+    import_harness(offline=False)
+    from mega_eval.in_training import TrainingTasks
+
+    return TrainingTasks(config)
 
 
 def _end_with_launcher() -> None:

@@ -20,7 +20,8 @@ from mega_common.config import apply_overrides
 from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig
 from mega_trainer.plan.advice import run_shape
-from mega_trainer.plan.flops import Parameters, RecomputeKind, count_parameters, feed_forward_width
+from mega_trainer.plan.flops import Parameters, RecomputeKind, count_parameters
+from mega_trainer.plan.layers import feed_width
 from mega_trainer.plan.machine import Machine
 from mega_trainer.plan.memory import RunShape, memory
 from mega_trainer.plan.step_time import Planned, StepTime
@@ -362,7 +363,7 @@ def rough_memory(config: RunConfig, count: Parameters, run: RunShape) -> float:
     residual = width / (run.tp if run.sp else 1)
     split = 2 * (model.num_attention_heads + model.kv_heads) * model.head_size
     again = run.recompute == "selective"
-    split += (2 if again else 3) * feed_forward_width(model, layers - 1)
+    split += (2 if again else 3) * max(feed_width(model, kind.feed) for kind in model.kinds)
     kept = residual if run.recompute == "full" else (2 if again else 4) * residual + split / run.tp
     flight = run.pp + (run.virtual_stages - 1) * run.pp / run.virtual_stages if run.pp > 1 else 1
     one = 4 * residual + split / run.tp if run.recompute == "full" else 0.0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from mega_common.layers import Layer
 from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.grads import Sharing
 from mega_trainer.pipeline.schedules import Costs, Op, make_schedule, placement, simulate
@@ -90,12 +91,12 @@ class Planned:
 
     def _layers(self) -> Callable[[range], Work]:
         """What some layers cost; layers of a kind are looked at once."""
-        model, kinds = self.model, dict[tuple[bool, int | None], Work]()
+        model, kinds = self.model, dict[tuple[Layer, int | None], Work]()
 
         def several(indices: range) -> Work:
-            alike: dict[tuple[bool, int | None], list[int]] = {}
+            alike: dict[tuple[Layer, int | None], list[int]] = {}
             for index in indices:
-                alike.setdefault((model.has_experts(index), model.window(index)), []).append(index)
+                alike.setdefault((model.kind(index), model.window(index)), []).append(index)
             for kind, (first, *_) in alike.items():
                 if kind not in kinds:
                     kinds[kind] = self.bench.layer(first)
