@@ -175,7 +175,8 @@ def best_layouts(
         enough = best if len(found) >= keep else WORSE * best  # no layout takes less than its rough time
         if candidate.seconds > enough or tried == TRIES:
             break
-        if LENIENT * misjudged.get(candidate.kind, 0.0) * candidate.memory > machine.room:
+        lenient = LENIENT if found or tried < TRIES / 2 else 1.0  # after so many in vain: the likely ones
+        if lenient * misjudged.get(candidate.kind, 0.0) * candidate.memory > machine.room:
             continue
         tried += 1
         tell(f"{tried} of the fastest of {len(rough)} layouts looked at, {len(found)} fit")
