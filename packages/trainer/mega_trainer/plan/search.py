@@ -32,7 +32,7 @@ LEAST_CHUNK = 2048  # tokens of a context rank: with fewer, attention does not h
 TRIES = 60  # layouts whose memory is planned and whose schedule is simulated, at most
 WORSE = 1.25  # as many times the best one's time: no more is looked for there
 GAIN = 0.01  # of a step's time that a change must gain to be worth telling
-LENIENT = 0.9  # of what the rough estimate was off by at least, where it was tried, when another is left out for it
+LENIENT = 0.7  # of what the rough estimate was off by at least, where it was tried, when another is left out for it
 ROUGHLY = 1.15  # of a GPU's memory: what the rough estimate may exceed it by
 Settings = dict[str, Any]  # by path, as `--set` takes them
 
@@ -146,7 +146,8 @@ class _Rough:
     @property
     def kind(self) -> tuple[object, ...]:
         """Layouts of a kind are misjudged alike."""
-        return self.run.recompute, self.run.zero, self.run.pp > 1, self.run.ep > 1
+        run = self.run
+        return run.recompute, run.zero, run.schedule, run.pp > 1, run.ep > 1
 
 
 def best_layouts(
@@ -174,7 +175,8 @@ def best_layouts(
         enough = best if len(found) >= keep else WORSE * best  # no layout takes less than its rough time
         if candidate.seconds > enough or tried == TRIES:
             break
-        if LENIENT * misjudged.get(candidate.kind, 0.0) * candidate.memory > machine.room:
+        lenient = LENIENT if found or tried < TRIES / 2 else 1.0  # after so many in vain: the likely ones
+        if lenient * misjudged.get(candidate.kind, 0.0) * candidate.memory > machine.room:
             continue
         tried += 1
         tell(f"{tried} of the fastest of {len(rough)} layouts looked at, {len(found)} fit")
