@@ -77,6 +77,11 @@ class RunConfig(Config):
     profile: ProfileConfig | None = None
     debug: DebugConfig = DebugConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    machine: str | None = Field(
+        None,
+        description="what step times are predicted for, and the layout of a run without `parallel` is chosen for: as `mega plan "
+        "--machine` takes it; default: known by the GPU's name, or none",
+    )
     timeout_seconds: float = Field(600, gt=0, description="how long a rank may keep the others waiting")
     output: str = "runs/default"
 

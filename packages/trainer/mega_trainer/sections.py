@@ -194,6 +194,15 @@ class KernelsConfig(Config):
         description="sdpa: torch's choice of a kernel, and its flash attention for blocks, documents and windows; varlen: that "
         "one always; flash: flash-attn 3 or 2; flex: FlexAttention; te: Transformer Engine, which is cuDNN",
     )
+    conv: Literal["auto", "torch", "causal_conv1d"] = Field(
+        "auto", description="short convolutions of recurrent mixers"
+    )
+    scan: Literal["auto", "torch", "mamba_ssm"] = Field(
+        "auto", description="Mamba-2's scan, where context ranks pass no states"
+    )
+    delta: Literal["auto", "torch", "fla"] = Field(
+        "auto", description="gated delta rule, where context ranks pass no states; fla: flash-linear-attention"
+    )
 
 
 class CheckpointConfig(Config):
@@ -203,6 +212,13 @@ class CheckpointConfig(Config):
     every: int = Field(0, ge=0, description="steps between saves; 0: only at the end")
     keep: PositiveInt | None = Field(None, description="newest checkpoints to keep; default: all")
     keep_every: PositiveInt | None = Field(None, description="keep each checkpoint whose step is a multiple of this")
+    memory_every: int = Field(
+        0,
+        ge=0,
+        description="steps between copies of the state in host memory, from which ranks go on that torchrun --max-restarts "
+        "starts again; of several machines also in the next one's. Costs two copies of what a rank holds in /dev/shm (four "
+        "with several machines) and the time to make one (and to send it); 0: none",
+    )
     async_: bool = Field(True, alias="async", description="write in the background")
     path: str | None = Field(
         None,
