@@ -251,7 +251,7 @@ def generate_command(
         str | None,
         typer.Option(
             help="Guess tokens, which changes no text: ngrams repeats the text, none does not; or a smaller model's folder.",
-            show_default="ngrams on a CPU",
+            show_default="ngrams on a CPU, in fp32 and fp64",
         ),
     ] = None,
     logprobs: Annotated[

@@ -11,6 +11,8 @@ from tiny_models import save_tiny, variant
 from mega_ckpt.families import family_named
 from mega_common.errors import ConfigError, DataError
 from mega_data.tokenizer import train_tokenizer
+from mega_eval.draft import NgramDrafter
+from mega_eval.generate import usual_drafter
 from mega_eval.language_model import LanguageModel
 
 EXAMPLE = Path(__file__).parents[2] / "examples/python/ask.py"
@@ -52,6 +54,12 @@ def test_a_chat_is_its_templates_text(folder: Path):
     model = LanguageModel.load(folder, draft="ngrams")
     answer = model.chat([{"role": "user", "content": "the end"}], max_new_tokens=5)
     assert answer == model.generate([model.tokenizer.encode("the end of")], max_new_tokens=5)[0]
+
+
+def test_guesses_are_usual_where_rounding_does_not_show(folder: Path):
+    found = {name: usual_drafter(LanguageModel.load(folder, precision=name).model) for name in ("fp32", "bf16")}
+    assert isinstance(found["fp32"], NgramDrafter)
+    assert found["bf16"] is None
 
 
 def test_the_example_asks_in_every_way(folder: Path, capsys: pytest.CaptureFixture[str]):
