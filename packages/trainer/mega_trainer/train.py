@@ -19,7 +19,7 @@ from mega_ckpt.folders import latest
 from mega_ckpt.lora import adapted, adapter_tensors
 from mega_ckpt.names import tensors_of
 from mega_ckpt.source import load_adapter, load_weights, open_adapted, open_source, tell_unread
-from mega_ckpt.store import Place
+from mega_ckpt.store import Place, step_folder
 from mega_common.errors import ConfigError, Interrupted
 from mega_common.log import human, logger
 from mega_common.lora import is_adapter
@@ -64,7 +64,7 @@ from mega_trainer.ranks import Ranks
 from mega_trainer.repeat import provenance
 from mega_trainer.rollback import Remaining, RollBack
 from mega_trainer.run_folder import claimed, make_run_folder, record_start
-from mega_trainer.state import Saver, TrainState, continued, starting_point, weights_of
+from mega_trainer.state import Saver, TrainState, continued, starting_point, weights_of, with_epochs
 from mega_trainer.step import count_tokens, evaluate, own_counts, train_step
 from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
 from mega_trainer.watch import Watch
@@ -123,9 +123,10 @@ def train(
     limits, device = Limits(config.train), ready_device(config, ranks, groups)
     phases = Phases(device)
     profiler = Profiler(config, device, ranks.rank, phases)
-    state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, tokenizer)
+    config = config if config.train.epochs is None else with_epochs(config, train_data.samples_per_epoch)
+    state, executor = assemble(config, groups, device, profiler.phase)
     state.read = train_data.read
     if not begin(state, checkpoint, groups.world, tokenizer):
         return state
@@ -219,23 +220,27 @@ def steps(job: Job) -> str | None:
             )  # fmt: skip
             state.advance(result)
             garbage.after(state.step)
-            evaluates = valid_data is not None and config.due(state.step, config.train.eval_every)
+            valid_loss, improves = None, False
+            if valid_data is not None and config.due(state.step, config.train.eval_every):
+                valid_loss = validate(executor, partial(loader, valid_data), config, device)
+                improves = state.best.improves(state.step, valid_loss)
             metrics.step(
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
-                valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
+                valid_loss=valid_loss,
                 mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
                 epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
             )  # fmt: skip
             stopping, failed, *tokens = result.riders
             if failed:
                 saver.wait()
-            saves = bool(stopping) or config.due(state.step, config.checkpoint.every)
+            saves = bool(stopping) or state.finished or config.due(state.step, config.checkpoint.every)
+            saves = saves or (improves and config.checkpoint.best)
             integrity.after(state.step, saves=saves)
             if stopping:
                 logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
             if saves:
                 save()
-            if stopping:
+            if stopping or state.finished:
                 break
     all_reduce(torch.zeros(1), groups.world)  # leave together: a launcher ends the others soon after the first one
     return (asked(state.step) or "a signal or limit of another rank") if stopping else None
@@ -274,6 +279,10 @@ def conclude(state: TrainState, reason: str | None) -> None:
         raise Interrupted(
             f"{reason}: saved step {state.step} of {steps} in {where}", hint="the same command goes on from there"
         )
+    if state.step < steps:
+        logger.info("no lower validation loss in %d validations (train.early_stop)", state.best.since)
+    if state.best.loss is not None and state.config.checkpoint.best:
+        logger.info("the lowest validation loss is %.4f, of %s", state.best.loss, step_folder(where, state.best.step))
     logger.info("done: %d steps; the model is in %s", state.step, where)
 
 
@@ -302,7 +311,8 @@ def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: 
             logger.info("  changed since it was saved: %s", line)
     else:
         state.optimizer.reload_main()
-    if state.step >= config.train.steps:
+        state.optimizer.begin_average()
+    if state.finished:
         if latest(config.checkpoints) is None:
             rule = f"train.steps = {config.train.steps}: {checkpoint} is of step {state.step}, so that nothing is left to do"
             raise ConfigError(rule, hint="steps count from the beginning of the run that is gone on with; set more")
