@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.adapter import AdaptedSource
+from mega_ckpt.card import cards
 from mega_ckpt.checkpoint import OPTIMIZER
 from mega_ckpt.formats.disk import DiskSource
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
@@ -30,7 +31,7 @@ from mega_ckpt.formats.peft import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft import write_peft
 from mega_ckpt.journal import Journal, continued
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.source import Source, cast_dtype, checkpoint_folder, open_adapted, open_source, tell_unread
+from mega_ckpt.source import MegaSource, Source, cast_dtype, checkpoint_folder, open_adapted, open_source, tell_unread
 from mega_ckpt.storage import folder_at
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream import blocks, write_weights
@@ -169,6 +170,9 @@ def _stamps(source: Place) -> dict[str, str]:
 
 def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) -> None:
     plan = plan_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
+    if isinstance(source, MegaSource):
+        parameters = sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118
+        plan = dataclasses.replace(plan, others={**plan.others, **cards(source.checkpoint, parameters, plan.others)})
     if source.model.moe and source.model.moe.sinkhorn:
         logger.warning(
             "model.moe.sinkhorn balanced the choice of experts in training alone: like validation and `mega eval`, the "

@@ -79,7 +79,7 @@ class MegaSource:
     """The weights in a checkpoint of mega; `averaged` the averages that a run with `train.ema` has kept of them."""
 
     def __init__(self, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._averaged = averaged_names(checkpoint) if averaged else frozenset()
         self.model: ModelConfig = checkpoint.model
         held = {key.removeprefix(WEIGHTS) for key in checkpoint.keys(WEIGHTS)}
@@ -91,11 +91,11 @@ class MegaSource:
 
     def shape(self, name: str) -> Shape:
         """Global shape of a tensor."""
-        return self._checkpoint.shape(WEIGHTS + name)
+        return self.checkpoint.shape(WEIGHTS + name)
 
     def dtype(self, name: str) -> torch.dtype:
         """Its stored dtype."""
-        return self._checkpoint.dtype(WEIGHTS + name)
+        return self.checkpoint.dtype(WEIGHTS + name)
 
     def read(self, name: str) -> Tensor:
         """The whole tensor."""
@@ -105,26 +105,26 @@ class MegaSource:
     def read_slice(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         """A rectangle of it: a view of the file, unless it is assembled from several chunks."""
         if name in self._averaged:
-            return self._checkpoint.read(AVERAGE + name, offset, shape).to(self.dtype(name))
+            return self.checkpoint.read(AVERAGE + name, offset, shape).to(self.dtype(name))
         key = WEIGHTS + name
-        for chunk in self._checkpoint.entry(key).chunks:
+        for chunk in self.checkpoint.entry(key).chunks:
             starts = [o - c for o, c in zip(offset, chunk.offset, strict=True)]
             if all(s >= 0 and s + n <= m for s, n, m in zip(starts, shape, chunk.shape, strict=True)):
-                return crop(self._checkpoint.chunk(key, chunk), starts, shape)
-        return self._checkpoint.read(key, offset, shape)
+                return crop(self.checkpoint.chunk(key, chunk), starts, shape)
+        return self.checkpoint.read(key, offset, shape)
 
     def buffers(self) -> Sequence[str]:
         """What came from a HuggingFace folder without being a weight."""
-        return [key.removeprefix(BUFFERS) for key in self._checkpoint.keys(BUFFERS)]
+        return [key.removeprefix(BUFFERS) for key in self.checkpoint.keys(BUFFERS)]
 
     def read_buffer(self, name: str) -> Tensor:
         """One of them."""
-        return self._checkpoint.read(BUFFERS + name)
+        return self.checkpoint.read(BUFFERS + name)
 
     def assets(self) -> Mapping[str, Path | bytes]:
         """The files of the assets folder."""
-        names = [name for name in self._checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
-        places = {name.removeprefix(f"{ASSETS}/"): self._checkpoint.files / name for name in names}
+        names = [name for name in self.checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
+        places = {name.removeprefix(f"{ASSETS}/"): self.checkpoint.files / name for name in names}
         return {name: content_of(path) for name, path in places.items()}
 
 

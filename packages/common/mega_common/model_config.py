@@ -363,6 +363,8 @@ class ModelConfig(Config):
             return
         if self.moe and self.moe.layers is not None:
             yield Problem("moe.layers", "is said by layers too", hint="leave out one of them")
+        if self.moe and not any(kind.feed == "moe" for kind in self.kinds):
+            yield Problem("moe", "layers names none with experts", hint="name one, or leave out moe")
         given = {"mamba": self.mamba is not None, "delta": self.delta is not None, "moe": self.moe is not None}
         yield from section_problems(self.kinds, given)
         if self.parallel_residual and any(None in layer for layer in self.kinds):

@@ -15,6 +15,7 @@ import torch
 from mega_ckpt.families import Family, family_of
 from mega_ckpt.families.layouts import DiskTensor
 from mega_ckpt.formats.disk import DiskSource
+from mega_ckpt.formats.foreign_state import LATEST, unprefixed
 from mega_ckpt.formats.hf_files import INDEX, TORCH_INDEX, check_file_name, encode_json, open_weights, read_json
 from mega_ckpt.formats.quantised import SCHEME_KEYS, dequantised
 from mega_ckpt.formats.safetensors import Header
@@ -27,7 +28,21 @@ from mega_common.remote import Place, content_of
 
 CONFIG = "config.json"
 LAYOUT = "hf_layout.json"  # in a mega checkpoint's assets: the headers of the files that it was made from
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".tmp")
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".gguf",
+    ".ot",
+    ".tmp",
+    ".distcp",
+    ".metadata",
+)
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -44,7 +59,8 @@ class HfSource(DiskSource):
         self._raw = read_config(folder)
         self.family, described, self.unread = described_by(folder / CONFIG, self._raw)
         files = open_weights(folder)
-        disk, quantised = dequantised(files.tensors, self._raw, folder)
+        tensors = unprefixed(files.tensors, set(self.family.table(described))) if files.wrapped else files.tensors
+        disk, quantised = dequantised(tensors, self._raw, folder)
         self._headers = {} if quantised else files.headers
         model = self.family.as_held(described, disk)
         table = checked_table(self.family, model, {name: stored.shape for name, stored in disk.items()}, folder)
@@ -186,4 +202,8 @@ def _sorted(places: Iterable[Place]) -> list[Place]:
 
 
 def _travels(path: Place) -> bool:
-    return path.is_file() and not path.name.endswith(_WEIGHTS) and path.name not in (LAYOUT, TORCH_INDEX)
+    return (
+        path.is_file()
+        and not path.name.endswith(_WEIGHTS)
+        and path.name not in (LAYOUT, TORCH_INDEX, LATEST, "zero_to_fp32.py")
+    )

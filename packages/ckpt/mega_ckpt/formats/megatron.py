@@ -29,9 +29,12 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def is_megatron(folder: Path) -> bool:
     """Whether `folder` looks like a checkpoint of Megatron, or holds some."""
+    hugging = (folder / "config.json").exists() and not (
+        folder / megatron_dist.FORMAT
+    ).exists()  # beside weights of FSDP, say
     return (
         (folder / TRACKER).exists()
-        or (folder / ".metadata").exists()
+        or ((folder / ".metadata").exists() and not hugging)
         or any(folder.glob("mp_rank_*/model_optim_rng.pt"))
         or any(folder.glob("mp_rank_*/model_rng.pt"))
         or any(folder.glob("iter_[0-9]*"))

@@ -7,19 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from mega_ckpt.formats.dcp import Stored
 from mega_ckpt.formats.megatron_names import Part
 from mega_ckpt.pieces import Shape
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A rectangle of a tensor, in some file: where it is in the tensor, and how it is read."""
-
-    offset: Shape
-    shape: Shape
-    read: Callable[[], Tensor]
 
 
 @dataclass

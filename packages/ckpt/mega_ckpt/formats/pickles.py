@@ -64,7 +64,8 @@ _STOOD_IN = words(
     torch.serialization._get_layout torch.storage.UntypedStorage torch.storage._load_from_bytes"""
 )
 _STOOD_IN_MODULES = (
-    "megatron.", "apex.", "transformer_engine", "torch.distributed.checkpoint.", "torch.distributed._shard.",
+    "megatron.", "apex.", "transformer_engine", "deepspeed.", "lightning.", "pytorch_lightning.", "lightning_fabric.",
+    "torch.distributed.checkpoint.", "torch.distributed._shard.",
 )  # fmt: skip
 _TORCH_TYPES = words(
     """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool
