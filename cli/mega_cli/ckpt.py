@@ -121,6 +121,12 @@ def convert(
     pp: Pp = 1,
     transformer_impl: TransformerImpl = MegatronLayers.TRANSFORMER_ENGINE,
     config: Settings = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the vocabulary: new ones begin as the mean of the others.")
+    ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The averages that a run with train.ema keeps of its weights.")
+    ] = False,
     verify: Verify = False,
     verify_data: VerifyData = None,
     overwrite: Overwrite = False,
@@ -143,9 +149,11 @@ def convert(
         pp=pp,
         implementation=transformer_impl.value,
         settings=load_yaml(config) if config else None,
+        averaged=ema,
+        vocab_size=vocab_size,
     )
     verify = verify or verify_data is not None
-    check = _logits_check(source, verify_data) if verify and not options.settings else None
+    check = _logits_check(source, verify_data) if verify and not (options.settings or ema or vocab_size) else None
     converting.convert(source, destination, to.value, options=options, verify=verify, check=check, overwrite=overwrite)
     print(destination)
 

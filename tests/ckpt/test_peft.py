@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_models import BASE, MOE, NEOX
 from torch import Tensor
+from typer.testing import CliRunner
 
 from mega_ckpt.adapter import AdaptedSource, Adapter
 from mega_ckpt.convert import Options, convert
@@ -18,6 +19,7 @@ from mega_ckpt.formats.peft import read_peft, write_peft
 from mega_ckpt.lora import adapted, adapter_tensors
 from mega_ckpt.pieces import crop
 from mega_ckpt.source import open_adapted, open_source
+from mega_cli.ckpt import app
 from mega_common.errors import CheckpointError
 from mega_common.lora import LoraConfig
 from mega_common.model_config import ModelConfig
@@ -110,3 +112,25 @@ def test_what_peft_saves_is_read_and_what_is_not_ours_is_refused(tmp_path: Path)
     other = folder_of("gpt2", tmp_path / "other")
     with pytest.raises(CheckpointError, match="is not understood"):
         open_adapted(out, other)
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    """Beside a base that says nothing of the adapter; a folder without one is told as such."""
+    folder, out = folder_of("llama", tmp_path / "base"), tmp_path / "none"
+    source = adapter_beside(folder)
+    (tmp_path / "adapter").mkdir()
+    write_peft(source.adapter, source.base, tmp_path / "adapter")
+
+    def call(*args: object) -> None:
+        CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+
+    call("merge-adapter", folder, tmp_path / "adapter", tmp_path / "merged")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    torch.testing.assert_close(open_source(tmp_path / "merged").read(name), source.read(name))
+    with pytest.raises(CheckpointError, match="holds no adapter"):
+        call("merge-adapter", folder, folder, out)
+    with pytest.raises(CheckpointError, match="holds no adapter, which is what PEFT's folders hold"):
+        call("convert", folder, out, "--to", "peft")
+    with pytest.raises(CheckpointError, match="has no averages of weights"):
+        call("convert", folder, out, "--to", "hf", "--ema")
+    assert not out.exists()

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mega_ckpt.checkpoint import WEIGHTS, Checkpoint
+from mega_ckpt.checkpoint import AVERAGE, WEIGHTS, Checkpoint
 from mega_ckpt.lora import A, Adapted, B, adapted, adapter_tensors
 from mega_ckpt.names import some
 from mega_ckpt.pieces import Shape, crop, cut
@@ -53,8 +53,8 @@ class Adapter:
     base: Mapping[str, str]
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint) -> Adapter:
-        """That in a checkpoint of a run with `lora`.
+    def of_checkpoint(cls, checkpoint: Checkpoint, *, averaged: bool = False) -> Adapter:
+        """That in a checkpoint of a run with `lora`; `averaged` as `train.ema` has kept it.
 
         Raises:
             CheckpointError: when its tensors are not those of its configuration.
@@ -63,11 +63,26 @@ class Adapter:
         shapes = {key.removeprefix(WEIGHTS): checkpoint.shape(key) for key in checkpoint.keys(WEIGHTS)}
         modules = checked_modules(checkpoint.model, lora, shapes, str(checkpoint.folder))
         base = dict(checkpoint.state.get("base", {}))
-        return cls(lora, modules, shapes, lambda name, *box: checkpoint.read(WEIGHTS + name, *box), base)
+        prefix = AVERAGE if averaged and averaged_names(checkpoint) else WEIGHTS
+        return cls(lora, modules, shapes, lambda name, *box: checkpoint.read(prefix + name, *box), base)
 
     def whole(self, name: str) -> Tensor:
         """A tensor."""
         return self.read(name, (0,) * len(self.shapes[name]), self.shapes[name])
+
+
+def averaged_names(checkpoint: Checkpoint) -> frozenset[str]:
+    """The weights of which a checkpoint has averages.
+
+    Raises:
+        CheckpointError: when there are none.
+    """
+    names = frozenset(key.removeprefix(AVERAGE) for key in checkpoint.keys(AVERAGE))
+    if not names:
+        raise CheckpointError(
+            f"{checkpoint.folder}: has no averages of weights", hint="a run with train.ema keeps them"
+        )
+    return names
 
 
 def is_adapter_checkpoint(checkpoint: Checkpoint) -> bool:

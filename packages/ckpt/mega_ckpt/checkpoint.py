@@ -19,6 +19,7 @@ from mega_common.remote import Place
 
 # What keys of tensors begin with; the last are a HuggingFace folder's that are no weights.
 WEIGHTS, OPTIMIZER, BUFFERS = "weights/", "optimizer/", "hf/"
+AVERAGE = OPTIMIZER + "ema/"  # of weights, as `train.ema` makes it
 # A run of a thousand ranks leaves thousands of shards; a process may often open no more than 1,024 files.
 MAX_OPEN_SHARDS = 128
 

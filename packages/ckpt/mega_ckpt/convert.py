@@ -35,6 +35,7 @@ from mega_ckpt.source import MegaSource, Source, cast_dtype, checkpoint_folder, 
 from mega_ckpt.storage import folder_at
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream import blocks, write_weights
+from mega_ckpt.vocabulary import ExtendedSource
 from mega_common.errors import CheckpointError
 from mega_common.log import ProgressBar, logger
 from mega_common.remote import Place, Remote, place
@@ -56,6 +57,8 @@ class Options:
         implementation: the `--transformer-impl` that the files of `torch` are for: `transformer_engine` or `local`.
         settings: fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says.
         adapter: a run's or a folder of PEFT's, to be put into the weights.
+        vocab_size: tokens of the vocabulary, the new ones' rows the mean of the others'; None leaves it.
+        averaged: take the averages that a run has kept of its weights (`train.ema`).
     """
 
     dtype: torch.dtype | None = None
@@ -67,6 +70,8 @@ class Options:
     implementation: str = "transformer_engine"
     settings: Mapping[str, Any] | None = None
     adapter: str | None = None
+    averaged: bool = False
+    vocab_size: int | None = None
 
 
 def convert(
@@ -135,7 +140,8 @@ def _opened(source: str | Place, options: Options) -> Source:
     """What is to be converted."""
     if options.adapter is not None:
         return open_adapted(options.adapter, source)
-    return open_source(source, settings=options.settings)
+    given = open_source(source, settings=options.settings, averaged=options.averaged)
+    return given if options.vocab_size is None else ExtendedSource(given, options.vocab_size)
 
 
 def _write_peft(source: Source, folder: Path, options: Options, journal: Journal) -> None:

@@ -40,15 +40,15 @@ def latest(root: Place) -> Place | None:
     return None
 
 
-def retain(root: Place, *, keep: int | None, keep_every: int | None = None) -> list[Place]:
-    """Delete old checkpoints: the newest `keep` stay, and those whose step is a multiple of `keep_every`.
+def retain(root: Place, *, keep: int | None, keep_every: int | None = None, best: int | None = None) -> list[Place]:
+    """Delete old checkpoints: the newest `keep` stay, those whose step is a multiple of `keep_every`, and that of step `best`.
 
     The newest complete one always stays; `keep=None` keeps all. To be called by one rank. Returns what was deleted.
     """
     if keep is None:
         return []
     old = committed(root)[: -max(keep, 1)]
-    gone = [path for path in old if not (keep_every and step_of(path) % keep_every == 0)]
+    gone = [path for path in old if step_of(path) != best and not (keep_every and step_of(path) % keep_every == 0)]
     for path in gone:
         commits_of(root).remove(path)
     return gone

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mega_ckpt.adapter import AdaptedSource, Adapter, base_of, check_base, is_adapter_checkpoint
-from mega_ckpt.checkpoint import BUFFERS, WEIGHTS
+from mega_ckpt.adapter import AdaptedSource, Adapter, averaged_names, base_of, check_base, is_adapter_checkpoint
+from mega_ckpt.checkpoint import AVERAGE, BUFFERS, WEIGHTS
 from mega_ckpt.formats.gguf import GgufSource
 from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf
 from mega_ckpt.formats.hf import CONFIG, HfSource, described_by, has_weights, warn_of_unread
@@ -76,10 +76,11 @@ def cast_dtype(source: Source, name: str, wanted: torch.dtype | None) -> torch.d
 
 
 class MegaSource:
-    """The weights in a checkpoint of mega."""
+    """The weights in a checkpoint of mega; `averaged` the averages that a run with `train.ema` has kept of them."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
         self.checkpoint = checkpoint
+        self._averaged = averaged_names(checkpoint) if averaged else frozenset()
         self.model: ModelConfig = checkpoint.model
         held = {key.removeprefix(WEIGHTS) for key in checkpoint.keys(WEIGHTS)}
         self._names = _checked(self.model, {name: checkpoint.shape(WEIGHTS + name) for name in held}, checkpoint.folder)
@@ -103,6 +104,8 @@ class MegaSource:
 
     def read_slice(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         """A rectangle of it: a view of the file, unless it is assembled from several chunks."""
+        if name in self._averaged:
+            return self.checkpoint.read(AVERAGE + name, offset, shape).to(self.dtype(name))
         key = WEIGHTS + name
         for chunk in self.checkpoint.entry(key).chunks:
             starts = [o - c for o, c in zip(offset, chunk.offset, strict=True)]
@@ -142,11 +145,12 @@ def _checked(model: ModelConfig, held: Mapping[str, Shape], folder: Place) -> Se
     return list(expected)
 
 
-def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None) -> Source:
+def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None, averaged: bool = False) -> Source:
     """Open what lies at `path`: a checkpoint of mega, a run folder (its newest checkpoint), a HuggingFace or a Megatron
     folder, a GGUF file or a folder with one.
 
-    `settings` are fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says.
+    `settings` are fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says. `averaged` takes the
+    averages that a run has kept of its weights (`train.ema`).
 
     Raises:
         CheckpointError: when it is none of these, or one that cannot be used.
@@ -166,8 +170,10 @@ def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None)
     if found is not None:
         checkpoint = Checkpoint.open(found)
         if is_adapter_checkpoint(checkpoint):
-            return _beside(found, checkpoint.state.get("base", {}).get("path"))
-        return MegaSource(checkpoint)
+            return _beside(found, checkpoint.state.get("base", {}).get("path"), averaged=averaged)
+        return MegaSource(checkpoint, averaged=averaged)
+    if averaged:
+        raise CheckpointError(f"{folder}: has no averages of weights", hint="a run with train.ema keeps them")
     is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
     if is_run and not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder}: a run folder without a complete checkpoint")
@@ -178,7 +184,7 @@ def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None)
     return HfSource(folder)
 
 
-def open_adapted(path: str | Place, base: str | Place) -> AdaptedSource:
+def open_adapted(path: str | Place, base: str | Place, *, averaged: bool = False) -> AdaptedSource:
     """The model of the weights at `base` and an adapter at `path`, which is a run's or a folder of PEFT's.
 
     Raises:
@@ -193,12 +199,12 @@ def open_adapted(path: str | Place, base: str | Place) -> AdaptedSource:
         raise CheckpointError(
             f"{folder}: holds no adapter", hint=f"give a run with `lora`, or a folder with {PEFT_CONFIG}"
         )
-    adapter = Adapter.of_checkpoint(checkpoint)
+    adapter = Adapter.of_checkpoint(checkpoint, averaged=averaged)
     check_base(adapter.base, base_of(str(base), held), str(folder))
     return AdaptedSource(held, adapter)
 
 
-def _beside(folder: Place, base: object) -> Source:
+def _beside(folder: Place, base: object, *, averaged: bool = False) -> Source:
     """The model of an adapter and of the base that it names."""
     hint = "mega ckpt merge-adapter BASE ADAPTER OUT puts the two together, wherever they are"
     if not isinstance(base, str):
@@ -209,7 +215,7 @@ def _beside(folder: Place, base: object) -> Source:
         raise CheckpointError(
             f"{folder}: holds an adapter, whose base is not there: {error.message}", hint=hint
         ) from error
-    return open_adapted(folder, base)
+    return open_adapted(folder, base, averaged=averaged)
 
 
 def model_at(path: str | Place, *, tell: bool = False) -> ModelConfig:

@@ -219,6 +219,7 @@ def build_optimizer(
         model_groups=(groups.pp,),
         offload=settings.offload,
         leaves=leaves,
+        ema=config.train.ema,
     )
 
 

@@ -173,6 +173,15 @@ class RunConfig(Config):
         if encoded := sorted(data.kinds & {"bert", "t5"}):
             rule = "is data for an encoder, and every model here is a decoder"
             yield Problem("data.kind", rule, encoded[0], "text or fim; mega_data reads such samples for other programs")
+        for key, value in (
+            ("train.early_stop", self.train.early_stop),
+            ("checkpoint.best", self.checkpoint.best or None),
+        ):
+            if value is not None and not self.train.eval_every:
+                yield Problem(key, "goes by validations, which there are none of", value, "set train.eval_every")
+        if self.train.epochs is not None and self.data.sample_order == "megatron":
+            rule = "in data.order: megatron, whose samples depend on the length of the run"
+            yield Problem("train.epochs", rule, self.train.epochs, "train.steps, or data.order: stable")
         if self.lora is not None and self.init_from is None:
             yield Problem(
                 "lora", "is an adapter of weights that are there", hint="set init_from, or model: {from: ...}"

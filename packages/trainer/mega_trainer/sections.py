@@ -67,11 +67,23 @@ class TrainConfig(Config):
     """How long, how often to validate, and what to do when the numbers go wrong."""
 
     steps: PositiveInt = 1000
+    epochs: float | None = Field(
+        None, gt=0, description="in place of steps: so many passes over the training data, in whole steps"
+    )
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 for none")
     eval_steps: PositiveInt = Field(10, description="global batches of one validation")
     seed: int = Field(1234, ge=0)
     freeze: list[str] = Field(
         [], description="tensors that stay as they are, by patterns of their names such as model.embed_tokens.*"
+    )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="keep an average of the weights, of which each step leaves this share; convert --ema exports it",
+    )
+    early_stop: PositiveInt | None = Field(
+        None, description="end after so many validations in a row without a lower loss than before"
     )
     exit_after_minutes: float | None = Field(
         None, gt=0, description="save and end with status 75 after so long; the same command goes on"
@@ -212,6 +224,7 @@ class CheckpointConfig(Config):
     every: int = Field(0, ge=0, description="steps between saves; 0: only at the end")
     keep: PositiveInt | None = Field(None, description="newest checkpoints to keep; default: all")
     keep_every: PositiveInt | None = Field(None, description="keep each checkpoint whose step is a multiple of this")
+    best: bool = Field(False, description="save after each validation with the lowest loss so far, and keep that one")
     memory_every: int = Field(
         0,
         ge=0,

@@ -5,9 +5,10 @@ There is no generator state to save: every random draw is a function of (seed, w
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mega_common.errors import CheckpointError, TrainingError
 from mega_common.log import logger
 from mega_common.remote import RemoteError
 from mega_data.resumed import resumed
+from mega_trainer.best import Best
 from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard
@@ -49,6 +51,7 @@ class TrainState:
         base: what an adapter is beside, as a checkpoint tells it.
         left_out: the samples that a rollback went past.
         rollbacks: how often in a row it was to the same checkpoint.
+        best: the lowest validation loss.
     """
 
     config: RunConfig
@@ -62,11 +65,20 @@ class TrainState:
     base: Mapping[str, str] | None = None
     left_out: LeftOut = field(default_factory=LeftOut)
     rollbacks: int = 0
+    best: Best = field(default_factory=Best)
 
     @property
     def position(self) -> int:
         """Of the next sample, in the order of the data."""
         return self.left_out.position(self.consumed_samples)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or validations have long had no lower loss."""
+        settings = self.config.train
+        return self.step >= settings.steps or (
+            settings.early_stop is not None and self.best.since >= settings.early_stop
+        )
 
     def advance(self, result: StepResult) -> None:
         """Count a finished step, and let the guard judge its numbers.
@@ -130,6 +142,7 @@ class TrainState:
             "optimizer_steps": self.optimizer.steps,
             "loss_average": self.guard.average,
             "loss_seen": self.guard.seen,
+            "best": asdict(self.best),
             "loss_scale": self.loss_scale and [self.loss_scale.value, self.loss_scale.good_steps],
             "settings": self.config.model_dump(mode="json", by_alias=True),
             **({} if self.base is None else {"base": dict(self.base)}),
@@ -154,6 +167,8 @@ class TrainState:
         wanted = self.tensors()
         if not saved.keys("optimizer/main/"):  # saved in full precision: weights are the main ones
             wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/main/")}
+        if not saved.keys("optimizer/ema/"):
+            wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/ema/")}
         load(folder, wanted, group=group)
         self._take(saved.step, saved.state, wanted)
         return lines
@@ -170,6 +185,9 @@ class TrainState:
             self.optimizer.use_main()
         else:
             self.optimizer.reload_main()
+        if not any(key.startswith("optimizer/ema/") for key in loaded):
+            self.optimizer.begin_average()
+        self.best = Best(**state.get("best", {}))
         self.step = step
         self.consumed_samples = state["consumed_samples"]
         self.left_out = LeftOut.of(state)
@@ -218,6 +236,7 @@ class Saver:
 
     def __init__(self, config: RunConfig, provenance: Mapping[str, Any] | None = None) -> None:
         self.root, self._config, self._provenance = config.checkpoints, config, provenance
+        self._best: int | None = None
         self._background = AsyncSaver() if config.checkpoint.async_ else None
         if self._leads:
             sweep(self.root)
@@ -245,6 +264,7 @@ class Saver:
             assets=assets if assets.exists() else None,
             provenance=self._provenance,
         )
+        self._best = state.best.step if self._config.checkpoint.best else None
         self._retain()
 
     @property
@@ -269,7 +289,7 @@ class Saver:
         if self._leads:
             settings = self._config.checkpoint
             try:
-                retain(self.root, keep=settings.keep, keep_every=settings.keep_every)
+                retain(self.root, keep=settings.keep, keep_every=settings.keep_every, best=self._best)
             except RemoteError as error:  # the next save's retention does it too
                 logger.warning("old checkpoints are not removed: %s", error)
 
@@ -287,6 +307,22 @@ def continued(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
     else:
         data = config.data.model_copy(update={"order": config.data.sample_order, "begun": None})
     return config.model_copy(update={"data": data})
+
+
+def with_epochs(config: RunConfig, samples: float) -> RunConfig:
+    """The configuration with the steps of its epochs, where it counts in these; one epoch has so many `samples`.
+
+    Raises:
+        ConfigError: when other settings do not fit so many steps.
+    """
+    if config.train.epochs is None:
+        return config
+    steps = max(1, config.batch.steps(math.ceil(config.train.epochs * samples)))
+    raw = config.model_dump(mode="json", by_alias=True)
+    logger.info("%g epoch(s) of %d samples are %d steps", config.train.epochs, samples, steps)
+    return RunConfig.parse(
+        {**raw, "train": {**raw["train"], "steps": steps}}, source=f"train.epochs = {config.train.epochs:g}"
+    )
 
 
 def state_of(start: Place | Copy | None) -> Mapping[str, Any]:

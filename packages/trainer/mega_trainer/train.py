@@ -21,7 +21,7 @@ from mega_ckpt.folders import latest
 from mega_ckpt.lora import adapted, adapter_tensors
 from mega_ckpt.names import tensors_of
 from mega_ckpt.source import load_adapter, load_weights, open_adapted, open_source, tell_unread
-from mega_ckpt.store import Place
+from mega_ckpt.store import Place, step_folder
 from mega_common.errors import ConfigError, Interrupted, Terminated
 from mega_common.log import human, logger
 from mega_common.lora import is_adapter
@@ -70,7 +70,16 @@ from mega_trainer.ranks import Ranks
 from mega_trainer.repeat import provenance
 from mega_trainer.rollback import Remaining, RollBack
 from mega_trainer.run_folder import claimed, make_run_folder, record_start
-from mega_trainer.state import Saver, TrainState, continued, newer_copy, starting_point, state_of, weights_of
+from mega_trainer.state import (
+    Saver,
+    TrainState,
+    continued,
+    newer_copy,
+    starting_point,
+    state_of,
+    weights_of,
+    with_epochs,
+)
 from mega_trainer.step import count_tokens, evaluate, own_counts, train_step
 from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
 from mega_trainer.watch import Watch
@@ -143,9 +152,10 @@ def train(
     limits, device = Limits(config.train), ready_device(config, ranks, groups)
     phases = Phases(device)
     profiler = Profiler(config, device, ranks.rank, phases)
-    state, executor = assemble(config, groups, device, profiler.phase)
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, tokenizer)
+    config = config if config.train.epochs is None else with_epochs(config, train_data.samples_per_epoch)
+    state, executor = assemble(config, groups, device, profiler.phase)
     state.read = train_data.read
     begun = time.monotonic()
     if not begin(state, start, groups.world, tokenizer):
@@ -249,21 +259,25 @@ def steps(job: Job) -> str | None:
             )  # fmt: skip
             state.advance(result)
             garbage.after(state.step)
-            evaluates = valid_data is not None and config.due(state.step, config.train.eval_every)
+            valid_loss, improves = None, False
+            if valid_data is not None and config.due(state.step, config.train.eval_every):
+                valid_loss = validate(executor, partial(loader, valid_data), config, device)
+                improves = state.best.improves(state.step, valid_loss)
             scores: Mapping[str, float] = {}
             if job.scorer is not None and config.due(state.step, config.eval.every):
                 with profiler.phase("evaluate"):
                     scores = job.scorer(executor.model)
             metrics.step(
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
-                valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
+                valid_loss=valid_loss,
                 mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, predicted_seconds=expected, **result.routing, **scores,
                 epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
             )  # fmt: skip
             stopping, terminated, failed, *tokens = result.riders
             if failed:
                 saver.wait()
-            saves = bool(stopping) or config.due(state.step, config.checkpoint.every)
+            saves = bool(stopping) or state.finished or config.due(state.step, config.checkpoint.every)
+            saves = saves or (improves and config.checkpoint.best)
             integrity.after(state.step, saves=saves)
             every = config.checkpoint.memory_every
             if job.memory is not None and state.step % every == 0 and state.step < config.train.steps:
@@ -273,7 +287,7 @@ def steps(job: Job) -> str | None:
                 logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
             if saves:
                 save()
-            if stopping:
+            if stopping or state.finished:
                 break
     all_reduce(torch.zeros(1), groups.world)  # leave together: a launcher ends the others soon after the first one
     if not stopping:
@@ -326,6 +340,10 @@ def conclude(state: TrainState, reason: str | None) -> None:
         raise (Terminated if reason == "SIGTERM" else Interrupted)(
             f"{reason}: saved step {state.step} of {steps} in {where}", hint="the same command goes on from there"
         )
+    if state.step < steps:
+        logger.info("no lower validation loss in %d validations (train.early_stop)", state.best.since)
+    if state.best.loss is not None and state.config.checkpoint.best:
+        logger.info("the lowest validation loss is %.4f, of %s", state.best.loss, step_folder(where, state.best.step))
     logger.info("done: %d steps; the model is in %s", state.step, where)
 
 
@@ -348,7 +366,8 @@ def begin(state: TrainState, checkpoint: Place | Copy | None, world: Group, toke
             logger.info("  changed since it was saved: %s", line)
     else:
         state.optimizer.reload_main()
-    if state.step >= config.train.steps:
+        state.optimizer.begin_average()
+    if state.finished:
         if latest(config.checkpoints) is None:
             rule = f"train.steps = {config.train.steps}: {checkpoint} is of step {state.step}, so that nothing is left to do"
             raise ConfigError(rule, hint="steps count from the beginning of the run that is gone on with; set more")

@@ -107,7 +107,9 @@ def write_peft(adapter: Adapter, base: Source, folder: Path) -> None:
         )
     tensors |= {disk: adapter.whole(name) for name, disk in saved.items()}
     config = _config(adapter, ranks, scales, sorted({disk.rpartition(".")[0] for disk in saved.values()}))
-    config["fan_in_fan_out"] = any(one.disk.layout == TRANSPOSED for one in modules_of(base.model, family))
+    modules = list(modules_of(base.model, family))
+    config["target_modules"] = _short(config["target_modules"], [one.name for one in modules])
+    config["fan_in_fan_out"] = any(one.disk.layout == TRANSPOSED for one in modules)
     (folder / CONFIG).write_bytes(encode_json(config))
     header = Header.make({PREFIX + name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {"format": "pt"})
     write_file(folder / WEIGHTS, header, (tensors[name.removeprefix(PREFIX)].contiguous() for name in header.entries))
@@ -206,6 +208,13 @@ def _config(
         "alpha_pattern": {re.escape(name): own for name, own in alphas.items() if own != alpha},
         "modules_to_save": saved or None, "inference_mode": True, "init_lora_weights": True,
     }  # fmt: skip
+
+
+def _short(targets: list[str], modules: Sequence[str]) -> list[str]:
+    """The last parts of the names alone, as serving programs want them, where these mean the same of a model's `modules`."""
+    last = {name.rpartition(".")[2] for name in targets}
+    meant = {name for name in modules if name.rpartition(".")[2] in last}
+    return sorted(last) if meant == {*targets} else targets
 
 
 def _lora(

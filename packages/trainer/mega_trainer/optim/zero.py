@@ -30,6 +30,7 @@ class Optimizer:
         model_groups: the groups over which different ranks hold different layers, for the norm.
         offload: main weights and the rules' state live in host memory (arXiv:2101.06840).
         leaves: calls what the norm is added up by.
+        ema: keep a moving average of the main weights, of which each update leaves this share.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Optimizer:
         model_groups: Sequence[Group] = (),
         offload: bool = False,
         leaves: Leaves | None = None,
+        ema: float | None = None,
     ) -> None:
         self._leaves = leaves or Leaves()
         self.stages, self.model_groups = list(stages), list(model_groups)
@@ -51,6 +53,8 @@ class Optimizer:
             for shard in buffer.shards
             if shard.weights.numel()
         ]
+        self._share = ema
+        self._averages = [] if ema is None else [slot.main.clone() for slot in self.slots]
         self._transfers = Transfers(self.slots[0].shard.weights.device if offload else None)
         self._adamw = adamw([slot for slot in self.slots if apart is None or not slot.kind.apart])
         self._rules: list[Rule] = [self._adamw]
@@ -72,6 +76,8 @@ class Optimizer:
         self._transfers.start(slot for rule in self._rules for slot in rule.slots)
         for rule in self._rules:
             rule.step(self._transfers, lr, decoupled_lr)
+        if self._share is not None:
+            torch._foreach_lerp_(self._averages, [slot.main for slot in self.slots], 1 - self._share)
         self._transfers.finish()
         for stage in self.stages:
             stage.publish()
@@ -85,6 +91,7 @@ class Optimizer:
         """All that is kept from step to step: weights, gradients, main weights and the rules' state, as flat stretches."""
         for slot in self.slots:
             yield from (slot.shard.weights.detach(), slot.shard.grads, slot.main, slot.grads)
+        yield from self._averages
         for rule in self._rules:
             yield from (tensor for pairs in rule.state().values() for _, tensor in pairs)
 
@@ -103,15 +110,22 @@ class Optimizer:
 
     def tensors(self, *, to_save: bool = False) -> dict[str, Sharded]:
         """State by canonical name: `optimizer/<kind>/<name>` for each kind of the rules' state and, where the main
-        weights are more precise than the model's, `optimizer/main/<name>`. The boxes are views, to be filled; or, of what
-        several ranks hold alike, this one's share `to_save`."""
+        weights are more precise than the model's, `optimizer/main/<name>`; averages are `optimizer/ema/<name>`. The boxes
+        are views, to be filled; or, of what several ranks hold alike, this one's share `to_save`."""
         boxes = share_of_slots if to_save else boxes_of_slots
         return {f"optimizer/{kind}/{name}": held for kind, pairs in self.state() for name, held in boxes(pairs).items()}
 
     def state(self) -> list[tuple[str, list[tuple[Slot, Tensor]]]]:
         """By kind, `main` weights last, what of it each slot has: a flat tensor at least as long as its shard."""
         kinds = [kind for rule in self._rules for kind in rule.state().items()]
+        if self._averages:
+            kinds.append(("ema", list(zip(self.slots, self._averages, strict=True))))
         return [*kinds, ("main", [(slot, slot.main) for slot in self.slots if slot.precise])]
+
+    def begin_average(self) -> None:
+        """Begin the average of the main weights, where there is one, with what these are."""
+        for slot, average in zip(self.slots, self._averages, strict=bool(self._averages)):
+            average.copy_(slot.main)
 
     def reload_main(self) -> None:
         """Take the main weights from the model's, after those were loaded without them."""
