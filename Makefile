@@ -16,7 +16,7 @@ $(VENV)/.done: constraints.txt published.txt $(addsuffix /pyproject.toml,$(PACKA
 	$(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install --no-deps -r constraints.txt
 	$(BIN)/python -m pip install -q --no-deps $(addprefix -e ./,$(PACKAGES))
-	grep -v '^#' published.txt | FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE xargs -n 1 $(BIN)/python -m pip download -q \
+	grep -v '^#' published.txt | FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE xargs -n 1 $(BIN)/python -m pip download -q \
 		--no-deps --prefer-binary --no-build-isolation --dest $(VENV)/published
 	touch $@
 

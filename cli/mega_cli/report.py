@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from mega_trainer.pages.run_log import RunLog
-    from mega_trainer.plan.machine import Machine
 
 EXAMPLES = """Examples:
 
@@ -40,34 +36,5 @@ def report_command(
     total = sum(file.stat().st_size for path in runs for file in path.glob(METRICS))
     with ProgressBar("reading", total=total, unit="bytes", every=2.0) as bar:
         read = [RunLog.read(path, advance=bar.advance) for path in runs]
-    write_page(out, run_page(read, _predicted), "--out")
+    write_page(out, run_page(read), "--out")
     print(out)
-
-
-def _predicted(run: RunLog) -> dict[str, float]:
-    """What `mega plan` would say of a run on the GPUs that it has, if they are known; by key of metrics.jsonl."""
-    from mega_common.errors import MegaError
-
-    try:
-        from mega_trainer.config import RunConfig
-        from mega_trainer.plan.flops import model_flops
-        from mega_trainer.plan.search import planned
-
-        machine = _machine(run.starts[-1]["machine"])
-        if machine is None:
-            return {}
-        config, ranks = RunConfig.parse(run.settings), run.starts[-1]["layout"]["ranks"]
-        seconds = planned(config, ranks, machine).time().seconds
-        rate = config.batch.global_ * config.data.seq_length / seconds
-        used = rate * model_flops(config.model, config.data.seq_length) / ranks
-        return {"seconds": seconds, "tokens_per_second": rate, "mfu": used / machine.peak(config.precision)}
-    except (MegaError, LookupError):  # settings of another version, say: the run is reported without
-        return {}
-
-
-def _machine(gpu: str) -> Machine | None:
-    """The machine of these GPUs, `NVIDIA A100-SXM4-40GB`; of those that share a chip that with as much memory."""
-    from mega_trainer.plan.machine import load_machine, machine_names
-
-    known = [machine for machine in map(load_machine, machine_names()) if machine.gpu in gpu]
-    return max(known, key=lambda m: (len(m.gpu), f"{m.memory_gb:g}GB" in gpu), default=None)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from torch._C import parse_schema
 
+# In a source distribution, whose first folder is the package's name and version.
+SOURCES = r"[^/]+/((flash_attn|hopper|causal_conv1d)/\w+|mamba_ssm(/\w+)*)\.py"
 ARCHIVES = Path(sys.prefix) / "published"  # where `make setup` puts them
 
 
@@ -42,7 +44,7 @@ class Library:
             with zipfile.ZipFile(self.archive) as wheel:
                 return {name: wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".py")}
         with tarfile.open(self.archive) as sources:
-            members = [member for member in sources if re.fullmatch(r"[^/]+/(flash_attn|hopper)/\w+\.py", member.name)]
+            members = [member for member in sources if re.fullmatch(SOURCES, member.name)]
             read = ((member.name.partition("/")[2], sources.extractfile(member)) for member in members)
             return {name: file.read().decode() for name, file in read if file is not None}
 

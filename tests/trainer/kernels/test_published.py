@@ -14,6 +14,9 @@ OURS = Path(mega_trainer.__file__).parent
 OPERATORS = "torch.ops.flash_attn_3"
 EXPERTS = "transformer_engine.pytorch.ep"
 VERSIONS = {
+    "causal_conv1d": ["causal_conv1d-*.tar.gz"],
+    "fla": ["fla_core-*.whl"],
+    "mamba_ssm": ["mamba_ssm-*.tar.gz"],
     EXPERTS: ["transformer_engine-2.20.*.whl"],
     "flash_attn": ["flash_attn-*.tar.gz"],
     OPERATORS: ["flash_attn-*.tar.gz"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -15,17 +15,17 @@ from mega_trainer.pages.plan_page import Pipeline, schedule_picture
 from mega_trainer.pages.run_log import RunLog
 from mega_trainer.pages.scale import evenly, gib, of_bytes, of_seconds, percent, short
 
-PHASES = ("data", "forward", "backward", "pipeline_wait", "reduce", "norm", "update", "evaluate", "save")
+PHASES = ("data", "forward", "backward", "pipeline", "reduce", "norm", "update", "evaluate", "save")
 MOST_ROWS = 40  # of a table of checkpoints or starts
 DRAWN_OPERATIONS = 1200  # of a schedule's picture
 Predicted = Mapping[str, float]  # by key of metrics.jsonl
 
 
-def run_page(runs: Sequence[RunLog], predict: Callable[[RunLog], Predicted] = lambda run: {}) -> str:
-    """The page of these runs; `predict` tells what was planned of one, by key of metrics.jsonl, as far as that is known."""
+def run_page(runs: Sequence[RunLog]) -> str:
+    """The page of these runs."""
     names = _names(runs)
     title = f"Run {names[0]}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names)}"
-    planned = [predict(run) for run in runs]
+    planned = [_planned(run) for run in runs]
     sections = [
         _learning(runs, names),
         _speed(runs, names, planned),
@@ -38,6 +38,15 @@ def run_page(runs: Sequence[RunLog], predict: Callable[[RunLog], Predicted] = la
         _environment(runs, names),
     ]
     return page(title, _subtitle(runs), _tiles(runs[0], planned[0]) if len(runs) == 1 else _rows(runs, names), sections)
+
+
+def _planned(run: RunLog) -> Predicted:
+    """What was predicted of its last step, where its machine is known."""
+    expected, taken = run.last.get("predicted_seconds"), run.last.get("seconds")
+    if not expected or not taken:
+        return {}
+    rates = {key: run.last[key] * taken / expected for key in ("tokens_per_second", "mfu") if run.last.get(key)}
+    return {"seconds": expected, **rates}
 
 
 def _names(runs: Sequence[RunLog]) -> list[str]:
@@ -95,10 +104,13 @@ def _each(
 
 
 def _events(runs: Sequence[RunLog]) -> list[Event]:
-    """Restarts, of one run."""
+    """Restarts and rollbacks, of one run: no process starts as fast as a run goes back within one."""
     if len(runs) > 1:
         return []
-    return [Event(step, f"restart: {of_seconds(more)} before step {step:g}") for step, more in runs[0].restarts]
+    return [
+        Event(step, f"{'restart' if more >= 1 else 'rollback'}: {of_seconds(more)} before step {step:g}")
+        for step, more in runs[0].restarts
+    ]
 
 
 def _learning(runs: Sequence[RunLog], names: Sequence[str]) -> Section:
@@ -235,7 +247,10 @@ def _happened(runs: Sequence[RunLog], names: Sequence[str]) -> Section:
         shown = [kept[place] for place in evenly(len(kept), MOST_ROWS)]
         saved = [(f"step {one.step:,}", _when(one.written), of_bytes(one.size)) for one in shown]
         parts.append(table((f"Checkpoint{behind}", "written", "size"), saved, numbers=(2,)))
-    return Section("Starts and checkpoints", parts)
+        errors = run.errors()
+        ends = [(_when(when), rank, what) for when, rank, what in errors[:MOST_ROWS]]
+        parts.append(table((f"Error{behind}", "rank", "what it said"), ends, numbers=(1,)))
+    return Section("Starts, errors and checkpoints", parts)
 
 
 def _when(seconds: float) -> str:
