@@ -1,4 +1,7 @@
-"""All layouts against one process, and docs/parity.md: `make parity`; with a number, so many of them, and no page."""
+"""All layouts against one process, and docs/parity.md: `make parity`; with a number, so many of them, and no page.
+
+Verdicts are kept in build/parity.jsonl as long as no source changes: what was killed goes on.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parity.cases import RANKS, Case, all_layouts, covering
+from parity.journal import Journal
 from parity.worker import Verdict, sweep, verdicts
 from ranks import run_ranks
 
@@ -15,7 +19,8 @@ from mega_common.files import atomic_file
 
 TOLERANCE = 1e-10
 BATCH = 100
-PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "parity.md"
 SMALLEST = 1e-11  # errors below it are rounding, which differs from machine to machine
 
 INTRODUCTION = """\
@@ -54,10 +59,13 @@ def main() -> int:
     """Run the layouts, write the page if they are all; 1 when a layout disagrees."""
     cases, few = all_layouts(), sys.argv[1:]
     cases = covering(cases, int(few[0])) if few else cases
-    parts, results = batches(cases), list[Verdict]()
+    journal = Journal(ROOT / "build" / "parity.jsonl", [ROOT / "packages", ROOT / "tests" / "parity"])
+    parts = batches([case for case in cases if case not in journal])
+    print(f"{len(cases)} layouts, of which {sum(case in journal for case in cases)} are known")
     for number, part in enumerate(parts, start=1):
-        print(f"layouts {len(results)} to {len(results) + len(part)} of {len(cases)}, batch {number} of {len(parts)}")
-        results += verdicts(part, run_ranks(sweep, part[0].ranks, part, timeout=3600))
+        print(f"{len(part)} layouts, batch {number} of {len(parts)}")
+        journal.add(verdicts(part, run_ranks(sweep, part[0].ranks, part, timeout=3600)))
+    results = [journal.verdict(case) for case in cases]
     problems = [problem for result in results if (problem := result.problem(TOLERANCE))]
     print("\n".join(problems) or f"{len(cases)} layouts agree with one process to {TOLERANCE:g}")
     if not problems and not few:
