@@ -85,7 +85,7 @@ HYBRID: dict[str, Any] = {
     "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 3, "value_head_dim": 5, "chunk_size": 4},
     "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 12},
 }  # fmt: skip
-STATES = {**HYBRID, "num_layers": 2, "layers": ["mamba", "delta+mlp"]}
+STATES = {**HYBRID, "num_layers": 2, "layers": ["mamba", "delta+mlp"], "moe": None}
 # The frequencies of "dynamic" change as a row grows; kept keys do not, here as in transformers.
 MODELS = [variant(name) for name in VARIANTS if name != "dynamic"] + [
     ModelConfig.parse(one) for one in (*LATENTS, HYBRID, STATES)
