@@ -63,13 +63,13 @@ def _differences(again: RunConfig, checkpoint: Place, saved: Mapping[str, Any], 
     """What differs from when the checkpoint was saved, before anything is trained; of settings the run itself tells."""
     from mega_trainer.build import load_data
     from mega_trainer.repeat import differences, provenance
-    from mega_trainer.state import continued
+    from mega_trainer.state import continued, state_of
     from mega_trainer.tokens import run_tokenizer
 
     if "data" not in saved:
         return ["differs: unknown, as it does not tell what it was made with"]
     ranks = int(os.environ.get("WORLD_SIZE") or nproc or again.ranks_asked)
     tokenizer = run_tokenizer(again.data, again.model.vocab_size)
-    data = load_data(continued(again, checkpoint), tokenizer)[0].fingerprint
+    data = load_data(continued(again, state_of(checkpoint)), tokenizer)[0].fingerprint
     found = [f"differs: {line}" for line in differences(saved, provenance(ranks, data))]
     return found or ["versions, commit, machine, ranks and data are the same"]

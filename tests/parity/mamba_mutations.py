@@ -13,8 +13,8 @@ from parity.recurrence_mutations import Patch, _decay_across_documents, _without
 from torch import Tensor
 
 from mega_trainer.comm import Group
-from mega_trainer.kernels import scan
 from mega_trainer.kernels.chunks import Chunks
+from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.model import builder, mamba
 from mega_trainer.model.mamba import Mamba
 
@@ -62,8 +62,9 @@ def _padding_begins_a_document() -> AbstractContextManager[Any]:
 
 def _no_state_behind_a_chunk() -> AbstractContextManager[Any]:
     """A token sees those of its chunk, and nothing before it."""
-    real = scan.scan
-    return swap(mamba, "scan", lambda steps, chunks, states: real(steps, chunks, lambda maps, added: 0 * added))
+    real = TorchKernels.scan
+    nothing = lambda maps, added: 0 * added  # noqa: E731
+    return swap(TorchKernels, "scan", lambda self, steps, chunks, states: real(self, steps, chunks, nothing))
 
 
 MAMBAS: list[tuple[str, Case, Patch]] = [

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import doctest
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +52,27 @@ def test_an_agent_ends_as_its_ranks_do(status: int, capfd: pytest.CaptureFixture
     ranks = ["--nproc-per-node=2", "--no-python", "sh", "-c", f"exit {status}"]
     assert elastic.main(["--standalone", *ranks]) == status
     assert ("FAILED" in capfd.readouterr().err) == (status == 2)
+
+
+ENDS = """
+import os
+from mega_trainer.ranks import end_torchrun
+end_torchrun(os.environ, {status})
+raise SystemExit({status})
+"""
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("status", [2, 75])
+def test_ranks_that_no_new_start_would_help_end_an_agent_that_restarts(status: int, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(ENDS.format(status=status))
+    words = [
+        sys.executable,
+        "-m",
+        "mega_trainer.elastic",
+        "--standalone",
+        "--max-restarts=3",
+        str(tmp_path / "rank.py"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(words, env=environment, capture_output=True, check=False).returncode == status

@@ -33,12 +33,12 @@ def test_what_lies_within_a_phase_is_not_counted_twice(clock: list[float]) -> No
     clock[0] = 1
     with phases.phase("backward"):
         clock[0] = 3
-        with phases.phase("pipeline_wait"):
-            assert phases.current == "pipeline_wait"
+        with phases.phase("pipeline"):
+            assert phases.current == "pipeline"
             clock[0] = 7
         clock[0] = 8
     clock[0] = 20
-    assert phases.take() == {"backward": 3, "pipeline_wait": 4}
+    assert phases.take() == {"backward": 3, "pipeline": 4}
     assert phases.current == ""
     with phases.phase("evaluate"):
         clock[0] = 25
@@ -111,7 +111,10 @@ def test_a_run_tells_its_phases(settings: Settings) -> None:
     assert lines[3]["lost/checkpoint"] == pytest.approx(lines[2]["phases/save"])
     assert lines[3]["lost/evaluation"] == pytest.approx(sum(line.get("phases/evaluate", 0.0) for line in lines))
     (start,) = (Path(raw["output"]) / "starts.jsonl").read_text().splitlines()
-    assert json.loads(start)["versions"]["torch"] == torch.__version__
+    told = json.loads(start)
+    assert told["versions"]["torch"] == torch.__version__
+    assert told["from"] == "nowhere"
+    assert 0 < told["state_seconds"] < told["process_seconds"]
 
 
 def line(time: float, **lost: float) -> dict[str, float]:

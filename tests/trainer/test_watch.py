@@ -2,14 +2,21 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from mega_trainer import device
-from mega_trainer.comm import Passing
-from mega_trainer.watch import Sign, _standing, _where
+from mega_trainer.comm import Group, Passing
+from mega_trainer.parallel.buckets import StepBucket
+from mega_trainer.parallel.grads import FlatStage
+from mega_trainer.standing import Standing, stack, standing
+from mega_trainer.watch import Sign, _blamed, slow_ranks
 
 TENSOR = torch.zeros(1)
 
@@ -35,11 +42,18 @@ def device_waits(never: Never) -> object:
     return device.to_host(never)  # type: ignore[arg-type]
 
 
+def bucket_waits(never: Never) -> object:
+    """At the end of a step's backwards, for the sums over the data ranks."""
+    bucket = SimpleNamespace(_flight=(never, None, None), data=Group("dp", (0, 2)), grads=None)
+    bucket.settle = partial(StepBucket.settle, bucket)  # type: ignore[arg-type]
+    return FlatStage.finish(SimpleNamespace(_in_flight=deque([bucket]), buffers=[]))  # type: ignore[arg-type]
+
+
 def works(never: Never) -> object:
     return never.wait()
 
 
-def stands(function: Callable[[Never], object], *, main: bool) -> str:
+def stands(function: Callable[[Never], object], *, main: bool) -> Standing:
     """Where a rank stands whose main thread, or autograd's, is in a function."""
     reached, let = threading.Event(), threading.Event()
     thread = threading.Thread(target=function, args=(Never(reached, let),))
@@ -48,22 +62,59 @@ def stands(function: Callable[[Never], object], *, main: bool) -> str:
     ident = thread.ident if main else threading.main_thread().ident
     assert ident is not None
     frames = sys._current_frames()
-    found = _where({key: frames[key] for key in (thread.ident, threading.main_thread().ident) if key}, ident)
+    found = standing({key: frames[key] for key in (thread.ident, threading.main_thread().ident) if key}, ident, "norm")
+    assert not main or any(function.__name__ in line for line in stack(frames[ident]))
     let.set()
     thread.join()
     return found
 
 
-@pytest.mark.parametrize(("function", "file"), [(host_waits, "comm.py"), (device_waits, "device.py")])
 @pytest.mark.parametrize("main", [True, False])
-def test_a_rank_that_waits_for_others_is_seen_to(function: Callable[[Never], object], file: str, main: bool) -> None:
-    assert stands(function, main=main).startswith(f"mega_trainer/{file}:")
+@pytest.mark.parametrize(
+    ("function", "file", "waits"),
+    [
+        (host_waits, "comm.py", "wait"),
+        (device_waits, "device.py", "to_host"),
+        (bucket_waits, "parallel/buckets.py", "settle in dp of ranks 0, 2"),
+    ],
+)
+def test_a_rank_that_waits_for_others_is_seen_to(
+    function: Callable[[Never], object], file: str, waits: str, main: bool
+) -> None:
+    found = stands(function, main=main)
+    assert found.where.startswith(f"mega_trainer/{file}:")
+    assert (found.phase, found.waits) == ("norm", waits)
+
+
+def sign(rank: int, at: Standing, **more: Any) -> Sign:
+    return Sign(rank=rank, host=f"host{rank}", pid=rank, step=7, at=at, still=9.0, written=0.0, **more)
 
 
 def test_the_one_that_waits_for_nobody_is_to_blame() -> None:
     places = [stands(host_waits, main=True), stands(works, main=True), stands(device_waits, main=True)]
-    signs = [
-        Sign(rank=rank, host="here", pid=rank, step=1, where=place, still=9.0, written=0.0)
-        for rank, place in enumerate(places)
-    ]
-    assert [sign.rank for sign in _standing(signs, 5.0, 3)] == [1]
+    signs = [sign(rank, place) for rank, place in enumerate(places)]
+    assert [each.rank for each in _blamed(signs, 5.0, 3)] == [1]
+    assert _blamed(signs, 10.0, 3) == []
+    assert _blamed(signs, 5.0, 4) == []
+
+
+def test_of_ranks_that_all_wait_those_elsewhere_are_to_blame() -> None:
+    here, there = stands(host_waits, main=True), stands(bucket_waits, main=True)
+    signs = [sign(rank, there if rank == 2 else here) for rank in range(4)]
+    assert [each.rank for each in _blamed(signs, 5.0, 4)] == [2]
+    assert [each.rank for each in _blamed(signs[:2], 5.0, 2)] == [0, 1]
+    told = str(signs[2].model_copy(update={"stack": ["a.py:1 f", "b.py:2 g"]}))
+    assert told.startswith("  rank 2 on host2, step 7, was in norm, at mega_trainer/parallel/buckets.py:")
+    assert told.endswith("waiting: settle in dp of ranks 0, 2\n    | a.py:1 f\n    | b.py:2 g")
+
+
+def test_a_rank_that_works_while_the_others_wait_is_slow_and_its_phase_is_told() -> None:
+    at = Standing(where="x", phase="forward")
+    usual, slow = {"": 50, "forward": 30, "backward": 20}, {"": 5, "forward": 70, "backward": 25}
+    signs = [sign(rank, at, looks=slow if rank == 1 else usual) for rank in range(4)]
+    told = slow_ranks(signs)
+    assert told == {
+        1: "  rank 1 on host1 works 95% of the time, the median rank 50%; most of that in forward: 70% against 30%"
+    }
+    assert slow_ranks([sign(rank, at, looks=usual) for rank in range(4)]) == {}
+    assert slow_ranks([sign(rank, at, looks={"forward": 9}) for rank in range(4)]) == {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -20,23 +20,33 @@ class Staging:
 
     def copy(self, tensors: Mapping[str, Sharded]) -> dict[str, Sharded]:
         """Copy all boxes; what an earlier call returned is overwritten."""
-        boxes = [box.tensor for sharded in tensors.values() for box in sharded.boxes]
-        on_device = any(tensor.is_cuda for tensor in boxes)
-        need = sum(_room(tensor) for tensor in boxes)
+        on_device = any(box.tensor.is_cuda for sharded in tensors.values() for box in sharded.boxes)
+        need = room(tensors)
         if self._buffer.numel() < need:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one before asking for the new
             self._buffer = host_memory(need, pinned=on_device)
-        out, start = {}, 0
-        for key, sharded in tensors.items():
-            out[key] = Sharded(sharded.shape, [])
-            for box in sharded.boxes:
-                place = self._buffer[start : start + box.tensor.nbytes].view(box.tensor.dtype).view(box.tensor.shape)
-                place.copy_(box.tensor.detach(), non_blocking=True)
-                out[key].boxes.append(Box(box.offset, place))
-                start += _room(box.tensor)
+        out = {key: Sharded(sharded.shape, []) for key, sharded in tensors.items()}
+        for key, box, place in laid_out(tensors, self._buffer):
+            place.copy_(box.tensor.detach(), non_blocking=True)
+            out[key].boxes.append(Box(box.offset, place))
         if on_device:
             torch.cuda.current_stream().synchronize()
         return out
+
+
+def room(tensors: Mapping[str, Sharded]) -> int:
+    """Bytes of a buffer that `laid_out` cuts."""
+    return sum(_room(box.tensor) for sharded in tensors.values() for box in sharded.boxes)
+
+
+def laid_out(tensors: Mapping[str, Sharded], buffer: torch.Tensor) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    """All boxes, with their keys, and for each a part of a buffer, uint8 [at least `room`], as a tensor like the box's."""
+    start = 0
+    for key, sharded in tensors.items():
+        for box in sharded.boxes:
+            place = buffer[start : start + box.tensor.nbytes]
+            yield key, box, place.view(box.tensor.dtype).view(box.tensor.shape)
+            start += _room(box.tensor)
 
 
 def _room(tensor: torch.Tensor) -> int:

@@ -65,3 +65,7 @@ class Interrupted(MegaError):
     """Training that was asked to end before its last step (a signal, a limit of time or steps), and has saved."""
 
     exit_status: ClassVar[int] = INTERRUPTED_STATUS
+
+
+class Terminated(Interrupted):
+    """The same, asked by SIGTERM: as launchers end ranks that they start again in another number."""

@@ -9,11 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from mega_trainer.environment import STATUS_NOTE
 
 # How ranks end that did nothing wrong themselves: interrupted after a save, or stopped because another had ended.
 STOPPED = (os.EX_TEMPFAIL, -signal.SIGTERM)
@@ -21,6 +25,13 @@ STOPPED = (os.EX_TEMPFAIL, -signal.SIGTERM)
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun with `arguments`; returns the exit status to end with."""
+    with tempfile.TemporaryDirectory(prefix="mega-") as folder:
+        note = Path(folder) / "status"
+        os.environ[STATUS_NOTE] = str(note)  # which ranks inherit
+        return _run(arguments, note)
+
+
+def _run(arguments: Sequence[str], note: Path) -> int:
     try:
         torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -30,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
             print(error, file=sys.stderr)
         return status
     except SignalException as error:
-        return 128 + error.sigval
+        return int(note.read_text()) if note.exists() else 128 + error.sigval
     return 0
 
 

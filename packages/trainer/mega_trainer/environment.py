@@ -13,6 +13,7 @@ from typing import Any
 
 from mega_trainer.config import RunConfig
 
+STATUS_NOTE = "MEGA_STATUS_NOTE"  # the variable by which `elastic` tells its ranks of a file for the job's exit status
 PACKAGES = ("mega-trainer", "torch", "numpy", "triton", "transformer-engine", "flash-attn", "deep-ep")
 
 

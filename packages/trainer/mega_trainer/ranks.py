@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mega_common.errors import INTERRUPTED_STATUS, ConfigError, MegaError, TrainingError
 from mega_common.log import logger
+from mega_trainer.environment import STATUS_NOTE
 from mega_trainer.guard import KEYBOARD_STATUS, STOP_SIGNALS, StopSignal
 
 POLL_SECONDS = 0.1
@@ -72,8 +73,17 @@ def warn_of_restarts(environment: Mapping[str, str]) -> None:
         )
 
 
-def end_torchrun(environment: Mapping[str, str]) -> None:
-    """Have torchrun end too, where it would take the status of a rank that was asked to end for a failure, and restart it."""
+def tell_torchrun(environment: Mapping[str, str], status: int) -> None:
+    """Tell `elastic`, which is torchrun, with which status to end if a signal ends it."""
+    if (note := environment.get(STATUS_NOTE)) and environment.get("LOCAL_RANK") == "0":
+        Path(note).write_text(str(status))
+
+
+def end_torchrun(environment: Mapping[str, str], status: int) -> None:
+    """Have torchrun end too, with that status, where it would start a rank again that was asked to end, or that no new start
+    would help.
+    """
+    tell_torchrun(environment, status)
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and environment.get("LOCAL_RANK") == "0":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun passes it on, and this rank has its last words to say
         os.kill(os.getppid(), signal.SIGTERM)

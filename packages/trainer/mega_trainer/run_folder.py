@@ -21,6 +21,7 @@ from mega_data.tokenizer import Tokenizer
 from mega_trainer.comm import Group, raised_alike
 from mega_trainer.config import RunConfig
 from mega_trainer.environment import described
+from mega_trainer.memory import Copy
 from mega_trainer.ranks import Ranks
 from mega_trainer.tokens import TOKENIZER_FILES, tokenizer_files
 
@@ -98,11 +99,24 @@ def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
             put_file(assets / path.name, path)
 
 
-def record_start(config: RunConfig, ranks: Ranks, step: int) -> None:
-    """A line in `<output>/starts.jsonl`, by rank 0: after which step the run began or goes on, when, where and as what."""
+def record_start(config: RunConfig, ranks: Ranks, step: int, start: object, state_seconds: float) -> None:
+    """A line in `<output>/starts.jsonl`, by rank 0: after which step the run began or goes on, when, where and as what.
+
+    What a start took is told by its parts, so that what a fault cost is known: `process_seconds` since this rank's process
+    began, of which `state_seconds` to bring the state `from` where it was (disk, memory, or nowhere); what is between the last
+    line of metrics.jsonl and that process was the launcher's.
+    """
     if ranks.rank:
         return
+    source = "nowhere" if start is None else "memory" if isinstance(start, Copy) else "disk"
+    took = {"from": source, "process_seconds": process_age(), "state_seconds": state_seconds}
     layout = {"ranks": ranks.world_size, **config.parallel.model_dump(mode="json", exclude_defaults=True)}
-    line = {"time": time.time(), "step": step, "layout": layout, **described()}
+    line = {"time": time.time(), "step": step, **took, "layout": layout, **described()}
     with open(Path(config.output) / "starts.jsonl", "a", encoding="utf-8") as stream:
         stream.write(json.dumps(line) + "\n")
+
+
+def process_age() -> float:
+    """Seconds since this process began."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

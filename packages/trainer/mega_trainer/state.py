@@ -26,6 +26,7 @@ from mega_data.resumed import resumed
 from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
 from mega_trainer.guard import Guard
+from mega_trainer.memory import Copy, Memory
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel.param import info_of, kept_of, local_of, trains
@@ -154,18 +155,28 @@ class TrainState:
         if not saved.keys("optimizer/main/"):  # saved in full precision: weights are the main ones
             wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/main/")}
         load(folder, wanted, group=group)
-        if any(key.startswith("optimizer/main/") for key in wanted):
+        self._take(saved.step, saved.state, wanted)
+        return lines
+
+    def restore_copy(self, copy: Copy) -> None:
+        """Go on from this rank's copy in host memory."""
+        wanted = self.tensors()
+        copy.fill(wanted)
+        self._take(copy.step, copy.state, wanted)
+
+    def _take(self, step: int, state: Mapping[str, Any], loaded: Mapping[str, Sharded]) -> None:
+        """What goes with tensors that are loaded."""
+        if any(key.startswith("optimizer/main/") for key in loaded):
             self.optimizer.use_main()
         else:
             self.optimizer.reload_main()
-        self.step = saved.step
-        self.consumed_samples = saved.state["consumed_samples"]
-        self.left_out = LeftOut.of(saved.state)
-        self.optimizer.steps = saved.state["optimizer_steps"]
-        self.guard.average, self.guard.seen = saved.state["loss_average"], saved.state["loss_seen"]
-        if self.loss_scale is not None and saved.state.get("loss_scale"):
-            self.loss_scale.value, self.loss_scale.good_steps = saved.state["loss_scale"]
-        return lines
+        self.step = step
+        self.consumed_samples = state["consumed_samples"]
+        self.left_out = LeftOut.of(state)
+        self.optimizer.steps = state["optimizer_steps"]
+        self.guard.average, self.guard.seen = state["loss_average"], state["loss_seen"]
+        if self.loss_scale is not None and state.get("loss_scale"):
+            self.loss_scale.value, self.loss_scale.good_steps = state["loss_scale"]
 
 
 def weights_of(
@@ -263,20 +274,39 @@ class Saver:
                 logger.warning("old checkpoints are not removed: %s", error)
 
 
-def continued(config: RunConfig, checkpoint: Place | None) -> RunConfig:
-    """The configuration of a run with what it keeps of the one that it goes on with, where there is one: the order of its
-    data and how far each data set was read.
+def continued(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a run with what it keeps of the one that it goes on with, as that one's state tells, empty
+    without one: the order of its data and how far each data set was read.
 
     Raises:
         DataError: when data sets that the run names by a glob are not there.
     """
-    saved = {} if checkpoint is None else Checkpoint.open(checkpoint).state
     if "data" in saved.get("settings", {}):
         position = LeftOut.of(saved).position(saved["consumed_samples"])
         data = resumed(config.data, saved["settings"]["data"], position, saved.get("read"))
     else:
         data = config.data.model_copy(update={"order": config.data.sample_order, "begun": None})
     return config.model_copy(update={"data": data})
+
+
+def state_of(start: Place | Copy | None) -> Mapping[str, Any]:
+    """What is saved beside the tensors; nothing of a run that begins."""
+    if isinstance(start, Copy):
+        return start.state
+    return {} if start is None else Checkpoint.open(start).state
+
+
+def newer_copy(config: RunConfig, checkpoint: Place | None, memory: Memory | None) -> Copy | None:
+    """The copy in memory that a run goes on from: one of a later step than the checkpoint, and of the same settings."""
+    copy = None if memory is None else memory.newest()
+    on_disk = -1 if checkpoint is None else Checkpoint.open(checkpoint).step
+    if copy is None or copy.step <= on_disk:
+        return None
+    if continued(config, copy.state).model_dump(mode="json", by_alias=True) != copy.state["settings"]:
+        logger.info("the copies in memory are of other settings, and are not used")
+        return None
+    logger.info("going on from the copies in memory, of step %d", copy.step)
+    return copy
 
 
 def starting_point(config: RunConfig) -> Place | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -18,9 +20,9 @@ from mega_ckpt.adapter import base_of
 from mega_ckpt.folders import latest
 from mega_ckpt.lora import adapted, adapter_tensors
 from mega_ckpt.names import tensors_of
-from mega_ckpt.source import load_weights, open_source, tell_unread
+from mega_ckpt.source import load_adapter, load_weights, open_adapted, open_source, tell_unread
 from mega_ckpt.store import Place
-from mega_common.errors import ConfigError, Interrupted
+from mega_common.errors import ConfigError, Interrupted, Terminated
 from mega_common.log import human, logger
 from mega_common.lora import is_adapter
 from mega_data.dataset import BlendedDataset
@@ -42,7 +44,7 @@ from mega_trainer.build import (
 )
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
-from mega_trainer.device import deterministic, pick_device
+from mega_trainer.device import deterministic, machine_here, pick_device
 from mega_trainer.environment import told
 from mega_trainer.faults import faults_told
 from mega_trainer.garbage import Garbage
@@ -50,21 +52,25 @@ from mega_trainer.guard import Guard, StopSignal
 from mega_trainer.integrity import Integrity
 from mega_trainer.kernels.leaves import Leaves, compiles
 from mega_trainer.limits import Limits
+from mega_trainer.memory import Copy, Memory, keeps_copies
 from mega_trainer.mesh import Groups, warm_up
 from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.init import init_weights
 from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.phases import Phases, waited
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.advice import Needs
 from mega_trainer.plan.flops import count_parameters
+from mega_trainer.plan.machine import load_machine
+from mega_trainer.plan.search import planned
 from mega_trainer.profile import Profiler
 from mega_trainer.ranks import Ranks
 from mega_trainer.repeat import provenance
 from mega_trainer.rollback import Remaining, RollBack
 from mega_trainer.run_folder import claimed, make_run_folder, record_start
-from mega_trainer.state import Saver, TrainState, continued, starting_point, weights_of
+from mega_trainer.state import Saver, TrainState, continued, newer_copy, starting_point, state_of, weights_of
 from mega_trainer.step import count_tokens, evaluate, own_counts, train_step
 from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
 from mega_trainer.watch import Watch
@@ -72,8 +78,13 @@ from mega_trainer.watch import Watch
 T = TypeVar("T")
 
 
-def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainState:
+Scorer = Callable[[Decoder], Mapping[str, float]]  # numbers that say how good a model is, for metrics.jsonl
+
+
+def run(config: RunConfig, ranks: Ranks, store: Store | None = None, scorer: Scorer | None = None) -> TrainState:
     """Train as `config` says; returns the final state. With the job's `store`, a rank that hangs is named.
+
+    The `scorer` is asked by all ranks together, every `eval.every` steps.
 
     Raises:
         Interrupted: when a signal or a limit asked to end before the last step, and the step done is saved.
@@ -87,7 +98,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
         faults_told(ranks.rank, lambda: "before the first step", needs),
         deterministic(config.deterministic),
     ):
-        return train(config, ranks, groups, needs, store)
+        return train(config, ranks, groups, needs, store, scorer)
 
 
 def assemble(
@@ -115,11 +126,20 @@ def assemble(
 
 
 def train(
-    config: RunConfig, ranks: Ranks, groups: Groups, needs: Callable[[], Needs], store: Store | None
+    config: RunConfig,
+    ranks: Ranks,
+    groups: Groups,
+    needs: Callable[[], Needs],
+    store: Store | None,
+    scorer: Scorer | None = None,
 ) -> TrainState:
     """The run itself, in folders that are its own; `needs` is what a message about full memory tells."""
     checkpoint = starting_point(config)
-    config = continued(config, checkpoint)
+    memory = None
+    if keeps_copies(config, ranks, os.environ):
+        memory = Memory(config.output, groups.world, os.environ, os.getppid())
+    start = newer_copy(config, checkpoint, memory) or checkpoint
+    config = continued(config, state_of(start))
     limits, device = Limits(config.train), ready_device(config, ranks, groups)
     phases = Phases(device)
     profiler = Profiler(config, device, ranks.rank, phases)
@@ -127,16 +147,23 @@ def train(
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_data(config, tokenizer)
     state.read = train_data.read
-    if not begin(state, checkpoint, groups.world, tokenizer):
+    begun = time.monotonic()
+    if not begin(state, start, groups.world, tokenizer):
         return state
-    record_start(config, ranks, state.step)
-    job = Job(state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store)
+    record_start(config, ranks, state.step, start, time.monotonic() - begun)
+    job = Job(
+        state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store, memory, scorer
+    )
     while True:
         try:
             reason = steps(job)
             break
         except RollBack as back:
+            if memory is not None:
+                memory.clear()
             state.roll_back(back, groups.world)
+    if memory is not None:
+        memory.clear()
     conclude(state, reason)
     return state
 
@@ -156,6 +183,8 @@ class Job:
     ranks: Ranks
     needs: Callable[[], Needs]
     store: Store | None
+    memory: Memory | None
+    scorer: Scorer | None
 
 
 def steps(job: Job) -> str | None:
@@ -168,11 +197,12 @@ def steps(job: Job) -> str | None:
     config, groups, profiler, valid_data = state.config, executor.groups, job.profiler, job.valid_data
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype_of(config), ranks.world_size)
+    expected = predicted_seconds(config, ranks)
     further, integrity = config.model.mtp_layers, Integrity(config.fault, executor, state.optimizer)
     loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
         faults_told(ranks.rank, lambda: f"step {state.step + 1}", job.needs),
-        watching(state, ranks, job.store),
+        watching(job),
         StopSignal() as stop,
         Saver(config, provenance(ranks.world_size, job.train_data.fingerprint) if not ranks.rank else None) as saver,
         Garbage(config.train.gc_every) as garbage,
@@ -183,7 +213,7 @@ def steps(job: Job) -> str | None:
             return stop.name or job.limits.reached(step)
 
         def riders(coming: Sequence[float]) -> list[float]:  # what all ranks are told beside the loss
-            return [asked(state.step + 1) is not None, saver.failed, *coming]
+            return [asked(state.step + 1) is not None, stop.name == "SIGTERM", saver.failed, *coming]
 
         def save() -> None:
             with profiler.phase("save"):
@@ -202,7 +232,7 @@ def steps(job: Job) -> str | None:
             batch = next(iter(first))
             return list(micro_batches(batch, config, device, groups.cp))
 
-        left, stopping, tokens = config.train.steps - state.step, 0.0, [0.0]
+        left, stopping, terminated, tokens = config.train.steps - state.step, 0.0, 0.0, [0.0]
         batches = loader(samples, global_batch=config.batch.at, consumed_samples=state.consumed_samples)
         items = waited(with_next(islice(batches, left)), profiler.phase)
         for batch, following in profiler.steps(items, state.step + 1):
@@ -220,17 +250,25 @@ def steps(job: Job) -> str | None:
             state.advance(result)
             garbage.after(state.step)
             evaluates = valid_data is not None and config.due(state.step, config.train.eval_every)
+            scores: Mapping[str, float] = {}
+            if job.scorer is not None and config.due(state.step, config.eval.every):
+                with profiler.phase("evaluate"):
+                    scores = job.scorer(executor.model)
             metrics.step(
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
                 valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
-                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
+                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, predicted_seconds=expected, **result.routing, **scores,
                 epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
             )  # fmt: skip
-            stopping, failed, *tokens = result.riders
+            stopping, terminated, failed, *tokens = result.riders
             if failed:
                 saver.wait()
             saves = bool(stopping) or config.due(state.step, config.checkpoint.every)
             integrity.after(state.step, saves=saves)
+            every = config.checkpoint.memory_every
+            if job.memory is not None and state.step % every == 0 and state.step < config.train.steps:
+                with profiler.phase("save"):
+                    job.memory.save(state.step, state.tensors(), state.numbers())
             if stopping:
                 logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
             if saves:
@@ -238,7 +276,9 @@ def steps(job: Job) -> str | None:
             if stopping:
                 break
     all_reduce(torch.zeros(1), groups.world)  # leave together: a launcher ends the others soon after the first one
-    return (asked(state.step) or "a signal or limit of another rank") if stopping else None
+    if not stopping:
+        return None
+    return "SIGTERM" if terminated else asked(state.step) or "a signal or limit of another rank"
 
 
 def ready_device(config: RunConfig, ranks: Ranks, groups: Groups) -> torch.device:
@@ -248,6 +288,18 @@ def ready_device(config: RunConfig, ranks: Ranks, groups: Groups) -> torch.devic
         logger.info("environment: %s", told(config, os.environ))
         warm_up(groups, device)
     return device
+
+
+def predicted_seconds(config: RunConfig, ranks: Ranks) -> float | None:
+    """What `mega plan` says of a step, on a machine that is known; nothing is predicted for others, nor for batches that grow."""
+    name = machine_here(config)
+    if name is None or config.batch.rampup is not None:
+        return None
+    step = planned(config, ranks.world_size, load_machine(name)).time()
+    parts = sorted(step.parts, key=lambda part: -step.parts[part])[:3]
+    told = ", ".join(f"{part} {100 * step.parts[part] / step.seconds:.0f} %" for part in parts)
+    logger.info("predicted on %s: %.4g s a step (%s)", name, step.seconds, told)
+    return step.seconds
 
 
 def with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
@@ -264,21 +316,22 @@ def conclude(state: TrainState, reason: str | None) -> None:
     """The last word of a run, that has saved.
 
     Raises:
-        Interrupted: when it was asked to end, by `reason`, before its last step.
+        Interrupted: when it was asked to end, by `reason`, before its last step; Terminated by SIGTERM.
     """
     steps, where = state.config.train.steps, state.config.checkpoints
     if not state.config.checkpoint.save:
         logger.info("ended after step %d of %d; nothing is saved, as checkpoint.save = false asks", state.step, steps)
         return
     if reason is not None and state.step < steps:
-        raise Interrupted(
+        raise (Terminated if reason == "SIGTERM" else Interrupted)(
             f"{reason}: saved step {state.step} of {steps} in {where}", hint="the same command goes on from there"
         )
     logger.info("done: %d steps; the model is in %s", state.step, where)
 
 
-def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: Tokenizer | None) -> bool:
-    """Bring the weights to where this run starts: the checkpoint's, another model's, or fresh ones; make the run folder.
+def begin(state: TrainState, checkpoint: Place | Copy | None, world: Group, tokenizer: Tokenizer | None) -> bool:
+    """Bring the weights to where this run starts: the checkpoint's, or that of a copy in memory, another model's, or fresh
+    ones; make the run folder.
 
     Returns whether there are steps to do; where there are none, nothing is written.
     """
@@ -287,8 +340,10 @@ def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: 
         for stage in state.stages.values():
             init_weights(stage, config.train.seed)
     if config.init_from is not None and (checkpoint is None or config.lora is not None):
-        load_start(state, config.init_from, world, tokenizer)
-    if checkpoint is not None:
+        load_start(state, config.init_from, world, tokenizer, fresh=checkpoint is None)
+    if isinstance(checkpoint, Copy):
+        state.restore_copy(checkpoint)
+    elif checkpoint is not None:
         for line in state.restore(checkpoint, world.handle):
             logger.info("  changed since it was saved: %s", line)
     else:
@@ -319,17 +374,21 @@ def begin(state: TrainState, checkpoint: Place | None, world: Group, tokenizer: 
     return True
 
 
-def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer | None) -> None:
-    """The weights that a run starts from, or that its adapter is beside, at every start."""
-    source = open_source(path)
+def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer | None, *, fresh: bool) -> None:
+    """The weights that a run starts from, or that its adapter is beside, at every start; a `fresh` run's adapter too."""
+    source, lora = open_source(path), state.config.lora
     check_init_tokenizer(state.config, source, tokenizer)
     if world.rank == 0:
         tell_unread(source)
     held = weights_of(state.stages)
     load_weights(source, {name: boxes for name, boxes in held.items() if not is_adapter(name)})
-    if state.config.lora is not None:
-        state.base = base_of(path, source)
     logger.info("starting from the weights of %s", path)
+    if lora is None:
+        return
+    state.base = base_of(path, source)
+    if fresh and lora.init_from is not None:
+        load_adapter(open_adapted(lora.init_from, path).adapter, weights_of(state.stages, moving=True))
+        logger.info("going on with the adapter of %s", lora.init_from)
 
 
 def trained_share(config: RunConfig) -> str:
@@ -357,8 +416,12 @@ def around_backward(shared: Mapping[int, SharedStage], stage: int, last: bool) -
     return shared[stage].backward(last)
 
 
-def watching(state: TrainState, ranks: Ranks, store: Store | None) -> AbstractContextManager[object]:
+def watching(job: Job) -> AbstractContextManager[object]:
     """The watch over the ranks, where there are several."""
-    if store is None:
+    if job.store is None:
         return nullcontext()
-    return Watch(store, ranks.rank, ranks.world_size, lambda: state.step + 1, state.config.timeout_seconds)
+    state, ranks = job.state, job.ranks
+    seconds, logs = state.config.timeout_seconds, Path(state.config.output) / "logs"
+    return Watch(
+        job.store, ranks.rank, ranks.world_size, lambda: state.step + 1, lambda: job.phases.current, seconds, logs
+    )

@@ -16,23 +16,29 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from statistics import median
 
 from pydantic import BaseModel
 from torch.distributed.distributed_c10d import Store
 
 from mega_common.log import logger
+from mega_trainer.standing import Standing, flight_record, stack, standing
 
-CHECKS = 8  # looks within the configured time
+CHECKS = 8  # signs within the configured time
+LOOK_SECONDS = 0.1  # between looks at where the main thread is
 TELL_SECONDS = 1.0
-# Where a rank stands that waits for others: its host for theirs, or its host for its device, and that for theirs.
-WAITING = ("mega_trainer/comm.py", "mega_trainer/device.py")
+ENOUGH = 100  # looks before a rank is called slow
+SLOWER = 0.25  # of all time, by which a slow rank works more than the median rank
 
 
 class Sign(BaseModel):
     """What a rank last wrote: who it is and where its main thread was, since when in seconds.
+
+    `looks` tells how often it was seen at work in each phase, and under "" how often waiting for others; `stack` is that of
+    a main thread that has stood still for long.
 
     `written` is the time of its own clock, which serves to tell a new sign from an old one, and with other ranks' to name
     all that are silent, not to find that one is.
@@ -42,12 +48,25 @@ class Sign(BaseModel):
     host: str
     pid: int
     step: int
-    where: str
+    at: Standing
     still: float
     written: float
+    looks: dict[str, int] = {}
+    stack: list[str] = []
 
     def __str__(self) -> str:
-        return f"  rank {self.rank} on {self.host}, step {self.step}, was in {self.where}"
+        lines = [f"  rank {self.rank} on {self.host}, step {self.step}, was {self.at}"]
+        return "\n".join([*lines, *(f"    | {line}" for line in self.stack)])
+
+    def busy(self, phase: str | None = None) -> float:
+        """Share of the time that it has been at work, in one phase or all."""
+        work = sum(count for name, count in self.looks.items() if (name if phase is None else name == phase))
+        return work / max(1, self.looks_in_all)
+
+    @property
+    def looks_in_all(self) -> int:
+        """How often it was looked at."""
+        return sum(self.looks.values())
 
 
 class Watch:
@@ -56,17 +75,30 @@ class Watch:
     Args:
         store: the job's key-value store; used by the thread alone, so give it a connection of its own.
         rank, world_size: this process's place.
-        step: tells the step at hand.
+        step, phase: tell what is at hand.
         seconds: how long a rank may be silent, or all may stand still, before the job is ended.
+        logs: where torch's flight record of a rank goes then.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, step: Callable[[], int], seconds: float) -> None:
-        self._store, self._rank, self._world_size, self._step, self._seconds = store, rank, world_size, step, seconds
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        step: Callable[[], int],
+        phase: Callable[[], str],
+        seconds: float,
+        logs: Path,
+    ) -> None:
+        self._store, self._rank, self._world_size, self._seconds = store, rank, world_size, seconds
+        self._step, self._phase = step, phase
         self._main = threading.main_thread().ident
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._asking = threading.Thread()
-        self._place, self._since = "the start", time.monotonic()  # where the main thread is, since when
+        # where the main thread is, since when
+        self._place, self._since = Standing(where="the start", phase=""), time.monotonic()
+        self._looks, self._slow, self._logs = Counter[str](), frozenset[int](), logs
         self._last: tuple[float, float] | None = None  # when the next rank's sign was written, and first read
 
     def __enter__(self) -> Watch:
@@ -84,11 +116,16 @@ class Watch:
                 self._store.set(f"watch/{self._rank}", "")  # a rank that has left is not silent
 
     def _run(self) -> None:
-        asked = time.monotonic()
-        while not self._done.wait(self._seconds / CHECKS):
-            place, now = _where(sys._current_frames(), self._main or 0), time.monotonic()
+        asked = signed = time.monotonic()
+        every = self._seconds / CHECKS
+        while not self._done.wait(min(LOOK_SECONDS, every)):
+            place, now = standing(sys._current_frames(), self._main or 0, self._phase()), time.monotonic()
+            self._looks["" if place.waits else place.phase or "the step"] += 1
             if place != self._place:
                 self._place, self._since = place, now
+            if now - signed < every:
+                continue
+            signed = now
             # A thread of its own: nothing that is asked of a store ends while the process that holds it is stopped.
             if not self._asking.is_alive():
                 self._asking, asked = threading.Thread(target=self._ask, daemon=True), now
@@ -107,9 +144,11 @@ class Watch:
             self._end("\n".join(map(str, blamed)), blamed)
 
     def _sign(self) -> None:
+        still = time.monotonic() - self._since
+        frame = sys._current_frames().get(self._main or 0) if still > self._seconds / 2 else None
         sign = Sign(
-            rank=self._rank, host=socket.gethostname(), pid=os.getpid(), step=self._step(), where=self._place,
-            still=time.monotonic() - self._since, written=time.time(),
+            rank=self._rank, host=socket.gethostname(), pid=os.getpid(), step=self._step(), at=self._place,
+            still=still, written=time.time(), looks=dict(self._looks), stack=stack(frame),
         )  # fmt: skip
         self._store.set(f"watch/{self._rank}", sign.model_dump_json())
 
@@ -125,10 +164,19 @@ class Watch:
             signs, old = self._signs(range(self._world_size)), time.time() - self._seconds
             blamed = [sign for sign in signs if sign.rank == following or sign.written < old]
         elif self._rank == 0:
-            blamed = _standing(self._signs(range(self._world_size)), self._seconds, self._world_size)
+            signs = self._signs(range(self._world_size))
+            blamed = _blamed(signs, self._seconds, self._world_size)
+            self._tell_slow(signs)
         if blamed:
             self._store.set("watch/verdict", json.dumps([sign.model_dump() for sign in blamed]))
         return blamed
+
+    def _tell_slow(self, signs: Sequence[Sign]) -> None:
+        """Say which ranks the others wait for, when these are others than before."""
+        slow = slow_ranks(signs)
+        if slow.keys() - self._slow:
+            logger.warning("\n".join(["slower than the other ranks, which wait for them:", *slow.values()]))
+        self._slow = frozenset(slow)
 
     def _is_silent(self, rank: int) -> bool:
         signs, now = self._signs([rank]), time.monotonic()
@@ -145,6 +193,10 @@ class Watch:
     def _end(self, what: str, blamed: Sequence[Sign] = ()) -> None:
         """Tell, kill what is stopped on this machine, and leave: the main thread may never come back from where it is."""
         logger.error("error: no progress for %g seconds; the job is ended\n%s", self._seconds, what)
+        if record := flight_record():
+            with contextlib.suppress(OSError):
+                self._logs.mkdir(parents=True, exist_ok=True)
+                (self._logs / f"flight-record-rank{self._rank}.json").write_text(record)
         time.sleep(TELL_SECONDS)  # whoever copies this rank's output to the screen should have it before anything dies
         for sign in blamed:
             if sign.host == socket.gethostname() and sign.rank != self._rank:
@@ -161,27 +213,30 @@ def _holder(environment: Mapping[str, str]) -> str:
     return f"{who} on {where}, which holds the job's store,"
 
 
-def _standing(signs: Sequence[Sign], seconds: float, world_size: int) -> list[Sign]:
-    """Whom to blame when all ranks have stood still: those that wait for nobody, or all."""
+def _blamed(signs: Sequence[Sign], seconds: float, world_size: int) -> list[Sign]:
+    """Whom to blame when all ranks have stood still: those that wait for nobody; if all wait, those of the fewest that
+    stand where others do not; if all stand alike, all."""
     if len(signs) < world_size or any(sign.still < seconds for sign in signs):
         return []
-    return [sign for sign in signs if not sign.where.startswith(WAITING)] or list(signs)
+    if working := [sign for sign in signs if not sign.at.waits]:
+        return working
+    places = Counter((sign.step, sign.at.where) for sign in signs)
+    fewest = min(places.values())
+    return [sign for sign in signs if places[sign.step, sign.at.where] == fewest]
 
 
-def _where(frames: Mapping[int, FrameType], main: int) -> str:
-    """Where the main thread is; while it waits for autograd's, whose hooks talk to other ranks, where that waits for them."""
-    others = (_stack(frame) for thread, frame in frames.items() if thread != main)
-    waiting = next((place for place in others if place.startswith(WAITING)), None)
-    own = _stack(frames.get(main))
-    return own if waiting is None or own.startswith(WAITING) else waiting
-
-
-def _stack(frame: FrameType | None) -> str:
-    """The innermost line of mega's code that a thread is in: `mega_trainer/comm.py:77 all_reduce`."""
-    while frame is not None:
-        parts = Path(frame.f_code.co_filename).parts
-        home = next((index for index, part in enumerate(parts) if part.startswith("mega_")), None)
-        if home is not None:
-            return f"{'/'.join(parts[home:])}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "code that is not mega's"
+def slow_ranks(signs: Sequence[Sign]) -> dict[int, str]:
+    """Ranks that are at work when most others wait, each with a line that tells the phase where it differs most."""
+    if len(signs) < 2 or any(sign.looks_in_all < ENOUGH for sign in signs):
+        return {}
+    usual = median(sign.busy() for sign in signs)
+    found = {}
+    for sign in signs:
+        if sign.busy() > usual + SLOWER:
+            others = {phase: median(each.busy(phase) for each in signs) for phase in sign.looks if phase}
+            phase = max(others, key=lambda name: sign.busy(name) - others[name])
+            found[sign.rank] = (
+                f"  rank {sign.rank} on {sign.host} works {sign.busy():.0%} of the time, the median rank {usual:.0%}; "
+                f"most of that in {phase}: {sign.busy(phase):.0%} against {others[phase]:.0%}"
+            )
+    return found

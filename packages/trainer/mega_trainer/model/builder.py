@@ -150,6 +150,11 @@ class Builder:
         """The back end of linear layers."""
         return self.products or self.kernels
 
+    @property
+    def unrounded(self) -> Builder:
+        """For linear layers that are not in fp8 in any layer, such as those with a few numbers for each head."""
+        return replace(self, products=None)
+
     def of_layer(self, layer: int) -> Builder:
         """For what is in that layer."""
         return replace(self, products=self.by_layer.get(layer))

@@ -33,6 +33,7 @@ class GatedDelta(nn.Module):
 
     def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
+        build = build.unrounded
         delta, tp, name = build.config.delta, build.groups.tp, f"model.layers.{layer}.linear_attn"
         assert delta is not None
         keys = partial(Heads, count=delta.num_key_heads, size=delta.key_head_dim)

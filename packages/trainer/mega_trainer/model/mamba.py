@@ -36,6 +36,7 @@ class Mamba(nn.Module):
 
     def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
+        build = build.unrounded
         mamba, tp, name = build.config.mamba, build.groups.tp, f"model.layers.{layer}.mamba"
         assert mamba is not None
         self.kernels, self.mamba, heads = build.kernels, mamba, mamba.num_heads // tp.size

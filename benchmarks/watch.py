@@ -1,0 +1,80 @@
+"""What the watch over the ranks costs: steps while it looks where they are beside the same steps without it.
+
+    python benchmarks/watch.py [--pairs 40]
+
+One small model on this machine. Pairs of blocks of steps follow each other, the first of a pair changing sides, in processor
+time of all threads; the figure is the median of the differences over the median of the blocks. A sign is written twice a
+second, as with `timeout_seconds` = 4: more often than in any run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import phases as model
+import record
+import torch
+from torch.distributed import HashStore
+
+from mega_data.loader import StepBatch
+from mega_trainer import build
+from mega_trainer.batch import micro_batches
+from mega_trainer.config import RunConfig
+from mega_trainer.phases import Phases
+from mega_trainer.ranks import Ranks
+from mega_trainer.step import train_step
+from mega_trainer.train import assemble
+from mega_trainer.watch import Watch
+
+STEPS, SECONDS = 20, 4.0
+
+
+def measure(pairs: int, logs: Path) -> dict[str, float]:
+    """Milliseconds of processor time a step without, and the share that the watch adds."""
+    torch.set_num_threads(1)
+    config, device = RunConfig.parse(model.RUN), torch.device("cpu")
+    groups, phases = build.connect(config, Ranks()), Phases(device)
+    state, executor = assemble(config, groups, device, phases.phase)
+    shape = (model.MICRO_BATCHES, model.LENGTH)
+    tokens, places = np.ones((shape[0], shape[1] + 1), np.int64), np.tile(np.arange(shape[1]), (shape[0], 1))
+    batch = StepBatch(tokens[:, 1:], tokens[:, :-1], np.ones(shape, bool), places, None, np.arange(shape[0]))
+    micro = list(micro_batches(batch, config, device, groups.cp))
+
+    def block(*, watched: bool) -> float:
+        watch = Watch(HashStore(), 0, 1, lambda: 1, lambda: phases.current, SECONDS, logs)
+        begin = time.process_time()
+        with watch if watched else nullcontext():
+            for _ in range(STEPS):
+                train_step(executor, state.optimizer, micro, tokens=[float(shape[0] * shape[1])], lr=1e-4, clip=1.0)
+                phases.take()
+        return time.process_time() - begin
+
+    block(watched=True)
+    differences, plain = [], []
+    for number in range(pairs):
+        order = (True, False) if number % 2 else (False, True)
+        taken = {watched: block(watched=watched) for watched in order}
+        differences.append(taken[True] - taken[False])
+        plain.append(taken[False])
+    whole = statistics.median(plain)
+    overhead = 100 * statistics.median(differences) / whole
+    return {"step_ms": 1000 * whole / STEPS, "overhead_percent": overhead, "pairs": pairs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=40)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(parser.parse_args().pairs, Path(folder))
+    print(f"{found['step_ms']:.2f} ms a step, {found['overhead_percent']:+.2f} % with the watch")
+    record.write("watch", found, ["torch"])
+
+
+if __name__ == "__main__":
+    main()
