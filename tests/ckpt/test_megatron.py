@@ -23,12 +23,12 @@ from mega_ckpt.convert import Options, convert
 from mega_ckpt.families.plain import resolved
 from mega_ckpt.formats.megatron import MegatronSource, is_megatron
 from mega_ckpt.formats.megatron_args import read_args, write_args
-from mega_ckpt.formats.megatron_hybrid import Pattern
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Box, Sharded
 from mega_ckpt.source import Source, open_source
 from mega_ckpt.store import save
 from mega_common.errors import CheckpointError
+from mega_common.layer_pattern import Pattern
 from mega_common.model_config import ModelConfig
 
 BASE: dict[str, Any] = {

@@ -194,7 +194,7 @@ def test_further_tokens(theirs: Path, ours: Path, name: str) -> None:
     batch = MicroBatch(tokens, labels, ones, positions, Outline.of(positions.numpy(), None), [0, 1], ahead=ahead)
     (batch,) = weigh_ahead([batch], [ones.sum().item(), *(one.weights.sum().item() for one in ahead)])
     with torch.no_grad():
-        _, (_, loss) = model.whole(batch, model.context(positions))
+        _, (_, loss), _ = model.whole(batch, model.context(positions))
     written = torch.load(ours / name / "release.pt")["further"]
     for mine, one, other in zip(found, expected["further"], written, strict=True):
         assert one.std() > 0.1, "logits that say nothing"

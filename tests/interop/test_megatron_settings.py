@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from mega_ckpt.families.plain import plain
 from mega_ckpt.formats.megatron_args import read_args
-from mega_ckpt.formats.megatron_hybrid import spread
 from mega_cli.megatron_args import translate
 from mega_cli.megatron_args.arithmetic import layer_pattern
 from mega_cli.megatron_args.flags import load_flags
 from mega_cli.megatron_args.launch import find_launch
 from mega_cli.megatron_args.parse import parse_arguments
 from mega_common.errors import CheckpointError, ConfigError
+from mega_common.layer_pattern import spread
 from mega_common.model_config import ModelConfig
 
 SCRIPT = """

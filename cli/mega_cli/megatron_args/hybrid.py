@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mega_ckpt.families.keys import MismatchError
-from mega_ckpt.formats.megatron_hybrid import NORM_EPS, Pattern, mamba_section, pattern_of
 from mega_cli.megatron_args.draft import Draft
 from mega_cli.megatron_args.patterns import layers_of_kind
 from mega_cli.megatron_args.shell import MARK
+from mega_common.layer_pattern import NORM_EPS, Pattern, mamba_section, pattern_of
 
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 SHARES = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
@@ -42,7 +41,7 @@ def pattern_of_flags(draft: Draft) -> Pattern | None:
         return None
     try:
         pattern = pattern_of({dest: draft[dest] for dest in named})
-    except MismatchError as error:
+    except ValueError as error:
         draft.refuse(next(dest for dest in (*PATTERNS, "is_hybrid_model", *SHARES) if draft[dest]), str(error))
         return None
     layers = draft["num_layers"]

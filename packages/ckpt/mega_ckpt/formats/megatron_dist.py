@@ -42,8 +42,6 @@ _BUCKETS = (
 )
 # Beside the model: optimizer, random numbers, data loader.
 _OTHERS = ("optimizer", "chained_", "rng_state", "rerun_state", "opt_param_scheduler", "run_config", "iteration")
-
-
 _TAPS = re.compile(r"mixer\.conv1d\.weight\.\w+")  # [channels, 1, k] there
 
 
