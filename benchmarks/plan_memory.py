@@ -15,7 +15,7 @@ import argparse
 import csv
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,15 @@ import record
 
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
-from mega_trainer.pipeline.schedules import make_schedule, peak_activations
-from mega_trainer.plan.flops import count_parameters
-from mega_trainer.plan.memory import RunShape, layers_of_stages
+from mega_trainer.plan.like import Keeping, Like, memory_like
+from mega_trainer.plan.machine import SLACK
+from mega_trainer.plan.memory import RunShape
 
 UNITS = {"GiB": 2**30, "GB": 1e9}
 # Moonlight's recipe says "precision-aware optimizer with bf16 gradients/moments" (Megatron-Bridge, recipes/moonlight).
 BF16_MOMENTS = "Megatron-Bridge"
-# Fitted: what torch's allocator holds over what tensors take at the peak, where a source tells what is reserved.
-RESERVED = 1.04
+# As Bridge's recipes name parts of a layer, and we do.
+MODULES = {"layernorm": "norm", "moe_act": "activation", "mla_up_proj": "mla_up_proj", "mlp": "mlp"}
 # Fitted: these rows take memory for a loss that nothing compiles.
 EAGER_LOSS = ("torchtitan 2024-12", "torchao H100")
 # Fitted: gradients are kept in bf16, as what is allocated between steps says: 5.5 bytes a parameter over eight ranks.
@@ -111,75 +111,25 @@ def _run(row: Mapping[str, str], model: ModelConfig) -> RunShape:
 
 def predicted(row: Published) -> float:
     """Bytes on the rank that holds most."""
-    peer = _fsdp2 if row.run.zero == 3 else _pipelined
-    return peer(row) * (RESERVED if row.reserved else 1.0)
+    ranks = memory_like(row.model, row.run, _like(row), _keeping(row))
+    return max(sum(kinds.values()) for kinds in ranks) * (SLACK if row.reserved else 1.0)
 
 
-def _fsdp2(row: Published) -> float:
-    """torchtitan: fp32 shards of weights, gradients and two moments; bf16 weights of a layer and the next one, of embedding and
-    head throughout; logits whole, which an uncompiled loss turns into fp32, and so their logarithms and two gradients.
-
-    Per-operation checkpointing keeps a layer's input, attention's output and every other product: of queries, values, the gate, and the
-    last one.
-    """
-    model, run, count = row.model, row.run, count_parameters(row.model)
-    tokens, width = run.micro_batch * run.seq_length / run.cp, model.hidden_size
-    keys = model.kv_heads * model.head_size
-    kept = 2 * width
-    if row.recompute != "full":
-        kept += 2 * (3 * width + keys + model.ffn_hidden_size) + 4 * model.num_attention_heads
-    loss = tokens * model.vocab_size * (2 + 3 * 4 if row.source.startswith(EAGER_LOSS) else 2 + 2)
-    gathered = 2 * (count.embedding + count.head + 2 * count.layers[0].total)
-    return 16 * count.total / (run.dp * run.cp) + gathered + tokens * model.num_layers * kept + loss
+def _like(row: Published) -> Like:
+    return "fsdp2" if row.run.zero == 3 else "nanotron" if row.source.startswith("nanotron") else "megatron"
 
 
-def _pipelined(row: Published) -> float:
-    """Megatron and nanotron: weights in bf16, gradients whole, main weights and moments in fp32, shared under ZeRO-1.
-
-    nanotron keeps q and k before and after rotation, silu's output beside its product, and the inputs of column layers as they
-    were gathered; Megatron gathers those again.
-    """
-    run, model, nanotron = row.run, row.model, row.source.startswith("nanotron")
-    gradients, main = (
-        2 if row.source.startswith(HALF_GRADIENTS) else 4,
-        8 if row.source.startswith(BF16_MOMENTS) else 12,
+def _keeping(row: Published) -> Keeping:
+    """What a source says of its run, or is known to do."""
+    fully = row.run.zero == 3
+    again = {ours for theirs, ours in MODULES.items() if theirs in row.recompute}
+    eager = 2 + 3 * 4 if row.source.startswith(EAGER_LOSS) else 0
+    return Keeping(
+        gradients=2 if row.source.startswith(HALF_GRADIENTS) else 4,
+        optimizer=8 if row.source.startswith(BF16_MOMENTS) else 12,
+        logits=eager if fully else 0,
+        again=frozenset(again | ({"full"} if row.recompute == "full" else set())),
     )
-    schedule = make_schedule("1f1b", pp=run.pp, microbatches=run.microbatches)
-    flight, stages = peak_activations(schedule), layers_of_stages(model, replace(run, pp=run.pp))
-    count, most = count_parameters(model), 0.0
-    tokens = run.micro_batch * run.seq_length / run.cp
-    shared = (run.dp * run.cp, max(1, run.dp * run.cp * run.tp // run.ep)) if run.zero else (1, 1)
-    for rank, layers in enumerate(stages):
-        ends = (count.embedding * (rank == 0) + count.head * (rank == run.pp - 1)) / run.tp
-        dense = sum(count.layers[i].split / run.tp + count.layers[i].whole for i in layers) + ends
-        experts = sum(count.layers[i].experts for i in layers) / run.ep
-        states = sum(n * (2 + gradients + main / ranks) for n, ranks in zip((dense, experts), shared, strict=True))
-        kept = flight[rank] * tokens * sum(_layer(model, run, i, row.recompute, nanotron=nanotron) for i in layers)
-        # logits in bf16, in fp32, and their exponentials, which become the gradient
-        loss = tokens * model.vocab_size / run.tp * (2 + 4 + 4) * (rank == run.pp - 1)
-        most = max(most, states + kept + loss)
-    return most
-
-
-def _layer(model: ModelConfig, run: RunShape, index: int, recompute: str, *, nanotron: bool) -> float:
-    """Bytes of a token in one layer, without the parts of it that are computed again."""
-    width, values = model.hidden_size, model.num_attention_heads * model.value_size
-    query, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
-    moe = model.moe if model.has_experts(index) else None
-    wide = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
-    norms = 0 if "layernorm" in recompute else 2 * width
-    stream = (2 * width + (0 if nanotron else norms)) / run.tp + (norms if nanotron else 0)
-    if model.mla:
-        keys = query
-    heads = (2 if nanotron else 1) * (query + keys) + 2 * values
-    if "mla_up_proj" in recompute:
-        heads -= query + keys + values
-    feed = (4 if nanotron else 3) * wide + (2 * moe.top_k * width if moe else 0)
-    if moe and "moe_act" in recompute:
-        feed -= moe.top_k * moe.ffn_hidden_size
-    if moe is None and "mlp" in recompute:
-        feed = 0
-    return 2 * (stream + (heads + feed) / run.tp) + 4 * model.num_attention_heads / run.tp
 
 
 def compared(rows: Iterable[Published]) -> list[dict[str, Any]]:

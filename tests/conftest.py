@@ -23,6 +23,15 @@ def _same_numbers() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def quick_harness() -> Iterator[None]:
+    """lm-evaluation-harness fetches nothing, and does not ask half the machine what it is, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fresh_log() -> Iterator[None]:
     """A command sets up the log of its process: here that ends with the test, and `caplog` hears each record once."""

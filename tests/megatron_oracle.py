@@ -25,7 +25,7 @@ import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ BASE: dict[str, Any] = {
     "attention_dropout": 0.0, "moe_router_pre_softmax": False, "multi_latent_attention": False, "quick_geglu": False,
     "activation_func_clamp_value": None, "glu_linear_offset": 0.0, "softmax_type": "vanilla", "window_size": None,
     "window_attn_skip_freq": None, "rotary_interleaved": False, "layernorm_zero_centered_gamma": False,
-    "mtp_num_layers": None,
+    "mtp_num_layers": None, "squared_relu": False, "is_hybrid_model": False,
 }  # fmt: skip
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 EXPERTS = {
@@ -110,13 +110,61 @@ def _prepare() -> None:
     torch._dynamo.config.disable = True
     filesystem_async._process_memory = lambda: 0  # asks for psutil
     filesystem_async._results_queue = queue.Queue()  # else of a process of its own
+    _prepare_mamba()
+
+
+def _prepare_mamba() -> None:
+    """What Megatron's Mamba-2 asks of packages that need a GPU, and of one that only gives tensors other shapes."""
+    sys.modules["megatron.core.inference.contexts.attention_context.triton.tensor_ops"] = MagicMock()  # asks for triton
+    from megatron.core.ssm import mamba_block, mamba_context_parallel, mamba_mixer
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    class Norm(torch.nn.Module):
+        """A gate, then a norm of each group by itself."""
+
+        def __init__(self, width: int, eps: float, group_size: int, **_: Any) -> None:
+            super().__init__()
+            self.weight, self.eps, self.group_size = torch.nn.Parameter(torch.ones(width)), eps, group_size
+
+        def forward(self, x: Any, z: Any) -> Any:
+            y = (x * torch.nn.functional.silu(z)).unflatten(-1, (-1, self.group_size))
+            return self.weight * (y * (y.square().mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2)
+
+        def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+            return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {"weight": 0}, sharded_offsets)
+
+    shapes = {
+        "l b d -> b l d": lambda x: x.transpose(0, 1), "b l d -> l b d": lambda x: x.transpose(0, 1),
+        "b l d -> b d l": lambda x: x.transpose(1, 2), "b d l -> b l d": lambda x: x.transpose(1, 2),
+        "b l (h p) -> b l h p": lambda x, p: x.unflatten(-1, (-1, p)), "b l (g n) -> b l g n": lambda x, n: x.unflatten(-1, (-1, n)),
+        "b l h p -> b l (h p)": lambda x: x.flatten(2), "b l h p -> l b (h p)": lambda x: x.flatten(2).transpose(0, 1),
+    }  # fmt: skip
+    mamba_mixer.rearrange = lambda x, pattern, **sizes: shapes[pattern](x, **sizes)
+    mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
+    mamba_mixer.mamba_chunk_scan_combined, mamba_mixer.ExtendedRMSNorm = _scan, Norm
+    mamba_block.TENorm = WrappedTorchNorm
+
+
+def _scan(x: Any, dt: Any, a: Any, b: Any, c: Any, chunk: int, *, D: Any, dt_bias: Any, **_: Any) -> Any:
+    """The recurrence of Mamba-2, a token after the other: x [B, S, H, P], dt [B, S, H], b and c [B, S, G, N]."""
+    step = torch.nn.functional.softplus(dt + dt_bias)
+    b, c = (one.repeat_interleave(x.shape[2] // one.shape[2], 2) for one in (b, c))
+    state, out = x.new_zeros(*x.shape[:1], *x.shape[2:], b.shape[-1]), []
+    for t in range(x.shape[1]):
+        decay = torch.exp(step[:, t] * a)[..., None, None]
+        state = decay * state + (step[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        out.append((state * c[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+    return torch.stack(out, 1)
 
 
 def _config(args: Namespace) -> Any:
+    from megatron.core.activations import squared_relu
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     function = torch.nn.functional.silu if args.swiglu else quick_gelu if args.quick_geglu else torch.nn.functional.gelu
+    function = squared_relu if args.squared_relu else function
     experts = {} if not args.num_experts else {
         "num_moe_experts": args.num_experts, "moe_router_topk": args.moe_router_topk,
         "moe_ffn_hidden_size": args.moe_ffn_hidden_size, "moe_token_dispatcher_type": "allgather",
@@ -151,7 +199,10 @@ def _config(args: Namespace) -> Any:
         gradient_accumulation_fusion=False, pipeline_dtype=torch.float32,
         tensor_model_parallel_size=args.tp, pipeline_model_parallel_size=args.pp, expert_model_parallel_size=args.ep,
         virtual_pipeline_model_parallel_size=args.vp if args.vp > 1 else None,
-        **experts, **latent, **further,
+        **experts, **latent, **further, **({} if not args.is_hybrid_model else {
+            "mamba_state_dim": args.mamba_state_dim, "mamba_head_dim": args.mamba_head_dim, "is_hybrid_model": True,
+            "mamba_num_groups": args.mamba_num_groups, "mamba_num_heads": args.mamba_num_heads, "use_mamba_mem_eff_path": False,
+        }),
     )  # fmt: skip
     if args.position_embedding_type == "yarn":  # as Megatron-LM does, by hand
         names = "original_max_position_embeddings beta_fast beta_slow correction_range_round_to_int"
@@ -211,6 +262,8 @@ def _models(args: Namespace) -> list[Any]:
     norm = FusedLayerNorm if args.layernorm_zero_centered_gamma else WrappedTorchNorm
     backends.LNImpl = transformer_block.LayerNormImpl = norm
     _form_groups(args)
+    if args.is_hybrid_model:
+        return [_hybrid(args)]
     spec = get_gpt_layer_local_spec(
         num_experts=args.num_experts,
         qk_layernorm=args.qk_layernorm,
@@ -237,6 +290,53 @@ def _models(args: Namespace) -> list[Any]:
             ).eval()
         )  # fmt: skip
     return out
+
+
+def _hybrid(args: Namespace) -> Any:
+    """This rank's part of a model with layers of several kinds, of modules that need no GPU."""
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.mamba import MambaModel
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    def halves(experts: int | None) -> tuple[Any, Any]:
+        whole = get_gpt_layer_local_spec(num_experts=experts, normalization=args.normalization).submodules
+        attention = TransformerLayerSubmodules(
+            input_layernorm=whole.input_layernorm, self_attention=whole.self_attention, self_attn_bda=whole.self_attn_bda,
+            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+        )  # fmt: skip
+        feed = TransformerLayerSubmodules(
+            pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=whole.mlp, mlp_bda=whole.mlp_bda,
+            sharded_state_dict_keys_map={} if experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        )  # fmt: skip
+        return attention, feed
+
+    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear))
+    mamba = MambaLayerSubmodules(
+        norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+    )  # fmt: skip
+    (attention, mlp), experts = halves(None), halves(args.num_experts)[1] if args.num_experts else IdentityOp
+    stack = MambaStackSubmodules(
+        ModuleSpec(MambaLayer, submodules=mamba), ModuleSpec(TransformerLayer, submodules=attention),
+        ModuleSpec(MLPLayer, submodules=mlp), ModuleSpec(TransformerLayer, submodules=experts),
+    )  # fmt: skip
+    return MambaModel(
+        _config(args), ModuleSpec(MambaStack, submodules=stack), args.padded_vocab_size, args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+        hybrid_override_pattern=args.hybrid_override_pattern, parallel_output=False,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent, rotary_base=args.rotary_base,
+    ).eval()  # fmt: skip
 
 
 def _randomise(models: list[Any], args: Namespace) -> None:

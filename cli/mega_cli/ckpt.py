@@ -27,6 +27,7 @@ class Target(StrEnum):
     HF = "hf"
     MEGA = "mega"
     MEGATRON = "megatron"
+    PEFT = "peft"
 
 
 class MegatronFormat(StrEnum):
@@ -73,7 +74,9 @@ Convertible = Annotated[
 Converted = Annotated[str, typer.Argument(help="The folder to make; a URL with --to mega.")]
 To = Annotated[
     Target,
-    typer.Option(help="hf: config.json and safetensors. mega: a checkpoint to train from. megatron: a release."),
+    typer.Option(
+        help="hf: config.json and safetensors. mega: a checkpoint to train from. megatron: a release. peft: an adapter alone."
+    ),
 ]
 Cast = Annotated[Dtype | None, typer.Option(help="Cast the weights; default: as they are.")]
 Family = Annotated[
@@ -144,6 +147,26 @@ def convert(
     verify = verify or verify_data is not None
     check = _logits_check(source, verify_data) if verify and not options.settings else None
     converting.convert(source, destination, to.value, options=options, verify=verify, check=check, overwrite=overwrite)
+    print(destination)
+
+
+@app.command(epilog="Example: mega ckpt merge-adapter models/SmolLM2-135M runs/tuned out/merged --dtype bf16")
+def merge_adapter(
+    base: Convertible,
+    adapter: Annotated[str, typer.Argument(help="A run that trained one, or a folder of PEFT's.")],
+    destination: Converted,
+    to: To = Target.HF,
+    dtype: Cast = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Put an adapter of low rank into the weights that it was trained beside: a model that needs no adapter.
+
+    A run's adapter knows its base, so that `mega ckpt convert RUN OUT --to hf` does the same while that is in its place.
+    """
+    from mega_ckpt import convert as converting
+
+    options = converting.Options(dtype=converting.DTYPES[dtype.value] if dtype else None, adapter=adapter)
+    converting.convert(base, destination, to.value, options=options, overwrite=overwrite)
     print(destination)
 
 

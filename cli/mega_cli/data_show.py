@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from mega_data.show import Part, Token
     from mega_data.tokenizer import Tokenizer
+    from mega_trainer.config import RunConfig
 
 SHADES = {True: ("black on green", "black on bright_green"), False: ("default", "bright_black")}
 
@@ -70,16 +71,32 @@ def _of_data_set(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list
 def _of_run(run: Path, number: int, tokenizer: Tokenizer | None) -> list[Part]:
     from mega_data.dataset import build_datasets
     from mega_data.show import show_sample
-    from mega_trainer.config import load_run
     from mega_trainer.tokens import run_tokenizer
 
-    config = load_run(run)
+    config = _config(run)
     tokenizer = tokenizer or run_tokenizer(config.data, config.model.vocab_size)
     eod = tokenizer.eos_id if tokenizer else None
     train, _, _ = build_datasets(
         config.data, seed=config.train.seed, samples=config.samples, eod=eod, tokenizer=tokenizer
     )
     return show_sample(train[number], tokenizer)
+
+
+def _config(run: Path) -> RunConfig:
+    """What a run.yaml says, also where it reads data that no model here trains on."""
+    from pydantic import ValidationError
+
+    from mega_common.config import load_yaml
+    from mega_data.config import DataConfig
+    from mega_trainer.config import RunConfig, resolve
+
+    raw = resolve(load_yaml(run))
+    if not DataConfig.parse(raw.get("data") or {}, source=f"{run}: data").kinds & {"bert", "t5", "pairs"}:
+        return RunConfig.parse(raw, source=str(run))
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError:  # which `parse` tells
+        return RunConfig.parse(raw, source=str(run))
 
 
 def _heading(part: Part) -> str:

@@ -157,11 +157,12 @@ def eval_command(
         from mega_cli.eval_tasks import Asked, evaluate_tasks, import_harness
 
         import_harness(offline=offline)
+        from mega_eval.replicas import Sharing
         from mega_eval.tasks import TaskOptions
 
         asked = Asked(model, tokenizer, precision, device, batch_size, seq_length, output)
         options = TaskOptions(include_path, num_fewshot, limit, apply_chat_template, log_samples, cache)
-        evaluate_tasks(tasks.split(","), asked, options, nproc=nproc, tp=tp, ep=ep, pp=pp)
+        evaluate_tasks(tasks.split(","), asked, options, Sharing(tp, ep, pp), nproc)
         return
     assert data is not None
     from mega_common.files import write_json

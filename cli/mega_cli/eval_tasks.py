@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from mega_common.errors import ConfigError, DataError, MissingPackageError
+from mega_common.errors import DataError, MissingPackageError
 
 if TYPE_CHECKING:
     from mega_data.chat.template import ChatTemplate
@@ -53,43 +48,15 @@ def import_harness(*, offline: bool) -> None:
         ) from None
 
 
-def evaluate_tasks(
-    names: list[str], asked: Asked, options: TaskOptions, *, nproc: int | None, tp: int, ep: int, pp: int
-) -> None:
+def evaluate_tasks(names: list[str], asked: Asked, options: TaskOptions, sharing: Sharing, nproc: int | None) -> None:
     """Run tasks, in this process when it is a rank already or needs no others; else start `nproc` ranks."""
-    from mega_common.log import setup_log
-    from mega_eval.replicas import Sharing
-    from mega_trainer.ranks import Ranks, joined, ranks_of
+    from mega_cli.eval_ranks import ranks_for
 
-    ranks = ranks_of(os.environ)
-    sharing = Sharing(tp, ep, pp)
-    count = ranks.world_size if ranks else nproc or sharing.size
-    if count % sharing.size or sharing.block % min(tp, ep):
-        raise ConfigError(
-            f"{count} ranks cannot be shared out by tp {tp}, ep {ep} and pp {pp}",
-            hint="pp times the larger of tp and ep divides the number of ranks, and the smaller of these the larger",
-        )
-    if ranks is None and count > 1:
-        raise typer.Exit(_start(count))
-    ranks = ranks or Ranks()
-    if ranks.world_size > 1:
-        setup_log(rank=ranks.rank, world_size=ranks.world_size)
-    with joined(ranks, asked.device, WAIT_SECONDS):
+    with ranks_for(sharing, nproc, asked.device, WAIT_SECONDS) as ranks:
         if ranks.rank == 0:
             _lead(names, asked, options, sharing, ranks.world_size)
         else:
             _load(asked, sharing, ranks.rank, ranks.world_size).follow()
-
-
-def _start(count: int) -> int:
-    """Start this very command on so many ranks; their logs stay where it fails."""
-    from mega_trainer.ranks import start_local_ranks
-
-    folder = Path(tempfile.mkdtemp(prefix="mega-eval-"))
-    status = start_local_ranks([sys.executable, "-m", "mega_cli.main", *sys.argv[1:]], count, folder)
-    if status == 0:
-        shutil.rmtree(folder)
-    return status
 
 
 def _lead(names: list[str], asked: Asked, options: TaskOptions, sharing: Sharing, world_size: int) -> None:

@@ -20,7 +20,9 @@ EXAMPLES = """Examples:
 
   mega plan run.yaml --machine h100-ib --ranks 1024 --tokens 15T
 
-  mega plan run.yaml --machine h100 --ranks 512 --search > layout.yaml
+  mega plan run.yaml --machine h100 --ranks 512 --search --write run-512.yaml
+
+  mega plan runs/mine/run.yaml --machine h100 --ranks 64 --fit runs/mine/metrics.jsonl > our-h100.yaml
 
   mega plan run.yaml --machine h100 --ranks 512 --html plan.html
 
@@ -62,9 +64,24 @@ def plan_command(
             help="With --machine: the fastest layouts that fit, and the first of them as sections of a run.yaml.",
         ),
     ] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="With --search: write the run in the fastest layout into this new file.", show_default=False),
+    ] = None,
+    fit: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="METRICS",
+            help="With --machine: print it as this metrics.jsonl of the run, on so many --ranks, measured it.",
+        ),
+    ] = None,
     html: Annotated[
         Path | None,
         typer.Option(help="Write all of it into this file, as a page that needs no other; with --search that too."),
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(help="Memory as another trainer keeps things: megatron, nanotron or fsdp2 (torchtitan)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -76,25 +93,37 @@ def plan_command(
     from mega_trainer.config import load_plan
     from mega_trainer.layout import fewest_ranks
 
-    if machine is None and (tokens is not None or search):
-        given = "--search" if search else "--tokens"
+    if machine is None and (tokens is not None or search or fit is not None):
+        given = "--search" if search else "--fit" if fit is not None else "--tokens"
         raise ConfigError(
             f"{given} predicts times, which depend on the machine", hint=f"add --machine, as in {given} --machine h100"
         )
+    if write is not None and (not search or write.exists()):
+        rule = "is there already" if search else "is for the layout that --search finds"
+        raise ConfigError(f"--write {write}: {rule}", hint="a new file's name" if search else "add --search")
     config = load_plan(run, set_ or [])
     ranks = ranks or fewest_ranks(config)
     if machine is not None and search:
-        from mega_cli.plan_time import SHOWN, found, in_words
+        from mega_cli.plan_time import SHOWN, found, in_words, write_layout
 
         layouts = found(config, ranks, machine, SHOWN if html is None else PICTURED)
         if html is not None:
             from mega_cli.plan_html import write_search
 
             write_search(html, run, config, ranks, machine, tokens, layouts)
+        if write is not None:
+            write_layout(config, layouts[0], write)
         print(in_words(config, ranks, machine, layouts[:SHOWN], as_json=as_json))
         return
     config.check_ranks(ranks)
+    if machine is not None and fit is not None:
+        from mega_cli.plan_time import fit as fit_machine
+
+        print(fit_machine(config, ranks, machine, fit))
+        return
     told = planned(config, ranks, draw)
+    if like is not None:
+        told |= {"like": like, "memory_bytes": _memory_like(config, ranks, like)}
     if machine is not None:
         from mega_cli.plan_time import timed
 
@@ -148,6 +177,17 @@ def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str
     }
 
 
+def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int]]:
+    from mega_common.errors import ConfigError
+    from mega_trainer.plan.advice import run_shape
+    from mega_trainer.plan.like import LIKES, memory_like
+
+    known = next((name for name in LIKES if name == like), None)
+    if known is None:
+        raise ConfigError(f"--like {like}: no trainer whose memory is known", hint=f"one of {', '.join(LIKES)}")
+    return memory_like(config.model, run_shape(config, ranks), known)
+
+
 def _rampup(told: dict[str, Any]) -> list[str]:
     """The line of a batch that grows; the others are of its full size."""
     growing = told.get("rampup", [])
@@ -170,7 +210,7 @@ def _table(told: dict[str, Any]) -> str:
         *_rampup(told),
         f"pipeline bubble  {100 * told['bubble']:.1f} %"
         + ("" if formula is None else f" (formula {100 * formula:.1f} %)"),
-        "estimated bytes a rank, by pipeline rank:",
+        f"estimated bytes a rank{' as ' + told['like'] + ' keeps them' if 'like' in told else ''}, by pipeline rank:",
     ]
     large = max(sum(kinds.values()) for kinds in told["memory_bytes"]) >= 2**30
     scale, unit = (2**30, "GiB") if large else (2**20, "MiB")

@@ -52,14 +52,16 @@ def write_search(
         ConfigError: when the file cannot be written.
     """
     from mega_cli.plan import planned
-    from mega_cli.plan_time import timed, words
+    from mega_cli.plan_time import timed
     from mega_trainer.pages.plan_page import Found
-    from mega_trainer.plan.search import reason, with_settings
+    from mega_trainer.plan.search import reason, short, with_settings
 
     best = layouts[0]
     each = config.batch.global_ * config.data.seq_length / ranks
     found = [
-        Found(layout.time.seconds, each / layout.time.seconds, layout.memory, words(layout), reason(layout, best))
+        Found(
+            layout.time.seconds, each / layout.time.seconds, layout.memory, short(layout.settings), reason(layout, best)
+        )
         for layout in layouts
     ]
     chosen = with_settings(config, best.settings)

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_common.errors import ConfigError
@@ -46,8 +47,8 @@ def timed(
         "mfu_causal": rate / ranks * model_flops(config.model, length) / peak,
         "mfu_palm": rate / ranks * palm_flops(config.model, length) / peak,
         "seconds": dict(sorted(step.parts.items(), key=lambda part: -part[1])),
-        "memory_limit_bytes": round(machine.memory_gb * 1e9),
-        "fits": max(sum(kinds.values()) for kinds in memory) <= machine.memory_gb * 1e9,
+        "memory_limit_bytes": round(machine.room),
+        "fits": max(sum(kinds.values()) for kinds in memory) <= machine.room,
     }
     if wanted is not None:
         hours = wanted / rate / 3600
@@ -76,7 +77,7 @@ def table(told: Mapping[str, Any]) -> list[str]:
         f"  MFU            {100 * told['mfu_causal']:.1f} % (what is not masked), {100 * told['mfu_palm']:.1f} % "
         f"(6 N + 12 L H Q S, as PaLM counts) of the {told['peak_of']} peak",
         f"  time goes to   {parts}",
-        f"  memory         {'fits' if told['fits'] else 'does not fit'} {limit:.1f} GiB",
+        f"  memory         {'fits' if told['fits'] else 'does not fit'} {limit:.1f} GiB, what CUDA and the allocator's slack leave",
     ]
     if "hours" in told:
         cost = f", costs {told['cost']:,.0f}" if "cost" in told else ""
@@ -110,7 +111,7 @@ def found(config: RunConfig, ranks: int, name: str, keep: int = SHOWN) -> list[L
 
 def in_words(config: RunConfig, ranks: int, name: str, layouts: Sequence[Layout], *, as_json: bool) -> str:
     """These layouts, as comments of a YAML text that makes the first; or as JSON."""
-    from mega_trainer.plan.search import reason, yaml_of
+    from mega_trainer.plan.search import reason, short, yaml_of
 
     best, tokens = layouts[0], config.batch.global_ * config.data.seq_length
 
@@ -131,22 +132,41 @@ def in_words(config: RunConfig, ranks: int, name: str, layouts: Sequence[Layout]
     for layout in layouts:
         lines.append(
             f"# {layout.time.seconds:.3f} s  {tokens / layout.time.seconds / ranks:,.0f}  {layout.memory / 2**30:.1f} GiB  "
-            f"+{100 * slower(layout):.1f} %  {words(layout)}: {reason(layout, best)}"
+            f"+{100 * slower(layout):.1f} %  {short(layout.settings)}: {reason(layout, best)}"
         )
     return "\n".join([*lines, yaml_of(best).rstrip()])
 
 
-def words(layout: Layout) -> str:
-    """Of a layout what is not as it is by default."""
-    plain = {"virtual_stages": 1, "schedule": "1f1b", "expert_tp": 1, "cp": 1, "ep": 1, "activations": 0, "sp": False}
-    told = []
-    for path, value in layout.settings.items():
-        key = path.rpartition(".")[2]
-        shown = value["kind"] if isinstance(value, dict) else value
-        hidden = key == "cp_kind" and layout.settings["parallel.cp"] == 1
-        if shown is not None and shown != plain.get(key) and not hidden:
-            told.append(key if shown is True else f"{key} {shown}")
-    return " ".join(told)
+def fit(config: RunConfig, ranks: int, name: str, metrics: Path) -> str:
+    """The machine as that run measured it, as a YAML text with what was measured as comments.
+
+    Raises:
+        ConfigError: for a machine that is not known, metrics that tell nothing, or a run that was faster than can be.
+    """
+    import yaml
+
+    from mega_trainer.plan.fit import compared, fitted, read_metrics
+    from mega_trainer.plan.machine import load_machine
+    from mega_trainer.plan.search import planned
+
+    machine, measured = load_machine(name), read_metrics(metrics)
+    before = planned(config, ranks, machine)
+    own = fitted(before, machine, measured)
+    lines = [f"# {name}, as {metrics} measured it on {ranks} rank(s)"]
+    lines += [f"# {line}" for line in compared(before, planned(config, ranks, own), measured)]
+    return "\n".join([*lines, yaml.safe_dump(own.model_dump(mode="json", exclude_none=True), sort_keys=False).rstrip()])
+
+
+def write_layout(config: RunConfig, layout: Layout, path: Path) -> None:
+    """A run.yaml of every setting of that run, in that layout."""
+    import yaml
+
+    from mega_common.files import atomic_file
+    from mega_trainer.plan.search import with_settings
+
+    chosen = with_settings(config, layout.settings).model_dump(mode="json", by_alias=True, exclude_none=True)
+    with atomic_file(path, text=True) as stream:
+        yaml.safe_dump(chosen, stream, sort_keys=False)
 
 
 def _settings(layout: Layout, config: RunConfig) -> list[str]:

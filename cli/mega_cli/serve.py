@@ -34,12 +34,16 @@ if TYPE_CHECKING:
     from mega_data.tokenizer import Tokenizer
     from mega_eval.chat import Chat
     from mega_eval.engine import Engine
+    from mega_eval.replicas import Sharing
+    from mega_trainer.ranks import Ranks
 
 SERVE_EXAMPLES = """Examples:
 
     mega serve out/hf
 
     mega serve runs/llama3-8b --port 8080 --name llama3-8b --precision bf16
+
+    mega serve out/hf --precision bf16 --tp 2
 
     mega serve out/hf --host 0.0.0.0 --api-key-file secrets/key --max-requests 64
 
@@ -54,6 +58,7 @@ CHAT_EXAMPLES = """Examples:
     printf 'What is the capital of France?\\nAnd of Italy?\\n' | mega chat out/hf
 """
 LONGEST_DEFAULT = 8192  # tokens
+FOREVER = 3600.0 * 24 * 365 * 10  # seconds that ranks wait for a request
 KEY_VARIABLE = "MEGA_API_KEY"
 
 ChatTemplateOption = Annotated[
@@ -90,6 +95,9 @@ def serve_command(
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 2**20,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one request.")] = 600,
     drain: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs after SIGTERM or Ctrl-C.")] = 30,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks to start here that share each weight.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks that share the experts.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Ranks that share the layers.")] = 1,
     precision: PrecisionOption = Precision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
@@ -97,38 +105,50 @@ def serve_command(
 ) -> None:
     """Serve a model by OpenAI's API, with a page to try it at /.
 
-    For evaluation, for trying and for light use: one process, one copy of the model. For heavy serving give the folder
+    For evaluation, for trying and for light use: one copy of the model. For heavy serving give the folder
     that `mega ckpt convert MODEL OUT --to hf` writes to vLLM or SGLang, which load it as it is.
 
     Routes: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /version, /metrics.
     """
     key = _api_key(api_key, api_key_file)
     _need_server()
+    from mega_cli.eval_ranks import ranks_for
+    from mega_eval.lead import LeadingEngine, follow
+    from mega_eval.replicas import Sharing
     from mega_eval.server.driver import Driver
     from mega_eval.server.gate import Bounds
     from mega_eval.server.metrics import Metrics
     from mega_eval.server.run import Server, bind
     from mega_eval.server.service import Service
 
-    listener = bind(host, port, key)
-    found = _load(model, precision, device, tokenizer, max_length, cache_tokens, batch_size)
-    service = Service(
-        name=name or model,
-        version=__version__,
-        driver=Driver(found.engine, most=max_requests),
-        tokenizer=found.tokenizer,
-        template=_template_if_any(model, tokenizer, chat_template),
-        ends=found.ends,
-        own=_own_sampling(model),
-        max_length=found.max_length,
-        vocab_size=found.vocab_size,
-        seconds=timeout,
-        metrics=Metrics(found.engine),
-    )
-    hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
-    bounds = Bounds(key, hosts, requests=max_requests, seconds=timeout, body=max_body)
-    server = Server(service, bounds, drain=drain)
-    server.run(sockets=[listener])
+    sharing = Sharing(tp, ep, pp)
+    with ranks_for(sharing, sharing.size, device, FOREVER) as ranks:
+        listener = bind(host, port, key) if ranks.rank == 0 else None
+        found = _load(model, precision, device, tokenizer, max_length, cache_tokens, batch_size, sharing, ranks)
+        if listener is None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # the first rank ends, when what runs is finished
+            follow(found.engine)
+            return
+        service = Service(
+            name=name or model,
+            version=__version__,
+            driver=Driver(found.engine, most=max_requests),
+            tokenizer=found.tokenizer,
+            template=_template_if_any(model, tokenizer, chat_template),
+            ends=found.ends,
+            own=_own_sampling(model),
+            max_length=found.max_length,
+            vocab_size=found.vocab_size,
+            seconds=timeout,
+            metrics=Metrics(found.engine),
+        )
+        hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
+        bounds = Bounds(key, hosts, requests=max_requests, seconds=timeout, body=max_body)
+        server = Server(service, bounds, drain=drain)
+        server.run(sockets=[listener])
+        if isinstance(found.engine, LeadingEngine):
+            found.engine.close()
     if server.force_exit:
         raise KeyboardInterrupt
 
@@ -193,15 +213,23 @@ def _load(
     max_length: int | None,
     cache_tokens: int | None,
     batch_size: int,
+    sharing: Sharing | None = None,
+    ranks: Ranks | None = None,
 ) -> _Loaded:
+    from mega_ckpt.source import model_at
     from mega_eval.engine import Engine
     from mega_eval.generate import usual_drafter
     from mega_eval.language_model import LanguageModel
+    from mega_eval.lead import LeadingEngine
+    from mega_eval.replicas import connect
 
-    loaded = LanguageModel.load(model, precision=precision, device=device, tokenizer=tokenizer)
+    groups, leads = None, False
+    if sharing is not None and ranks is not None and ranks.world_size > 1:
+        groups, leads = connect(model_at(model), ranks.rank, ranks.world_size, sharing), ranks.rank == 0
+    loaded = LanguageModel.load(model, precision=precision, device=device, tokenizer=tokenizer, groups=groups)
     config, words = loaded.model.config, loaded.tokenizer
     longest = max_length or min(config.max_position, LONGEST_DEFAULT)
-    engine = Engine(
+    engine = (LeadingEngine if leads else Engine)(
         loaded.model, words, cache_tokens=cache_tokens or 2 * longest, batch_size=batch_size,
         drafter=usual_drafter(loaded.model),
     )  # fmt: skip

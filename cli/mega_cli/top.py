@@ -25,21 +25,22 @@ def top_command(
     It reads what the run writes, and can run on any machine that sees the folder.
     """
     import time
+    from contextlib import suppress
 
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.live import Live
 
     from mega_trainer.pages.run_log import RunLog
     from mega_trainer.pages.top import TAIL, view
 
-    def now() -> object:
+    def now() -> RenderableType:
         return view(RunLog.read(run, tail=TAIL), time.time())
 
     console = Console()
     if once or not console.is_terminal:
         console.print(now())
         return
-    with Live(now(), console=console, screen=True, auto_refresh=False) as live:  # type: ignore[arg-type]
+    with suppress(KeyboardInterrupt), Live(now(), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(every)
-            live.update(now(), refresh=True)  # type: ignore[arg-type]
+            live.update(now(), refresh=True)

@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from mega_trainer.config import RunConfig
+    from mega_trainer.train import Scorer
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -139,8 +140,10 @@ def train_command(
             raise ConfigError("--reproduce takes its settings from the checkpoint", hint="--set changes some of them")
         raise typer.Exit(again.reproduce(reproduce, set_ or [], nproc, _start))
     run = _only_run(words or [])
-    config = load_run(run, set_ or [], tell=check)  # a run that starts tells by itself, once
+    overrides: Sequence[str] = set_ or []
+    config = load_run(run, overrides, tell=check)  # a run that starts tells by itself, once
     if nproc is not None:
+        config, overrides = _laid_out(config, run, overrides, nproc)
         config.check_ranks(nproc)
     if check:
         uses = check_data(config) if data else []
@@ -149,15 +152,37 @@ def train_command(
         print(f"# {_kernels(config)}")
         return
     if find_micro_batch:
-        print(_largest_micro_batch(config, run, set_ or [], nproc))
+        print(_largest_micro_batch(config, run, overrides, nproc))
         return
     if replay is not None:
         raise typer.Exit(again.replay(config, replay, nproc, _start))
-    if status := _start(config, run, nproc, set_ or []):
+    if status := _start(config, run, nproc, overrides):
         raise typer.Exit(status)
 
 
-def _largest_micro_batch(config: RunConfig, run: Path, overrides: list[str], nproc: int | None) -> str:
+def _laid_out(
+    config: RunConfig, run: Path, overrides: Sequence[str], ranks: int, *, tells: bool = True
+) -> tuple[RunConfig, Sequence[str]]:
+    """The run and its overrides, with the layout that is chosen for so many ranks where it has none."""
+    from mega_ckpt.checkpoint import Checkpoint
+    from mega_trainer.config import load_run
+    from mega_trainer.device import machine_here
+    from mega_trainer.plan.laid_out import laid_out
+    from mega_trainer.plan.search import overrides as as_overrides
+    from mega_trainer.state import starting_point
+
+    if ranks == 1 or "parallel" in config.model_fields_set or (machine := machine_here(config)) is None:
+        return config, overrides
+    checkpoint = starting_point(config)
+    saved = None if checkpoint is None else Checkpoint.open(checkpoint).state.get("settings")
+    settings, told = laid_out(config, ranks, machine, saved)
+    if tells:
+        typer.echo(told, err=True)
+    chosen = [*overrides, *as_overrides(settings)]
+    return load_run(run, chosen), chosen
+
+
+def _largest_micro_batch(config: RunConfig, run: Path, overrides: Sequence[str], nproc: int | None) -> str:
     """The command that trains with it."""
     import sys
 
@@ -243,12 +268,14 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
     ranks = ranks_of(os.environ)
     if ranks is None:
         count = nproc or default_ranks(config.ranks_asked, config.device)
+        config, overrides = _laid_out(config, run, overrides, count)
         config.check_ranks(count)
         if count > 1:
             options = [f"--set={override}" for override in overrides]
             command = [sys.executable, "-m", "mega_cli.main", "train", str(run), *options]
             return start_local_ranks(command, count, Path(config.output))
         ranks = Ranks()
+    config, _ = _laid_out(config, run, overrides, ranks.world_size, tells=ranks.rank == 0)
     setup_log(rank=ranks.rank, world_size=ranks.world_size)
     if ranks.rank == 0:
         warn_of_restarts(os.environ)
@@ -261,7 +288,7 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
         raise
     try:
         with joined(ranks, config.device, config.timeout_seconds) as store:
-            train(config, ranks, store)
+            train(config, ranks, store, _scorer(config))
     except Terminated as error:  # by torchrun itself, which ends, or goes on with more ranks
         tell_torchrun(os.environ, error.exit_status)
         raise
@@ -269,6 +296,18 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
         end_torchrun(os.environ, error.exit_status)
         raise
     return 0
+
+
+def _scorer(config: RunConfig) -> Scorer | None:
+    """What runs the tasks of `eval`, if any are asked for."""
+    if not config.eval.tasks:
+        return None
+    from mega_cli.eval_tasks import import_harness
+
+    import_harness(offline=False)
+    from mega_eval.in_training import TrainingTasks
+
+    return TrainingTasks(config)
 
 
 def _end_with_launcher() -> None:

@@ -186,6 +186,70 @@ def test_what_cannot_be_expressed_is_refused_by_name(raw: dict[str, Any], told: 
     assert "folder/config.json" in str(caught.value)
 
 
+NEMOTRON_H = {
+    "model_type": "nemotron_h", "vocab_size": 97, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "mamba_num_heads": 16, "hybrid_override_pattern": "M*-", "num_hidden_layers": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({}, {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
+        ({"hybrid_override_pattern": None, "layers_block_type": ["mamba", "attention", "mlp"]}, {}),
+        (
+            {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_chunk_size": 64},
+            {"n_groups": 4, "conv_kernel": 3, "chunk_size": 64},
+        ),
+        (
+            {"mamba_conv_bias": False, "mamba_dt_limit": [0.1, 0.2]},
+            {"use_conv_bias": False, "time_step_limit": (0.1, 0.2)},
+        ),
+        ({"attention_head_dim": 10}, {"head_dim": 10}),
+        ({"time_step_limit": [0.0, float("inf")]}, {}),
+        ({"time_step_limit": [0.0, "Infinity"]}, {"time_step_limit": None}),
+        ({"time_step_limit": [0.5, {"__float__": "Infinity"}]}, {"time_step_limit": [0.5, float("inf")]}),
+    ],
+)
+def test_older_and_newer_spellings_of_nemotron_h(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert read({**NEMOTRON_H, **old}) == read({**NEMOTRON_H, **new})
+
+
+def test_a_lower_limit_of_steps_without_an_upper_one_comes_back() -> None:
+    model = read({**NEMOTRON_H, "time_step_limit": [0.5, float("inf")]})
+    assert model.mamba is not None
+    assert model.mamba.dt_limit == (0.5, None)
+    assert same_model(read(json.loads(json.dumps(family_named("nemotron_h").write_config(model)))), model)
+
+
+GRANITE4 = {
+    **LLAMA, "model_type": "granitemoehybrid", "num_local_experts": 2, "mamba_n_heads": 6, "mamba_d_head": 8,
+    "layer_types": ["mamba", "attention", "mamba"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ({**NEMOTRON_H, "hybrid_override_pattern": "M+"}, "layers_block_type"),
+        ({**NEMOTRON_H, "head_dim": 8, "attention_head_dim": 10}, "must be the same"),
+        ({**NEMOTRON_H, "time_step_limit": 3}, "is no pair of numbers"),
+        ({**NEMOTRON_H, "time_step_limit": [0, "soon"]}, "'soon' is no number"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": "ME", "mlp_bias": True}, "mlp_bias = True"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": "ME", "n_shared_experts": 2}, "n_shared_experts = 2"),
+        ({**NEMOTRON_H, "attention_bias": True}, "attention_bias = True"),
+        ({**GRANITE4, "layer_types": ["mamba"]}, "layer_types names 1 layers"),
+        ({**GRANITE4, "mamba_n_heads": 5}, "x hidden_size = 48 must be that of 5 heads of 8"),
+        ({**LLAMA, "model_type": "bamba", "mamba_n_heads": 6, "mamba_d_head": 8, "layers_block_type": ["mamba"] * 3,
+          "attn_layer_indices": [1]}, "must say the same"),
+        ({**LLAMA, "model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate = False"),
+    ],
+)  # fmt: skip
+def test_hybrids_that_cannot_be_expressed_are_refused_by_name(raw: dict[str, Any], told: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        family_of(raw).read_config(raw)
+
+
 def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(CheckpointError) as caught:
         read({**LLAMA, "hidden_act": "relu", "is_causal": False, "partial_rotary_factor": 0.5})

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import MODELS, save_model
+from hf_models import MODELS, content, save_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from mega_ckpt.convert import convert
 from mega_ckpt.formats.hf import HfSource
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile, write_file
 from mega_ckpt.names import tensors_of
@@ -101,6 +102,39 @@ def test_tied_embeddings_may_be_stored_twice_if_they_are_the_same(folders: dict[
     save_file(tensors | {"lm_head.weight": embedding + 1}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
         HfSource(folder)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_part_of_a_model_that_sees_images(case: str, tmp_path: Path) -> None:
+    """As on the hub: its settings and names inside the whole's, its experts fused; what is of images is carried."""
+    text, whole, mega, back = (tmp_path / name for name in ("text", "whole", "mega", "back"))
+    save_model(text, case)
+    source, whole_raw = HfSource(text), json.loads((text / "config.json").read_text())
+    whole.mkdir()
+    kind = whole_raw["model_type"].removesuffix("_text")
+    outer = {"model_type": kind, "text_config": whole_raw, "vision_config": {"depth": 1}, "tie_word_embeddings": False}
+    (whole / "config.json").write_text(json.dumps(outer))
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in on_disk(text).items()}
+    for layer in range(3 if case == "qwen3_5_moe" else 0):
+        experts = f"model.language_model.layers.{layer}.mlp.experts"
+        one = {
+            part: torch.stack([tensors.pop(f"{experts}.{e}.{part}_proj.weight") for e in range(6)])
+            for part in ("gate", "up", "down")
+        }
+        tensors |= {
+            f"{experts}.gate_up_proj": torch.cat([one["gate"], one["up"]], 1),
+            f"{experts}.down_proj": one["down"],
+        }
+    save_file(
+        {**tensors, "model.visual.pos_embed.weight": torch.ones(3, 2), "mtp.norm.weight": torch.ones(2)},
+        whole / "model.safetensors",
+    )
+    inner = HfSource(whole)
+    assert all(torch.equal(source.read(name), inner.read(name)) for name in source.keys())  # noqa: SIM118
+    assert sorted(inner.buffers()) == ["model.visual.pos_embed.weight", "mtp.norm.weight"]
+    convert(whole, mega, "mega")
+    convert(mega, back, "hf")
+    assert content(back) == content(whole)
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -23,6 +23,7 @@ from mega_ckpt.convert import Options, convert
 from mega_ckpt.families.plain import resolved
 from mega_ckpt.formats.megatron import MegatronSource, is_megatron
 from mega_ckpt.formats.megatron_args import read_args, write_args
+from mega_ckpt.formats.megatron_hybrid import Pattern
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Box, Sharded
 from mega_ckpt.source import Source, open_source
@@ -111,6 +112,93 @@ def test_there_and_back(
     one, other = open_source(source).model, open_source(tmp_path / "back").model
     assert write_args(one) == write_args(other)
     assert resolved(one) == resolved(other)
+
+
+MAMBA = {"num_heads": 8, "head_dim": 4, "state_size": 5, "num_groups": 2, "norm_eps": 1e-5}
+HYBRID: dict[str, Any] = {
+    "num_layers": 6, "layers": "M*-ME*", "mamba": MAMBA, "position": "none", "norm_eps": 1e-6,
+    "moe": {**EXPERTS, "latent_size": 6, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 20},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"layers": "MM", "num_layers": 2, "moe": None, "norm": "layernorm", "zero_centered_norm": True}]
+)
+@pytest.mark.parametrize(
+    ("kind", "tp", "pp"), [("torch_dist", 1, 1), ("torch", 1, 2), ("torch", 2, 1), ("torch", 2, 2)]
+)
+def test_hybrids_there_and_back(changes: dict[str, Any], kind: str, tp: int, pp: int, tmp_path: Path) -> None:
+    source = mega(tmp_path / "mega", HYBRID | changes)
+    for implementation in ("transformer_engine", "local"):
+        options = Options(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
+        convert(source, tmp_path / implementation, "megatron", options=options, verify=True)
+        assert same(source, tmp_path / implementation)
+        assert resolved(open_source(tmp_path / implementation).model) == resolved(open_source(source).model)
+
+
+def test_files_of_ranks_join_the_parts_of_a_mamba_layer(tmp_path: Path) -> None:
+    """Rows of each part, rank by rank; a convolution has an axis more, and its name an underscore in newer versions."""
+    source = mega(tmp_path / "mega", HYBRID)
+    convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", tp=2))
+    states, held = ranks(tmp_path / "out"), weights(open_source(source))
+    model = states["mp_rank_01"]["model"]
+    parts = [held[f"model.layers.0.mamba.in_proj.{part}.weight"].chunk(2)[1] for part in ("z", "x", "B", "C", "dt")]
+    assert torch.equal(model["decoder.layers.0.mixer.in_proj.weight"], torch.cat(parts))
+    taps = [held[f"model.layers.0.mamba.conv1d.{part}.weight"].chunk(2)[1] for part in "xBC"]
+    assert torch.equal(model["decoder.layers.0.mixer.conv1d.weight"], torch.cat(taps)[:, None])
+    assert torch.equal(model["decoder.final_norm.weight"], held["model.norm.weight"])
+    for state in states.values():
+        state["model"] = {
+            name.replace("mixer.conv1d.", "mixer.conv1d_"): tensor for name, tensor in state["model"].items()
+        }
+    assert same(source, put(tmp_path / "iter_0000003", states))
+
+
+def test_layers_of_mamba_split_by_groups_alone(tmp_path: Path) -> None:
+    source = mega(tmp_path / "mega", HYBRID | {"mamba": {**MAMBA, "num_groups": 1}})
+    with pytest.raises(CheckpointError, match="tp = 2 does not divide the 8 heads in 1 groups"):
+        convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", tp=2))
+
+
+@pytest.mark.parametrize(
+    ("args", "layers"),
+    [
+        ({"hybrid_layer_pattern": "M*|-M"}, ["mamba", "attention", "mlp", "mamba"]),
+        ({"hybrid_override_pattern": "M-", "num_layers": 2, "mamba_num_heads": 8}, ["mamba", "mlp"]),
+        (
+            {"is_hybrid_model": True, "num_layers": 5, "hybrid_attention_ratio": 0.2, "hybrid_mlp_ratio": 0.4},
+            ["mamba", "mlp", "attention", "mamba", "mlp"],
+        ),
+    ],
+)
+def test_patterns_of_hybrids(args: dict[str, Any], layers: list[str]) -> None:
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+        "vocab_size": 50,
+        "ffn_hidden_size": 8,
+    }
+    model = read_args({**sizes, "position_embedding_type": "none", "mamba_head_dim": 8, **args}, "here")
+    assert model.layers == layers
+    assert model.mamba is not None
+    assert (model.mamba.num_heads, model.mamba.head_dim, model.mamba.state_size, model.mamba.num_groups) == (
+        8,
+        8,
+        128,
+        8,
+    )
+
+
+def test_further_tokens_of_a_pattern() -> None:
+    assert Pattern.parse("M-|M/*-/*-").layers == ["mamba", "mlp", "mamba", "attention+mlp", "attention+mlp"]
+    assert Pattern.parse("M-|M/*").stages == (2, 1)
+
+
+@pytest.mark.parametrize("pattern", ["M?", "|", "M/MM", "M+D", "M/*-", "MG"])
+def test_patterns_that_are_not_supported(pattern: str) -> None:
+    with pytest.raises(CheckpointError, match="hybrid_layer_pattern"):
+        read_args({"hybrid_layer_pattern": pattern, "hidden_size": 16, "num_attention_heads": 4}, "here")
 
 
 @pytest.fixture

@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_templates import CONVERSATIONS, chat_tokenizer
+from masked_data import SENTINELS, SPECIAL, WORDS, sentences
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
 from typer.testing import CliRunner
 
 from mega_cli.data import app
@@ -114,11 +118,56 @@ def test_what_is_refused(folder: Path) -> None:
         data("show", folder / "chat", "--tokenizer", folder / "base")
 
 
-def test_pairs_are_not_trained_on_yet(folder: Path) -> None:
+def test_pairs_of_a_run_lie_side_by_side(folder: Path) -> None:
     run = (folder / "run.yaml").read_text().replace("conversations", "pairs").replace("chat", "pairs")
     (folder / "pairs.yaml").write_text(run)
-    with pytest.raises(ConfigError, match="has no loss to train with yet"):
-        data("show", "--run", folder / "pairs.yaml")
+    shown = data("show", "--run", folder / "pairs.yaml").splitlines()
+    assert [line for line in shown if not line.startswith(" ")] == [
+        "document 0: 69 tokens, 11 count in the loss",
+        "document 1: 62 tokens, 4 count in the loss",
+        "padding: 72 tokens, 0 count in the loss",
+    ]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of sentences, and a tokenizer with the special tokens of BERT and T5; a word is a token."""
+    folder = tmp_path_factory.mktemp("words")
+    names = [*SPECIAL, *WORDS, *SENTINELS]
+    backend = Backend(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([*SPECIAL, *SENTINELS])
+    (folder / "tok").mkdir()
+    backend.save(str(folder / "tok" / "tokenizer.json"))
+    sentences(folder / "d", 1)
+    return folder
+
+
+def of_kind(words: Path, kind: str) -> dict[str, list[dict[str, Any]]]:
+    (words / "run.yaml").write_text(
+        f"model: {{preset: llama3-8b}}\ndata: {{train: {words / 'd'}, kind: {kind}, seq_length: 200, split: '1',"
+        f" tokenizer: {words / 'tok'}}}\n"
+    )
+    return {part["name"]: part["tokens"] for part in json.loads(data("show", "--run", words / "run.yaml", "--json"))}
+
+
+def test_masked_words_of_a_run_and_what_is_to_be_guessed(words: Path) -> None:
+    parts = of_kind(words, "bert")
+    assert list(parts) == ["segment A", "segment B", "to be guessed"]
+    shown = {token["position"]: token for part in ("segment A", "segment B") for token in parts[part]}
+    assert "[CLS]" in shown[0]["text"]
+    asked = [place for place, token in shown.items() if token["weight"]]
+    assert asked == [token["position"] for token in parts["to be guessed"]]
+    assert 0.1 < len(asked) / len(shown) < 0.2
+    assert sum(shown[place]["id"] == SPECIAL.index("[MASK]") for place in asked) > len(asked) / 2
+
+
+def test_spans_of_a_run_and_what_tells_them(words: Path) -> None:
+    parts = of_kind(words, "t5")
+    assert list(parts) == ["encoder", "decoder", "labels"]
+    assert "<extra_id_0>" in "".join(token["text"] for token in parts["encoder"])
+    assert [token["id"] for token in parts["decoder"][1:]] == [token["id"] for token in parts["labels"][:-1]]
+    assert {token["weight"] for token in parts["labels"]} == {1.0}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -16,14 +15,7 @@ from mega_cli.eval import eval_command
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_OFFLINE", "1")
-        patch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)  # asks half the machine, for seconds
-        yield
+pytestmark = pytest.mark.usefixtures("quick_harness")
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,15 @@ def test_the_bubble_stands_beside_its_formula(tmp_path: Path, capsys: pytest.Cap
     assert len(plan["memory_bytes"]) == 4
 
 
+def test_memory_as_others_keep_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = told(tmp_path, capsys, "--ranks", "16", "--like", "megatron")
+    assert status == 0
+    assert "a rank as megatron keeps them" in out
+    status, _, err = told(tmp_path, capsys, "--like", "jax")
+    assert status == 2
+    assert "one of megatron, nanotron, fsdp2" in err
+
+
 def test_a_copy_of_the_weights_lies_on_so_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fully = ["--set", "parallel.pp=1", "--set", "parallel.zero=3", "--json"]
     _, one, _ = told(tmp_path, capsys, "--ranks", "8", *fully)
@@ -87,17 +96,6 @@ def test_a_machine_tells_the_time_of_a_step(tmp_path: Path, capsys: pytest.Captu
     assert "as PaLM counts" in text
 
 
-def test_a_search_prints_sections_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = told(tmp_path, capsys, "--ranks", "16", "--machine", "h100", "--search")
-    assert status == 0
-    found = yaml.safe_load(out)
-    assert set(found) == {"parallel", "batch", "recompute"}
-    (tmp_path / "best.yaml").write_text(yaml.safe_dump({**RUN, **found, "batch": {**RUN["batch"], **found["batch"]}}))
-    with pytest.raises(SystemExit) as end:
-        main(["plan", str(tmp_path / "best.yaml"), "--ranks", "16"])
-    assert not end.value.code
-
-
 @pytest.mark.parametrize(
     ("options", "told_of"),
     [
@@ -113,3 +111,54 @@ def test_what_a_prediction_needs(
     status, _, error = told(tmp_path, capsys, "--ranks", "8", *options)
     assert status == 2
     assert told_of in error
+
+
+SMALL = {
+    "model": {"preset": "tiny-10m"}, "data": {"train": "data/wiki", "seq_length": 512}, "batch": {"global": 16},
+    "machine": "h100",
+}  # fmt: skip
+
+
+def small(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, *options: str) -> tuple[int, str, str]:
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    status = 0
+    try:
+        main([command, str(tmp_path / "small.yaml"), *options])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_the_layout_that_is_found_is_printed_and_written_and_is_what_a_run_without_one_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "small-4.yaml"
+    options = ["--machine", "h100", "--ranks", "4", "--search", "--write", str(new)]
+    status, out, _ = small(tmp_path, capsys, "plan", *options)
+    found, written = yaml.safe_load(out), yaml.safe_load(new.read_text())
+    assert status == 0
+    assert set(found) == {"parallel", "batch", "recompute"}
+    assert found["parallel"].items() <= written["parallel"].items()
+    status, out, err = small(tmp_path, capsys, "train", "--nproc", "4", "--check", "--no-data")
+    checked = yaml.safe_load(out)
+    assert status == 0
+    assert "run.yaml has no `parallel`: the fastest that fits 4 ranks of h100" in err
+    assert (checked["parallel"], checked["batch"]) == (written["parallel"], written["batch"])
+    assert small(tmp_path, capsys, "train", "--nproc", "4", "--check", "--no-data", "--set", "parallel.tp=1")[2] == ""
+    status, _, err = small(tmp_path, capsys, "plan", *options)
+    assert status == 2
+    assert "is there already" in err
+    assert small(tmp_path, capsys, "plan", "--machine", "h100", "--write", "other.yaml")[0] == 2
+
+
+def test_a_fitted_machine_predicts_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics, machine = tmp_path / "metrics.jsonl", tmp_path / "ours.yaml"
+    metrics.write_text("".join(json.dumps({"step": step, "seconds": 0.02}) + "\n" for step in range(1, 12)))
+    options = ["--machine", "h100", "--ranks", "1", "--fit", str(metrics)]
+    status, out, _ = small(tmp_path, capsys, "plan", *options)
+    assert status == 0
+    machine.write_text(out)
+    _, out, _ = small(tmp_path, capsys, "plan", "--ranks", "1", "--machine", str(machine), "--json")
+    assert json.loads(out)["time"]["seconds_per_step"] == pytest.approx(0.02, rel=0.05)
+    assert small(tmp_path, capsys, "plan", "--fit", str(metrics))[0] == 2

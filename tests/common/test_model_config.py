@@ -54,6 +54,7 @@ def test_what_follows_from_what_is_given() -> None:
         ({"layers": "M-"}, "mamba: required by layers, which names layers of that kind"),
         ({"layers": [{"times": 0, "of": ["mlp"]}]}, "layers.0.times = 0: input should be greater than 0"),
         ({"layers": "*-", "parallel_residual": True}, "parallel_residual: wants a mixer and a feed-forward in every"),
+        ({"layers": "*-", "moe": MOE}, "moe: layers names none with experts -> name one, or leave out moe"),
         ({"layers": "*E", "moe": {**MOE, "layers": [1]}}, "moe.layers: is said by layers too -> leave out one of them"),
         (
             {"mamba": {"num_heads": 4, "head_dim": 8, "num_groups": 3}},
@@ -89,7 +90,7 @@ def test_a_pattern_says_the_kind_of_every_layer() -> None:
     assert [named.mixer(layer) for layer in range(6)] == ["mamba", *["delta", "attention"] * 2, "attention"]
     assert [named.has_experts(layer) for layer in range(6)] == [False, *[True] * 5]
     assert ModelConfig.parse(named.model_dump(mode="json")) == named
-    further = ModelConfig.parse({**SMALL, **sections, "layers": "*-M", "mtp_layers": 1})
+    further = ModelConfig.parse({**SMALL, "mamba": MAMBA, "layers": "*-M", "mtp_layers": 1})
     assert (further.num_layers, further.mixer(2)) == (2, "mamba")
     switched = ModelConfig.parse({**SMALL, "mtp_layers": 1, "moe": {**MOE, "layers": [1]}})
     assert switched.kinds == [("attention", "mlp"), ("attention", "moe"), ("attention", "mlp")]

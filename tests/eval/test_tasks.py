@@ -18,14 +18,7 @@ pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
 from mega_eval.harness import HarnessModel
 from mega_eval.tasks import TaskOptions, find_tasks, run_tasks, table, unknown_task, write_results
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Any:
-    """Data sets of local files are unpacked into a cache; none is fetched."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_OFFLINE", "1")
-        patch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)  # asks half the machine, for seconds
-        yield
+pytestmark = pytest.mark.usefixtures("quick_harness")
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import VARIANTS, cases, save_tiny, variant
 
-from mega_ckpt.families import FAMILIES, Family
+from mega_ckpt.families import FAMILIES, Family, family_for
+from mega_eval.generate import generate
 from mega_eval.load import load_model
+from mega_eval.text import Limits
 
 pytest.importorskip("transformers", reason="the reference implementation")
 
@@ -32,3 +35,28 @@ def test_logits(tmp_path: Path, family: Family, name: str):
         found = model.logits(model(model.embed(tokens, positions), model.context(positions)))
     assert expected.std() > 0.1, "logits that say nothing"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+class Numbers:
+    """A tokenizer of no text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return " ".join(map(str, ids))
+
+
+@pytest.mark.parametrize(
+    "name", ["nemotron-h", "nemotron-h-experts", "mamba2", "bamba", "granite4", "qwen3-next", "qwen3.5"]
+)
+def test_greedy_text_of_hybrids(tmp_path: Path, name: str):
+    """From states that go on token by token here; transformers reads the whole row again for each."""
+    config = variant(name)
+    reference = save_tiny(tmp_path, family_for(config), config)
+    row = [(7 * i * i + 3) % config.vocab_size for i in range(11)]
+    (found,) = generate(load_model(tmp_path), Numbers(), [row], Limits(20))
+    with torch.no_grad():
+        for _ in range(20):
+            row.append(int(reference(torch.tensor([row]), use_cache=False).logits[0, -1].argmax()))
+    assert list(found.tokens) == row[11:]

@@ -30,6 +30,11 @@ LATENT: dict[str, Any] = {
     "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "rope_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 0.7,
     "mscale_all_dim": 0.9,
 }  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "num_layers": 6, "is_hybrid_model": True, "position_embedding_type": "none", "squared_relu": True, "swiglu": False,
+    "mamba_state_dim": 5, "mamba_head_dim": 6, "mamba_num_groups": 2, "mamba_num_heads": 8, "hybrid_attention_ratio": 0.0,
+    "hybrid_mlp_ratio": 0.0,
+}  # fmt: skip
 # name: what differs from BASE, and the layout that Megatron saves it in
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "grouped-bias-odd-vocabulary": ({**GROUPED, "add_qkv_bias": True, "vocab_size": 61}, {"tp": 2, "pp": 2}),
@@ -88,6 +93,16 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "further-experts-in-some-layers": (
         {**GROUPED, **EXPERTS, "moe_layer_freq": [0, 1, 0, 1], "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3},
         {"tp": 1, "pp": 2, "ep": 2},
+    ),
+    "hybrid": (
+        {**GROUPED, **EXPERTS, **HYBRID, "moe_shared_expert_intermediate_size": 40, "moe_router_score_function": "sigmoid",
+         "moe_router_enable_expert_bias": True, "hybrid_override_pattern": "M*-MEM"},
+        {"tp": 2, "pp": 2},
+    ),
+    "hybrid-rotary-tied": (
+        {**HYBRID, "hybrid_override_pattern": "-MM*M-", "position_embedding_type": "rope", "swiglu": True, "squared_relu": False,
+         "untie_embeddings_and_output_weights": False, "mamba_num_groups": 4},
+        {"tp": 1, "pp": 2},
     ),
 }  # fmt: skip
 FURTHER = [name for name, (changes, _) in MODELS.items() if changes.get("mtp_num_layers")]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_ckpt.families.plain import plain
 from mega_ckpt.formats.megatron_args import read_args
+from mega_ckpt.formats.megatron_hybrid import spread
 from mega_cli.megatron_args import translate
 from mega_cli.megatron_args.arithmetic import layer_pattern
 from mega_cli.megatron_args.flags import load_flags
@@ -164,6 +167,34 @@ def test_a_launch_script_and_the_checkpoint_of_its_run(flags: str) -> None:
         assert any(note.flag and note.kind in ("no equivalent", "changes meaning") for note in translation.notes)
     else:
         assert meaning(ours) == meaning(theirs)
+
+
+HYBRID = """
+    --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --vocab-size 512 --mamba-num-groups 4
+    --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --data-path data/text --bf16 --disable-bias-linear
+    --position-embedding-type none --mamba-head-dim 16
+"""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--hybrid-layer-pattern 'M-|*M' --mamba-num-heads 4 --mamba-state-dim 32",
+        "--hybrid-override-pattern ME*E --num-layers 4 --num-experts 4 --moe-latent-size 16 --norm-epsilon 1e-6",
+        "--is-hybrid-model --num-layers 7 --hybrid-attention-ratio 0.15 --hybrid-mlp-ratio 0.4 --num-experts 4",
+    ],
+)
+def test_a_launch_script_of_a_hybrid_and_the_checkpoint_of_its_run(flags: str) -> None:
+    theirs = read_args(args_of(HYBRID + flags), "the checkpoint")
+    assert meaning(ModelConfig.parse(translate(HYBRID + flags).run["model"])) == meaning(theirs)
+
+
+def test_shares_of_kinds_are_spread_as_megatron_spreads_them() -> None:
+    pytest.importorskip("megatron.core", reason="the reference implementation")
+    from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+
+    for layers, attention, mlp in itertools.product(range(1, 60, 3), (0.0, 0.08, 0.1, 0.25), (0.0, 0.1, 0.3, 0.5)):
+        assert spread(layers, attention, mlp) == "".join(allocate_layers(layers, attention, mlp))
 
 
 def test_nothing_is_said_of_the_flags_that_all_have() -> None:

@@ -66,9 +66,9 @@ MODELS["deepseek"] = MODELS["mla"] | {
 # Sizes by which context ranks pass states where there are few of them, and exchange heads where there are many.
 MODELS["hybrid"] = MODELS["moe"] | {
     "mlp_bias": False, "position": "none", "residual_multiplier": 0.7,
+    "layers": ["mamba+moe", "attention+mlp", "mamba", "moe", "mamba+mlp", "attention"],
     "mamba": {"num_heads": 8, "head_dim": 2, "state_size": 2, "num_groups": 2, "conv_kernel": 2, "chunk_size": 5},
 }  # fmt: skip
-PATTERN = ["mamba+moe", "attention+mlp", "mamba", "moe", "mamba+mlp", "attention"]
 LENGTHS = {"long": 32, "hybrid": 48}
 WITH_CONTEXT = ("mla", "long", "moe", "deepseek", "hybrid")
 CONTEXT = ("ring", "allgather", "alltoall")
@@ -106,8 +106,21 @@ VARIANTS["hybrid"] = [
             "num_heads": 8, "head_dim": 3, "state_size": 4, "num_groups": 8, "dt_limit": [0.01, 0.3], "bias": True,
             "norm_eps": 1e-2, "conv_bias": False,
         },
+        "moe": {**MODELS["moe"]["moe"], "latent_size": 20},
     },
     {"mamba": {"num_heads": 16, "head_dim": 2, "state_size": 1, "num_groups": 1, "chunk_size": 8}},
+    {
+        "layers": ["delta+moe", "attention+mlp", "mamba", "delta"], "position": "rope", "attention_gate": True,
+        "zero_centered_norm": True, "qk_norm": True, "delta": {
+            "num_key_heads": 2, "num_value_heads": 8, "key_head_dim": 3, "value_head_dim": 2, "chunk_size": 5,
+        },
+    },
+    {
+        "layers": ["mamba+mlp", "delta+moe", "attention"], "delta": {
+            "num_key_heads": 8, "num_value_heads": 8, "key_head_dim": 2, "value_head_dim": 3, "conv_kernel": 2,
+            "norm_eps": 1e-2,
+        },
+    },
 ]  # fmt: skip
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
@@ -204,17 +217,17 @@ class Case:
 def model(name: str, layers: int = 2) -> dict[str, Any]:
     """The fields of one of the models, with so many layers."""
     fields = {**COMMON, **MODELS[name], "num_layers": layers}
-    if "mamba" in fields:
-        fields["layers"] = [PATTERN[layer % len(PATTERN)] for layer in range(layers)]
-    elif "moe" in fields:
+    if "moe" in fields and "layers" not in fields:
         fields["moe"] = {**fields["moe"], "layers": list(range(1, layers + fields.get("mtp_layers", 0)))}
     return fields
 
 
 def case(name: str, ranks: int, *, layers: int = 2, variant: Mapping[str, Any] | None = None, **more: Any) -> Case:
     """A case of the named model, but for the fields of `variant`; `more` are `Case`'s fields."""
-    fields = {"length": LENGTHS.get(name, 16), **more}
-    return Case(name, {**model(name, layers), **(variant or {})}, ranks, **fields)
+    fields, chosen = {"length": LENGTHS.get(name, 16), **more}, {**model(name, layers), **(variant or {})}
+    if "layers" in chosen:  # a pattern, again and again
+        chosen["layers"] = [chosen["layers"][layer % len(chosen["layers"])] for layer in range(layers)]
+    return Case(name, chosen, ranks, **fields)
 
 
 def degrees(ranks: int, tps: Sequence[int], cp: int = 1) -> Iterator[dict[str, Any]]:

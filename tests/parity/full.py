@@ -21,10 +21,10 @@ SMALLEST = 1e-11  # errors below it are rounding, which differs from machine to 
 INTRODUCTION = """\
 # Any layout computes what one process computes
 
-Written by `make parity`; do not edit. Eight models train in every combination of tensor parallelism (tp),
+Written by `make parity`; do not edit. Nine models train in every combination of tensor parallelism (tp),
 sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV), interleaved stages (vp), data
-parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), four of them also with context
-parallelism of each kind (cp), two with expert parallelism (ep), experts split as well (expert-tp), on up to {ranks}
+parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), five of them also with context
+parallelism of each kind (cp), three with expert parallelism (ep), experts split as well (expert-tp), on up to {ranks}
 ranks, in fp64 on gloo, with uneven documents and loss masks: three steps, or one where there are both cp and experts.
 Recomputation, uneven pipelines, micro-batch and bucket sizes, AdamW and Muon are drawn for each. Loss, gradient norm,
 every gradient after the clip, every weight and every optimizer moment are held against one process: the largest
@@ -40,6 +40,8 @@ difference, relative to the largest element of each tensor, must be below {toler
 - `moe`: a dense layer, then layers of eight experts of which a token takes two, and one that all take behind a gate;
   grouped heads, biases, a router's two losses, a bias of the choice that follows the load
 - `deepseek`: `mla` with such experts, by sigmoid scores and within groups of them
+- `hybrid`: layers of Mamba-2, gated delta nets, attention, dense and expert feed-forwards, or of one of these alone; groups
+  and key heads fewer than tensor ranks, states passed or heads exchanged over context ranks, experts in a latent space
 
 {count} layouts. The table has a row for each set of dimensions larger than one; errors are rounded up to a power of ten.
 

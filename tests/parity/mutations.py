@@ -21,6 +21,8 @@ from parity.bits import Moved, moved
 from parity.cases import CONTEXT, STEPS, Case, case
 from parity.eight_bit_mutations import EIGHT_BITS
 from parity.expert_mutations import EXPERTS
+from parity.mamba_mutations import MAMBAS
+from parity.recurrence_mutations import RECURRENCES
 from parity.worker import Found, References, Trainer, compare, make_groups, places
 from torch import Tensor
 
@@ -671,7 +673,7 @@ MUTATIONS = [
     Mutation("further tokens: embedding gradients not summed over the stages", AHEAD_PP, _tied_without_sync),
     Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
 ]
-MUTATIONS += [Mutation(*one) for one in [*EXPERTS, *EIGHT_BITS]]
+MUTATIONS += [Mutation(*one) for one in [*EXPERTS, *EIGHT_BITS, *MAMBAS, *RECURRENCES]]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)
 MUON = case("gqa", 2, parallel={"tp": 2}, optimizer="muon")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +28,11 @@ from mega_trainer.plan.parts import parts_of
 S, F, RANKS = 256, 128, 8
 MODEL = {
     "num_layers": 6, "hidden_size": 32, "ffn_hidden_size": F, "num_attention_heads": 8, "vocab_size": 64, "init_std": 0.2,
+}  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "layers": ["mamba+mlp", "delta+mlp"] * 2, "num_layers": 4, "position": "none",
+    "mamba": {"num_heads": 8, "head_dim": 4, "state_size": 2, "chunk_size": 16},
+    "delta": {"num_key_heads": 8, "num_value_heads": 8, "key_head_dim": 2, "value_head_dim": 4, "chunk_size": 16},
 }  # fmt: skip
 
 
@@ -53,7 +59,7 @@ def _measure(trainer: Trainer) -> Bytes:
     (micro,) = micro_batches(batch, trainer.config, torch.device("cpu"), trainer.groups.cp)
     with Live() as live:
         context = trainer.executor._context(0, micro)
-        loss, _ = model.whole(micro, context)
+        loss, *_ = model.whole(micro, context)
         kept = _settled(live)
         loss.backward()
     return Bytes(kept, live.peak, live.largest)
@@ -82,6 +88,8 @@ def found() -> dict[str, Bytes]:
     for n in (2, 4, 8):
         cases[f"ring {n}, documents"] = of("ring", n, closed=True)
         cases[f"ring {n}, dropout"] = of("ring", n, embedding_dropout=0.1, residual_dropout=0.1)
+    for kind, n in product(("ring", "alltoall"), (1, 2, 4, 8)):
+        cases[f"states, {kind} {n}"] = of(kind, n, closed=True, **HYBRID)
     ranks = zip(*run_ranks(measured, RANKS, list(cases.values())), strict=True)
     out = {}
     for name, results in zip(cases, ranks, strict=True):
@@ -90,7 +98,7 @@ def found() -> dict[str, Bytes]:
     return out
 
 
-@pytest.mark.parametrize("kind", CONTEXT)
+@pytest.mark.parametrize("kind", [*CONTEXT, "states, ring", "states, alltoall"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_rank_keeps_its_share(found: dict[str, Bytes], kind: str, ranks: int) -> None:
     assert found[f"{kind} {ranks}"].kept * ranks < 1.1 * found[f"{kind} 1"].kept

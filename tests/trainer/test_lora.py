@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from parity.worker import synthetic, whole
 
+from mega_ckpt.convert import convert
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint, latest, place
 from mega_common.errors import CheckpointError, ConfigError
+from mega_trainer.batch import micro_batches
 from mega_trainer.config import RunConfig
+from mega_trainer.mesh import Groups
 from mega_trainer.ranks import Ranks
 from mega_trainer.state import TrainState
-from mega_trainer.train import run
+from mega_trainer.step import count_tokens, train_step
+from mega_trainer.train import assemble, begin, run
 
 CONSTANT = {"name": "constant"}
 Settings = Callable[..., dict[str, Any]]
@@ -120,3 +127,38 @@ def test_frozen_tensors_stay_as_they_are_and_have_no_moments(settings: Settings,
     still = {key for key, value in before.items() if torch.equal(value, after.read(key))}
     assert still == {key for key in before if "embed_tokens" in key or ".mlp." in key}
     assert not [key for key in after.keys("optimizer/") if "embed_tokens" in key or ".mlp." in key]
+
+
+def test_gradients_are_peft_s(settings: Settings, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    trained(settings(train={"steps": 1}, output=str(tmp_path / "base")))
+    convert(tmp_path / "base", tmp_path / "hf", "hf")
+    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+    wanted = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
+    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), wanted)
+    theirs.save_pretrained(tmp_path / "adapter")
+    lora = {"rank": 3, "alpha": 5, "modules": targets, "init_from": str(tmp_path / "adapter")}
+    raw = settings(init_from=str(tmp_path / "hf"), lora=lora, batch={"micro": 2, "global": 2}, data={"order": "stable"})
+    config = RunConfig.parse(raw)
+    state, executor = assemble(config, Groups(), torch.device("cpu"))
+    begin(state, None, Groups().world, None)
+    batch = synthetic(config, 0, 0, 1, closed=False)
+    batch = replace(batch, position_ids=np.broadcast_to(np.arange(16), batch.tokens.shape))
+    micro = list(micro_batches(batch, config, torch.device("cpu")))
+    tokens = count_tokens(batch, 0, Groups())
+    result = train_step(executor, state.optimizer, micro, tokens=tokens, lr=0.0, clip=0.0)
+    logits = theirs(torch.from_numpy(batch.tokens)).logits
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), torch.from_numpy(batch.labels), reduction="none")
+    weights = torch.from_numpy(batch.loss_weights)
+    loss = (losses * weights).sum() / weights.sum()
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    expected = {
+        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    found = state.optimizer.gradients()
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(whole(found[name]), gradient, rtol=1e-5, atol=1e-6)

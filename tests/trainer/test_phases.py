@@ -33,12 +33,12 @@ def test_what_lies_within_a_phase_is_not_counted_twice(clock: list[float]) -> No
     clock[0] = 1
     with phases.phase("backward"):
         clock[0] = 3
-        with phases.phase("pipeline_wait"):
-            assert phases.current == "pipeline_wait"
+        with phases.phase("pipeline"):
+            assert phases.current == "pipeline"
             clock[0] = 7
         clock[0] = 8
     clock[0] = 20
-    assert phases.take() == {"backward": 3, "pipeline_wait": 4}
+    assert phases.take() == {"backward": 3, "pipeline": 4}
     assert phases.current == ""
     with phases.phase("evaluate"):
         clock[0] = 25

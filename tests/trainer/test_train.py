@@ -33,6 +33,8 @@ from mega_common.remote import RemoteError
 from mega_trainer import step as step_module
 from mega_trainer import train as train_module
 from mega_trainer.config import RunConfig, resolve
+from mega_trainer.plan.machine import load_machine
+from mega_trainer.plan.search import planned
 from mega_trainer.ranks import Ranks
 from mega_trainer.state import TrainState
 from mega_trainer.train import run
@@ -180,12 +182,15 @@ def test_old_checkpoints_that_cannot_be_removed_end_no_run(
 
 
 def test_loss_falls_and_metrics_have_the_promised_keys(settings: Settings) -> None:
-    raw = settings(train={"steps": 40, "eval_every": 20, "eval_steps": 2})
+    raw = settings(train={"steps": 40, "eval_every": 20, "eval_steps": 2}, machine="h100")
     trained(raw)
     told = lines(raw)
     assert [line["step"] for line in told] == list(range(1, 41))
     promised = {"step", "consumed_samples", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
     assert all(promised <= line.keys() for line in told)
+    assert {line["predicted_seconds"] for line in told} == {
+        planned(RunConfig.parse(raw), 1, load_machine("h100")).time().seconds
+    }
     assert told[-1]["loss"] < 0.5 * told[0]["loss"]
     assert [line["step"] for line in told if "valid_loss" in line] == [20, 40]
 

@@ -20,6 +20,7 @@ Kind = Literal["translated", "not needed", "changes meaning", "no equivalent", "
 DEFAULT = "Megatron's default"
 # Keys for which null means something: what is not known stands there as a text, which `mega train --check` refuses.
 OPTIONAL = frozenset({
+    "model.layers", "model.moe.latent_size",
     "model.num_kv_heads", "model.head_dim", "model.sliding_window", "model.full_attention_layers",
     "model.activation_limit", "model.rope.mscale", "model.rope.mscale_all_dim", "model.rope.original_max_position",
     "model.mla.q_lora_rank", "model.moe.layers", "model.moe.capacity_factor",

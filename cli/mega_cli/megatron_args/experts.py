@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mega_cli.megatron_args.draft import DEFAULT, Draft
+from mega_cli.megatron_args.hybrid import is_hybrid
 from mega_cli.megatron_args.patterns import layers_of_kind
 
 SCOPES = {"aux_loss": "batch", "seq_aux_loss": "sequence"}
@@ -36,6 +37,8 @@ def experts_section(draft: Draft, width: int | None) -> None:
     if draft.deepspeed:
         return _deepspeed(draft, top)
     _layers(draft)
+    if draft.wants("moe_latent_size"):
+        put("model.moe.latent_size", draft["moe_latent_size"], "moe_latent_size")
     _shared(draft, own)
     if draft[BALANCING[0]] == ["sinkhorn"]:
         return _sinkhorn(draft, top)
@@ -114,12 +117,15 @@ def _shared(draft: Draft, width: int | None) -> None:
 def _layers(draft: Draft) -> None:
     """Megatron's layers that predict further tokens are of the kind of the last layer."""
     key, dest = "model.moe.layers", "moe_layer_freq"
+    if is_hybrid(draft):
+        return draft.tell("not needed", "the pattern of layers says it", dest)
     kinds = layers_of_kind(draft, key, dest, lambda layer, n: layer % n == 0)
     if kinds is not None and all(kinds):
         draft.tell("translated", f"experts in all layers, the default of {key}", dest)
     elif kinds is not None:
         kinds += kinds[-1:] * (draft["mtp_num_layers"] or 0)
         draft.put(key, [layer for layer, has in enumerate(kinds) if has], dest)
+    return None
 
 
 def _scores(draft: Draft) -> None:

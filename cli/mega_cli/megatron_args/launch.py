@@ -14,9 +14,7 @@ from mega_cli.megatron_args.shell import MARK, Word, shown, split_blanks
 from mega_common.errors import ConfigError
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
-OTHER_MODELS = re.compile(
-    r"(?:^|[_-])(?:bert|t5|ict|retro|vision|vlm|mimo|multimodal|mamba|hybrid|realm|orqa)(?:[_.-]|$)"
-)
+OTHER_MODELS = re.compile(r"(?:^|[_-])(?:bert|t5|ict|retro|vision|vlm|mimo|multimodal|realm|orqa)(?:[_.-]|$)")
 TRAINING = re.compile(r"train|finetune|sft|gpt|llama", re.IGNORECASE)
 MODEL = re.compile(
     r"--(?:(?:en|de)coder-)?num-layers|--hidden-size|--use-checkpoint-args|--yaml-cfg|--config(?:-(?:file|path|name|yaml))?"

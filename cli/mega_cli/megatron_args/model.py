@@ -6,6 +6,14 @@ import re
 
 from mega_cli.megatron_args.draft import Draft
 from mega_cli.megatron_args.experts import experts_section, has_experts
+from mega_cli.megatron_args.hybrid import (
+    PATTERNS,
+    attention_variant,
+    hybrid_section,
+    is_hybrid,
+    pattern_of_flags,
+    without_experts,
+)
 from mega_cli.megatron_args.patterns import layers_of_kind
 from mega_cli.megatron_args.shell import MARK, shown
 
@@ -20,6 +28,8 @@ GPT_OSS = "--activation-func-clamp-value and --glu-linear-offset 1"
 def model_section(draft: Draft) -> None:
     """Write the keys of `model:`."""
     _sizes(draft)
+    if is_hybrid(draft):
+        hybrid_section(draft)
     _parts(draft)
     _position(draft)
     if draft["multi_latent_attention"]:
@@ -28,13 +38,16 @@ def model_section(draft: Draft) -> None:
         draft.put("model.mtp_layers", draft["mtp_num_layers"], "mtp_num_layers")
         draft.put("model.mtp_loss", draft["mtp_loss_scaling_factor"], "mtp_loss_scaling_factor")
     _dropout_and_init(draft)
-    if has_experts(draft):
+    if has_experts(draft) and not without_experts(draft):
         experts_section(draft, feed_forward(draft))
+    attention_variant(draft)
 
 
 def _sizes(draft: Draft) -> None:
     put = draft.put
-    put("model.num_layers", draft["num_layers"] or draft["encoder_num_layers"], "num_layers", "encoder_num_layers")
+    pattern = pattern_of_flags(draft)
+    layers = len(pattern.letters) if pattern else draft["num_layers"] or draft["encoder_num_layers"]
+    put("model.num_layers", layers, "num_layers", "encoder_num_layers", *(() if "num_layers" in draft else PATTERNS))
     put("model.hidden_size", draft["hidden_size"], "hidden_size")
     ask = "by Megatron's default 4 x hidden_size, two thirds of that in 64s with --swiglu"
     put("model.ffn_hidden_size", feed_forward(draft), "ffn_hidden_size", because=_default_width(draft), ask=ask)

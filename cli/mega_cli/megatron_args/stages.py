@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from mega_cli.megatron_args.draft import Draft
+from mega_cli.megatron_args.hybrid import PATTERNS, pattern_of_flags
 from mega_cli.megatron_args.shell import MARK, shown
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
@@ -23,6 +24,10 @@ def layout_of_flags(draft: Draft) -> None:
         return
     if draft[LAYOUT]:
         _explicit(draft, pp, layers)
+        return
+    pattern = pattern_of_flags(draft)
+    if pattern and len(pattern.stages) > 1:
+        _cut(draft, list(pattern.stages), pp, layers, *PATTERNS)
         return
     virtual = draft[VIRTUAL[0]] or 1
     if per_stage := draft[VIRTUAL[1]]:
@@ -77,10 +82,14 @@ def _explicit(draft: Draft, pp: int, layers: int) -> None:
     if MARK.search(draft[LAYOUT]):
         draft.put("parallel.pipeline_layout", None, LAYOUT, instead=shown(draft[LAYOUT]))
         return
-    layout = parse_layout(draft[LAYOUT])
+    _cut(draft, parse_layout(draft[LAYOUT]), pp, layers, LAYOUT)
+
+
+def _cut(draft: Draft, layout: list[int], pp: int, layers: int, *flags: str) -> None:
+    """Stages that are written out, as many as pipeline ranks or a multiple of them."""
     if len(layout) % pp == 0 and len(layout) > pp:
-        draft.put("parallel.virtual_stages", len(layout) // pp, LAYOUT)
-    _put_layout(draft, layout, layers, LAYOUT)
+        draft.put("parallel.virtual_stages", len(layout) // pp, *flags)
+    _put_layout(draft, layout, layers, *flags)
 
 
 def _put_layout(draft: Draft, layout: list[int], layers: int, *flags: str) -> None:

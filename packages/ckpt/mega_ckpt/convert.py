@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_ckpt.adapter import AdaptedSource
+from mega_ckpt.card import cards
 from mega_ckpt.checkpoint import OPTIMIZER
 from mega_ckpt.formats.disk import DiskSource
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
@@ -25,9 +27,11 @@ from mega_ckpt.formats.megatron_dist_write import write_dist
 from mega_ckpt.formats.megatron_legacy_write import write_legacy
 from mega_ckpt.formats.megatron_optimizer import StaysBehindError, Training
 from mega_ckpt.formats.megatron_write import Writing, write_release
+from mega_ckpt.formats.peft import CONFIG as PEFT_CONFIG
+from mega_ckpt.formats.peft import write_peft
 from mega_ckpt.journal import Journal, continued
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.source import Source, cast_dtype, checkpoint_folder, open_source, tell_unread
+from mega_ckpt.source import MegaSource, Source, cast_dtype, checkpoint_folder, open_adapted, open_source, tell_unread
 from mega_ckpt.storage import folder_at
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream import blocks, write_weights
@@ -36,7 +40,7 @@ from mega_common.log import ProgressBar, logger
 from mega_common.remote import Place, Remote, place
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMATS = ("hf", "mega", "megatron")
+FORMATS = ("hf", "mega", "megatron", "peft")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Options:
         tp, pp: ranks that the files of `torch` are for; `torch_dist` only pads the vocabulary to them.
         implementation: the `--transformer-impl` that the files of `torch` are for: `transformer_engine` or `local`.
         settings: fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says.
+        adapter: a run's or a folder of PEFT's, to be put into the weights.
     """
 
     dtype: torch.dtype | None = None
@@ -61,6 +66,7 @@ class Options:
     pp: int = 1
     implementation: str = "transformer_engine"
     settings: Mapping[str, Any] | None = None
+    adapter: str | None = None
 
 
 def convert(
@@ -78,7 +84,7 @@ def convert(
     Args:
         source: a mega checkpoint, a run folder (its newest checkpoint), a HuggingFace or a Megatron folder.
         destination: the folder to make; a mega checkpoint may be a URL.
-        to: the format: "hf", "mega" or "megatron".
+        to: the format: "hf", "mega" or "megatron"; "peft" for the adapter alone of a run that trained one.
         options: what to change on the way.
         verify: read the output back and compare every element before it gets its name.
         check: called with the folder of the output before it gets its name; its error is the conversion's. (On an object
@@ -94,7 +100,11 @@ def convert(
         raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(FORMATS)}")
     final = _absolute(place(destination))
     _check_destination(final, _absolute(place(source)), to, overwrite)
-    given = open_source(source, settings=options.settings)
+    given = _opened(source, options)
+    if to == "peft" and not isinstance(given, AdaptedSource):
+        raise CheckpointError(
+            f"{source}: holds no adapter, which is what PEFT's folders hold", hint="convert it --to hf"
+        )
     tell_unread(given)
     training = _training(given, options) if to == "mega" else None
     quantised = given.quantised if isinstance(given, DiskSource) else None
@@ -109,7 +119,7 @@ def convert(
                 )  # fmt: skip
             elif isinstance(journal.folder, Path):
                 _WRITERS[to](given, journal.folder, options, journal)
-            if verify:
+            if verify and to != "peft":
                 _compare(given, open_source(journal.made, settings=options.settings), options.dtype)
                 if training is not None:
                     _compare_state(training, Checkpoint.open(journal.made))
@@ -121,12 +131,25 @@ def convert(
             raise
 
 
+def _opened(source: str | Place, options: Options) -> Source:
+    """What is to be converted."""
+    if options.adapter is not None:
+        return open_adapted(options.adapter, source)
+    return open_source(source, settings=options.settings)
+
+
+def _write_peft(source: Source, folder: Path, options: Options, journal: Journal) -> None:
+    assert isinstance(source, AdaptedSource)
+    write_peft(source.adapter, source.base, folder)
+
+
 def _identity(source: str | Place, to: str, options: Options) -> dict[str, Any]:
     """All that decides what is written."""
     folder = checkpoint_folder(source)
     return {
         "source": str(_absolute(folder)),
         "files": _stamps(folder),
+        "adapter": None if options.adapter is None else _stamps(checkpoint_folder(options.adapter)),
         "to": to,
         "options": {name: str(value) for name, value in dataclasses.asdict(options).items()},
     }
@@ -141,6 +164,9 @@ def _stamps(source: Place) -> dict[str, str]:
 
 def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) -> None:
     plan = plan_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
+    if isinstance(source, MegaSource):
+        parameters = sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118
+        plan = dataclasses.replace(plan, others={**plan.others, **cards(source.checkpoint, parameters, plan.others)})
     if source.model.moe and source.model.moe.sinkhorn:
         logger.warning(
             "model.moe.sinkhorn balanced the choice of experts in training alone: like validation and `mega eval`, the "
@@ -179,7 +205,7 @@ def _write_megatron(source: Source, folder: Path, options: Options, journal: Jou
 
 MEGATRON_FORMATS = {"torch_dist": write_dist, "torch": write_legacy}
 _WRITERS: Mapping[str, Callable[[Source, Path, Options, Journal], None]] = {
-    "hf": _write_hf, "megatron": _write_megatron,
+    "hf": _write_hf, "megatron": _write_megatron, "peft": _write_peft,
 }  # fmt: skip
 
 
@@ -243,6 +269,6 @@ def _check_destination(final: Place, source: Place, to: str, overwrite: bool) ->
 
 def _replaceable(final: Path, source: Place) -> bool:
     """Whether `final` is a folder that holds a model, and neither is nor holds the source."""
-    holds_model = any((final / name).is_file() for name in ("config.json", "manifest.json", TRACKER))
+    holds_model = any((final / name).is_file() for name in ("config.json", "manifest.json", PEFT_CONFIG, TRACKER))
     held = isinstance(source, Path) and final.resolve() in (source.resolve(), *source.resolve().parents)
     return holds_model and not held

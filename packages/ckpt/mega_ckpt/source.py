@@ -15,13 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mega_ckpt.adapter import AdaptedSource, Adapter, is_adapter_checkpoint
+from mega_ckpt.adapter import AdaptedSource, Adapter, base_of, check_base, is_adapter_checkpoint
 from mega_ckpt.checkpoint import BUFFERS, WEIGHTS
 from mega_ckpt.formats.gguf import GgufSource
 from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf
 from mega_ckpt.formats.hf import CONFIG, HfSource, described_by, has_weights, warn_of_unread
-from mega_ckpt.formats.hf_files import holds_weights
+from mega_ckpt.formats.hf_files import holds_weights, read_json
 from mega_ckpt.formats.megatron import MegatronSource, is_megatron
+from mega_ckpt.formats.peft import CONFIG as PEFT_CONFIG
+from mega_ckpt.formats.peft import read_peft
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Shape, Sharded, crop
@@ -77,7 +79,7 @@ class MegaSource:
     """The weights in a checkpoint of mega."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self.model: ModelConfig = checkpoint.model
         held = {key.removeprefix(WEIGHTS) for key in checkpoint.keys(WEIGHTS)}
         self._names = _checked(self.model, {name: checkpoint.shape(WEIGHTS + name) for name in held}, checkpoint.folder)
@@ -88,11 +90,11 @@ class MegaSource:
 
     def shape(self, name: str) -> Shape:
         """Global shape of a tensor."""
-        return self._checkpoint.shape(WEIGHTS + name)
+        return self.checkpoint.shape(WEIGHTS + name)
 
     def dtype(self, name: str) -> torch.dtype:
         """Its stored dtype."""
-        return self._checkpoint.dtype(WEIGHTS + name)
+        return self.checkpoint.dtype(WEIGHTS + name)
 
     def read(self, name: str) -> Tensor:
         """The whole tensor."""
@@ -102,24 +104,24 @@ class MegaSource:
     def read_slice(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         """A rectangle of it: a view of the file, unless it is assembled from several chunks."""
         key = WEIGHTS + name
-        for chunk in self._checkpoint.entry(key).chunks:
+        for chunk in self.checkpoint.entry(key).chunks:
             starts = [o - c for o, c in zip(offset, chunk.offset, strict=True)]
             if all(s >= 0 and s + n <= m for s, n, m in zip(starts, shape, chunk.shape, strict=True)):
-                return crop(self._checkpoint.chunk(key, chunk), starts, shape)
-        return self._checkpoint.read(key, offset, shape)
+                return crop(self.checkpoint.chunk(key, chunk), starts, shape)
+        return self.checkpoint.read(key, offset, shape)
 
     def buffers(self) -> Sequence[str]:
         """What came from a HuggingFace folder without being a weight."""
-        return [key.removeprefix(BUFFERS) for key in self._checkpoint.keys(BUFFERS)]
+        return [key.removeprefix(BUFFERS) for key in self.checkpoint.keys(BUFFERS)]
 
     def read_buffer(self, name: str) -> Tensor:
         """One of them."""
-        return self._checkpoint.read(BUFFERS + name)
+        return self.checkpoint.read(BUFFERS + name)
 
     def assets(self) -> Mapping[str, Path | bytes]:
         """The files of the assets folder."""
-        names = [name for name in self._checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
-        places = {name.removeprefix(f"{ASSETS}/"): self._checkpoint.files / name for name in names}
+        names = [name for name in self.checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
+        places = {name.removeprefix(f"{ASSETS}/"): self.checkpoint.files / name for name in names}
         return {name: content_of(path) for name, path in places.items()}
 
 
@@ -158,10 +160,14 @@ def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None)
             f"{folder}: {what}",
             hint="give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder, or a GGUF file",
         )
+    if (folder / PEFT_CONFIG).is_file() and not (folder / CONFIG).is_file():
+        return _beside(folder, read_json(folder / PEFT_CONFIG).get("base_model_name_or_path"))
     found = _checkpoint_in(folder)
     if found is not None:
         checkpoint = Checkpoint.open(found)
-        return _with_base(checkpoint) if is_adapter_checkpoint(checkpoint) else MegaSource(checkpoint)
+        if is_adapter_checkpoint(checkpoint):
+            return _beside(found, checkpoint.state.get("base", {}).get("path"))
+        return MegaSource(checkpoint)
     is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
     if is_run and not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder}: a run folder without a complete checkpoint")
@@ -172,21 +178,38 @@ def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None)
     return HfSource(folder)
 
 
-def _with_base(checkpoint: Checkpoint) -> Source:
-    """The model of a checkpoint that holds an adapter, and of the base that it names."""
-    adapter = Adapter.of_checkpoint(checkpoint)
-    hint = "mega ckpt merge-adapter BASE ADAPTER OUT puts the two together, wherever they are"
-    if "path" not in adapter.base:
+def open_adapted(path: str | Place, base: str | Place) -> AdaptedSource:
+    """The model of the weights at `base` and an adapter at `path`, which is a run's or a folder of PEFT's.
+
+    Raises:
+        CheckpointError: when there is no adapter, or it was trained beside other weights.
+    """
+    folder = place(path)
+    held = open_source(base)
+    if (folder / PEFT_CONFIG).is_file():
+        return AdaptedSource(held, read_peft(folder, held))
+    found = _checkpoint_in(folder)
+    if found is None or not is_adapter_checkpoint(checkpoint := Checkpoint.open(found)):
         raise CheckpointError(
-            f"{checkpoint.folder}: holds an adapter, and does not say beside which weights", hint=hint
+            f"{folder}: holds no adapter", hint=f"give a run with `lora`, or a folder with {PEFT_CONFIG}"
         )
+    adapter = Adapter.of_checkpoint(checkpoint)
+    check_base(adapter.base, base_of(str(base), held), str(folder))
+    return AdaptedSource(held, adapter)
+
+
+def _beside(folder: Place, base: object) -> Source:
+    """The model of an adapter and of the base that it names."""
+    hint = "mega ckpt merge-adapter BASE ADAPTER OUT puts the two together, wherever they are"
+    if not isinstance(base, str):
+        raise CheckpointError(f"{folder}: holds an adapter, and does not say beside which weights", hint=hint)
     try:
-        base = open_source(adapter.base["path"])
+        open_source(base)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{checkpoint.folder}: holds an adapter, whose base is not there: {error.message}", hint=hint
+            f"{folder}: holds an adapter, whose base is not there: {error.message}", hint=hint
         ) from error
-    return AdaptedSource(base, adapter)
+    return open_adapted(folder, base)
 
 
 def model_at(path: str | Place, *, tell: bool = False) -> ModelConfig:
@@ -255,6 +278,25 @@ def load_weights(source: Source, tensors: Mapping[str, Sharded]) -> None:
         for box in sharded.boxes:
             with torch.no_grad():
                 box.tensor.copy_(source.read_slice(name, box.offset, tuple(box.tensor.shape)))
+
+
+def load_adapter(adapter: Adapter, tensors: Mapping[str, Sharded]) -> None:
+    """The same from an adapter: all of its tensors, of which `tensors` are those that are here.
+
+    Raises:
+        CheckpointError: when it lacks one of them or has it in another shape.
+    """
+    for name, sharded in tensors.items():
+        held = adapter.shapes.get(name)
+        if held != sharded.shape:
+            has = "no such tensor" if held is None else f"{list(held)}"
+            raise CheckpointError(
+                f"{name} is {list(sharded.shape)} here, and the adapter to start from has {has}",
+                hint="lora.modules and lora.ranks must be those that it was trained with",
+            )
+        for box in sharded.boxes:
+            with torch.no_grad():
+                box.tensor.copy_(adapter.read(name, box.offset, tuple(box.tensor.shape)))
 
 
 def copy_assets(source: Source, folder: Path) -> None:

@@ -34,6 +34,9 @@ class LoraConfig(Config):
     rslora: bool = Field(False, description="multiply by alpha / sqrt(rank) instead")
     ranks: dict[str, PositiveInt] = Field({}, description="ranks of the projections that match a pattern")
     alphas: dict[str, float] = Field({}, description="alphas of the projections that match a pattern")
+    init_from: str | None = Field(
+        None, description="start from this adapter, a run's or a folder of PEFT's, with the same projections and ranks"
+    )
     modules_to_save: list[str] = Field(
         [], description="patterns of modules that are trained whole beside it, such as lm_head or embed_tokens"
     )

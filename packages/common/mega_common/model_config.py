@@ -216,7 +216,7 @@ class ModelConfig(Config):
     @property
     def heads(self) -> dict[Mixer, tuple[int, int]]:
         """Of each kind of mixer in use: its heads, and the key/value heads, key heads or groups that they share."""
-        mamba, delta, used = self.mamba, self.delta, {kind.mixer for kind in self.kinds}
+        mamba, delta, used = self.mamba, self.delta, self._mixers
         every: dict[Mixer, tuple[int, int]] = {
             "attention": (self.num_attention_heads, self.kv_heads),
             **({"mamba": (mamba.num_heads, mamba.num_groups)} if mamba else {}),
@@ -227,7 +227,14 @@ class ModelConfig(Config):
     @property
     def recurrent(self) -> bool:
         """Whether some layer carries a state from token to token."""
-        return any(kind.mixer in ("mamba", "delta") for kind in self.kinds)
+        return not self._mixers.isdisjoint(("mamba", "delta"))
+
+    @property
+    def _mixers(self) -> set[Mixer | None]:
+        """Those in use: by the pattern alone, for `num_layers` may be any number before it is checked."""
+        names = spelled(self.layers or [])
+        rest: set[Mixer | None] = {"attention"} if len(names) < self.num_layers + self.mtp_layers else set()
+        return {Layer.parse(name).mixer for name in set(names)} | rest
 
     @property
     def shared_heads(self) -> set[int]:
@@ -363,6 +370,8 @@ class ModelConfig(Config):
             return
         if self.moe and self.moe.layers is not None:
             yield Problem("moe.layers", "is said by layers too", hint="leave out one of them")
+        if self.moe and not any(kind.feed == "moe" for kind in self.kinds):
+            yield Problem("moe", "layers names none with experts", hint="name one, or leave out moe")
         given = {"mamba": self.mamba is not None, "delta": self.delta is not None, "moe": self.moe is not None}
         yield from section_problems(self.kinds, given)
         if self.parallel_residual and any(None in layer for layer in self.kinds):

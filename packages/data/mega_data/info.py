@@ -86,7 +86,8 @@ class DataInfo(Config):
     """What a data set is. `tokenizer` and `append_eod` are None where data sets that differ were merged.
 
     `text_bytes` counts the UTF-8 bytes of all documents kept; checksums are SHA-256, hex. `made_from` is a digest of all
-    inputs and settings, of what preprocessing made; by that one who makes a part sees that the whole is there.
+    inputs and settings, of what preprocessing made; by that one who makes a part sees that the whole is there. `license` is
+    what its owner writes there of its terms; the data card of an exported model passes it on.
     """
 
     version: Literal[1] = 1
@@ -102,6 +103,7 @@ class DataInfo(Config):
     chat: ChatInfo | None = None
     shard: ShardInfo | None = None
     made_from: str | None = None
+    license: str | None = None
 
 
 def info_path(prefix: Path) -> Path:
@@ -162,7 +164,7 @@ def write_info(prefix: Path, *, folder: Path | None = None, **fields: Any) -> Da
     path, index = (folder / "info", folder / "idx") if folder else (info_path(prefix), idx_path(prefix))
     try:
         info = DataInfo(idx_sha256=sha256_file(index), **fields)
-        absent = {name for name in ("chat", "shard", "made_from") if getattr(info, name) is None}
+        absent = {name for name in ("chat", "shard", "made_from", "license") if getattr(info, name) is None}
         write_json(path, info.model_dump(exclude=absent))
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror})") from error

@@ -100,6 +100,7 @@ def append_all(
         bin_sha256=sha256_file(writer.folder / "bin"),
         chat=chat,
         made_from=made_from or None,
+        license=infos[0].license if len({info.license for info in infos}) == 1 else None,
     )
     commit(writer, made_from, obsolete)
     return info

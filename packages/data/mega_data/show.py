@@ -13,6 +13,8 @@ import numpy.typing as npt
 from mega_common.errors import DataError
 from mega_data.indexed import IndexedReader
 from mega_data.kinds.base import Sample
+from mega_data.kinds.bert import BertSample
+from mega_data.kinds.t5 import T5Sample
 from mega_data.mask import LossWeights, kind_of
 from mega_data.tokenizer import Tokenizer
 
@@ -59,8 +61,15 @@ def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> lis
     return parts
 
 
-def show_sample(sample: Sample, tokenizer: Tokenizer | None) -> list[Part]:
-    """What the model gets as a sample, document by document; of each also the last label, which is no input."""
+def show_sample(sample: Sample | BertSample | T5Sample, tokenizer: Tokenizer | None) -> list[Part]:
+    """What the model gets as a sample, document by document; of each also the last label, which is no input.
+
+    Of BERT's the segments, and what is to be guessed where; of T5's what encoder and decoder get, and the labels.
+    """
+    if isinstance(sample, BertSample):
+        return _bert(sample, tokenizer)
+    if isinstance(sample, T5Sample):
+        return _t5(sample, tokenizer)
     ids = np.zeros(sample.tokens.size, np.int32) if sample.document_ids is None else sample.document_ids
     edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), ids.size]
     parts = []
@@ -71,6 +80,36 @@ def show_sample(sample: Sample, tokenizer: Tokenizer | None) -> list[Part]:
         name = "padding" if padding else f"document {number}"
         parts.append(_part(name, tokens, sample.loss_weights[own], tokenizer, sample.position_ids[own]))
     return parts
+
+
+def _bert(sample: BertSample, tokenizer: Tokenizer | None) -> list[Part]:
+    present, guessed = sample.padding_mask, sample.loss_weights > 0
+    segments = [(name, present & (sample.token_types == kind)) for kind, name in enumerate(("segment A", "segment B"))]
+    parts = [_at(name, own, sample.tokens, sample.loss_weights, tokenizer) for name, own in segments if own.any()]
+    return [*parts, _at("to be guessed", guessed, sample.labels, sample.loss_weights, tokenizer)]
+
+
+def _t5(sample: T5Sample, tokenizer: Tokenizer | None) -> list[Part]:
+    nothing = np.zeros(sample.encoder_tokens.size), np.zeros(sample.decoder_tokens.size)
+    return [
+        _at("encoder", sample.encoder_mask, sample.encoder_tokens, nothing[0], tokenizer),
+        _at("decoder", sample.decoder_mask, sample.decoder_tokens, nothing[1], tokenizer),
+        _at("labels", sample.loss_weights > 0, sample.labels, sample.loss_weights, tokenizer),
+    ]
+
+
+def _at(
+    name: str,
+    own: npt.NDArray[np.bool_],
+    ids: npt.NDArray[np.integer],
+    weights: npt.NDArray[np.floating],
+    tokenizer: Tokenizer | None,
+) -> Part:
+    """The tokens at some places, each with its own weight."""
+    tokens = ids[own].tolist()
+    texts = [None] * len(tokens) if tokenizer is None else texts_of(tokens, tokenizer)
+    rows = zip(tokens, texts, weights[own].tolist(), np.flatnonzero(own).tolist(), strict=True)
+    return Part(name, [Token(*row) for row in rows])
 
 
 def _part(

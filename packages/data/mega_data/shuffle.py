@@ -70,6 +70,7 @@ def shuffle(prefix: Path, output: Path, *, seed: int, overwrite: bool = False) -
         text_bytes=info.text_bytes if info else 0,
         skipped=info.skipped if info else Skipped(),
         bin_sha256=sha256_file(bin_path(output)),
+        license=info.license if info else None,
     )
 
 

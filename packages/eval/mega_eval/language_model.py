@@ -28,6 +28,7 @@ from mega_eval.load import PRECISIONS, device_named, end_tokens, load_model, loa
 from mega_eval.sampling import Sampling
 from mega_eval.score import Score, score
 from mega_eval.text import Limits
+from mega_trainer.mesh import Groups
 from mega_trainer.model.decoder import Decoder
 
 
@@ -60,6 +61,7 @@ class LanguageModel:
         device: str = "auto",
         tokenizer: Path | None = None,
         draft: str | None = None,
+        groups: Groups | None = None,
     ) -> LanguageModel:
         """A mega checkpoint, the newest of a run folder, a HuggingFace folder or a GGUF file.
 
@@ -70,6 +72,7 @@ class LanguageModel:
             tokenizer: another than the one beside the weights.
             draft: `ngrams`, `none`, or the path of a smaller model of the same vocabulary (speculative decoding); None:
                 as `generate.generate`.
+            groups: of ranks that share the model, all of which load it.
 
         Raises:
             CheckpointError: when there is no complete model, or no tokenizer.
@@ -81,7 +84,7 @@ class LanguageModel:
         words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path)
         named: dict[str | None, Draft | None] = {None: None, "ngrams": "ngrams", "none": "none"}
         guesses = named[draft] if draft in named else load_model(str(draft), dtype=dtype, device=where)
-        model = load_model(path, dtype=dtype, device=where)
+        model = load_model(path, dtype=dtype, device=where, groups=groups)
         return cls(path, model, words, end_tokens(path, words), own_sampling(path), guesses)
 
     def sampling(self, **settings: Any) -> Sampling:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -23,6 +24,7 @@ from mega_trainer.kernels.flex import FlexFlash
 from mega_trainer.kernels.fp8 import Fp8Kernels
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.quantise import E4M3, E5M2
+from mega_trainer.kernels.recurrent import CausalConv1d, FlaDelta, MambaScan, RecurrentLibraries
 from mega_trainer.kernels.te import TeAttention, TeLinearKernels
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.layout import Layout
@@ -46,7 +48,7 @@ from mega_trainer.parallel.te import TeDispatch
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.advice import run_shape
-from mega_trainer.plan.flops import head_cost
+from mega_trainer.plan.flops import head_cost, layer_costs
 from mega_trainer.plan.memory import unit_layers
 from mega_trainer.precision import LossScale
 from mega_trainer.ranks import Ranks
@@ -103,8 +105,11 @@ def choose_kernels(config: RunConfig, device: torch.device) -> Choice:
         half=dtype_of(config) in (torch.bfloat16, torch.float16),
         head=(model.head_size, model.value_size),
         softcap=model.attention_softcap is not None,
+        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence),
     )
-    return choose(config.kernels.linear, config.kernels.attention, facts)
+    parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta")}
+    used = {part: getattr(config.kernels, part) for kind in model.heads for part in parts.get(kind, ())}
+    return choose(config.kernels.linear, config.kernels.attention, facts, used)
 
 
 def make_kernels(choice: Choice, leaves: Leaves) -> Kernels:
@@ -114,7 +119,10 @@ def make_kernels(choice: Choice, leaves: Leaves) -> Kernels:
     }  # fmt: skip
     flash = makers[choice.attention]() if choice.attention in makers else None
     whole = TeAttention() if choice.attention == "te" else None
-    return (TeLinearKernels if choice.linear == "te" else TorchKernels)(leaves, flash, whole)
+    libraries: dict[str, Callable[[], Any]] = {"conv": CausalConv1d, "scan": MambaScan, "delta": FlaDelta}
+    chosen = {part: libraries[part]() for part, name in choice.recurrent.items() if name != "torch"}
+    recurrent = RecurrentLibraries(**chosen)
+    return (TeLinearKernels if choice.linear == "te" else TorchKernels)(leaves, flash, whole, recurrent)
 
 
 def build_schedule(config: RunConfig, groups: Groups) -> Schedule:
@@ -136,6 +144,7 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
     layers = stage_layers(
         config.model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout,
         head_cost=head_cost(config.model, config.data.seq_length),
+        layer_costs=layer_costs(config.model, config.data.seq_length),
     )  # fmt: skip
     again, away = config.recompute, config.offload
     recompute = Recompute(again.kind, again.layers, tuple(again.modules))

@@ -24,6 +24,7 @@ from mega_trainer.optim.lr import LRCurve, LRSchedule
 from mega_trainer.sections import (
     CheckpointConfig,
     DebugConfig,
+    EvalConfig,
     FaultConfig,
     Fp16Config,
     KernelsConfig,
@@ -70,11 +71,17 @@ class RunConfig(Config):
     offload: OffloadConfig = OffloadConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     kernels: KernelsConfig = KernelsConfig()
+    eval: EvalConfig = EvalConfig()
     fault: FaultConfig = FaultConfig()
     log: LogConfig = LogConfig()
     profile: ProfileConfig | None = None
     debug: DebugConfig = DebugConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    machine: str | None = Field(
+        None,
+        description="what step times are predicted for, and the layout of a run without `parallel` is chosen for: as `mega plan "
+        "--machine` takes it; default: known by the GPU's name, or none",
+    )
     timeout_seconds: float = Field(600, gt=0, description="how long a rank may keep the others waiting")
     output: str = "runs/default"
 
@@ -192,6 +199,9 @@ class RunConfig(Config):
         yield from self._decoupled_problems()
         if self.profile is not None and self.profile.steps[0] > self.train.steps:
             yield Problem("profile.steps", f"are past train.steps = {self.train.steps}", list(self.profile.steps))
+        if self.eval.tasks and (parallel.pp > 1 or parallel.zero == 3):
+            rule = "need the weights of all layers on a rank, which parallel.pp and parallel.zero = 3 share out"
+            yield Problem("eval.tasks", rule, self.eval.tasks, "mega eval --tasks, on the checkpoints")
         if isinstance(place(self.output), Remote):
             rule = "must be a folder here: metrics and logs are written line by line"
             yield Problem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from mega_common.errors import ConfigError
+from mega_trainer.config import RunConfig
+from mega_trainer.plan.machine import machine_of
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
@@ -23,6 +25,13 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
+
+
+def machine_here(config: RunConfig) -> str | None:
+    """The machine that a run names, or is on, by its GPU; None where neither is known."""
+    if config.machine is not None or config.device == "cpu" or not torch.cuda.is_available():
+        return config.machine
+    return machine_of(torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from mega_trainer.trackers import trackers
 
 Sink = Callable[[int, dict[str, float]], object]
 Line = dict[str, Any]
+APART = 1.0  # seconds between lines on the screen; metrics.jsonl has every step
 SHOWN = 0.01  # of a step: phases that take less are not on the screen
 
 
@@ -82,6 +83,7 @@ class Metrics:
         self._sinks: list[Sink] = []
         self._closers: list[Callable[[], object]] = []
         self._begin = self._last = time.monotonic()
+        self._told = -math.inf
         self._start = self._consumed = consumed_samples
         self._earlier: tuple[Line, Line, Line] | None = None
         self._goodput = Goodput(time.time())
@@ -144,7 +146,9 @@ class Metrics:
         }
         for sink in self._sinks:
             sink(step, numbers)
-        logger.info(self._line(step, numbers))
+        if now - self._told >= APART or "valid_loss" in numbers or step == self._config.train.steps:
+            self._told = now
+            logger.info(self._line(step, numbers))
 
     def _line(self, step: int, n: dict[str, float]) -> str:
         width = len(str(self._config.train.steps))

@@ -1,10 +1,10 @@
 """Where the time of each step goes, told without a wait for the device.
 
-Phases: `data` (waiting for the loader), `forward` and `backward` of all micro-batches, `pipeline_wait` (for what other stages
-send), `reduce` (what is left of the sums over ranks when the backwards are done), `norm` (and the numbers that ranks tell each
-other), `update`, `evaluate`, `save`. A phase within another is not counted in that one, so that they add up to what was
-measured. On a GPU they are times of its stream, between events that are read when it has passed them; what runs beside it, such
-as sums under way, is in a trace (`profile`).
+Phases: `data` (waiting for the loader), `forward` and `backward` of all micro-batches, `pipeline` (messages from and to other
+stages, and waiting for them), `reduce` (what is left of the sums over ranks when the backwards are done), `norm` (and the
+numbers that ranks tell each other), `update`, `evaluate`, `save`. A phase within another is not counted in that one, so that
+they add up to what was measured. On a GPU they are times of its stream, between events that are read when it has passed them;
+what runs beside it, such as sums under way, is in a trace (`profile`).
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import frexp
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from mega_common.config import Config, Problem
 
@@ -193,6 +194,15 @@ class KernelsConfig(Config):
         description="sdpa: torch's choice of a kernel, and its flash attention for blocks, documents and windows; varlen: that "
         "one always; flash: flash-attn 3 or 2; flex: FlexAttention; te: Transformer Engine, which is cuDNN",
     )
+    conv: Literal["auto", "torch", "causal_conv1d"] = Field(
+        "auto", description="short convolutions of recurrent mixers"
+    )
+    scan: Literal["auto", "torch", "mamba_ssm"] = Field(
+        "auto", description="Mamba-2's scan, where context ranks pass no states"
+    )
+    delta: Literal["auto", "torch", "fla"] = Field(
+        "auto", description="gated delta rule, where context ranks pass no states; fla: flash-linear-attention"
+    )
 
 
 class CheckpointConfig(Config):
@@ -220,6 +230,29 @@ class CheckpointConfig(Config):
     )
     allow_changes: bool = Field(False, description="resume although settings that change the model differ")
     allow_lr_jump: bool = Field(False, description="resume although the learning rate jumps by changed settings")
+
+
+def _listed(raw: Any) -> Any:
+    return raw.split(",") if isinstance(raw, str) else raw
+
+
+class EvalConfig(Config):
+    """Downstream tasks by lm-evaluation-harness while a run trains; the scores are `eval/TASK/METRIC` in metrics.jsonl."""
+
+    tasks: Annotated[list[str], BeforeValidator(_listed)] = Field(
+        [], description="names of the harness's tasks, or paths of YAML files of one's own"
+    )
+    every: PositiveInt = Field(1000, description="steps between evaluations, with one at the end")
+    limit: float | None = Field(
+        100, gt=0, description="so many samples of each task, or below 1 such a share of them; null: all"
+    )
+    num_fewshot: NonNegativeInt | None = Field(
+        None, description="solved examples before each question; default: the task's"
+    )
+    include_path: Path | None = Field(None, description="a folder with further tasks")
+    max_share: float = Field(
+        0.01, gt=0, le=1, description="of the run's time: where those before have taken more, one is left out"
+    )
 
 
 class FaultConfig(Config):

@@ -20,7 +20,7 @@ from mega_ckpt.adapter import base_of
 from mega_ckpt.folders import latest
 from mega_ckpt.lora import adapted, adapter_tensors
 from mega_ckpt.names import tensors_of
-from mega_ckpt.source import load_weights, open_source, tell_unread
+from mega_ckpt.source import load_adapter, load_weights, open_adapted, open_source, tell_unread
 from mega_ckpt.store import Place
 from mega_common.errors import ConfigError, Interrupted, Terminated
 from mega_common.log import human, logger
@@ -44,7 +44,7 @@ from mega_trainer.build import (
 )
 from mega_trainer.comm import Group, all_reduce
 from mega_trainer.config import RunConfig
-from mega_trainer.device import deterministic, pick_device
+from mega_trainer.device import deterministic, machine_here, pick_device
 from mega_trainer.environment import told
 from mega_trainer.faults import faults_told
 from mega_trainer.garbage import Garbage
@@ -56,12 +56,15 @@ from mega_trainer.memory import Copy, Memory, keeps_copies
 from mega_trainer.mesh import Groups, warm_up
 from mega_trainer.metrics import Metrics, Speed
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.init import init_weights
 from mega_trainer.parallel.shared import SharedStage
 from mega_trainer.phases import Phases, waited
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.advice import Needs
 from mega_trainer.plan.flops import count_parameters
+from mega_trainer.plan.machine import load_machine
+from mega_trainer.plan.search import planned
 from mega_trainer.profile import Profiler
 from mega_trainer.ranks import Ranks
 from mega_trainer.repeat import provenance
@@ -75,8 +78,13 @@ from mega_trainer.watch import Watch
 T = TypeVar("T")
 
 
-def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainState:
+Scorer = Callable[[Decoder], Mapping[str, float]]  # numbers that say how good a model is, for metrics.jsonl
+
+
+def run(config: RunConfig, ranks: Ranks, store: Store | None = None, scorer: Scorer | None = None) -> TrainState:
     """Train as `config` says; returns the final state. With the job's `store`, a rank that hangs is named.
+
+    The `scorer` is asked by all ranks together, every `eval.every` steps.
 
     Raises:
         Interrupted: when a signal or a limit asked to end before the last step, and the step done is saved.
@@ -90,7 +98,7 @@ def run(config: RunConfig, ranks: Ranks, store: Store | None = None) -> TrainSta
         faults_told(ranks.rank, lambda: "before the first step", needs),
         deterministic(config.deterministic),
     ):
-        return train(config, ranks, groups, needs, store)
+        return train(config, ranks, groups, needs, store, scorer)
 
 
 def assemble(
@@ -118,7 +126,12 @@ def assemble(
 
 
 def train(
-    config: RunConfig, ranks: Ranks, groups: Groups, needs: Callable[[], Needs], store: Store | None
+    config: RunConfig,
+    ranks: Ranks,
+    groups: Groups,
+    needs: Callable[[], Needs],
+    store: Store | None,
+    scorer: Scorer | None = None,
 ) -> TrainState:
     """The run itself, in folders that are its own; `needs` is what a message about full memory tells."""
     checkpoint = starting_point(config)
@@ -138,7 +151,9 @@ def train(
     if not begin(state, start, groups.world, tokenizer):
         return state
     record_start(config, ranks, state.step, start, time.monotonic() - begun)
-    job = Job(state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store, memory)
+    job = Job(
+        state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store, memory, scorer
+    )
     while True:
         try:
             reason = steps(job)
@@ -169,6 +184,7 @@ class Job:
     needs: Callable[[], Needs]
     store: Store | None
     memory: Memory | None
+    scorer: Scorer | None
 
 
 def steps(job: Job) -> str | None:
@@ -181,6 +197,7 @@ def steps(job: Job) -> str | None:
     config, groups, profiler, valid_data = state.config, executor.groups, job.profiler, job.valid_data
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype_of(config), ranks.world_size)
+    expected = predicted_seconds(config, ranks)
     further, integrity = config.model.mtp_layers, Integrity(config.fault, executor, state.optimizer)
     loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
@@ -233,10 +250,14 @@ def steps(job: Job) -> str | None:
             state.advance(result)
             garbage.after(state.step)
             evaluates = valid_data is not None and config.due(state.step, config.train.eval_every)
+            scores: Mapping[str, float] = {}
+            if job.scorer is not None and config.due(state.step, config.eval.every):
+                with profiler.phase("evaluate"):
+                    scores = job.scorer(executor.model)
             metrics.step(
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
                 valid_loss=validate(executor, partial(loader, valid_data), config, device) if evaluates else None,
-                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, **result.routing,
+                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, predicted_seconds=expected, **result.routing, **scores,
                 epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
             )  # fmt: skip
             stopping, terminated, failed, *tokens = result.riders
@@ -267,6 +288,18 @@ def ready_device(config: RunConfig, ranks: Ranks, groups: Groups) -> torch.devic
         logger.info("environment: %s", told(config, os.environ))
         warm_up(groups, device)
     return device
+
+
+def predicted_seconds(config: RunConfig, ranks: Ranks) -> float | None:
+    """What `mega plan` says of a step, on a machine that is known; nothing is predicted for others, nor for batches that grow."""
+    name = machine_here(config)
+    if name is None or config.batch.rampup is not None:
+        return None
+    step = planned(config, ranks.world_size, load_machine(name)).time()
+    parts = sorted(step.parts, key=lambda part: -step.parts[part])[:3]
+    told = ", ".join(f"{part} {100 * step.parts[part] / step.seconds:.0f} %" for part in parts)
+    logger.info("predicted on %s: %.4g s a step (%s)", name, step.seconds, told)
+    return step.seconds
 
 
 def with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
@@ -307,7 +340,7 @@ def begin(state: TrainState, checkpoint: Place | Copy | None, world: Group, toke
         for stage in state.stages.values():
             init_weights(stage, config.train.seed)
     if config.init_from is not None and (checkpoint is None or config.lora is not None):
-        load_start(state, config.init_from, world, tokenizer)
+        load_start(state, config.init_from, world, tokenizer, fresh=checkpoint is None)
     if isinstance(checkpoint, Copy):
         state.restore_copy(checkpoint)
     elif checkpoint is not None:
@@ -341,17 +374,21 @@ def begin(state: TrainState, checkpoint: Place | Copy | None, world: Group, toke
     return True
 
 
-def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer | None) -> None:
-    """The weights that a run starts from, or that its adapter is beside, at every start."""
-    source = open_source(path)
+def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer | None, *, fresh: bool) -> None:
+    """The weights that a run starts from, or that its adapter is beside, at every start; a `fresh` run's adapter too."""
+    source, lora = open_source(path), state.config.lora
     check_init_tokenizer(state.config, source, tokenizer)
     if world.rank == 0:
         tell_unread(source)
     held = weights_of(state.stages)
     load_weights(source, {name: boxes for name, boxes in held.items() if not is_adapter(name)})
-    if state.config.lora is not None:
-        state.base = base_of(path, source)
     logger.info("starting from the weights of %s", path)
+    if lora is None:
+        return
+    state.base = base_of(path, source)
+    if fresh and lora.init_from is not None:
+        load_adapter(open_adapted(lora.init_from, path).adapter, weights_of(state.stages, moving=True))
+        logger.info("going on with the adapter of %s", lora.init_from)
 
 
 def trained_share(config: RunConfig) -> str:

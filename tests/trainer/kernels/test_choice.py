@@ -93,6 +93,46 @@ def test_a_choice_is_told_in_one_line_with_its_reasons() -> None:
     assert line == "kernels: linear torch (auto: as fast as any), attention flash 3 (auto: on Hopper, and installed)"
 
 
+RECURRENT = {"causal-conv1d": "1.7.0", "mamba-ssm": "2.3.2.post1", "fla-core": "0.6.0"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "expected", "why"),
+    [
+        ("auto", {"installed": RECURRENT}, "torch", "auto: it needs a GPU"),
+        ("auto", HOPPER | {"installed": RECURRENT}, "library", "auto: installed"),
+        ("auto", HOPPER | {"installed": RECURRENT, "half": False}, "torch", "precision = bf16"),
+        ("auto", HOPPER, "torch", "none is installed of"),
+        ("torch", HOPPER | {"installed": RECURRENT}, "torch", "as asked"),
+        ("library", HOPPER | {"installed": RECURRENT}, "library", "as asked"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["conv", "scan", "delta"])
+def test_libraries_of_recurrent_mixers(kind: str, asked: str, there: Any, expected: str, why: str) -> None:
+    name = {"conv": "causal_conv1d", "scan": "mamba_ssm", "delta": "fla"}[kind]
+    choice = choose("auto", "auto", facts(**there), {kind: name if asked == "library" else asked})
+    assert choice.recurrent == {kind: name if expected == "library" else "torch"}
+    assert why in choice.because[kind]
+    assert f"{kind} {choice.recurrent[kind]} (" in str(choice)
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({}, "kernels.conv = causal_conv1d: it needs a GPU"),
+        (HOPPER | {"installed": {"causal-conv1d": "1.4.0"}}, "1.4.0 is installed of causal-conv1d; pip install"),
+        (
+            HOPPER | {"installed": RECURRENT, "taps": frozenset({2, 5})},
+            "it takes 2 to 4 taps, and the model's .* have 5",
+        ),
+    ],
+)
+def test_a_library_that_cannot_be_used_is_refused(there: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        choose("auto", "auto", facts(**there), {"conv": "causal_conv1d"})
+    assert "or set kernels.conv=torch" in str(raised.value)
+
+
 def test_a_run_on_a_cpu_asks_torch() -> None:
     raw = {"model": {"preset": "tiny"}, "data": {"train": "none"}, "kernels": {"attention": "varlen"}}
     raw["model"] = {

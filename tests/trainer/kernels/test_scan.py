@@ -17,7 +17,7 @@ B, S, H, P, G, N = 2, 23, 4, 3, 2, 5
 def steps(tokens: int = S, dtype: torch.dtype = torch.float64) -> Steps:
     d = torch.rand(B, tokens, H, dtype=dtype)
     x, b, c = (torch.randn(B, tokens, *shape, dtype=dtype) for shape in ((H, P), (G, N), (G, N)))
-    made = Steps(x, d, -2 * d * torch.rand(H, dtype=dtype), b, c)
+    made = Steps(x, d, -2 * torch.rand(H, dtype=dtype), b, c)
     for part in (made.x, made.d, made.b, made.c):
         part.requires_grad_()
     return made
@@ -37,7 +37,7 @@ def one_by_one(given: Steps, documents: Tensor | None = None) -> Tensor:
         if documents is not None and t:
             state = state * (documents[:, t] == documents[:, t - 1])[:, None, None, None]
         added = (given.d[:, t, :, None] * given.x[:, t])[..., None] * b[:, t, :, None, :]
-        state = given.a[:, t].exp()[..., None, None] * state + added
+        state = (given.d[:, t] * given.decay).exp()[..., None, None] * state + added
         out.append((state * c[:, t, :, None, :]).sum(-1))
     return torch.stack(out, 1)
 
@@ -65,7 +65,7 @@ def test_any_cut_into_chunks_is_the_recurrence(size: int, closed: bool) -> None:
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_what_is_narrow_is_computed_in_fp32(dtype: torch.dtype, error: float) -> None:
     given = steps()
-    low = Steps(given.x.to(dtype), given.d.float(), given.a.float(), given.b.to(dtype), given.c.to(dtype))
+    low = Steps(given.x.to(dtype), given.d.float(), given.decay.float(), given.b.to(dtype), given.c.to(dtype))
     y = scan(low, Chunks(1, 8), passed)
     assert y.dtype == torch.float32
     expected = one_by_one(given)
@@ -74,7 +74,7 @@ def test_what_is_narrow_is_computed_in_fp32(dtype: torch.dtype, error: float) ->
 
 def test_long_decays_neither_overflow_nor_lose_what_is_near() -> None:
     given = steps()
-    fast = Steps(given.x, given.d, given.a * 1e4, given.b, given.c)
+    fast = Steps(given.x, given.d, given.decay * 1e4, given.b, given.c)
     torch.testing.assert_close(scan(fast, Chunks(1, 16), passed), one_by_one(fast), rtol=1e-12, atol=1e-12)
 
 

@@ -39,6 +39,8 @@ def test_many_points_are_a_line_of_means_before_their_extremes() -> None:
     )
     kinds = [path.get("class") for path in elements(html, "path")]
     assert {"line faint s0", "line s0", "event"} <= set(kinds)
+    assert [path.get("data-name") for path in elements(html, "path") if path.get("class") == "line s0"] == ["a"]
+    assert len(elements(html, "svg")[0].get("data-axes", "").split()) == 9
     assert len(html) < 20_000
     assert "restart" in html
 

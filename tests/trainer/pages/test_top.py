@@ -21,7 +21,7 @@ def test_a_view_of_a_run_that_goes_on_or_does_not(tmp_path: Path) -> None:
     line = {
         "step": 7, "loss": 2.5, "lr": 1e-3, "grad_norm": None, "tokens_per_second": 12_300.0, "seconds": 2.0, "mfu": 0.4,
         "memory_bytes": 2.0**30, "seconds_left": 90.0, "time": 1000.0, "goodput": 0.9, "lost/restart": 61.0,
-        "phases/forward": 0.6, "phases/pipeline_wait": 0.2,
+        "phases/forward": 0.6, "phases/pipeline": 0.2,
     }  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (tmp_path / "run.yaml").write_text("train: {steps: 20}\n")
@@ -42,7 +42,7 @@ def test_a_view_of_a_run_that_goes_on_or_does_not(tmp_path: Path) -> None:
         "12.3k",
         "35 %",
         "lost: restart 1 min 1 s",
-        "pipeline wait",
+        "pipeline",
         "10 %",
     ):
         assert words in text

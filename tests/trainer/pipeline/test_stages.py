@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,3 +55,20 @@ def test_a_layout_is_taken_as_it_is() -> None:
 def test_what_does_not_fit_is_refused_with_a_way_out(args, told) -> None:
     with pytest.raises(ConfigError, match=told):
         stage_layers(*args)
+
+
+@given(st.lists(st.floats(0.1, 3), min_size=2, max_size=7), st.data())
+def test_no_other_split_of_unlike_layers_has_less_work_in_its_busiest_stage(
+    costs: list[float], data: st.DataObject
+) -> None:
+    pp, head = data.draw(st.integers(1, len(costs))), data.draw(st.sampled_from([0.0, 1.5]))
+
+    def most(bounds: Sequence[int]) -> float:
+        works = [sum(costs[a:b]) for a, b in pairwise([0, *bounds, len(costs)])]
+        return max([*works[:-1], works[-1] + head])
+
+    stages = stage_layers(len(costs), pp, head_cost=head, layer_costs=costs)
+    assert [place for stage in stages for place in stage] == list(range(len(costs)))
+    assert all(stages)
+    least = min(most(bounds) for bounds in combinations(range(1, len(costs)), pp - 1))
+    assert most([stage.start for stage in stages[1:]]) <= least + 1e-9

@@ -4,23 +4,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from mega_ckpt.names import num_parameters
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.plan.flops import (
     count_parameters,
     forward_flops,
     hardware_flops,
     head_cost,
+    layer_costs,
     model_flops,
     palm_flops,
     peak_flops,
     published_flops,
-    visible_keys,
 )
+from mega_trainer.plan.layers import visible_keys
 
 
 def model(name: str, **fields: object) -> ModelConfig:
@@ -120,20 +123,17 @@ def test_the_rule_counts_a_tied_table_once_and_only_the_active_experts() -> None
 
 @given(st.integers(1, 60), st.one_of(st.none(), st.integers(1, 80)))
 def test_visible_keys_are_counted_one_by_one(seq_length, window) -> None:
-    windowed = model("tiny", sliding_window=window)
     seen = [sum(0 <= query - key < (window or seq_length) for key in range(seq_length)) for query in range(seq_length)]
-    assert visible_keys(windowed, seq_length) == pytest.approx(sum(seen) / seq_length)
-    assert visible_keys(windowed, seq_length, causal=False) == max(seen)
+    assert visible_keys(window, seq_length) == pytest.approx(sum(seen) / seq_length)
+    assert visible_keys(window, seq_length, causal=False) == max(seen)
 
 
 def test_windows_in_some_layers_are_counted_layer_by_layer() -> None:
     mixed = model("tiny", num_layers=5, sliding_window=16, full_attention_layers=[1, 4])
-    full, local = (model("tiny", sliding_window=window) for window in (None, 16))
     for causal in (True, False):
-        far, near = (visible_keys(each, 100, causal=causal) for each in (full, local))
-        assert visible_keys(mixed, 100, causal=causal) == pytest.approx((2 * far + 3 * near) / 5)
-    scores = forward_flops(mixed, 100)["attention scores"]
-    assert scores == pytest.approx(2 * 4 * 64 * visible_keys(full, 100) + 3 * 4 * 64 * visible_keys(local, 100))
+        scores = forward_flops(mixed, 100, causal=causal)["attention scores"]
+        far, near = (visible_keys(window, 100, causal=causal) for window in (None, 16))
+        assert scores == pytest.approx(4 * 64 * (2 * far + 3 * near))
 
 
 def test_experts_in_some_layers_are_counted_layer_by_layer() -> None:
@@ -204,3 +204,37 @@ def test_the_head_in_layers() -> None:
 )
 def test_devices_are_known_by_the_words_of_their_names(device, precision, tera) -> None:
     assert peak_flops(device, precision) == (None if tera is None else tera * 1e12)
+
+
+HYBRID = {
+    "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 61,
+    "mamba": {"num_heads": 4, "head_dim": 6, "state_size": 10, "num_groups": 2, "chunk_size": 8},
+    "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 10, "chunk_size": 8},
+    "moe": {**MOE}, "attention_gate": True, "layers": ["mamba", "delta", "attention", "mlp", "moe"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [["mamba"], ["delta"], ["attention", "mlp"], HYBRID["layers"]])
+def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str]) -> None:
+    """Torch counts the products of 16 tokens in a real forward, but attention's scores and a delta rule's triangular solve."""
+    small = ModelConfig.parse({**HYBRID, "layers": layers, "moe": HYBRID["moe"] if "moe" in layers else None})
+    built, tokens = Decoder(Builder(small)), 16
+    assert count_parameters(small).total == sum(p.numel() for p in built.parameters())
+    counted = FlopCounterMode(display=False)
+    with counted, torch.no_grad():
+        context = built.context(torch.arange(tokens)[None], outline=Outline([tokens]))
+        built(torch.zeros(1, tokens, 24), context)
+    exact = forward_flops(small, tokens, causal=False)
+    # of 4 heads: a chunk's map of the state, and the map's product, stand for what the solve is not counted for
+    delta = 4 * layers.count("delta") * (2 * 6 * 6 + 2 * 6 * 6 * 10 / 8 - 2 * 8 * (6 + 10))
+    uncounted = exact["head"] + exact["attention scores"]
+    assert counted.get_total_flops() == tokens * (sum(exact.values()) - uncounted + delta)
+
+
+def test_layers_of_several_kinds_cost_what_their_parts_do() -> None:
+    small = ModelConfig.parse({**HYBRID, "mtp_layers": 1})
+    costs, parts = layer_costs(small, 64), forward_flops(small, 64)
+    assert costs is not None
+    assert sum(costs) == pytest.approx(len(costs) == 5 and 5)
+    assert costs[0] / costs[3] == pytest.approx((parts["mamba projections"] + parts["mamba scan"]) / (2 * 3 * 24 * 40))
+    assert layer_costs(model("tiny"), 64) is None

@@ -65,6 +65,12 @@ def test_norms_of_heads_keep_what_they_are_given() -> None:
     assert more >= S * (2 * 2 * D + 4 * 2 * H)
 
 
+def test_biases_of_experts_keep_nothing_more() -> None:
+    """GPT-OSS's, whose gradients are products of groups: on the planner's device no rows are there to be counted."""
+    biased = EXPERTS.model_copy(update={"mlp_bias": True})
+    assert layer(biased).kept == layer(EXPERTS).kept
+
+
 def test_tensor_ranks_split_what_they_can() -> None:
     whole, split, sequence = (layer(tp=tp, sp=sp).kept for tp, sp in ((1, False), (4, False), (4, True)))
     assert split == S * (2 * (4 * D + (4 * D + 3 * F) // 4) + 4 * (2 + H // 4))

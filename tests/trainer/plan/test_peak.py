@@ -26,6 +26,11 @@ MODEL = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 128}
 LATENT = {"q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+RECURRENT = {
+    "layers": ["mamba", "delta", "mlp", "attention"],
+    "mamba": {"num_heads": 8, "head_dim": 32, "state_size": 16, "num_groups": 2, "chunk_size": 32},
+    "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 32, "chunk_size": 32},
+}
 SELECTIVE, FULL = {"kind": "selective"}, {"kind": "full"}
 
 
@@ -55,6 +60,8 @@ ONE = {
     "full": layout(1, {}, recompute=FULL),
     "full of some": layout(1, {}, recompute={"kind": "full", "layers": 2}),
     "experts": layout(1, {}, model={"moe": EXPERTS}),
+    "recurrences": layout(1, {}, model=RECURRENT),
+    "recurrences, again": layout(1, {}, model=RECURRENT, recompute={"kind": "selective", "modules": ["norm", "attention"]}),
 }  # fmt: skip
 SEVERAL = {
     "interleaved": layout(2, {"pp": 2, "virtual_stages": 2, "zero": 0}),
@@ -77,6 +84,8 @@ SEVERAL = {
     "ring": layout(2, {"cp": 2}),
     "allgather": layout(2, {"cp": 2, "cp_kind": "allgather"}),
     "alltoall": layout(2, {"cp": 2, "cp_kind": "alltoall"}),
+    "states passed": layout(2, {"cp": 2}, model=RECURRENT, length=1024),
+    "heads exchanged": layout(2, {"cp": 2, "cp_kind": "alltoall"}, model=RECURRENT),
     "experts on ranks": layout(2, {"ep": 2}, model={"moe": EXPERTS}),
     "experts in parts": layout(4, {"tp": 2, "ep": 2, "expert_tp": 2}, model={"moe": EXPERTS}),
     "experts, full": layout(2, {"ep": 2}, model={"moe": EXPERTS}, recompute=FULL),
@@ -135,7 +144,7 @@ def wrong(cases: Mapping[str, Case]) -> dict[str, str]:
 
 
 def test_a_rank_holds_what_was_planned() -> None:
-    some = ("alone", "sinks", "latents, further tokens", "dropout", "full of some", "experts")
+    some = ("alone", "sinks", "latents, further tokens", "dropout", "full of some", "experts", "recurrences")
     assert not wrong({name: ONE[name] for name in some})
 
 

@@ -42,6 +42,21 @@ def test_a_published_run_takes_as_long_as_was_measured(model: str, run: RunShape
     assert seconds(run, ModelConfig.parse(preset(model)), peers) == pytest.approx(measured, rel=0.15)
 
 
+def test_a_layer_of_each_kind_takes_time_of_its_own_and_a_recurrence_less_the_longer_the_sequence() -> None:
+    delta = {"num_key_heads": 8, "num_value_heads": 16, "key_head_dim": 128, "value_head_dim": 128}
+    sections = {"mamba": {"num_heads": 64, "head_dim": 64, "num_groups": 8}, "delta": delta}
+    plain = preset("llama3-8b") | {"num_layers": 4}
+    kinds = [
+        ModelConfig.parse({**plain, **sections, "layers": [kind] * 4})
+        for kind in ("attention", "mamba", "delta", "mlp")
+    ]
+    for model in kinds:
+        assert seconds(RUN, model) > 8 * 8192 * model_flops(model, 8192) / H100.peak("bf16")
+    far = replace(RUN, seq_length=1 << 20, cp=8, dp=1)
+    attention, mamba, rule, _ = (seconds(far, model) for model in kinds)
+    assert attention > 2 * max(mamba, rule)
+
+
 def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microbatches() -> None:
     run = replace(RUN, pp=4, virtual_stages=2, dp=2, microbatches=37)
     planned = Planned.of(LLAMA, run, H100, HOPPER, Habits())

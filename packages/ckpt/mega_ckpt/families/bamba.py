@@ -46,7 +46,7 @@ BAMBA = Family(
     entries=(
         *decoder(norm_eps=1e-5),
         Heads(kv_default=8, explicit_dim=False, derived=True),
-        Rope(fraction=0.5, partial=True),
+        Rope(fraction=0.5),
         AttentionAt(),
         MAMBA,
         Key("attention_bias", "qkv_bias attention_out_bias", False),

@@ -34,7 +34,7 @@ class Rope:
 
     Attributes:
         theta, fraction: what transformers takes where the keys are absent.
-        partial: whether the family's model code can rotate only a part of each head.
+        partial: whether the family's model code goes by the fraction; else it is always the one of above.
         theta_key, fraction_key: what older folders of the family call them.
         scalings: the kinds that the family's configuration accepts.
         aliases: older names of kinds.
@@ -109,8 +109,8 @@ class Rope:
         }
 
     def _check(self, fraction: float) -> None:
-        if fraction != 1.0 and not self.partial:
-            raise MismatchError(f"rope.fraction (partial_rotary_factor) must be 1.0, not {fraction}")
+        if fraction != self.fraction and not self.partial:
+            raise MismatchError(f"rope.fraction (partial_rotary_factor) must be {self.fraction}, not {fraction}")
 
 
 def _read_parameters(scaling: str, given: Raw, raw: Raw) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from mega_ckpt.families.keys import Entry, Key, MismatchError, Only, Raw
 from mega_ckpt.families.plain import plain, resolved
 from mega_ckpt.formats.megatron_entries import Activation, Biases, Experts, Further, Not, Sizes, Window
+from mega_ckpt.formats.megatron_hybrid import Hybrid
 from mega_ckpt.formats.megatron_rope import Latent, Positions
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
@@ -37,6 +38,7 @@ SETTINGS: tuple[Entry, ...] = (
     Window(),
     Positions(),
     Latent(),
+    Hybrid(),
     Experts(),
     Further(),
     Key("hidden_dropout", "residual_dropout", 0.1),
@@ -50,8 +52,6 @@ SETTINGS: tuple[Entry, ...] = (
             "experimental_attention_variant": (None,),
             "no_rope_freq": (None, 0),
             "moe_apply_probs_on_input": (False, None),
-            "moe_latent_size": (None,),
-            "is_hybrid_model": (False, None),
             "heterogeneous_layers_config_path": (None,),
             "use_mup": (False, None),
         }
@@ -83,6 +83,8 @@ def _fields(args: Raw, given: Set[str] = frozenset()) -> tuple[dict[str, Any], l
     """Fields of `ModelConfig`, and what has none there, but for what only concerns those that are `given` anyway."""
     raw, fields, found = dict(args), dict[str, Any](), []
     raw.setdefault("norm_epsilon", raw.get("layernorm_epsilon", 1e-5))
+    if raw.get("num_layers") is None and raw.get("hybrid_layer_pattern"):
+        raw["num_layers"] = sum(letter not in "|" for letter in str(raw["hybrid_layer_pattern"]).partition("/")[0])
     for entry in SETTINGS:
         try:
             fields |= entry.read(raw)
@@ -91,6 +93,8 @@ def _fields(args: Raw, given: Set[str] = frozenset()) -> tuple[dict[str, Any], l
                 found.append(str(error))
         except (TypeError, ValueError):
             found.append(f"{', '.join(sorted(entry.keys & raw.keys()))}: a value of the wrong kind")
+    if fields.get("layers") and not any(layer.endswith("moe") for layer in fields["layers"]):
+        fields["moe"] = None  # whatever is said of experts
     return fields | {"embedding_dropout": fields.get("residual_dropout", 0.0)}, found
 
 

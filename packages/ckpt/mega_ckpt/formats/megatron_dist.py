@@ -44,6 +44,9 @@ _BUCKETS = (
 _OTHERS = ("optimizer", "chained_", "rng_state", "rerun_state", "opt_param_scheduler", "run_config", "iteration")
 
 
+_TAPS = re.compile(r"mixer\.conv1d\.weight\.\w+")  # [channels, 1, k] there
+
+
 def read(folder: Path) -> Contents:
     """Look at a folder without reading its tensors.
 
@@ -128,6 +131,8 @@ def _common(folder: Path, entries: Entries) -> Mapping[str, Any]:
 def _add(held: dict[str, Held], key: str, shape: Shape, dtype: torch.dtype, chunks: Sequence[Stored]) -> None:
     """Add the layers of a tensor under the names that they have by themselves."""
     head, tail = split_layer(key)
+    if _TAPS.fullmatch(tail) and len(shape) == 3:
+        chunks, shape = [_without_middle(chunk) for chunk in chunks], (shape[0], shape[2])
     stacked = head == LAYER
     if stacked and shape[0] > MAX_LAYERS:
         raise CheckpointError(f"{key}: {shape[0]} layers, which no model has")
@@ -143,6 +148,11 @@ def _add(held: dict[str, Held], key: str, shape: Shape, dtype: torch.dtype, chun
         for row in range(chunk.shape[0]):
             name = usual_name(f"{head}{chunk.offset[0] + row}.{tail}")
             held[name].stored.append(Stored(chunk.offset[1:], chunk.shape[1:], _row(chunk, row)))
+
+
+def _without_middle(chunk: Stored) -> Stored:
+    (first, _, last), (rows, _, taps) = chunk.offset, chunk.shape
+    return Stored((first, last), (rows, taps), lambda: chunk.read().squeeze(1))
 
 
 def _row(chunk: Stored, row: int) -> Callable[[], Tensor]:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mega_ckpt.formats.dcp import METADATA
 from mega_ckpt.formats.megatron_dist import COMMON, FORMAT
-from mega_ckpt.formats.megatron_names import EXPERTS, LAYER, Part, is_projection, split_layer
+from mega_ckpt.formats.megatron_names import EXPERTS, LAYER, Part, is_hybrid, is_projection, split_layer
 from mega_ckpt.formats.megatron_write import RELEASE, Writing, durable
 from mega_ckpt.formats.torch_archive import load_archive
 from mega_ckpt.journal import Finished, Once, entry_of
@@ -98,12 +98,14 @@ class _Stack:
 
     layer: int | None
     layers: int
+    taps: bool
 
     @classmethod
     def of(cls, part: Part, model: ModelConfig) -> _Stack:
         head, _ = split_layer(part.name)
-        alike = len({model.has_experts(layer) for layer in range(model.num_layers)}) == 1
-        return cls(int(head.split(".")[2]) if head.startswith(LAYER) and alike else None, model.num_layers)
+        alike = len(set(model.kinds[: model.num_layers])) == 1 and not is_hybrid(model)
+        layer = int(head.split(".")[2]) if head.startswith(LAYER) and alike else None
+        return cls(layer, model.num_layers, part.taps)
 
     def keys(self, part: Part, *, latent: bool) -> list[str]:
         """The names of a tensor: some have another in other kinds of layers, and get both."""
@@ -112,23 +114,31 @@ class _Stack:
         return [(head if self.layer is None else LAYER) + name for name in tails]
 
     def whole(self, shape: Shape) -> Shape:
-        return shape if self.layer is None else (self.layers, *shape)
+        return self._with(self.layers, 1, shape)
 
     def extent(self, shape: Shape) -> Shape:
-        return shape if self.layer is None else (1, *shape)
+        return self._with(1, 1, shape)
 
     def place(self, offset: Shape) -> Shape:
-        return offset if self.layer is None else (self.layer, *offset)
+        return self._with(self.layer or 0, 0, offset)
+
+    def _with(self, layer: int, middle: int, numbers: Shape) -> Shape:
+        """Sizes or places, with those of the axes that only Megatron has."""
+        if self.taps:
+            numbers = (numbers[0], middle, *numbers[1:])
+        return numbers if self.layer is None else (layer, *numbers)
 
     def states(self, key: str, part: Part) -> Iterator[str]:
         """Where Transformer Engine's state of the module would be, of each expert by itself."""
-        if not is_projection(key) and not key.endswith(("norm.weight", ".softmax_offset")):
+        module, _, rest = key.partition(".weight")
+        norm = key.endswith(("norm.weight", ".softmax_offset")) and not key.endswith(".mixer.norm.weight")
+        if not is_projection(f"{module}.weight") and not norm:
             return
         experts = part.shape[0] if EXPERTS in key else 0
         for expert in range(experts) if experts else (None,):
             axes = [(self.layer, self.layers)] * (self.layer is not None) + [(expert, experts)] * (expert is not None)
             offset, shape = (".".join(map(str, numbers)) for numbers in zip(*(axes or [(0, 1)]), strict=True))
-            yield f"{key.rpartition('.')[0]}._extra_state/shard_{offset}_{shape}"
+            yield f"{module if rest else key.rpartition('.')[0]}._extra_state/shard_{offset}_{shape}"
 
 
 def _metadata(
@@ -150,4 +160,8 @@ def _metadata(
             for state in stack.states(key, part):
                 metadata.state_dict_metadata[state] = BytesStorageMetadata()
                 metadata.storage_data[MetadataIndex(state)] = nothing
+    if is_hybrid(writing.model):  # whose loading is strict about this one too, other than a GPT's
+        state = "output_layer._extra_state/shard_0_1"
+        metadata.state_dict_metadata[state] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(state)] = nothing
     return metadata

@@ -173,20 +173,17 @@ class Experts(Several):
 
     keys: frozenset[str] = words(
         """num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
-        moe_layer_freq moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
+        moe_layer_freq moe_latent_size moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
         moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_router_bias_update_rate
         moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type moe_expert_capacity_factor"""
     )
     fields: frozenset[str] = frozenset({"moe"})
 
     def read(self, raw: Raw) -> dict[str, Any]:
-        """`moe`, or None."""
+        """`moe`, or None. Of a hybrid the pattern says which layers have experts."""
         if not raw.get("num_experts"):
             return {"moe": None}
         top, score = raw.get("moe_router_topk", 2), raw.get("moe_router_score_function", "softmax")
-        freq, layers = {"moe_layer_freq": 1, **raw}, raw.get("num_layers") or 0
-        sparse = _pattern(freq, "moe_layer_freq", layers, lambda layer, n: layer % n == 0)
-        sparse += sparse[-1:] * further(raw)
         shared, capacity = raw.get("moe_shared_expert_intermediate_size") or 0, raw.get("moe_expert_capacity_factor")
         scope, loss = _balance(raw)
         if sinkhorn := raw.get("moe_router_load_balancing_type") == "sinkhorn":
@@ -197,7 +194,8 @@ class Experts(Several):
                 "num_experts": raw["num_experts"],
                 "top_k": top,
                 "ffn_hidden_size": raw.get("moe_ffn_hidden_size") or feed_forward(raw),
-                "layers": None if all(sparse) else [layer for layer, has in enumerate(sparse) if has],
+                "layers": _sparse(raw),
+                "latent_size": raw.get("moe_latent_size") or None,
                 "shared_ffn_hidden_size": shared,
                 "shared_gate": bool(shared and raw.get("moe_shared_expert_gate")),
                 "score": score,
@@ -230,6 +228,7 @@ class Experts(Several):
             "moe_router_topk": moe.top_k,
             "moe_ffn_hidden_size": moe.ffn_hidden_size,
             "moe_layer_freq": 1 if moe.layers is None else [int(i in moe.layers) for i in range(model.num_layers)],
+            "moe_latent_size": moe.latent_size,
             "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
             "moe_shared_expert_gate": moe.shared_gate,
             "moe_router_score_function": moe.score,
@@ -244,6 +243,19 @@ class Experts(Several):
             "moe_z_loss_coeff": moe.z_loss or None,
             "moe_expert_capacity_factor": moe.capacity_factor,
         }
+
+
+_HYBRID = words("is_hybrid_model hybrid_layer_pattern hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio")
+
+
+def _sparse(raw: Raw) -> list[int] | None:
+    """The layers that have experts; None for all, or where a pattern of kinds says it."""
+    if any(raw.get(key) for key in _HYBRID):
+        return None
+    freq, layers = {"moe_layer_freq": 1, **raw}, raw.get("num_layers") or 0
+    sparse = _pattern(freq, "moe_layer_freq", layers, lambda layer, n: layer % n == 0)
+    sparse += sparse[-1:] * further(raw)
+    return None if all(sparse) else [layer for layer, has in enumerate(sparse) if has]
 
 
 def _groups(raw: Raw, top: int, *, logits: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,17 +124,39 @@ def _chunks(state: Mapping[str, Any], source: Path) -> Iterator[Chunk]:
 def _gather(ranks: Sequence[_Rank], sizes: Sequence[int], parts: Sequence[Part]) -> dict[str, Held]:
     """Put together what the ranks hold, by the names of `parts`."""
     known, held = {part.name: part for part in parts}, dict[str, Held]()
+    joined = defaultdict[str, list[Part]](list)
+    for one in parts:
+        joined[one.inside].append(one)
     for rank, chunk, before in _numbered(ranks):
         for name, stored in chunk.items():
             if (name == HEAD and name not in known) or (name == EMBEDDING and rank.pp):  # the last stage's copies of it
                 continue
             full, local = _as_part(_moved(name, before), stored, known, sizes[2])
-            part = known.get(full)
-            if part is None:
+            part, blocks = known.get(full), _blocks(joined.get(full, []), stored, sizes[0])
+            if blocks:
+                for block, inner in blocks if rank.ep == 0 else ():
+                    _add(held, block, inner, rank, sizes)
+            elif part is None:
                 held[full] = Held(stored.dtype, stored.shape)
             elif EXPERTS in full or rank.ep == 0:
                 _add(held, part, local, rank, sizes)
     return held
+
+
+def _blocks(parts: Sequence[Part], stored: StoredTensor, tp: int) -> list[tuple[Part, _Local]]:
+    """The rows of a rank's tensor that are of each part; none where they are not these."""
+    rows = [part.shape[0] // tp for part in parts]
+    if stored.shape[:1] != (sum(rows),):
+        return []
+    starts = itertools.accumulate(rows, initial=0)
+    return [
+        (part, _Local((count, *part.shape[1:]), stored, _rows(start, count, part.shape[1:])))
+        for part, start, count in zip(parts, starts, rows, strict=False)
+    ]
+
+
+def _rows(start: int, count: int, rest: Shape) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.narrow(0, start, count).reshape(count, *rest)
 
 
 def _numbered(ranks: Sequence[_Rank]) -> Iterator[tuple[_Rank, Chunk, int]]:

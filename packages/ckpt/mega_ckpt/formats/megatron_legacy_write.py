@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,15 +30,15 @@ from mega_common.errors import CheckpointError
 
 @dataclass(frozen=True)
 class _Local:
-    """A rank's tensor: its name there, and the boxes (offset, shape) of the part that it holds one after another.
+    """A rank's tensor: its name there, and the boxes (part, offset, shape) that it holds one after another.
 
-    `copy` says that another rank has the same.
+    `part` is the first of them; `copy` says that another rank has the same.
     """
 
     name: str
     part: Part
     shape: Shape
-    boxes: tuple[tuple[Shape, Shape], ...]
+    boxes: tuple[tuple[Part, Shape, Shape], ...]
     copy: bool
 
 
@@ -64,6 +64,9 @@ def _check(writing: Writing) -> None:
         raise CheckpointError(f"pp = {writing.pp} does not divide the {layers} layers", hint=f"one of {fits}")
     if groups % writing.tp:
         raise CheckpointError(f"tp = {writing.tp} does not divide the {groups} key/value heads")
+    if (mamba := writing.model.mamba) and (mamba.num_groups % writing.tp or mamba.num_heads % writing.tp):
+        sizes = f"{mamba.num_heads} heads in {mamba.num_groups} groups"
+        raise CheckpointError(f"tp = {writing.tp} does not divide the {sizes} of the Mamba-2 layers")
     for part in writing.parts:
         if part.axis is not None and part.shape[part.axis] % (part.halves * writing.tp):
             raise CheckpointError(f"tp = {writing.tp} does not divide {part.name} {list(part.shape)}")
@@ -86,10 +89,10 @@ def _write_rank(
     with open(path, "r+b") as stream:
         for one in tensors:
             stream.seek(places[one.name].begin)
-            for offset, shape in one.boxes:
-                for start, extent in blocks(shape, writing.dtype(one.part)):
+            for part, offset, shape in one.boxes:
+                for start, extent in blocks(shape, writing.dtype(part)):
                     at = tuple(o + s for o, s in zip(offset, start, strict=True))
-                    stream.write(raw(writing.block(one.part, at, extent)))
+                    stream.write(raw(writing.block(part, at, extent)))
                     advance(0 if one.copy else math.prod(extent) * writing.dtype(one.part).itemsize)
         stream.flush()
         os.fsync(stream.fileno())
@@ -99,11 +102,14 @@ def _write_rank(
 def _locals(writing: Writing, tp: int, pp: int) -> Iterator[_Local]:
     """The tensors of one rank, in the order of the forward pass."""
     own, first, last = writing.model.num_layers // writing.pp, pp == 0, pp == writing.pp - 1
-    for part in writing.parts:
+    for parts in _together(writing.parts):
+        part, *others = parts
         head, tail = split_layer(part.name)
         if head.startswith(LAYER):
             layer = int(head.split(".")[2]) - pp * own
-            if 0 <= layer < own:
+            if 0 <= layer < own and others:
+                yield _fused(f"{LAYER}{layer}.{split_layer(part.inside)[1]}", parts, tp, writing.tp)
+            elif 0 <= layer < own:
                 yield from _layer(writing, part, f"{LAYER}{layer}.", tail, tp)
         elif first if part.name.startswith("embedding.") else last:
             yield from _layer(writing, part, head, tail, tp)
@@ -112,6 +118,22 @@ def _locals(writing: Writing, tp: int, pp: int) -> Iterator[_Local]:
         for name, there in ((EMBEDDING, writing.model.mtp_layers), (HEAD, writing.model.tie_embeddings)):
             if there:
                 yield replace(_local(name, embedding, tp, writing.tp), copy=True)
+
+
+def _together(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts by the tensors of ranks that they are in."""
+    return [list(group) for _, group in itertools.groupby(parts, lambda part: part.inside or part.name)]
+
+
+def _fused(name: str, parts: Sequence[Part], rank: int, tp: int) -> _Local:
+    """A rank's rows of each of several parts, which all have the same other axes."""
+    first = parts[0]
+    boxes = [
+        (part, (rank * (rows := part.shape[0] // tp), *(0,) * len(part.shape[1:])), (rows, *part.shape[1:]))
+        for part in parts
+    ]
+    total = sum(shape[0] for _, _, shape in boxes)
+    return _Local(name, first, (total, *((1,) if first.taps else ()), *first.shape[1:]), tuple(boxes), copy=False)
 
 
 def _layer(writing: Writing, part: Part, head: str, tail: str, tp: int) -> Iterator[_Local]:
@@ -139,7 +161,8 @@ def _local(name: str, part: Part, rank: int, tp: int, expert: int | None = None,
             for half in range(part.halves)
         ]
         shape[part.axis] = part.halves * width
-    return _Local(name, part, tuple(shape if expert is None else shape[1:]), tuple(boxes), copy)
+    held = tuple((part, *box) for box in boxes)
+    return _Local(name, part, tuple(shape if expert is None else shape[1:]), held, copy)
 
 
 def _at(numbers: list[int], axis: int, value: int) -> Shape:

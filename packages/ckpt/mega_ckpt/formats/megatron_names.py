@@ -6,6 +6,8 @@ which rectangle of a canonical tensor. Legend: V vocabulary, D width, F feed-for
     linear_qkv   group by group: the queries of the group, its key, its value      [(H + 2G) d, D]
     linear_fc1   all gate rows, then all up rows                                   [2F, D], of experts [E, 2F, D]
     eh_proj      the columns of the embedding, then those of the layer before      [D, 2D]
+    in_proj      of Mamba-2, a tensor for each of z, x, B, C and dt; in files of ranks one, of the rank's rows of each
+    conv1d       the same for x, B and C; there [channels, 1, k]                   [channels, k]
     embedding    padded with rows that no token has                                [V', D]
 
 Facts: Megatron-LM, megatron/core/models/gpt and transformer.
@@ -39,6 +41,8 @@ class Part:
         pieces: the canonical tensors in it.
         axis: the axis that tensor parallelism splits; None where every rank has it whole.
         halves: how many tensors lie one after another on that axis, each of which is split by itself.
+        inside: where it is a block of rows of another tensor in the files of ranks: the name of that, in all layers'.
+        taps: whether it has an axis of length one in the middle there.
         te, local: its name inside the layer, where Transformer Engine's layers, or Megatron's own, have another.
     """
 
@@ -47,6 +51,8 @@ class Part:
     pieces: tuple[Piece, ...]
     axis: int | None = None
     halves: int = 1
+    inside: str = ""
+    taps: bool = False
     te: str = ""
     local: str = ""
 
@@ -71,7 +77,8 @@ def parts_of(model: ModelConfig, padded_vocab: int | None = None) -> list[Part]:
         out += _layer(model, index, shapes, f"{LAYER}{index}.")
     for kind in ("weight", "bias"):
         if f"model.norm.{kind}" in shapes:
-            out.append(_plain(f"decoder.final_layernorm.{kind}", f"model.norm.{kind}", shapes))
+            last = "final_norm" if is_hybrid(model) else "final_layernorm"
+            out.append(_plain(f"decoder.{last}.{kind}", f"model.norm.{kind}", shapes))
     if not model.tie_embeddings:
         out.append(_vocabulary(HEAD, "lm_head.weight", shapes, rows))
     for index in range(model.mtp_layers):
@@ -101,8 +108,23 @@ _PLAIN: Mapping[str, tuple[str, int | None]] = {
     "mlp.experts.down_proj.weight": (EXPERTS + "linear_fc2.weight", 2),
     "mlp.experts.down_proj.bias": (EXPERTS + "linear_fc2.bias", None),
     "mlp.shared_expert.down_proj.weight": ("mlp.shared_experts.linear_fc2.weight", 1),
+    "mlp.fc1_latent_proj.weight": ("mlp.fc1_latent_proj.weight", None),
+    "mlp.fc2_latent_proj.weight": ("mlp.fc2_latent_proj.weight", None),
     "mlp.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight", None),
 }
+# The same for Mamba-2.
+_MAMBA: Mapping[str, tuple[str, int | None]] = {
+    "input_layernorm.weight": ("mixer.in_proj.layer_norm_weight", None),
+    "input_layernorm.bias": ("mixer.in_proj.layer_norm_bias", None),
+    "mamba.dt_bias": ("mixer.dt_bias", 0),
+    "mamba.A_log": ("mixer.A_log", 0),
+    "mamba.D": ("mixer.D", 0),
+    "mamba.norm.weight": ("mixer.norm.weight", 0),
+    "mamba.out_proj.weight": ("mixer.out_proj.weight", 1),
+}
+_BLOCKS: Mapping[str, Sequence[str]] = {
+    "in_proj.weight": ("z", "x", "B", "C", "dt"), "conv1d.weight": ("x", "B", "C"), "conv1d.bias": ("x", "B", "C"),
+}  # fmt: skip
 # The same for multi-head latent attention. Those that go down are split, or whole on every rank.
 _LATENT: Mapping[str, tuple[str, int | None]] = {
     "self_attn.q_proj.weight": ("self_attention.linear_q_proj.weight", 0),
@@ -127,6 +149,8 @@ _PREDICTOR: Mapping[str, tuple[str, int | None]] = {
 _SAME = (
     (r"input_layernorm\.(weight|bias)", r"self_attention.linear_qkv.layer_norm_\1"),
     (r"pre_mlp_layernorm\.(weight|bias)", r"mlp.linear_fc1.layer_norm_\1"),
+    (r"norm\.(weight|bias)", r"mixer.in_proj.layer_norm_\1"),
+    (r"mixer\.conv1d_(weight|bias)", r"mixer.conv1d.\1"),
     (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight", r"self_attention.\1_layernorm.weight"),
     (r"mlp\.experts\.local_experts\.", EXPERTS),
 )
@@ -144,7 +168,9 @@ def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape], theirs: 
         names = [f"{ours}self_attn.{one}_proj.{kind}" for one in "qkv"]
         if names[2] in shapes:
             yield _by_group(f"{theirs}self_attention.linear_qkv.{kind}", names, shapes, model.kv_heads)
-    for source, (name, split) in ({**_PLAIN, **_LATENT} if model.mla else _PLAIN).items():
+    mamba = model.mixer(index) == "mamba"
+    yield from _blocks(ours, theirs, shapes) if mamba else ()
+    for source, (name, split) in {**_PLAIN, **(_LATENT if model.mla else {}), **(_MAMBA if mamba else {})}.items():
         if ours + source in shapes:
             part = _plain(theirs + name, ours + source, shapes, split)
             yield replace(part, te=_in_te(name, model, index), local=_in_local(name))
@@ -154,6 +180,17 @@ def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape], theirs: 
         yield from joined(f"{EXPERTS}linear_fc1.{kind}", experts, axis=1)
     shared = [f"mlp.shared_expert.{one}_proj.weight" for one in ("gate", "up")]
     yield from joined("mlp.shared_experts.linear_fc1.weight", shared)
+
+
+def _blocks(ours: str, theirs: str, shapes: Mapping[str, Shape]) -> Iterator[Part]:
+    """Of Mamba-2: the tensors that are one in the files of ranks."""
+    for name, blocks in _BLOCKS.items():
+        module, kind = name.split(".")
+        for block in blocks:
+            source = f"{ours}mamba.{module}.{block}.{kind}"
+            if source in shapes:
+                part = _plain(f"{theirs}mixer.{name}.{block}", source, shapes, 0)
+                yield replace(part, inside=f"{theirs}mixer.{name}", taps=name == "conv1d.weight")
 
 
 def _predictor(model: ModelConfig, index: int, shapes: Mapping[str, Shape]) -> Iterator[Part]:
@@ -216,12 +253,18 @@ def _in_te(tail: str, model: ModelConfig, layer: int) -> str:
 def _in_local(tail: str) -> str:
     """Norms are modules of their own."""
     tail = tail.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    tail = tail.replace("mixer.in_proj.layer_norm_", "norm.")
     return tail.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
 def is_projection(name: str) -> bool:
     """Whether a tensor is the weight of a projection, of which Transformer Engine keeps a state."""
-    return re.fullmatch(r"(decoder|mtp)\..*(linear_\w+|eh_proj)\.weight", name) is not None
+    return re.fullmatch(r"(decoder|mtp)\..*\b(linear_\w+|\w+_proj)\.weight", name) is not None
+
+
+def is_hybrid(model: ModelConfig) -> bool:
+    """Whether its layers are one half each, which are layers of Megatron's `MambaModel`."""
+    return any(None in kind for kind in model.kinds)
 
 
 def split_layer(name: str) -> tuple[str, str]:

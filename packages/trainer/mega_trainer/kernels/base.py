@@ -5,13 +5,17 @@ Legend: B batch, S query length, T key length, H query heads, K key/value heads,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from mega_trainer.kernels.chunks import Chunks
+from mega_trainer.kernels.delta_rule import Updates
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.kernels.masks import Mask
+from mega_trainer.kernels.scan import Steps
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,12 @@ class Kernels(Protocol):
         `before` are the k - 1 tokens before x [B, k - 1, c], zeros by default; `reach` int64 [B, S] says how many tokens of
         its document stand before each token, of which alone it sees any.
         """
+
+    def scan(self, steps: Steps, chunks: Chunks, states: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Mamba-2's recurrence, [B, S, H, P] in at least the precision of x; `states` as `scan.Pass`."""
+
+    def delta_rule(self, updates: Updates, chunks: Chunks, states: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The gated delta rule, [B, S, H, V] in at least the precision of v; `states` as `delta_rule.Pass`."""
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """The first r elements of each head of x [B, S, H, d] rotated."""

@@ -5,14 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from mega_common.errors import ConfigError
 from mega_trainer.kernels.flash import WIDEST_HEAD
 
 # Distributions by the name they are installed under, and the oldest version of each that is supported.
-OLDEST = {"flash-attn": "2.8.3", "flash-attn-3": "3.0", "transformer-engine": "2.10"}
+OLDEST = {
+    "flash-attn": "2.8.3", "flash-attn-3": "3.0", "transformer-engine": "2.10", "causal-conv1d": "1.7", "mamba-ssm": "2.3.2",
+    "fla-core": "0.6",
+}  # fmt: skip
+# Libraries for parts of recurrent mixers, by the names that run.yaml and pip have for them.
+RECURRENT = {
+    "conv": ("causal_conv1d", "causal-conv1d"),
+    "scan": ("mamba_ssm", "mamba-ssm"),
+    "delta": ("fla", "fla-core"),
+}
+CONV_TAPS = range(2, 5)  # that causal-conv1d is made for
 CUDNN_UNEVEN = 91100  # the oldest that takes values of another size than keys in both directions
 
 
@@ -27,6 +37,7 @@ class Facts:
         half: whether activations are bf16 or fp16.
         head: size of a head's keys, and of its values.
         softcap: whether scores are capped.
+        taps: of the model's short convolutions.
     """
 
     installed: Mapping[str, str]
@@ -35,6 +46,7 @@ class Facts:
     half: bool
     head: tuple[int, int]
     softcap: bool
+    taps: frozenset[int] = frozenset()
 
     @property
     def no_gpu(self) -> str | None:
@@ -49,6 +61,16 @@ class Facts:
         if max(self.head) > WIDEST_HEAD or max(self.head) % 8:
             return f"it takes heads of a multiple of 8 up to {WIDEST_HEAD}, and the model's have {max(self.head)}"
         return None
+
+    def no_recurrence(self, kind: str) -> str | None:
+        """The problem of the library for that part of recurrent mixers."""
+        if self.no_gpu or not self.half:
+            return self.no_gpu or "it is for precision = bf16, fp16 and fp8"
+        if kind == "conv" and any(taps not in CONV_TAPS for taps in self.taps):
+            return (
+                f"it takes {CONV_TAPS[0]} to {CONV_TAPS[-1]} taps, and the model's convolutions have {max(self.taps)}"
+            )
+        return self.lacks(RECURRENT[kind][1])
 
     def lacks(self, name: str) -> str | None:
         """The problem of a distribution that is not there, or too old, and the way out."""
@@ -71,22 +93,25 @@ class Choice:
     linear: str
     attention: str
     because: Mapping[str, str]
+    recurrent: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """One line, for the start of a run."""
-        chosen = {"linear": self.linear, "attention": self.attention}
+        chosen = {"linear": self.linear, "attention": self.attention, **self.recurrent}
         return "kernels: " + ", ".join(f"{what} {name} ({self.because[what]})" for what, name in chosen.items())
 
 
-def choose(linear: str, attention: str, facts: Facts) -> Choice:
-    """The back ends asked for, or where that is `auto` the best that are there.
+def choose(linear: str, attention: str, facts: Facts, recurrent: Mapping[str, str] | None = None) -> Choice:
+    """The back ends asked for, or where that is `auto` the best that are there; `recurrent` by the part of recurrent mixers.
 
     Raises:
         ConfigError: for one that is asked for and cannot be used here, with the reason.
     """
     first = _linear(linear, facts)
     second = _best_attention(facts) if attention == "auto" else _asked_attention(attention, facts)
-    return Choice(first[0], second[0], {"linear": first[1], "attention": second[1]})
+    others = {kind: _recurrent(kind, name, facts) for kind, name in (recurrent or {}).items()}
+    because = {"linear": first[1], "attention": second[1], **{kind: why for kind, (_, why) in others.items()}}
+    return Choice(first[0], second[0], because, {kind: name for kind, (name, _) in others.items()})
 
 
 def _linear(name: str, facts: Facts) -> tuple[str, str]:
@@ -125,6 +150,16 @@ def _best_attention(facts: Facts) -> tuple[str, str]:
     if keys != values and not facts.odd_heads and (facts.cudnn or 0) < CUDNN_UNEVEN:
         return "varlen", f"auto: heads of {keys} and {values}, filled up, for cuDNN 9.11 or later is not here"
     return "sdpa", "auto: torch's choice, its flash attention for blocks, documents and windows"
+
+
+def _recurrent(kind: str, name: str, facts: Facts) -> tuple[str, str]:
+    """One part of recurrent mixers: its library, where that is there."""
+    problem = facts.no_recurrence(kind)
+    if name == "auto":
+        return (RECURRENT[kind][0], "auto: installed") if problem is None else ("torch", f"auto: {problem}")
+    if name != "torch":
+        _refuse(f"{kind}={name}", problem, f"{kind}=torch")
+    return name, "as asked"
 
 
 def _refuse(asked: str, problem: str | None, instead: str) -> None:

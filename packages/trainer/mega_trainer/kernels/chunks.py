@@ -21,11 +21,16 @@ class Chunks:
         spans: so many pieces of the sequence, as long as each other, are what the rank holds.
         size: Q.
         reach: how many tokens of its document stand before each token, int64 [B, S]; None: all before it.
+        whole: these are whole sequences, so that there is no state before them, and nobody wants the one behind them.
+        starts: where their documents start, all rows behind one another, and where the last ends: int64 [documents + 1], on
+            the device and on the host; None: each row is one.
     """
 
     spans: int
     size: int
     reach: Tensor | None = None
+    whole: bool = False
+    starts: tuple[Tensor, Tensor] | None = None
 
     def cut(self, x: Tensor) -> Tensor:
         """[B, S, ..] -> [B, n, Q, ..], zeros behind the end of each span."""

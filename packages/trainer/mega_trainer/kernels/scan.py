@@ -14,11 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from mega_trainer.kernels.chunks import Chunks, masked
+from mega_trainer.kernels.leaves import recorded
 
 # M [B, n, H] and Z [B, n, H, P, N] of each chunk to the states before each [B, n, H, P, N].
 Pass = Callable[[Tensor, Tensor], Tensor]
@@ -31,13 +35,13 @@ class Steps:
     Attributes:
         x: [B, S, H, P].
         d: how long each step is, [B, S, H] in at least fp32.
-        a: the logarithm of how much of a state stays, [B, S, H], as wide, none above zero.
+        decay: A, how fast a state decays, [H], as wide, below zero.
         b, c: [B, S, G, N].
     """
 
     x: Tensor
     d: Tensor
-    a: Tensor
+    decay: Tensor
     b: Tensor
     c: Tensor
 
@@ -45,10 +49,10 @@ class Steps:
 def scan(steps: Steps, chunks: Chunks, pass_states: Pass) -> Tensor:
     """y [B, S, H, P], computed in the dtype of d and returned in it; no state leaves its document."""
     dtype, groups = steps.d.dtype, steps.b.shape[2]
-    x, d, a, b, c = (chunks.cut(part.to(dtype)) for part in (steps.x, steps.d, steps.a, steps.b, steps.c))
+    x, d, b, c = (chunks.cut(part.to(dtype)) for part in (steps.x, steps.d, steps.b, steps.c))
     b, c = b.movedim(3, 2), c.movedim(3, 2)  # [B, n, G, Q, N]
     x = torch.unflatten((x * d.unsqueeze(-1)).movedim(3, 2), 2, (groups, -1))  # [B, n, G, r, Q, P]
-    total = a.cumsum(2)
+    total = (d * steps.decay).cumsum(2)
     inside = _inside(total, x, b, c, chunks.together)
     last = None if chunks.together is None else chunks.together[:, :, -1]  # of the document that goes on
     kept = _by_group(masked((total[:, :, -1:] - total).exp(), last), groups)
@@ -62,11 +66,37 @@ def scan(steps: Steps, chunks: Chunks, pass_states: Pass) -> Tensor:
 
 def _inside(total: Tensor, x: Tensor, b: Tensor, c: Tensor, together: Tensor | None) -> Tensor:
     """What the tokens of each chunk get from its own: [B, n, G, r, Q, P]."""
-    size, sums = x.shape[-2], _by_group(total, b.shape[2])
-    seen = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
-    seen = seen if together is None else (seen & together)[:, :, None, None]
-    between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(~seen, float("-inf"))
-    return ((c @ b.mT).unsqueeze(3) * between.exp()) @ x
+    y: Tensor = recorded(_Inside, _by_group(total, b.shape[2]), x, b, c, together)
+    return y
+
+
+class _Inside(Function):
+    """y = W x with W[t, s] = (c[t] . b[s]) exp(total[t] - total[s]): keeps its factors, and nothing of size Q x Q."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, x: Tensor, b: Tensor, c: Tensor, together: Tensor | None) -> Tensor:
+        ctx.save_for_backward(total, x, b, c, together)
+        return ((c @ b.mT).unsqueeze(3) * _decays(total, together)) @ x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        total, x, b, c, together = ctx.saved_tensors
+        scores, decays = (c @ b.mT).unsqueeze(3), _decays(total, together)
+        weights = scores * decays
+        dweights = dy @ x.mT
+        dscores = (dweights * decays).sum(3)
+        dbetween = dweights.mul_(weights)
+        dtotal = dbetween.sum(-1) - dbetween.sum(-2)
+        return dtotal, weights.mT @ dy, dscores.mT @ c, dscores @ b, None
+
+
+def _decays(total: Tensor, together: Tensor | None) -> Tensor:
+    """How much of what a token wrote a later one of its chunk and document finds: [B, n, G, r, Q, Q], zero for others."""
+    size = total.shape[-1]
+    hidden = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
+    hidden = hidden if together is None else (hidden | ~together)[:, :, None, None]
+    return (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(hidden, float("-inf")).exp_()
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:

@@ -17,6 +17,7 @@ from mega_trainer.kernels.base import Factor, Scores, WholeAttention
 from mega_trainer.kernels.flash import Flash, fits_gpu
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.masks import Mask, Packed
+from mega_trainer.kernels.recurrent import RecurrentLibraries
 from mega_trainer.kernels.torch import TorchKernels
 
 
@@ -34,13 +35,14 @@ class TeLinearKernels(TorchKernels):
         leaves: Leaves | None = None,
         flash: Flash | None = None,
         whole: WholeAttention | None = None,
+        recurrent: RecurrentLibraries | None = None,
         *,
         recipe: str | None = None,
         wide_gradients: bool = False,
     ) -> None:
         from transformer_engine.pytorch import cpp_extensions
 
-        super().__init__(leaves, flash, whole)
+        super().__init__(leaves, flash, whole, recurrent)
         self.library = cpp_extensions
         self.x: Any
         self.weight: Any

@@ -10,11 +10,15 @@ from torch.nn import functional as F
 
 from mega_trainer.kernels import blocks, conv, fused, grouped, products
 from mega_trainer.kernels.base import Factor, Rotation, Scores, WholeAttention
+from mega_trainer.kernels.chunks import Chunks
+from mega_trainer.kernels.delta_rule import Updates, delta_rule
 from mega_trainer.kernels.flash import Flash, TorchFlash
 from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.masks import ALL, CAUSAL, Mask, dense
+from mega_trainer.kernels.recurrent import RecurrentLibraries
+from mega_trainer.kernels.scan import Steps, scan
 
 
 class TorchKernels:
@@ -24,11 +28,17 @@ class TorchKernels:
         leaves: computes what is no product and no attention.
         flash: attention's kernel; by default torch's.
         whole: goes before it where it can, for whole sequences; by default torch's choice, but with a `flash` nothing.
+        recurrent: libraries for recurrent mixers.
     """
 
     def __init__(
-        self, leaves: Leaves | None = None, flash: Flash | None = None, whole: WholeAttention | None = None
+        self,
+        leaves: Leaves | None = None,
+        flash: Flash | None = None,
+        whole: WholeAttention | None = None,
+        recurrent: RecurrentLibraries | None = None,
     ) -> None:
+        self.recurrent = recurrent or RecurrentLibraries()
         self.leaves, self.flash = leaves or Leaves(), flash or TorchFlash()
         self.whole = whole or (Sdpa() if flash is None else None)
 
@@ -116,7 +126,21 @@ class TorchKernels:
         self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, reach: Tensor | None
     ) -> Tensor:
         """See `Kernels.short_conv`."""
+        if self.recurrent.conv is not None:
+            return self.recurrent.conv(x, before, weight, bias, reach)
         return conv.short_conv(x, before, weight, bias, reach, self.leaves)
+
+    def scan(self, steps: Steps, chunks: Chunks, states: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """See `Kernels.scan`."""
+        if chunks.whole and self.recurrent.scan is not None:
+            return self.recurrent.scan(steps, chunks)
+        return scan(steps, chunks, states)
+
+    def delta_rule(self, updates: Updates, chunks: Chunks, states: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """See `Kernels.delta_rule`."""
+        if chunks.whole and self.recurrent.delta is not None:
+            return self.recurrent.delta(updates, chunks)
+        return delta_rule(updates, chunks, states)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """See `Kernels.rotate`."""

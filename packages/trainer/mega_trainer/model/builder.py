@@ -150,6 +150,11 @@ class Builder:
         """The back end of linear layers."""
         return self.products or self.kernels
 
+    @property
+    def unrounded(self) -> Builder:
+        """For linear layers that are not in fp8 in any layer, such as those with a few numbers for each head."""
+        return replace(self, products=None)
+
     def of_layer(self, layer: int) -> Builder:
         """For what is in that layer."""
         return replace(self, products=self.by_layer.get(layer))
@@ -205,9 +210,9 @@ class Builder:
 
     def expert_rows(self, names: Sequence[str], *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Fused projections [F, D] of this rank's experts, split by rows: [E/P, n F/Q, D], and their biases [E/P, n F/Q]."""
-        own, width = self._expert_width()
+        own, width, into = self._expert_widths()
         out: list[nn.Parameter] = []
-        for suffix, tail in (("weight", (self.config.hidden_size,)), ("bias", ()))[: 1 + bias]:
+        for suffix, tail in (("weight", (into,)), ("bias", ()))[: 1 + bias]:
             pieces = [
                 self.expert_piece(f"{name}.{suffix}", (width, *tail), axis=0, place=i) for i, name in enumerate(names)
             ]
@@ -217,8 +222,7 @@ class Builder:
 
     def expert_columns(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
         """A projection [D, F] of this rank's experts, split by columns: [E/P, D, F/Q], and its bias, whole: [E/P, D]."""
-        own, width = self._expert_width()
-        out = self.config.hidden_size
+        own, width, out = self._expert_widths()
         piece = self.expert_piece(f"{name}.weight", (out, width), axis=1)
         weight = self.expert_parameter((out, own), [piece], std=self.residual_std)
         if not bias:
@@ -227,11 +231,15 @@ class Builder:
         whole = self.expert_piece(f"{name}.bias", (out,), axis=None)
         return weight, self.expert_parameter((out,), [whole], replicas=same)
 
-    def _expert_width(self) -> tuple[int, int]:
-        """F/Q and F of an expert."""
-        assert self.config.moe is not None
-        width = self.config.moe.ffn_hidden_size
-        return width // self.groups.expert_tp.size, width
+    def _expert_widths(self) -> tuple[int, int, int]:
+        """F/Q and F of an expert, and D, or the width of the latent that it works on."""
+        moe = self.config.moe
+        assert moe is not None
+        return (
+            moe.ffn_hidden_size // self.groups.expert_tp.size,
+            moe.ffn_hidden_size,
+            moe.latent_size or self.config.hidden_size,
+        )
 
     def expert_piece(
         self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0, among: int = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -81,7 +82,7 @@ class Sequences:
     device: torch.device
     begins: np.ndarray | None = None
     _made: dict[tuple[range, int | None], Mask] = field(default_factory=dict)
-    _reach: dict[int, Tensor] = field(default_factory=dict)
+    _reach: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Mask:
         """See `Sight`."""
@@ -113,11 +114,24 @@ class Sequences:
         """
         if self.begins is None:
             return None
-        if group.rank not in self._reach:
+        share = group.size, group.rank  # layers that exchange heads have whole sequences, others parts
+        if share not in self._reach:
             places = place_of_tokens(self.length, group)
             held = places - torch.from_numpy(self.begins)[:, places]
-            self._reach[group.rank] = to_device(held, self.device)
-        return self._reach[group.rank]
+            self._reach[share] = to_device(held, self.device)
+        return self._reach[share]
+
+    @cached_property
+    def starts(self) -> tuple[Tensor, Tensor] | None:
+        """Where documents start, all rows behind one another, and their end: int64 [documents + 1], on the device and on the host.
+
+        None where they are open.
+        """
+        if self.begins is None:
+            return None
+        new = np.flatnonzero(self.begins == np.arange(self.begins.shape[1]))
+        host = torch.from_numpy(np.append(new, self.begins.size))
+        return to_device(host, self.device), host
 
     def _square(self, places: range, window: int | None) -> Mask:
         """Of some tokens and themselves. Each is made once."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mega_trainer.kernels.chunks import Chunks
-from mega_trainer.kernels.delta_rule import Pass, Updates, delta_rule
+from mega_trainer.kernels.delta_rule import Pass, Updates
 from mega_trainer.kernels.fused import wide
 from mega_trainer.model.builder import Builder, Norm
 from mega_trainer.model.context import Context
@@ -33,6 +33,7 @@ class GatedDelta(nn.Module):
 
     def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
+        build = build.unrounded
         delta, tp, name = build.config.delta, build.groups.tp, f"model.layers.{layer}.linear_attn"
         assert delta is not None
         keys = partial(Heads, count=delta.num_key_heads, size=delta.key_head_dim)
@@ -43,7 +44,7 @@ class GatedDelta(nn.Module):
             Heads(f"{name}.in_proj.{block.name}", block.count, block.size)
             for block in (*seen, values("z"), each("b"), each("a"))
         ]
-        self.projection = build.column(blocks, bias=False)
+        self.kernels, self.projection = build.kernels, build.column(blocks, bias=False)
         self.recurrence = Recurrence(
             build, layer, f"{name}.conv1d", seen, delta.conv_kernel, bias=False, chunk=delta.chunk_size, heads=values("v"),
             state=delta.key_head_dim * (delta.key_head_dim + delta.value_head_dim),
@@ -71,4 +72,4 @@ class GatedDelta(nn.Module):
         q, k, v = parts
         b, a = (wide(step) for step in steps)
         g = -wide(self.a_log[heads]).exp() * F.softplus(a + wide(self.dt_bias[heads]))
-        return delta_rule(Updates(q, k, v, g, b.sigmoid()), chunks, states)
+        return self.kernels.delta_rule(Updates(q, k, v, g, b.sigmoid()), chunks, states)

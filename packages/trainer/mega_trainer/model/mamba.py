@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from mega_trainer.kernels.chunks import Chunks
 from mega_trainer.kernels.fused import wide
-from mega_trainer.kernels.scan import Pass, Steps, scan
+from mega_trainer.kernels.scan import Pass, Steps
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.recurrence import Recurrence
@@ -36,9 +36,10 @@ class Mamba(nn.Module):
 
     def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
+        build = build.unrounded
         mamba, tp, name = build.config.mamba, build.groups.tp, f"model.layers.{layer}.mamba"
         assert mamba is not None
-        self.mamba, heads = mamba, mamba.num_heads // tp.size
+        self.kernels, self.mamba, heads = build.kernels, mamba, mamba.num_heads // tp.size
         channels, state = partial(Heads, count=mamba.num_heads, size=mamba.head_dim), mamba.state_size
         seen = [channels("x"), *(Heads(part, mamba.num_groups, state) for part in "BC")]
         blocks = [channels("z"), Heads("dt", mamba.num_heads), *seen]
@@ -76,7 +77,7 @@ class Mamba(nn.Module):
         """S C + D x of some heads [B, S, H, P], of x, B, C and of their dt [B, S, H]."""
         x, b, c = parts
         d = F.softplus(wide(steps[0]) + wide(self.dt_bias[heads])).clamp(*self.mamba.dt_limit)
-        y = scan(Steps(x, d, -wide(self.a_log[heads]).exp() * d, b, c), chunks, states)
+        y = self.kernels.scan(Steps(x, d, -wide(self.a_log[heads]).exp(), b, c), chunks, states)
         return y + wide(x) * wide(self.skip[heads]).unsqueeze(-1)
 
 

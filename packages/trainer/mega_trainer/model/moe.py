@@ -24,7 +24,10 @@ from mega_trainer.parallel.linear import grouped_linear
 
 
 class Moe(nn.Module):
-    """The weighted sum of each token's experts, and the expert that all tokens pass, if there is one."""
+    """The weighted sum of each token's experts, and the expert that all tokens pass, if there is one.
+
+    With `latent_size` the experts' tokens are [N, L], by a projection before they are sent and one behind their sum.
+    """
 
     def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
@@ -37,6 +40,15 @@ class Moe(nn.Module):
         self.dispatch = build.dispatcher or AllToAll(
             moe.num_experts, groups.ep, groups.expert_tp.size, build.dispatch_bound
         )
+        self.linear, self.into_latent, self.out_of_latent = build.linear, None, None
+        if moe.latent_size:
+            width, config = moe.latent_size, build.config
+            # every tensor rank has tokens of its own
+            whole = partial(build.replicated, partial_grad=True)
+            self.into_latent = whole(f"{name}.fc1_latent_proj.weight", (width, config.hidden_size), std=config.init_std)
+            self.out_of_latent = whole(
+                f"{name}.fc2_latent_proj.weight", (config.hidden_size, width), std=build.residual_std
+            )
         self.shared = self.shared_gate = None
         if moe.shared_ffn_hidden_size:
             self.shared = Mlp(build, f"{name}.shared_expert", moe.shared_ffn_hidden_size)
@@ -50,11 +62,13 @@ class Moe(nn.Module):
         # every tensor rank has tokens of its own, so that no expert computes anything twice
         own = flat if self.sp else own_share(flat, self.tp)
         chosen, weights, own = self.router(own, self._tokens(x, context), context.routing)
+        own = own if self.into_latent is None else self.linear(own, self.into_latent)
         delivery = self.dispatch.send(own, chosen, weights)
         shared = None if self.shared is None else self._shared(x, self.shared)  # beside the exchange
         y, lost = through(delivery, self.experts)
         if context.routing is not None:
             context.routing.lose(self.router.layer, lost)
+        y = y if self.out_of_latent is None else self.linear(y, self.out_of_latent)
         y = (y if self.sp else all_shares(y, self.tp, flat.shape[0])).view_as(x)
         return y if shared is None else y + shared
 

@@ -140,8 +140,9 @@ class Recurrence(nn.Module):
     def _chunks(self, x: Tensor, context: Context, group: Group) -> Chunks:
         """Those of the tokens that a rank of the group holds."""
         assert isinstance(context.sight, Sequences)
-        spans = 1 if group.size == 1 else 2
-        return Chunks(spans, min(self.chunk, x.shape[1] // spans), context.sight.reach(group))
+        spans, whole = (1, True) if group.size == 1 else (2, False)
+        starts = context.sight.starts if whole else None
+        return Chunks(spans, min(self.chunk, x.shape[1] // spans), context.sight.reach(group), whole, starts)
 
 
 class _Carried:

@@ -76,7 +76,7 @@ def lines(
         names.append((one.name, colour, one.dashed))
     if events:
         names.append((events[0].what.split(":")[0], -1, True))
-    return figure(title, svg(title, body), legend(names) if len(names) > 1 else "")
+    return figure(title, svg(title, body, axes=(x, y)), legend(names) if len(names) > 1 else "")
 
 
 def areas(title: str, series: Sequence[Series], *, write: Write = short, events: Sequence[Event] = ()) -> str:
@@ -187,9 +187,14 @@ def figure(title: str, picture: str, below: str = "") -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{picture}{below}</figure>"
 
 
-def svg(title: str, body: Iterable[str], height: float = HEIGHT) -> str:
-    """The picture itself."""
-    return f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
+def svg(title: str, body: Iterable[str], height: float = HEIGHT, axes: Sequence[Scale] = ()) -> str:
+    """The picture itself. With its axes, the page tells the values of its lines where one points."""
+    told = " ".join(f"{n:.9g}" for axis in axes for n in (axis.low, axis.high, axis.start, axis.length))
+    data = f' data-axes="{told} {axes[-1].log:d}"' if axes else ""
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}"{data}>'
+        f"{''.join(body)}</svg>"
+    )
 
 
 def legend(names: Iterable[tuple[str, int, bool]]) -> str:
@@ -232,15 +237,15 @@ def _line(
     one: Series, drawn: Sequence[Known], outline: Sequence[Known], axes: tuple[Scale, Scale], colour: int, pieces: int
 ) -> Iterator[str]:
     """Where points were left out, the extremes in the background and the means before them. A number that is none is a gap."""
-    dash = " dashed" * one.dashed
+    kind = f'class="line s{colour}{" dashed" * one.dashed}" data-name="{escape(one.name)}"'
     if len(drawn) > len(outline):
         yield f'<path class="line faint s{colour}" d="{_path(outline, axes)}"/>'
-        yield f'<path class="line s{colour}{dash}" d="{_path(_means(drawn, pieces), axes)}"/>'
+        yield f'<path {kind} d="{_path(_means(drawn, pieces), axes)}"/>'
         return
     for there, piece in groupby(one.points, key=lambda point: bool(_finite([point]))):
         if there:
             known = _finite([*piece])
-            yield f'<path class="line s{colour}{dash}" d="{_path(known, axes)}"/>'
+            yield f'<path {kind} d="{_path(known, axes)}"/>'
             if (one.marks and len(drawn) <= MARKED) or len(known) == 1:
                 yield from (
                     f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in _places(known, axes)

@@ -34,7 +34,8 @@ class Section:
 
 def page(title: str, subtitle: str, tiles: Iterable[tuple[str, str]], sections: Iterable[Section]) -> str:
     """The whole page; `tiles` are (what, how much) that stand first."""
-    css = (files(__package__ or "mega_trainer.pages") / "page.css").read_text(encoding="utf-8")
+    here = files(__package__ or "mega_trainer.pages")
+    css, script = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     first = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in tiles)
     made = datetime.now().astimezone().isoformat(" ", "minutes")
     return (
@@ -43,7 +44,7 @@ def page(title: str, subtitle: str, tiles: Iterable[tuple[str, str]], sections: 
         f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n"
         f'<header><h1>{escape(title)}</h1><p class="quiet">{escape(subtitle)}</p></header>\n'
         f'<div class="tiles">{first}</div>\n{"".join(section.html() for section in sections)}'
-        f"<footer>made by mega, {escape(made)}</footer>\n</body>\n</html>\n"
+        f"<footer>made by mega, {escape(made)}</footer>\n<script>\n{script}</script>\n</body>\n</html>\n"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from mega_common.errors import ConfigError
 from mega_common.remote import place
 
 METRICS = "metrics.jsonl"
+WORDS = 1 << 16  # bytes at the end of a rank's log in which an error is looked for
+_ERROR = re.compile(r"^(?:[\d:]+ )?(?:\[rank \d+\] )?(?:internal )?error: .*(?:\n  .*)*", re.MULTILINE)
 
 
 @dataclass
@@ -106,7 +109,7 @@ class RunLog:
 
     @cached_property
     def restarts(self) -> list[tuple[float, float]]:
-        """(step, seconds) of each first line after a restart, and what that took."""
+        """(step, seconds) of each first line after a restart or a rollback, and what that took."""
         column = self.columns.get("lost/restart")
         return [(step, more) for step, more in column.deltas() if more > 0] if column else []
 
@@ -120,6 +123,16 @@ class RunLog:
                 step = int(manifest.parent.name.removeprefix("step-"))
                 found.append(Saved(step, manifest.stat().st_mtime, manifest.parent))
         return found
+
+    def errors(self) -> list[tuple[float, str, str]]:
+        """(when, rank, what) of each rank whose log in the run's folder ends with an error, the first one first."""
+        found = []
+        for log in self.folder.glob("logs/*/attempt_*/*/stderr.log"):
+            with open(log, "rb") as stream:
+                stream.seek(max(0, log.stat().st_size - WORDS))
+                if told := _ERROR.search(stream.read().decode(errors="replace")):
+                    found.append((log.stat().st_mtime, log.parent.name, told[0].strip()))
+        return sorted(found)
 
 
 @dataclass(frozen=True)

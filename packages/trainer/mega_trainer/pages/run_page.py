@@ -15,7 +15,7 @@ from mega_trainer.pages.plan_page import Pipeline, schedule_picture
 from mega_trainer.pages.run_log import RunLog
 from mega_trainer.pages.scale import evenly, gib, of_bytes, of_seconds, percent, short
 
-PHASES = ("data", "forward", "backward", "pipeline_wait", "reduce", "norm", "update", "evaluate", "save")
+PHASES = ("data", "forward", "backward", "pipeline", "reduce", "norm", "update", "evaluate", "save")
 MOST_ROWS = 40  # of a table of checkpoints or starts
 DRAWN_OPERATIONS = 1200  # of a schedule's picture
 Predicted = Mapping[str, float]  # by key of metrics.jsonl
@@ -95,10 +95,13 @@ def _each(
 
 
 def _events(runs: Sequence[RunLog]) -> list[Event]:
-    """Restarts, of one run."""
+    """Restarts and rollbacks, of one run: no process starts as fast as a run goes back within one."""
     if len(runs) > 1:
         return []
-    return [Event(step, f"restart: {of_seconds(more)} before step {step:g}") for step, more in runs[0].restarts]
+    return [
+        Event(step, f"{'restart' if more >= 1 else 'rollback'}: {of_seconds(more)} before step {step:g}")
+        for step, more in runs[0].restarts
+    ]
 
 
 def _learning(runs: Sequence[RunLog], names: Sequence[str]) -> Section:
@@ -235,7 +238,10 @@ def _happened(runs: Sequence[RunLog], names: Sequence[str]) -> Section:
         shown = [kept[place] for place in evenly(len(kept), MOST_ROWS)]
         saved = [(f"step {one.step:,}", _when(one.written), of_bytes(one.size)) for one in shown]
         parts.append(table((f"Checkpoint{behind}", "written", "size"), saved, numbers=(2,)))
-    return Section("Starts and checkpoints", parts)
+        errors = run.errors()
+        ends = [(_when(when), rank, what) for when, rank, what in errors[:MOST_ROWS]]
+        parts.append(table((f"Error{behind}", "rank", "what it said"), ends, numbers=(1,)))
+    return Section("Starts, errors and checkpoints", parts)
 
 
 def _when(seconds: float) -> str:

@@ -87,7 +87,7 @@ def _facts(run: RunLog, now: float) -> Iterator[tuple[str, str]]:
         yield "checkpoint", f"step {saved[-1].step:,}, {of_seconds(max(now - saved[-1].written, 0))} ago"
     if run.starts:
         layout = ", ".join(f"{key} {value}" for key, value in run.starts[-1].get("layout", {}).items())
-        yield "started", f"{len(run.starts)} time(s), now {layout} from {run.starts[-1].get('host', '?')}"
+        yield "starts", f"{len(run.starts)}, the last with {layout} on {run.starts[-1].get('host', '?')}"
 
 
 def _left(run: RunLog) -> str:

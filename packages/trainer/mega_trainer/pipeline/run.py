@@ -26,7 +26,7 @@ from mega_trainer.parallel.context import places_of_residual
 from mega_trainer.parallel.deferred import Product, deliver
 from mega_trainer.parallel.param import trains
 from mega_trainer.parallel.tensor import sequence_part
-from mega_trainer.pipeline.schedules import Schedule
+from mega_trainer.pipeline.schedules import Op, Schedule
 from mega_trainer.rng import Dropout
 
 Key = tuple[int, int]  # (stage, microbatch)
@@ -105,16 +105,12 @@ class Executor:
                     backward = self._backward if op.kind == "B" else self._backward_of_weights
                     with self.phase("backward"), self.around_backward(op.stage, left[op.stage] == 0):
                         backward(key)
-                case "RECV_F":
-                    self._receive("F", key, op.stage - 1, batches[op.microbatch])
-                case "RECV_B":
-                    self._receive("B", key, op.stage + 1, batches[op.microbatch])
-                case "SEND_F":
-                    self._send(self._outputs.pop(key), op.stage + 1)
-                case "SEND_B":
-                    self._send(self._input_gradient(key), op.stage - 1)
-        for _, work in self._leaving:
-            self._wait(work)
+                case _:
+                    with self.phase("pipeline"):
+                        self._message(op, batches[op.microbatch])
+        with self.phase("pipeline"):
+            for _, work in self._leaving:
+                work.wait()
         self.loads = summed_loads(self._routings)
         for left_over in (self._leaving, self._contexts, self._inputs, self._borrowed):
             left_over.clear()
@@ -253,6 +249,18 @@ class Executor:
         assert gradient is not None
         return gradient
 
+    def _message(self, op: Op, batch: MicroBatch) -> None:
+        key = (op.stage, op.microbatch)
+        match op.kind:
+            case "RECV_F":
+                self._receive("F", key, op.stage - 1, batch)
+            case "RECV_B":
+                self._receive("B", key, op.stage + 1, batch)
+            case "SEND_F":
+                self._send(self._outputs.pop(key), op.stage + 1)
+            case "SEND_B":
+                self._send(self._input_gradient(key), op.stage - 1)
+
     def _receive(self, what: str, key: Key, from_stage: int, batch: MicroBatch) -> None:
         model = self.stages[key[0]]
         rows, length = batch.tokens.shape
@@ -269,7 +277,8 @@ class Executor:
 
     def _arrived(self, what: str, key: Key) -> Tensor:
         tensor, work = self._arriving.pop((what, key))
-        self._wait(work)
+        with self.phase("pipeline"):
+            work.wait()
         return tensor
 
     def _send(self, tensor: Tensor, to_stage: int) -> None:
@@ -278,11 +287,7 @@ class Executor:
         assert work is not None
         self._leaving.append((tensor, work))
         if len(self._leaving) > IN_FLIGHT * self.group.size:
-            self._wait(self._leaving.popleft()[1])  # the common order of messages lets a send block anywhere
-
-    def _wait(self, work: Work) -> None:
-        with self.phase("pipeline_wait"):
-            work.wait()
+            self._leaving.popleft()[1].wait()  # the common order of messages lets a send block anywhere
 
     def _context(self, microbatch: int, batch: MicroBatch) -> Context:
         """Positions, masks and dropout of a micro-batch, made once for all stages of this rank."""

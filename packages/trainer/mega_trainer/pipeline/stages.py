@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from mega_common.errors import ConfigError
 
@@ -15,12 +16,14 @@ def stage_layers(
     *,
     embed_cost: float = 0.0,
     head_cost: float = 0.0,
+    layer_costs: Sequence[float] | None = None,
 ) -> list[range]:
     """The layers of each stage, in stage order, as half-open ranges of layer numbers.
 
     Without `layout` the layers are spread so that the most work of a stage is least; `embed_cost` and `head_cost` are
-    the work of the embedding (in the first stage) and of the output head (in the last), in layers. `layout` gives the
-    number of layers of each stage itself; there, the first and the last stage may have none.
+    the work of the embedding (in the first stage) and of the output head (in the last), in layers, as `layer_costs` are
+    that of each layer, where they differ. `layout` gives the number of layers of each stage itself; there, the first and
+    the last stage may have none.
 
     Raises:
         ConfigError: when there are fewer layers than stages, or `layout` does not fit the model or the stages.
@@ -28,7 +31,10 @@ def stage_layers(
     stages = pp * virtual_stages
     if layout is None:
         _check_enough_layers(num_layers, pp, virtual_stages)
-        counts = _balanced(num_layers, stages, embed_cost, head_cost)
+        if layer_costs is None:
+            counts = _balanced(num_layers, stages, embed_cost, head_cost)
+        else:
+            counts = _weighed(layer_costs, stages, embed_cost, head_cost)
     else:
         _check_layout(layout, num_layers, stages)
         counts = list(layout)
@@ -49,6 +55,25 @@ def _balanced(num_layers: int, stages: int, embed_cost: float = 0.0, head_cost: 
         counts[least] += 1
         work[least] += 1.0
     return counts
+
+
+def _weighed(costs: Sequence[float], stages: int, embed_cost: float, head_cost: float) -> list[int]:
+    """Layers of each stage, at least one, so that the most work of a stage is least; then, that their squares are."""
+    sums = [embed_cost + total for total in accumulate(costs, initial=0.0)]
+    sums[0], sums[-1] = 0.0, sums[-1] + head_cost
+    # of the first so many layers: the most work, the squares' sum and the counts of the best split in so many stages
+    best = {end: (work, work * work, [end]) for end, work in enumerate(sums) if end}
+    for _ in range(1, stages):
+        best = {
+            end: min(
+                (max(most, work), squares + work * work, [*counts, end - start])
+                for start, (most, squares, counts) in best.items()
+                if start < end
+                for work in [sums[end] - sums[start]]
+            )
+            for end in range(min(best) + 1, len(sums))
+        }
+    return best[len(costs)][2]
 
 
 def _check_enough_layers(num_layers: int, pp: int, virtual_stages: int) -> None:

@@ -9,15 +9,17 @@ Legend: D model width, F feed-forward width, H heads, Q head size, K key/value h
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from mega_ckpt.names import tensors_of
+from mega_common.layers import Feed, Mixer
 from mega_common.model_config import ModelConfig
+from mega_trainer.plan.layers import feed_elements, feed_width, mixing_flops, projections
 
 RecomputeKind = Literal["none", "selective", "full"]
 Convention = Literal["exact", "megatron", "full", "palm", "mosaic"]
@@ -111,62 +113,53 @@ def _share(name: str) -> str:
     """Which field of `LayerParameters` a tensor of a layer counts in."""
     if name.startswith("mlp.experts."):
         return "experts"
-    return "whole" if re.search(r"norm\b|_a_proj|^mlp\.gate\.|expert_gate|^eh_proj", name) else "split"
-
-
-def projections(model: ModelConfig) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Shapes (out, in) of a layer's attention projections: those whose heads can be split, and those into latents."""
-    width, query, key_value = _widths(model)
-    mla, values = model.mla, model.num_attention_heads * model.value_size
-    if mla is None:
-        return [(query, width), (key_value, width), (key_value, width), (width, query)], []
-    unfolded = (model.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
-    latent = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
-    split = [(query, mla.q_lora_rank or width), unfolded, (width, values)]
-    return split, [(mla.q_lora_rank, width), latent] if mla.q_lora_rank else [latent]
-
-
-def visible_keys(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """How many keys a query sees, on average over a sequence of `seq_length` tokens and over the layers.
-
-    `causal` counts only keys that are not masked; without it, all that a dense product computes: the whole sequence, or
-    the window.
-    """
-    layers = range(model.num_layers + model.mtp_layers)
-    windows = [min(model.window(layer) or seq_length, seq_length) for layer in layers]
-    seen = [window - causal * window * (window - 1) / (2 * seq_length) for window in windows]
-    return sum(seen) / len(layers)
+    return (
+        "whole"
+        if re.search(r"(?<!mamba\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj", name)
+        else "split"
+    )
 
 
 def forward_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> dict[str, float]:
     """Operations of the forward pass per token, by part, all layers together. Only products of matrices count.
 
-    `causal` leaves the masked half of the attention scores out; see `visible_keys`. Layers that predict further tokens
+    `causal` leaves the masked half of scores out; see `visible_keys`. Layers that predict further tokens
     are layers like the others, and use the head once more each; what they are fed from is a part by itself.
     """
-    width, layers = model.hidden_size, model.num_layers + model.mtp_layers
-    head_widths = model.num_attention_heads * (model.head_size + model.value_size)
-    split, latents = projections(model)
+    parts = dict.fromkeys(("attention projections", "attention scores", "feed-forward"), 0.0)
+    for kind, layers in _kinds(model).items():
+        for name, operations in _parts(model, *kind, seq_length, causal=causal).items():
+            parts[name] = parts.get(name, 0.0) + layers * operations
+    width = model.hidden_size
     return {
-        "attention projections": layers * 2.0 * (_elements(split) + _elements(latents)),
-        "attention scores": layers * 2.0 * visible_keys(model, seq_length, causal=causal) * head_widths,
-        "feed-forward": sum(2.0 * width * _columns(model, layer) for layer in range(layers)),
+        **parts,
         **({"further tokens": 4.0 * width * width * model.mtp_layers} if model.mtp_layers else {}),
         "head": 2.0 * width * model.vocab_size * (1 + model.mtp_layers),
     }
 
 
-def feed_forward_width(model: ModelConfig, layer: int) -> int:
-    """The feed-forward width that a token meets in that layer: of the experts it is sent to, together."""
-    moe = model.moe if model.has_experts(layer) else None
-    return moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size if moe else model.ffn_hidden_size
+def _parts(
+    model: ModelConfig, mixer: Mixer | None, feed: Feed | None, window: int | None, seq_length: int, *, causal: bool
+) -> dict[str, float]:
+    """As `forward_flops`, of one layer of a kind."""
+    parts = {"feed-forward": 2.0 * feed_elements(model, feed)}
+    if mixer is not None:
+        first, second = MIXING[mixer]
+        parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projections(model, mixer))))
+        parts[second] = mixing_flops(model, mixer, window, seq_length, causal=causal)
+    return parts
 
 
-def _columns(model: ModelConfig, layer: int) -> int:
-    """Columns of all the matrices [.., D] of a layer's feed-forward block that a token meets."""
-    moe = model.moe if model.has_experts(layer) else None
-    router = moe.num_experts + moe.shared_gate if moe else 0
-    return (3 if model.gated else 2) * feed_forward_width(model, layer) + router
+MIXING: dict[Mixer, tuple[str, str]] = {
+    "attention": ("attention projections", "attention scores"),
+    "mamba": ("mamba projections", "mamba scan"),
+    "delta": ("delta projections", "delta rule"),
+}
+
+
+def _kinds(model: ModelConfig) -> Counter[tuple[Mixer | None, Feed | None, int | None]]:
+    """How many layers there are of each kind, with each window."""
+    return Counter((*kind, model.window(layer)) for layer, kind in enumerate(model.kinds))
 
 
 def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
@@ -193,7 +186,7 @@ def palm_flops(model: ModelConfig, seq_length: int) -> float:
     count = count_parameters(model)
     tables = count.embedding - (model.vocab_size * model.hidden_size if model.tie_embeddings else 0)
     pairs = model.num_attention_heads * (model.head_size + model.value_size) // 2  # H Q, or between keys and values
-    attention = 12 * (model.num_layers + model.mtp_layers) * pairs * seq_length
+    attention = 12 * sum(kind.mixer == "attention" for kind in model.kinds) * pairs * seq_length
     return float(6 * (count.active - tables) + attention)
 
 
@@ -218,10 +211,10 @@ def published_flops(model: ModelConfig, seq_length: int, convention: Convention)
 def _megatron_flops(model: ModelConfig, seq_length: int) -> float:
     """By the formula of Megatron-LM's `num_floating_point_operations`, which knows a gate by its flag `--swiglu`."""
     routers, gates = 0.0, 0.0
-    for layer in range(model.num_layers + model.mtp_layers):
-        moe = model.moe if model.has_experts(layer) else None
+    for _, feed in model.kinds:
+        moe = model.moe if feed == "moe" else None
         routers += 2.0 * model.hidden_size * (moe.num_experts + moe.shared_gate) if moe else 0.0
-        gates += 2.0 * model.hidden_size * feed_forward_width(model, layer)
+        gates += 2.0 * model.hidden_size * feed_width(model, feed)
     counted = model.activation == "swiglu" and model.activation_limit is None
     whole = model.model_copy(update={"sliding_window": None})
     forward = sum(forward_flops(whole, seq_length).values()) - routers
@@ -236,13 +229,13 @@ def head_cost(model: ModelConfig, seq_length: int) -> float:
     return last / layer + model.mtp_layers
 
 
-def _elements(shapes: Iterable[tuple[int, int]]) -> int:
-    return sum(map(math.prod, shapes))
-
-
-def _widths(model: ModelConfig) -> tuple[int, int, int]:
-    """D, H Q and K Q."""
-    return model.hidden_size, model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
+def layer_costs(model: ModelConfig, seq_length: int) -> list[float] | None:
+    """The work of each layer, in mean layers, where `layers` says that they are of several kinds; None: all are alike."""
+    if model.layers is None:
+        return None
+    kinds = [(*kind, model.window(layer)) for layer, kind in enumerate(model.kinds)][: model.num_layers]
+    work = [sum(_parts(model, *kind, seq_length, causal=True).values()) for kind in kinds]
+    return [each * len(work) / sum(work) for each in work]
 
 
 # Dense peak in TFLOP/s from the makers' data sheets (half of a figure given with sparsity), with fp32 accumulation. A device

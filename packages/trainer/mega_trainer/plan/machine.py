@@ -2,12 +2,13 @@
 
 A machine is a file of `machines/`, with figures of its maker's data sheets, or a file of yours with the same fields. What
 share of those figures work gets is no data sheet's: `efficiency.yaml` has it, for each generation of GPUs, fitted on
-published runs by `benchmarks/plan_time.py`.
+published runs by `benchmarks/plan_time.py`; a machine may have one of its own, fitted on a run there (`plan.fit`).
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,9 @@ from mega_common.errors import ConfigError
 from mega_trainer.plan.flops import peak_flops
 
 Generation = Literal["ampere", "ada", "hopper", "blackwell"]
+MEMORY_MARGIN = 0.15  # of a data sheet's, by which what a driver tells may differ: 79.1 GiB of 80 GB, 178 GiB of 192 GB
+CONTEXT = 1.5e9  # bytes of a GPU that CUDA, its libraries and NCCL's channels take
+SLACK = 1.04  # what torch's allocator holds over what tensors take at their peak: fitted by benchmarks/plan_memory.py
 _HERE = files(__package__ or "mega_trainer.plan")
 
 
@@ -71,6 +75,7 @@ class Machine(Config):
     tflops: dict[str, PositiveFloat] = Field(
         {}, description="dense peaks by type, of a GPU that is not known by its name"
     )
+    efficiency: Efficiency | None = Field(None, description="of this machine itself; default: its generation's")
 
     def peak(self, precision: str) -> float:
         """Dense peak in FLOP/s; of bf16 where the GPU has no fp8.
@@ -87,6 +92,16 @@ class Machine(Config):
         )
 
     @property
+    def room(self) -> float:
+        """Bytes of a GPU that tensors can have."""
+        return (self.memory_gb * 1e9 - CONTEXT) / SLACK
+
+    @property
+    def reached(self) -> Efficiency:
+        """What work gets of these figures."""
+        return self.efficiency or load_efficiency()[self.generation]
+
+    @property
     def network_gb_s(self) -> float:
         """Of the network that was chosen."""
         return next(iter(self.networks_gb_s.values()))
@@ -95,6 +110,22 @@ class Machine(Config):
 def machine_names() -> list[str]:
     """Of the machines that are described here."""
     return sorted(entry.name.removesuffix(".yaml") for entry in (_HERE / "machines").iterdir())
+
+
+def machine_of(device: str, memory_bytes: int) -> str | None:
+    """The name of the machine that is described here whose GPU is called so, as `torch.cuda.get_device_name` does, and has
+    about that memory; None where none is.
+    """
+    words = set(re.split(r"[\s-]+", device.upper()))
+    machines = {name: load_machine(name) for name in machine_names()}
+    peak = peak_flops(device, "bf16")  # a PCIe card has its sibling's words
+    alike = {
+        name: abs(machine.memory_gb * 1e9 / memory_bytes - 1)
+        for name, machine in machines.items()
+        if machine.gpu in words and machine.peak("bf16") == peak
+    }
+    name = min(alike, key=lambda name: alike[name], default=None)
+    return name if name is not None and alike[name] < MEMORY_MARGIN else None
 
 
 def load_machine(name: str) -> Machine:

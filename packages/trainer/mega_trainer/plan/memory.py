@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from mega_common.model_config import ModelConfig
 from mega_trainer.pipeline.schedules import Op, Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
-from mega_trainer.plan.flops import RecomputeKind, count_parameters, head_cost
+from mega_trainer.plan.flops import RecomputeKind, count_parameters, head_cost, layer_costs
 
 if TYPE_CHECKING:
     from mega_trainer.plan.parts import Part, Parts, Weights
@@ -127,8 +127,10 @@ def layers_of_stages(model: ModelConfig, run: RunShape) -> list[range]:
     Raises:
         ConfigError: when the layers do not fit the stages.
     """
-    cost = head_cost(model, run.seq_length)
-    return stage_layers(model.num_layers, run.pp, run.virtual_stages, run.pipeline_layout, head_cost=cost)
+    return stage_layers(
+        model.num_layers, run.pp, run.virtual_stages, run.pipeline_layout,
+        head_cost=head_cost(model, run.seq_length), layer_costs=layer_costs(model, run.seq_length),
+    )  # fmt: skip
 
 
 def unit_layers(model: ModelConfig, run: RunShape) -> int:

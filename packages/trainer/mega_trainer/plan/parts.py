@@ -395,7 +395,7 @@ def _parts(text: str, run: RunShape, alone: bool, ends_meet: bool) -> Parts:
     wholes: dict[object, Part] = {}
     layers, whole = [], []
     for index in range(model.num_layers):
-        kind = (model.has_experts(index), model.window(index), model.rotates(index))
+        kind = (model.kind(index), model.window(index), model.rotates(index))
         if kind not in kinds:
             kinds[kind] = counter.layer(index, whole=False)
             wholes[kind] = counter.layer(index, whole=True) if run.recompute == "full" else kinds[kind]

@@ -2,14 +2,14 @@
 
 Every combination of degrees, schedule, micro-batch and recomputation is timed by its work alone; from the fastest on, they are
 then checked as `mega train --check` would, their memory is planned, and their schedule simulated, until enough fit.
-What a run computes stays: its batch, its precision, its model.
+What a run computes stays: its batch, its precision, its model. Memory is what tensors can have of a GPU (`Machine.room`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any, Literal
@@ -20,18 +20,25 @@ from mega_common.config import apply_overrides
 from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig
 from mega_trainer.plan.advice import run_shape
-from mega_trainer.plan.flops import Parameters, RecomputeKind, count_parameters, feed_forward_width
-from mega_trainer.plan.machine import Machine, load_efficiency
+from mega_trainer.plan.flops import Parameters, RecomputeKind, count_parameters
+from mega_trainer.plan.layers import feed_width
+from mega_trainer.plan.machine import Machine
 from mega_trainer.plan.memory import RunShape, memory
 from mega_trainer.plan.step_time import Planned, StepTime
 from mega_trainer.plan.work import Habits
+from mega_trainer.sections import ParallelConfig
 
 LEAST_CHUNK = 2048  # tokens of a context rank: with fewer, attention does not hide what travels
 TRIES = 60  # layouts whose memory is planned and whose schedule is simulated, at most
 WORSE = 1.25  # as many times the best one's time: no more is looked for there
 GAIN = 0.01  # of a step's time that a change must gain to be worth telling
+LENIENT = 0.9  # of what the rough estimate was off by at least, where it was tried, when another is left out for it
 ROUGHLY = 1.15  # of a GPU's memory: what the rough estimate may exceed it by
 Settings = dict[str, Any]  # by path, as `--set` takes them
+
+
+class NoneFits(ConfigError):
+    """No layout fits, as planned."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +72,25 @@ def reason(layout: Layout, best: Layout) -> str:
     )
 
 
+def short(settings: Mapping[str, Any]) -> str:
+    """Of a layout's settings those that are not as they are by default, in a few words."""
+    plain = {**ParallelConfig().model_dump(exclude={"tp", "pp", "zero"}), "activations": 0}
+    words = []
+    for path, value in settings.items():
+        key = path.rpartition(".")[2]
+        told = value["kind"] if isinstance(value, dict) else value
+        hidden = key == "cp_kind" and settings["parallel.cp"] == 1
+        if told is not None and told != plain.get(key) and not hidden:
+            words.append(key if told is True else f"{key} {told}")
+    return " ".join(words)
+
+
 def yaml_of(layout: Layout) -> str:
     """The sections of run.yaml that make a layout: `parallel`, `batch.micro` and `recompute`."""
     given = {path: value for path, value in layout.settings.items() if value is not None}
-    nested = apply_overrides({}, _overrides(given))
-    if not nested["offload"]["activations"]:
-        del nested["offload"]
+    nested = apply_overrides({}, overrides(given))
+    if not nested.get("offload", {}).get("activations"):
+        nested.pop("offload", None)
     return yaml.safe_dump(nested, sort_keys=False)
 
 
@@ -90,8 +110,7 @@ def planned(config: RunConfig, ranks: int, machine: Machine, count: Parameters |
     Raises:
         ConfigError: when the machine has no rate for the run's precision.
     """
-    efficiency = load_efficiency()[machine.generation]
-    return Planned.of(config.model, run_shape(config, ranks), machine, efficiency, habits_of(config), count)
+    return Planned.of(config.model, run_shape(config, ranks), machine, machine.reached, habits_of(config), count)
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
@@ -101,62 +120,126 @@ def with_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfi
         ConfigError: when that is no legal run.
     """
     raw = config.model_dump(mode="json", by_alias=True, exclude_none=True)
-    return RunConfig.parse(apply_overrides(raw, _overrides(settings)))
+    return RunConfig.parse(apply_overrides(raw, overrides(settings)))
 
 
-def _overrides(settings: Mapping[str, object]) -> Iterator[str]:
+def overrides(settings: Mapping[str, object]) -> Iterator[str]:
+    """As `--set` takes them."""
     return (f"{path}={json.dumps(value)}" for path, value in settings.items())
 
 
+@dataclass(frozen=True)
+class _Rough:
+    """A layout as it is seen before its memory is planned and its schedule simulated.
+
+    Attributes:
+        seconds: of a step, at least.
+        memory: bytes of a rank, about.
+        settings, run: as in `candidates`.
+    """
+
+    seconds: float
+    memory: float
+    settings: Settings
+    run: RunShape
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Layouts of a kind are misjudged alike."""
+        return self.run.recompute, self.run.zero, self.run.pp > 1, self.run.ep > 1
+
+
 def best_layouts(
-    config: RunConfig, ranks: int, machine: Machine, *, keep: int = 8, tell: Callable[[str], object] = lambda text: None
+    config: RunConfig,
+    ranks: int,
+    machine: Machine,
+    *,
+    keep: int = 8,
+    tell: Callable[[str], object] = lambda text: None,
+    fixed: Collection[str] = (),
 ) -> list[Layout]:
     """The fastest layouts of that run that fit, fastest first, at most `keep`; `tell` hears how the search goes.
 
+    Settings whose paths are `fixed` stay as they are.
+
     Raises:
-        ConfigError: when none is legal and fits.
+        NoneFits: when none is legal and fits.
     """
-    count, efficiency, habits = count_parameters(config.model), load_efficiency()[machine.generation], habits_of(config)
-    rough: list[tuple[float, Settings]] = []
-    limit = machine.memory_gb * 1e9
-    for settings, run in candidates(config, ranks, machine):
-        if rough_memory(config, count, run) > ROUGHLY * limit:
-            continue
-        seconds = Planned.of(config.model, run, machine, efficiency, habits, count).least_seconds()
-        rough.append((seconds, settings))
-        if len(rough) % 500 == 0:
-            tell(f"{len(rough)} layouts timed")
-    rough.sort(key=lambda item: item[0])
+    count = count_parameters(config.model)
+    rough = sorted(_rough(config, ranks, machine, count, tell, fixed), key=lambda layout: layout.seconds)
     found: list[Layout] = []
-    for tried, (seconds, settings) in enumerate(rough[:TRIES]):
-        if found and (len(found) >= keep or seconds > WORSE * found[0].time.seconds):
+    tried, misjudged = 0, dict[tuple[object, ...], float]()  # what memory was at least, of what it was taken for
+    for candidate in rough:
+        best = min((layout.time.seconds for layout in found), default=math.inf)
+        enough = best if len(found) >= keep else WORSE * best  # no layout takes less than its rough time
+        if candidate.seconds > enough or tried == TRIES:
             break
-        tell(f"{tried + 1} of the fastest of {len(rough)} layouts looked at, {len(found)} fit")
-        layout = fitting(config, settings, ranks, machine, count)
-        if layout is not None:
+        if LENIENT * misjudged.get(candidate.kind, 0.0) * candidate.memory > machine.room:
+            continue
+        tried += 1
+        tell(f"{tried} of the fastest of {len(rough)} layouts looked at, {len(found)} fit")
+        settings = {path: value for path, value in candidate.settings.items() if path not in fixed}
+        layout = _looked_at(config, settings, ranks, machine, count)
+        if layout is None:
+            continue
+        share = layout.memory / candidate.memory
+        misjudged[candidate.kind] = min(share, misjudged.get(candidate.kind, share))
+        if layout.memory <= machine.room:
             found.append(layout)
     if not found:
-        raise ConfigError(
+        raise NoneFits(
             f"no layout of this run fits {ranks} GPUs of {machine.memory_gb:g} GB: {len(rough)} came near, "
-            f"{min(TRIES, len(rough))} were planned",
+            f"{tried} were planned",
             hint="more GPUs, a batch.global that more data ranks divide, a shorter data.seq_length, or optimizer.offload",
         )
-    return sorted(found, key=lambda layout: layout.time.seconds)
+    return sorted(found, key=lambda layout: layout.time.seconds)[:keep]
 
 
-def fitting(
-    config: RunConfig, settings: Settings, ranks: int, machine: Machine, count: Parameters | None = None
+def _rough(
+    config: RunConfig,
+    ranks: int,
+    machine: Machine,
+    count: Parameters,
+    tell: Callable[[str], object],
+    fixed: Collection[str],
+) -> Iterator[_Rough]:
+    """The candidates that may fit."""
+    efficiency, habits = machine.reached, habits_of(config)
+    given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
+    kept = {path: value for path, value in given.items() if path in fixed}
+    timed = 0
+    for settings, run in candidates(config, ranks, machine):
+        needed = rough_memory(config, count, run)
+        if any(settings[path] != value for path, value in kept.items()) or needed > ROUGHLY * machine.room:
+            continue
+        if run.zero == 2 and rough_memory(config, count, replace(run, zero=1)) <= machine.room / ROUGHLY:
+            continue  # whole gradients fit, and are faster
+        timed += 1
+        if timed % 500 == 0:
+            tell(f"{timed} layouts timed")
+        seconds = Planned.of(config.model, run, machine, efficiency, habits, count).least_seconds()
+        yield _Rough(seconds, needed, settings, run)
+
+
+def _looked_at(
+    config: RunConfig, settings: Settings, ranks: int, machine: Machine, count: Parameters | None
 ) -> Layout | None:
-    """The run with those settings, if it is legal and fits the memory of that machine."""
+    """The run with those settings, if it is legal."""
     try:
         changed = with_settings(config, settings)
         changed.check_ranks(ranks)
     except ConfigError:
         return None
     most = max(sum(kinds.values()) for kinds in memory(changed.model, run_shape(changed, ranks)))
-    if most > machine.memory_gb * 1e9:
-        return None
     return Layout(settings, planned(changed, ranks, machine, count).time(), most)
+
+
+def fitting(
+    config: RunConfig, settings: Settings, ranks: int, machine: Machine, count: Parameters | None = None
+) -> Layout | None:
+    """The run with those settings, if it is legal and fits the memory of that machine."""
+    layout = _looked_at(config, settings, ranks, machine, count)
+    return layout if layout is not None and layout.memory <= machine.room else None
 
 
 def faster(config: RunConfig, ranks: int, machine: Machine, *, keep: int = 3) -> list[Layout]:
@@ -164,7 +247,7 @@ def faster(config: RunConfig, ranks: int, machine: Machine, *, keep: int = 3) ->
     count, now = count_parameters(config.model), planned(config, ranks, machine)
     seconds, limit = now.time().seconds, now.least_seconds()
     gains: list[tuple[float, Settings]] = []
-    for settings in _changes(config):
+    for settings in _changes(config, machine):
         try:
             changed = with_settings(config, settings)
             changed.check_ranks(ranks)
@@ -177,8 +260,10 @@ def faster(config: RunConfig, ranks: int, machine: Machine, *, keep: int = 3) ->
     return sorted(islice(gained, keep), key=lambda layout: layout.time.seconds)
 
 
-def _changes(config: RunConfig) -> Iterator[Settings]:
+def _changes(config: RunConfig, machine: Machine) -> Iterator[Settings]:
     parallel, kinds = config.parallel, list(_RECOMPUTE)
+    if config.precision == "bf16" and machine.peak("fp8") > machine.peak("bf16"):
+        yield {"precision": "fp8"}  # which the search leaves alone: it changes what is computed
     yield from ({"recompute": {"kind": kind}} for kind in kinds[: kinds.index(config.recompute.kind)])
     yield {"batch.micro": 2 * config.batch.micro}
     if config.batch.micro % 2 == 0:
@@ -219,9 +304,11 @@ def candidates(config: RunConfig, ranks: int, machine: Machine) -> Iterator[tupl
             continue
         dp = ranks // (tp * pp * cp)
         kinds: list[Literal["ring", "alltoall"]] = ["ring", "alltoall"] if cp > 1 else ["ring"]
-        micros = [n for n in (1, 2, 4, 8) if batch % (n * dp) == 0]
+        micros = [n for n in sorted({1, 2, 4, 8, config.batch.micro}) if batch % (n * dp) == 0]
         eps = _divisors(math.gcd(experts, dp * cp * tp))
-        choices = product(micros, eps, _pipelines(model.num_layers, pp), [1, 3] if pp == 1 else [1], _RECOMPUTE, kinds)
+        choices = product(
+            micros, eps, _pipelines(model.num_layers, pp), [1, 2, 3] if pp == 1 else [1, 2], _RECOMPUTE, kinds
+        )
         for micro, ep, (schedule, virtual), zero, recompute, kind in choices:
             run = replace(
                 base, micro_batch=micro, microbatches=batch // (micro * dp), tp=tp, sp=tp > 1, pp=pp, virtual_stages=virtual,
@@ -275,7 +362,7 @@ def rough_memory(config: RunConfig, count: Parameters, run: RunShape) -> float:
     residual = width / (run.tp if run.sp else 1)
     split = 2 * (model.num_attention_heads + model.kv_heads) * model.head_size
     again = run.recompute == "selective"
-    split += (2 if again else 3) * feed_forward_width(model, layers - 1)
+    split += (2 if again else 3) * max(feed_width(model, kind.feed) for kind in model.kinds)
     kept = residual if run.recompute == "full" else (2 if again else 4) * residual + split / run.tp
     flight = run.pp + (run.virtual_stages - 1) * run.pp / run.virtual_stages if run.pp > 1 else 1
     one = 4 * residual + split / run.tp if run.recompute == "full" else 0.0

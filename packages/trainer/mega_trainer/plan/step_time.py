@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from mega_common.layers import Layer
 from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.grads import Sharing
 from mega_trainer.pipeline.schedules import Costs, Op, make_schedule, placement, simulate
@@ -54,7 +56,6 @@ class Planned:
         run: how it is split and fed.
         bench: what work takes there.
         count: the model's parameters.
-        layers: those of each stage.
         unit: layers that ZeRO-3 gathers at once.
     """
 
@@ -62,7 +63,6 @@ class Planned:
     run: RunShape
     bench: Bench
     count: Parameters
-    layers: list[range]
     unit: int
 
     @classmethod
@@ -75,24 +75,28 @@ class Planned:
         habits: Habits,
         count: Parameters | None = None,
     ) -> Planned:
-        """That run on that machine, by a trainer of those habits; `count` of the model, where it is known.
+        """That run on that machine, by a trainer of those habits; `count` of the model, where it is known."""
+        wires, rates = Wires.of(machine, efficiency), Rates.of(machine, efficiency, habits)
+        unit = unit_layers(model, run) if run.zero == 3 else 1
+        return cls(model, run, Bench(model, run, wires, rates, habits), count or count_parameters(model), unit)
+
+    @cached_property
+    def layers(self) -> list[range]:
+        """Those of each stage.
 
         Raises:
             ConfigError: when the layers do not fit the stages.
         """
-        layers = layers_of_stages(model, run)
-        wires, rates = Wires.of(machine, efficiency), Rates.of(machine, efficiency, habits)
-        unit = unit_layers(model, run) if run.zero == 3 else 1
-        return cls(model, run, Bench(model, run, wires, rates, habits), count or count_parameters(model), layers, unit)
+        return layers_of_stages(self.model, self.run)
 
     def _layers(self) -> Callable[[range], Work]:
         """What some layers cost; layers of a kind are looked at once."""
-        model, kinds = self.model, dict[tuple[bool, int | None], Work]()
+        model, kinds = self.model, dict[tuple[Layer, int | None], Work]()
 
         def several(indices: range) -> Work:
-            alike: dict[tuple[bool, int | None], list[int]] = {}
+            alike: dict[tuple[Layer, int | None], list[int]] = {}
             for index in indices:
-                alike.setdefault((model.has_experts(index), model.window(index)), []).append(index)
+                alike.setdefault((model.kind(index), model.window(index)), []).append(index)
             for kind, (first, *_) in alike.items():
                 if kind not in kinds:
                     kinds[kind] = self.bench.layer(first)
@@ -147,7 +151,8 @@ class Planned:
         run = self.run
         through = sum(cost.forward + cost.inputs for cost in work.values())  # no micro-batch ends sooner
         total = sum(cost.total for cost in work.values())
-        share = {"zb-h1": 1 / 3, "zbv": 0.0}.get(run.schedule, 1 / run.virtual_stages)
+        full = run.microbatches >= 1.5 * run.pp  # of a pipeline that is: ZBV's ends wait half as long
+        share = {"zb-h1": 1 / 3, "zbv": 1 / 6 if full else 1 / 3}.get(run.schedule, 1 / run.virtual_stages)
         return max(through, (run.microbatches + (run.pp - 1) * share) * total / run.pp)
 
     def costs(self, works: Sequence[Work]) -> StageCosts:

@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from mega_common.layers import Layer, Mixer
 from mega_common.model_config import ModelConfig
 from mega_trainer.plan.collectives import Ranks, Wires
-from mega_trainer.plan.flops import feed_forward_width, projections
+from mega_trainer.plan.layers import feed_width, mixing_flops, projections, state_elements
 from mega_trainer.plan.machine import Efficiency, Machine
 from mega_trainer.plan.memory import RunShape
 
@@ -146,10 +147,11 @@ class Bench:
 
     def layer(self, index: int) -> Work:
         """Of one layer."""
-        dense = added(list(self._products(index)))
-        work = added([dense, self._attention(index), self._elementwise(index), *self._experts(index)])
+        kind = self.model.kind(index)
+        dense = added(list(self._products(kind)))
+        work = added([dense, self._mixing(kind.mixer, index), self._elementwise(kind), *self._experts(index)])
         again = self._again(work)
-        talk = added([self._tensor(work), self._context(work)])
+        talk = added([self._tensor(work, halves=sum(map(bool, kind))), self._context(work, kind.mixer)])
         whole = added([work, again, talk])
         waits = self.habits.host - sum(cost.total for cost in whole.values()) if self.model.has_experts(index) else 0.0
         return added([whole, {"host": Pass(waits / 3, 2 * waits / 3)}]) if waits > 0 else whole
@@ -180,23 +182,33 @@ class Bench:
             seconds(x + w, out * y) + quantised[0], seconds(y + w, out * x) + quantised[1], seconds(x + y, 8 * w)
         )
 
-    def _products(self, index: int) -> Iterator[Work]:
-        """Of attention's projections and of a feed-forward block that all tokens meet."""
+    def _products(self, kind: Layer) -> Iterator[Work]:
+        """Of a mixer's projections and of a feed-forward block that all tokens meet."""
         model, run = self.model, self.run
-        *column, row = projections(model)[0]
+        split, latents = projections(model, kind.mixer)
         widths: dict[int, int] = {}
-        for out, into in column:
+        for out, into in split[:-1]:
             widths[into] = widths.get(into, 0) + out
         for into, out in widths.items():
             yield {"products": self._product(self.tokens, out / run.tp, into)}
-        yield {"products": self._product(self.tokens, row[0], row[1] / run.tp)}
-        for out, into in projections(model)[1]:
+        for out, into in split[-1:]:
+            yield {"products": self._product(self.tokens, out, into / run.tp)}
+        for out, into in latents:
             yield {"products": self._product(self.tokens / (run.tp if run.sp else 1), out, into)}
-        moe = model.moe if model.has_experts(index) else None
-        width = moe.shared_ffn_hidden_size if moe else model.ffn_hidden_size
+        shared = model.moe.shared_ffn_hidden_size if model.moe else 0
+        width = shared if kind.feed == "moe" else feed_width(model, kind.feed)
         if width:
             yield {"products": self._product(self.tokens, (1 + model.gated) * width / run.tp, model.hidden_size)}
             yield {"products": self._product(self.tokens, model.hidden_size, width / run.tp)}
+
+    def _mixing(self, mixer: Mixer | None, index: int) -> Work:
+        """Of attention's scores; or of a recurrence, about: at the rate of attention, and two of them backward."""
+        if mixer == "attention":
+            return self._attention(index)
+        if mixer is None:
+            return {"attention": Pass()}
+        one = self.tokens * mixing_flops(self.model, mixer, None, self.run.seq_length) / self.run.tp
+        return {"attention": Pass(one / self.rates.attention, 2 * one / self.rates.attention)}
 
     def _attention(self, index: int) -> Work:
         model, run = self.model, self.run
@@ -215,19 +227,33 @@ class Bench:
             "attention": Pass(pairs * (q + v) / self.rates.attention, pairs * (3 * q + 2 * v) / self.rates.attention)
         }
 
-    def _elementwise(self, index: int) -> Work:
-        """Norms with the sums before them, rotation, and what stands between the projections of a feed-forward block."""
-        model, run = self.model, self.run
-        turned = 2 * (model.num_attention_heads + model.kv_heads) * (model.head_size if model.position == "rope" else 0)
-        width = feed_forward_width(model, index)
-        residual = 8 * model.hidden_size / (run.tp if run.sp else 1)
-        dropped = 4 * model.hidden_size / (run.tp if run.sp else 1) if model.residual_dropout else 0
-        normed = 2 * turned if model.qk_norm else 0
-        forward = residual + dropped + (turned + normed + (3 if model.gated else 2) * width) / run.tp
-        backward = residual + dropped + (turned + normed + (5 if model.gated else 3) * width) / run.tp
+    def _elementwise(self, kind: Layer) -> Work:
+        """Norms with the sums before them, and what stands between the projections of a mixer and of a feed-forward block."""
+        model, run, halves = self.model, self.run, sum(map(bool, kind))
+        width = feed_width(model, kind.feed)
+        residual = halves * 4 * model.hidden_size / (run.tp if run.sp else 1)
+        residual += halves * 2 * model.hidden_size / (run.tp if run.sp else 1) if model.residual_dropout else 0
+        there, back = self._between(kind.mixer)
+        forward = residual + (there + (3 if model.gated else 2) * width) / run.tp
+        backward = residual + (back + (5 if model.gated else 3) * width) / run.tp
         scale = self.tokens * self.element * self.habits.passes / self.rates.memory
         least = KERNELS * self.habits.passes * self.rates.kernel
         return {"elementwise": Pass(max(least, forward * scale), max(least, backward * scale))}
+
+    def _between(self, mixer: Mixer | None) -> tuple[int, int]:
+        """Elements that a mixer reads and writes for a token around its scores or states, forward and backward."""
+        model = self.model
+        if mixer == "attention":
+            heads = model.num_attention_heads + model.kv_heads
+            turned = 2 * heads * (model.head_size if model.position == "rope" else 0)
+            gated = 3 * model.num_attention_heads * model.value_size if model.attention_gate else 0
+            both = (3 if model.qk_norm else 1) * turned
+            return both + gated, both + gated * 5 // 3
+        if mixer is None:
+            return 0, 0
+        (rows, _), (_, inner) = projections(model, mixer)[0]
+        convolved = rows - inner  # and a few numbers for each head
+        return 3 * convolved + 4 * inner, 5 * convolved + 7 * inner  # convolution and recurrence, gated norm
 
     def _experts(self, index: int) -> Iterator[Work]:
         """Router, the products of experts under an even load, the order of their rows, and the way there and back."""
@@ -279,8 +305,10 @@ class Bench:
             seconds += BLOCK_AGAIN * work["products"].forward + work.get("expert", Pass()).forward
         return {"recomputed": Pass(0.0, seconds)}
 
-    def _tensor(self, work: Work) -> Work:
-        """Four collectives forward, six backward; without sequence parallelism four all-reduces, which are two each."""
+    def _tensor(self, work: Work, halves: int) -> Work:
+        """Four collectives forward, six backward, of both halves of a layer; without sequence parallelism four all-reduces,
+        which are two each.
+        """
         run = self.run
         if run.tp == 1:
             return {}
@@ -288,13 +316,17 @@ class Bench:
         waited = self.habits.tp_waited if run.sp else max(self.habits.tp_waited, 6)
         beside = self.rates.hidden((10 - waited) * one, work["products"].total * (10 - waited) / 10)
         forward = min(waited, 4) + (2 if run.recompute == "full" else 0)
-        return {"tensor": Pass(forward * one, (max(0, waited - 4)) * one + beside)}
+        share = halves / 2
+        return {"tensor": Pass(share * forward * one, share * max(0, waited - 4) * one + beside)}
 
-    def _context(self, work: Work) -> Work:
+    def _context(self, work: Work, mixer: Mixer | None) -> Work:
         model, run = self.model, self.run
-        if run.cp == 1:
+        if run.cp == 1 or mixer is None:
             return {}
         ranks = self.wires.ranks(run.cp, run.tp)
+        if mixer != "attention":
+            way = self._states(mixer, ranks)
+            return {"context": Pass(way, way)}
         keys = model.kv_heads * (model.head_size + model.value_size) / min(run.tp, model.kv_heads)
         size = self.tokens * run.cp * keys * self.element
         if run.cp_kind == "alltoall":
@@ -306,6 +338,16 @@ class Bench:
             return {"context": Pass(one, 2 * one)}
         seen = work["attention"]  # a ring passes them on while attention works on those before
         return {"context": Pass(self.rates.hidden(one, seen.forward), self.rates.hidden(2 * one, seen.inputs))}
+
+    def _states(self, mixer: Mixer, ranks: Ranks) -> float:
+        """Seconds in which states are passed, or heads exchanged: what is less, as `model.recurrence` chooses."""
+        model, run = self.model, self.run
+        (rows, _), _ = projections(model, mixer)[0]
+        passed = run.micro_batch * 2 * run.cp * max(4, self.element) * state_elements(model, mixer) / run.tp
+        exchanged = self.tokens * rows * self.element / run.tp  # without z, and with y, which is as wide
+        if run.cp_kind == "alltoall" or exchanged < passed:
+            return self.wires.all_to_all(exchanged, ranks)
+        return self.wires.gather(passed, ranks)
 
     def embedding(self) -> Work:
         """Rows read and written, and their gradients added to the table's."""

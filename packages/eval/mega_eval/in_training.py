@@ -1,0 +1,86 @@
+"""Downstream tasks on a model that is being trained, with the weights that it has at that moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from lm_eval.tasks import TaskManager
+
+from mega_ckpt.lora import adapted
+from mega_common.errors import ConfigError
+from mega_common.log import logger
+from mega_eval.harness import HarnessModel
+from mega_eval.replicas import Prompts, Replicas, Sharing
+from mega_eval.tasks import TaskOptions, find_tasks, run_tasks
+from mega_trainer.comm import Group
+from mega_trainer.config import RunConfig
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.tokens import run_tokenizer
+
+
+@dataclass
+class TrainingTasks:
+    """Runs the tasks of `eval` in run.yaml, on all ranks of a run together.
+
+    Raises:
+        ConfigError: when there is no such task, or no tokenizer.
+    """
+
+    config: RunConfig
+    _begun: float = field(default_factory=time.monotonic)
+    _spent: float = 0.0
+
+    def __post_init__(self) -> None:
+        tokenizer = run_tokenizer(self.config.data, self.config.model.vocab_size)
+        if tokenizer is None:
+            raise ConfigError("eval.tasks: needs the tokenizer of the data", hint="data.tokenizer names its folder")
+        self._prompts = Prompts(tokenizer)
+        self._manager: TaskManager = find_tasks(self.config.eval.tasks, self.config.eval.include_path)
+
+    def __call__(self, live: Decoder) -> Mapping[str, float]:
+        """The scores, as `eval/TASK/METRIC`, on the first rank; none there either where it would take too much of the time."""
+        world, parallel = live.groups.world, self.config.parallel
+        sharing = Sharing(parallel.tp, parallel.ep * parallel.expert_tp)
+        replicas = Replicas(for_inference(live, self.config), self._prompts, 8, world.rank, world.size, sharing)
+        if world.rank:
+            replicas.follow()
+            return {}
+        begin = time.monotonic()
+        found = {} if self._spent > self.config.eval.max_share * (begin - self._begun) else self._run(replicas)
+        replicas.close()
+        self._spent += time.monotonic() - begin
+        return found
+
+    def _run(self, replicas: Replicas) -> dict[str, float]:
+        wanted, tokenizer = self.config.eval, self._prompts.tokenizer
+        model = HarnessModel(replicas, frozenset({tokenizer.eos_id or 0}), None, self.config.data.seq_length)
+        options = TaskOptions(wanted.include_path, wanted.num_fewshot, wanted.limit)
+        with torch.random.fork_rng():  # which the harness seeds
+            results = run_tasks(model, wanted.tasks, options, manager=self._manager)["results"]
+        found = {
+            f"eval/{task}/{metric.removesuffix(',none')}": float(value)
+            for task, metrics in results.items()
+            for metric, value in metrics.items()
+            if isinstance(value, float) and "stderr" not in metric
+        }
+        logger.info("%s", "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items()))
+        return found
+
+
+def for_inference(live: Decoder, run: RunConfig) -> Decoder:
+    """A model in training as one for inference, on the very same tensors: whole sequences on every rank of a copy."""
+    groups = replace(live.groups, cp=Group("cp", (live.groups.world.rank,)))
+    config = live.config.model_copy(update={"mtp_layers": 0})
+    adapts = {} if run.lora is None else adapted(config, run.lora)
+    model = Decoder(Builder(config, groups, dtype=live.dtype, device=torch.device("meta"), adapts=adapts))
+    for held in (dict(live.named_parameters()), dict(live.named_buffers())):
+        for name, tensor in held.items():
+            owner, _, last = name.rpartition(".")
+            if owner.startswith("predictors"):
+                continue
+            setattr(model.get_submodule(owner), last, tensor)
+    return model.eval()

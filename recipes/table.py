@@ -1,0 +1,85 @@
+"""Writes README.md: what `mega plan` says of each recipe on H100s, beside what others published.
+
+    python recipes/table.py
+
+The figures of others are in published.yaml; the number of GPUs is the last part of a recipe's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mega_trainer.config import RunConfig, load_run
+from mega_trainer.plan.advice import run_shape
+from mega_trainer.plan.flops import published_flops
+from mega_trainer.plan.machine import load_machine
+from mega_trainer.plan.memory import memory
+from mega_trainer.plan.search import planned, settings_of, short
+
+HERE = Path(__file__).parent
+MACHINE = "h100"
+HEAD = """# Recipes
+
+Runs that people train, each a run.yaml for the H100s that its name tells. Give it data of yours:
+
+    mega plan recipes/llama3-70b-64.yaml --machine h100 --ranks 64
+    mega train recipes/llama3-70b-64.yaml --set data.train.0=data/mine     # on 64 GPUs, by torchrun or mega launch
+
+What `mega plan` predicts, on 80 GB and 400 Gb/s InfiniBand a GPU, and what others published of the same model on as many GPUs
+(their layout and software; TFLOP/s as Megatron counts them). Nothing here was measured by us. `python recipes/table.py` writes this page.
+
+| recipe | layout | precision | step | tokens/s/GPU | TFLOP/s/GPU | memory | published tokens/s/GPU |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def recipes() -> dict[str, tuple[RunConfig, int]]:
+    """Each recipe by its name, and its number of ranks."""
+    return {path.stem: (load_run(path), int(path.stem.rpartition("-")[2])) for path in sorted(HERE.glob("*-*.yaml"))}
+
+
+def predicted(config: RunConfig, ranks: int) -> dict[str, float]:
+    """Of a recipe: seconds of a step, tokens a second and GPU, TFLOP/s a GPU."""
+    seconds = planned(config, ranks, load_machine(MACHINE)).time().seconds
+    rate = config.batch.global_ * config.data.seq_length / seconds / ranks
+    return {"seconds": seconds, "rate": rate, "tflops": rate * _flops(config) / 1e12}
+
+
+def most_memory(config: RunConfig, ranks: int) -> int:
+    """Bytes of its fullest rank."""
+    return max(sum(kinds.values()) for kinds in memory(config.model, run_shape(config, ranks)))
+
+
+def begun(name: str, config: RunConfig, ranks: int) -> str:
+    """A recipe's line, up to its memory."""
+    told = predicted(config, ranks)
+    layout = short(settings_of(run_shape(config, ranks)))
+    figures = f"{told['seconds']:.2f} s | {told['rate']:,.0f} | {told['tflops']:.0f}"
+    return f"| [{name}]({name}.yaml) | {layout} | {config.precision} | {figures} |"
+
+
+def _flops(config: RunConfig) -> float:
+    return published_flops(config.model, config.data.seq_length, "megatron")
+
+
+def _others(found: dict[str, Any], config: RunConfig) -> str:
+    if not found:
+        return "-"
+    rate = found["rate"] if "rate" in found else found["tflops"] * 1e12 / _flops(config)
+    return f"{rate:,.0f} ({found['source']})"
+
+
+def lines() -> Iterator[str]:
+    """The table."""
+    published = yaml.safe_load((HERE / "published.yaml").read_text())
+    for name, (config, ranks) in recipes().items():
+        size = f"{most_memory(config, ranks) / 2**30:.0f} GiB"
+        yield f"{begun(name, config, ranks)} {size} | {_others(published.get(name, {}), config)} |\n"
+
+
+if __name__ == "__main__":
+    (HERE / "README.md").write_text(HEAD + "".join(lines()), encoding="utf-8")

@@ -1,0 +1,112 @@
+"""Adapters beside those of PEFT: folders both ways, and what a model with one computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import BASE, MOE, NEOX
+from torch import Tensor
+
+from mega_ckpt.adapter import AdaptedSource, Adapter
+from mega_ckpt.convert import Options, convert
+from mega_ckpt.families import family_named
+from mega_ckpt.formats.peft import read_peft, write_peft
+from mega_ckpt.lora import adapted, adapter_tensors
+from mega_ckpt.pieces import crop
+from mega_ckpt.source import open_adapted, open_source
+from mega_common.errors import CheckpointError
+from mega_common.lora import LoraConfig
+from mega_common.model_config import ModelConfig
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_kv_heads": 2, "tie_embeddings": True},
+    "phi3": {"num_kv_heads": 2},
+    "gpt_neox": NEOX,
+    "gpt2": {
+        "norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "tie_embeddings": True, "qkv_bias": True,
+        "attention_out_bias": True, "mlp_bias": True,
+    },
+    "qwen3_moe": {"qk_norm": True, "head_dim": 6, "moe": MOE},
+}  # fmt: skip
+LORA = LoraConfig(rank=4, alpha=6.0, rslora=True, ranks={".*layers.1.*o_proj": 2}, alphas={".*o_proj": 3.0})
+
+
+def folder_of(name: str, path: Path) -> Path:
+    """A tiny model of transformers'."""
+    config = family_named(name).write_config(ModelConfig.model_validate({**BASE, **MODELS[name]}))
+    config |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    made.save_pretrained(path)
+    return path
+
+
+def adapter_beside(folder: Path, lora: LoraConfig = LORA) -> AdaptedSource:
+    """A random adapter of ours."""
+    base = open_source(folder)
+    modules = adapted(base.model, lora)
+    shapes = adapter_tensors(modules)
+    made = torch.Generator().manual_seed(1)
+    tensors = {name: torch.randn(shape, generator=made) / 4 for name, shape in shapes.items()}
+    return AdaptedSource(base, Adapter(lora, modules, shapes, lambda name, *box: crop(tensors[name], *box), {}))
+
+
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(tokens).logits
+    return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_of_ours_is_peft_s_and_comes_back(name: str, tmp_path: Path) -> None:
+    folder, out = folder_of(name, tmp_path / "base"), tmp_path / "adapter"
+    source = adapter_beside(folder)
+    out.mkdir()
+    write_peft(source.adapter, source.base, out)
+    tokens = torch.arange(24).view(2, 12)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    before = logits(base, tokens)
+    theirs = logits(peft.PeftModel.from_pretrained(base, out), tokens)
+    convert(folder, tmp_path / "merged", "hf", options=Options(adapter=str(out)))
+    ours = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), tokens)
+    assert (theirs - before).abs().max() > 0.01
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    back = open_adapted(out, folder)
+    for key in source.keys():  # noqa: SIM118
+        torch.testing.assert_close(back.read(key), source.read(key), rtol=1e-5, atol=1e-6)
+
+
+def test_what_peft_saves_is_read_and_what_is_not_ours_is_refused(tmp_path: Path) -> None:
+    folder, out = folder_of("llama", tmp_path / "base"), tmp_path / "theirs"
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], rank_pattern={"layers.1.mlp.down_proj": 2},
+        init_lora_weights=False,
+    )  # fmt: skip
+    model = peft.get_peft_model(base, config)
+    model.save_pretrained(out)
+    theirs = model.merge_and_unload().state_dict()
+    ours = open_adapted(out, folder)
+    for key in ours.keys():  # noqa: SIM118
+        torch.testing.assert_close(ours.read(key), theirs[key], rtol=1e-5, atol=1e-6)
+    raw = json.loads((out / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps({**raw, "base_model_name_or_path": str(folder)}))
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(open_source(out).read(name), ours.read(name))
+    (out / "adapter_config.json").write_text(json.dumps({**raw, "use_dora": True}))
+    with pytest.raises(CheckpointError, match="use_dora = True cannot be expressed"):
+        read_peft(out, open_source(folder))
+    with pytest.raises(CheckpointError, match="holds no adapter"):
+        convert(folder, tmp_path / "none", "peft")
+    (out / "adapter_config.json").write_text(json.dumps(raw))
+    other = folder_of("gpt2", tmp_path / "other")
+    with pytest.raises(CheckpointError, match="is not understood"):
+        open_adapted(out, other)

@@ -1,0 +1,88 @@
+"""Bugs of Mamba-2, of its shared groups above all, for `mutations`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from parity.cases import Case, case
+from parity.recurrence_mutations import Patch, _decay_across_documents, _without_sync
+from torch import Tensor
+
+from mega_trainer.comm import Group
+from mega_trainer.kernels.chunks import Chunks
+from mega_trainer.kernels.torch import TorchKernels
+from mega_trainer.model import builder, mamba
+from mega_trainer.model.mamba import Mamba
+
+swap = mock.patch.object
+PLAIN: dict[str, Any] = {"layers": ["mamba+mlp", "attention"], "moe": None}
+SHARED = case("hybrid", 4, parallel={"tp": 4, "sp": True}, variant=PLAIN, length=16)  # a group on every two ranks
+PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=PLAIN)
+EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=PLAIN, length=16)
+
+
+def _first_group() -> AbstractContextManager[Any]:
+    """Every rank takes the first group's B and C."""
+    real = builder.split_heads
+
+    def first(blocks: Any, tail: Any, group: Group) -> Any:
+        shared = "mamba" in blocks[0].name and blocks[0].count < group.size
+        return real(blocks, tail, replace(group, rank=0) if shared else group)
+
+    return swap(builder, "split_heads", first)
+
+
+def _steps_of_the_first_heads() -> AbstractContextManager[Any]:
+    """The heads that are exchanged take decays, biases and D of the first rank's."""
+    real = Mamba._scanned
+
+    def scanned(self: Any, parts: Any, steps: Any, heads: slice, chunks: Any, states: Any) -> Tensor:
+        return real(self, parts, steps, slice(0, parts[0].shape[2]), chunks, states)
+
+    return swap(Mamba, "_scanned", scanned)
+
+
+def _padding_begins_a_document() -> AbstractContextManager[Any]:
+    """What pads a span cuts off the state behind it."""
+    real = Chunks.begins.func  # type: ignore[attr-defined]
+
+    def begins(self: Chunks) -> Tensor | None:
+        found: Tensor | None = real(self)
+        if found is None or self.reach is None:
+            return found
+        there = self.cut(torch.ones_like(self.reach))
+        return torch.where(there > 0, found, torch.arange(self.size))
+
+    return swap(Chunks, "begins", property(begins))
+
+
+def _no_state_behind_a_chunk() -> AbstractContextManager[Any]:
+    """A token sees those of its chunk, and nothing before it."""
+    real = TorchKernels.scan
+    nothing = lambda maps, added: 0 * added  # noqa: E731
+    return swap(TorchKernels, "scan", lambda self, steps, chunks, states: real(self, steps, chunks, nothing))
+
+
+MAMBAS: list[tuple[str, Case, Patch]] = [
+    ("mamba: gradient of a shared group's projections not summed", SHARED, _without_sync("in_proj.B")),
+    ("mamba: gradient of a shared group's convolution not summed", SHARED, _without_sync("conv1d.B")),
+    (
+        "mamba: norm over this rank's channels of a group alone",
+        SHARED,
+        lambda: swap(mamba, "sum_over", lambda x, group, sp: x * group.size),
+    ),
+    (
+        "mamba: gradient of a group's mean stays on its rank",
+        SHARED,
+        lambda: swap(mamba, "sum_gradient", lambda x, group: x),
+    ),
+    ("mamba: every rank takes the first group", SHARED, _first_group),
+    ("mamba: exchanged heads have the first rank's steps", EXCHANGED, _steps_of_the_first_heads),
+    ("mamba: a state decays on into the next document", PASSED, _decay_across_documents),
+    ("mamba: a span's padding is a document of its own", PASSED, _padding_begins_a_document),
+    ("mamba: nothing comes from the chunks before", PASSED, _no_state_behind_a_chunk),
+]

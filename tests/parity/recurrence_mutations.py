@@ -1,0 +1,166 @@
+"""Bugs of recurrent mixers, of delta rules above all, and of gated attention, for `mutations`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from parity.cases import VARIANTS, Case, case
+from torch import Tensor
+
+from mega_trainer.comm import Group
+from mega_trainer.kernels.chunks import Chunks
+from mega_trainer.model import attention, builder, recurrence, short_conv
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Sequences
+from mega_trainer.model.delta import GatedDelta
+from mega_trainer.parallel import state
+
+Patch = Callable[[], AbstractContextManager[Any]]
+swap = mock.patch.object
+
+GATED = VARIANTS["hybrid"][3] | {"layers": ["delta+mlp", "attention"], "moe": None}
+TP = case("hybrid", 4, parallel={"tp": 4, "sp": True}, variant=GATED, length=16)
+PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=GATED)
+EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=GATED, length=16)
+
+
+def _without_sync(part: str) -> Patch:
+    """Gradients of the tensors with `part` in their names stay with the tensor rank."""
+    real = builder.make_parameter
+
+    def make(shape: Any, pieces: Any, **options: Any) -> Any:
+        return real(shape, pieces, **(options | {"grad_sync": ()} if part in pieces[0].name else options))
+
+    return lambda: swap(builder, "make_parameter", make)
+
+
+def _decay_across_documents() -> AbstractContextManager[Any]:
+    return swap(Chunks, "continued", property(lambda self: None if self.begins is None else self.begins < self.size))
+
+
+def _taps_across_documents() -> AbstractContextManager[Any]:
+    """The convolution of a context rank's tokens sees its neighbours', whatever document these are of."""
+    real = Sequences.reach
+    told = lambda self, group: None if group.size > 1 else real(self, group)  # noqa: E731
+    return swap(short_conv.ShortConv, "forward", _with(short_conv.ShortConv.forward, Sequences, "reach", told))
+
+
+def _with(function: Any, owner: Any, name: str, value: Any) -> Any:
+    """The function, in which alone something is another."""
+
+    def run(*args: Any) -> Any:
+        with swap(owner, name, value):
+            return function(*args)
+
+    return run
+
+
+def _halo_of_own_tokens() -> AbstractContextManager[Any]:
+    """The second chunk goes on where the rank's first one ended."""
+
+    def before(x: Tensor, count: int, group: Group) -> Tensor:
+        first = x.unflatten(1, (2, -1))[:, 0, -count:]
+        return torch.stack([torch.zeros_like(first), first], 1)
+
+    return swap(short_conv, "tokens_before", before)
+
+
+def _halo_without_gradient() -> AbstractContextManager[Any]:
+    real = short_conv.tokens_before
+    return swap(short_conv, "tokens_before", lambda *args: real(*args).detach())
+
+
+def _states_stay() -> AbstractContextManager[Any]:
+    """Each rank begins with nothing, and its second chunk goes on behind its first."""
+    real = recurrence.pass_states
+    return swap(recurrence, "pass_states", lambda *args: real(*args[:3], Group("alone")))
+
+
+def _states_in_order_of_ranks() -> AbstractContextManager[Any]:
+    real = state._gathered
+
+    def gathered(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
+        return [torch.cat([one[:, :2], one[:, 2:].flip(1)], 1) for one in real(parts, group)]
+
+    return swap(state, "_gathered", gathered)
+
+
+def _maps_of_the_last_chunk() -> AbstractContextManager[Any]:
+    """What a stretch of tokens keeps of a state is taken from its last chunk alone."""
+    real = state.fold
+
+    def fold(maps: Tensor, added: Tensor, first: Tensor) -> Tensor:
+        whole = added.shape == maps.shape and not added.any()
+        return torch.cat([first[:, None], maps], 1) if whole else real(maps, added, first)
+
+    return swap(state, "fold", fold)
+
+
+def _decays_of_the_first_heads() -> AbstractContextManager[Any]:
+    """The heads that are exchanged take the numbers of the first rank's."""
+    real = GatedDelta._rule
+
+    def rule(self: Any, parts: Any, steps: Any, heads: slice, chunks: Any, states: Any) -> Tensor:
+        return real(self, parts, steps, slice(0, parts[2].shape[2]), chunks, states)
+
+    return swap(GatedDelta, "_rule", rule)
+
+
+def _channels_of_the_first_rank() -> AbstractContextManager[Any]:
+    """The convolution of exchanged heads takes the first rank's weights."""
+    real = short_conv.ShortConv.of_sequences
+
+    def of_sequences(self: Any, x: Tensor, context: Any, channels: Tensor) -> Tensor:
+        return real(self, x, context, channels - channels.min())
+
+    return swap(short_conv.ShortConv, "of_sequences", of_sequences)
+
+
+def _gate_of_another_head() -> AbstractContextManager[Any]:
+    return swap(attention, "_gated", lambda y, gate: y * torch.sigmoid(gate.roll(1, -1)))
+
+
+def _one_key_head() -> AbstractContextManager[Any]:
+    """Every tensor rank takes the first key head for its value heads."""
+    real = builder.split_heads
+
+    def first(blocks: Any, tail: Any, group: Group) -> Any:
+        shared = "linear_attn" in blocks[0].name and blocks[0].count < group.size
+        return real(blocks, tail, replace(group, rank=0) if shared else group)
+
+    return swap(builder, "split_heads", first)
+
+
+def _norms_centered() -> AbstractContextManager[Any]:
+    """The norm before the output is centered around one as the others are, on every rank but the first."""
+    real = Builder.replicated
+
+    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        wrong = "linear_attn.norm" in name and self.groups.tp.rank > 0
+        return real(self, name, shape, **(options | {"fill": 0.0} if wrong else options))
+
+    return swap(Builder, "replicated", replicated)
+
+
+RECURRENCES: list[tuple[str, Case, Patch]] = [
+    ("delta: key heads' gradients not summed over the ranks that share one", TP, _without_sync("in_proj.q")),
+    ("delta: gradient of a shared convolution not summed", TP, _without_sync("conv1d.q")),
+    ("delta: gradient of the heads' norm not summed", TP, _without_sync("linear_attn.norm")),
+    ("delta: every rank takes the first key head", TP, _one_key_head),
+    ("delta: another start of a norm on other ranks", TP, _norms_centered),
+    ("delta: a state goes on into the next document", PASSED, _decay_across_documents),
+    ("convolution: taps across documents", PASSED, _taps_across_documents),
+    ("convolution: the tokens before a chunk are the rank's own", PASSED, _halo_of_own_tokens),
+    ("convolution: tokens before a chunk get no gradient", PASSED, _halo_without_gradient),
+    ("delta: states stay on their rank", PASSED, _states_stay),
+    ("delta: states in the order of ranks", PASSED, _states_in_order_of_ranks),
+    ("delta: a stretch of tokens has the map of its last chunk", PASSED, _maps_of_the_last_chunk),
+    ("delta: exchanged heads decay as the first rank's", EXCHANGED, _decays_of_the_first_heads),
+    ("convolution: exchanged heads have the first rank's weights", EXCHANGED, _channels_of_the_first_rank),
+    ("attention: the gate of a neighbouring channel", TP, _gate_of_another_head),
+]
