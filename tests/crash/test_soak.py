@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -18,8 +17,12 @@ import torch
 import yaml
 
 from mega_ckpt.store import Checkpoint, latest
+from mega_trainer.config import RunConfig
+from mega_trainer.ranks import Ranks
+from mega_trainer.repeat import recorded_steps
+from mega_trainer.train import run
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 FAULTY = Path(__file__).parent / "faulty.py"
 Settings = Callable[..., dict[str, Any]]
 
@@ -27,10 +30,10 @@ Settings = Callable[..., dict[str, Any]]
 class Job:
     """Launchers, each a node, that train one run together."""
 
-    def __init__(self, run: dict[str, Any], folder: Path, *, nodes: str, ranks: int, restarts: int = 5) -> None:
+    def __init__(self, raw: dict[str, Any], folder: Path, *, nodes: str, ranks: int, restarts: int = 5) -> None:
         folder.mkdir()
-        self.folder, self.output = folder, Path(run["output"])
-        (folder / "run.yaml").write_text(yaml.safe_dump(run))
+        self.folder, self.output = folder, Path(raw["output"])
+        (folder / "run.yaml").write_text(yaml.safe_dump(raw))
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = probe.getsockname()[1]
@@ -60,8 +63,7 @@ class Job:
 
     def lines(self) -> list[dict[str, Any]]:
         """Of the run's metrics."""
-        path = self.output / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return list(recorded_steps(self.output).values())
 
     def __enter__(self) -> Job:
         return self
@@ -78,7 +80,7 @@ def settings_of(settings: Settings, tmp_path: Path, name: str, **sections: Any) 
 
 
 def same_bits(one: Path, other: Path) -> bool:
-    first, second = (Checkpoint.open(found) for run in (one, other) if (found := latest(run / "checkpoints")))
+    first, second = (Checkpoint.open(found) for output in (one, other) if (found := latest(output / "checkpoints")))
     keys = list(first.keys())
     return keys == list(second.keys()) and all(torch.equal(first.read(key), second.read(key)) for key in keys)
 
@@ -179,11 +181,8 @@ def test_400_steps_with_faults_in_changing_layouts_have_the_bits_of_an_undisturb
     told = soaked(settings_of(settings, tmp_path, "soaked", **parts), tmp_path / "faults", faults=True)
     soaked(settings_of(settings, tmp_path, "quiet", **parts), tmp_path / "none", faults=False)
     assert same_bits(tmp_path / "quiet", tmp_path / "soaked")
-    alone = settings_of(settings, tmp_path, "alone", **parts)
-    with Job(alone, tmp_path / "one", nodes="1", ranks=1) as job:
-        assert ended([job.launch()]) == [0]
-        expected = job.lines()
-    lines = [json.loads(line) for line in (tmp_path / "soaked" / "metrics.jsonl").read_text().splitlines()]
+    run(RunConfig.parse(settings_of(settings, tmp_path, "alone", **parts)), Ranks())
+    expected, lines = (recorded_steps(tmp_path / name).values() for name in ("alone", "soaked"))
     assert [line["consumed_samples"] for line in lines] == [12 * step for step in range(1, 401)]
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-9)
     bad = [int(fault.split(":")[2]) for _, planted, _ in PLAN for fault in planted.split()]

@@ -73,18 +73,17 @@ def poison(monkeypatch: pytest.MonkeyPatch, samples: tuple[int, ...], loss: floa
     monkeypatch.setattr(step_module, "sum_over_ranks", poisoned)
 
 
-@pytest.mark.parametrize(("key", "loss"), [("on_nan", NAN), ("on_spike", HIGH)])
 def test_a_rollback_goes_past_the_samples_and_every_way_there_has_the_same_bits(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, read: list[Any], caplog: pytest.LogCaptureFixture,
-    tmp_path: Path, key: str, loss: float,
+    tmp_path: Path,
 ) -> None:  # fmt: skip
     """Bad is the 5th step's data; with checkpoints at 2 and 4 and two steps back, steps 3 to 5 are left out."""
     monkeypatch.setattr(guard_module, "WARM", 2)
-    policy = {"steps": 8, key: "rollback", "rollback_steps": 2, "spike_factor": 3.0}
+    policy = {"steps": 8, "on_spike": "rollback", "rollback_steps": 2, "spike_factor": 3.0}
     asked: dict[str, Any] = {"checkpoint": {"every": 2}, "lr_schedule": {"decay_steps": 8}}
     trained(settings(train={"steps": 11}, output=str(tmp_path / "plain"), **asked))
     plain = list(read)
-    poison(monkeypatch, plain[4], loss)
+    poison(monkeypatch, plain[4], HIGH)
     raw = settings(train=policy, **asked)
     read.clear()
     whole = trained(raw)
