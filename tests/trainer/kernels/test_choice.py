@@ -99,7 +99,7 @@ RECURRENT = {"causal-conv1d": "1.7.0", "mamba-ssm": "2.3.2.post1", "fla-core": "
 @pytest.mark.parametrize(
     ("asked", "there", "expected", "why"),
     [
-        ("auto", {"installed": RECURRENT}, "torch", "auto: it needs a GPU"),
+        ("auto", {"installed": RECURRENT}, "torch", "on a CPU"),
         ("auto", HOPPER | {"installed": RECURRENT}, "library", "auto: installed"),
         ("auto", HOPPER | {"installed": RECURRENT, "half": False}, "torch", "precision = bf16"),
         ("auto", HOPPER, "torch", "none is installed of"),

@@ -155,6 +155,8 @@ def _best_attention(facts: Facts) -> tuple[str, str]:
 def _recurrent(kind: str, name: str, facts: Facts) -> tuple[str, str]:
     """One part of recurrent mixers: its library, where that is there."""
     problem = facts.no_recurrence(kind)
+    if name == "auto" and facts.no_gpu:
+        return "torch", "on a CPU"
     if name == "auto":
         return (RECURRENT[kind][0], "auto: installed") if problem is None else ("torch", f"auto: {problem}")
     if name != "torch":
