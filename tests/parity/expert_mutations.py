@@ -109,13 +109,13 @@ def _bias_stays() -> AbstractContextManager[Any]:
 
 def _first_experts() -> AbstractContextManager[Any]:
     """Every rank takes the first experts."""
-    real = Builder._expert_piece
+    real = Builder.expert_piece
 
     def piece(self: Builder, *args: Any, **options: Any) -> Any:
         found = real(self, *args, **options)
         return replace(found, global_offset=(0, *found.global_offset[1:]))
 
-    return swap(Builder, "_expert_piece", piece)
+    return swap(Builder, "expert_piece", piece)
 
 
 def _bias_of_every_part() -> AbstractContextManager[Any]:

@@ -127,13 +127,13 @@ def _tied_without_sync() -> AbstractContextManager[Any]:
 
 def _sinks_left_out() -> AbstractContextManager[Any]:
     """Every rank but the first takes its sinks for copies of the first's."""
-    real = Builder._parameter
+    real = Builder.parameter
 
     def parameter(self: Builder, shape: Any, pieces: Any, **options: Any) -> Any:
         copies = {"replicas": (self.groups.tp,)} if pieces[0].name.endswith(".sinks") else {}
         return real(self, shape, pieces, **{**options, **copies})
 
-    return swap(Builder, "_parameter", parameter)
+    return swap(Builder, "parameter", parameter)
 
 
 def _norm_counts_copies() -> AbstractContextManager[Any]:

@@ -35,7 +35,7 @@ TOKENS = 53  # ids that all of the models have
 WITHOUT = {
     "long": {"embedding_dropout": 0.0, "residual_dropout": 0.0}, "moe": {"aux_loss": 0.0, "z_loss": 0.0},
     # its layer of further tokens routes the last token of a document with what stands behind, and the bias follows the load
-    "deepseek": {"aux_loss": 0.0, "bias_rate": 0.0},
+    "deepseek": {"aux_loss": 0.0, "bias_rate": 0.0}, "hybrid": {"aux_loss": 0.0, "z_loss": 0.0},
 }  # fmt: skip
 
 

@@ -75,9 +75,9 @@ def test_layers_between_the_first_and_the_last_multiply_in_fp8() -> None:
         config, Builder(config.model, groups, device=torch.device("meta")), build_schedule(config, groups)
     )
     for index, layer in enumerate(stages[0].layers):
-        found = {isinstance(part.linear.products, Fp8Kernels) for part in (layer.attention.out, layer.attention.qkv)}
+        found = {isinstance(part.linear.products, Fp8Kernels) for part in (layer.mixer.work.out, layer.mixer.work.qkv)}
         assert found == {index == 1}
-    assert isinstance(stages[0].layers[1].mlp.experts.linear.keywords["kernels"], Fp8Kernels)
+    assert isinstance(stages[0].layers[1].feed.work.experts.linear.keywords["kernels"], Fp8Kernels)
 
 
 def test_the_format_of_gradients_follows_the_recipe_unless_it_is_given() -> None:

@@ -28,7 +28,10 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mega-") as folder:
         note = Path(folder) / "status"
         os.environ[STATUS_NOTE] = str(note)  # which ranks inherit
-        return _run(arguments, note)
+        try:
+            return _run(arguments, note)
+        finally:
+            del os.environ[STATUS_NOTE]
 
 
 def _run(arguments: Sequence[str], note: Path) -> int:

@@ -42,8 +42,10 @@ class Profiler:
             with self._traced(number, end):
                 while number <= end and (timed := self._begun(rest)) is not None:
                     mark, item = timed
-                    yield item
-                    self._tell(number, mark)
+                    try:
+                        yield item
+                    finally:  # a run may end after any step
+                        self._tell(number, mark)
                     number += 1
         yield from rest
 
@@ -85,14 +87,14 @@ class Profiler:
         tracing = profile(activities=activities) if self._settings.trace else None
         if self._settings.memory and on_gpu:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-        with tracing or nullcontext():
-            try:
+        try:
+            with tracing or nullcontext():
                 yield
-            finally:
-                self._own = None
-                if self._settings.memory and on_gpu:
-                    torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{name}.pickle"))  # type: ignore[no-untyped-call]
-                    torch.cuda.memory._record_memory_history(enabled=None)
-        if tracing is not None:
-            tracing.export_chrome_trace(str(self._folder / f"trace-{name}.json"))
+        finally:
+            self._own = None
+            if self._settings.memory and on_gpu:
+                torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{name}.pickle"))  # type: ignore[no-untyped-call]
+                torch.cuda.memory._record_memory_history(enabled=None)
+            if tracing is not None:
+                tracing.export_chrome_trace(str(self._folder / f"trace-{name}.json"))
         logger.info("profiled: %s", self._folder)
