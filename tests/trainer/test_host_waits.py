@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 from host_waits import LAYOUTS, count_all
 from ranks import run_ranks
@@ -16,6 +17,7 @@ def alone() -> dict[str, dict[str, list[str]]]:
     return count_all(NAMES)
 
 
+@pytest.mark.long
 def test_a_step_waits_once() -> None:
     (found,) = run_ranks(alone, 1, timeout=200)
     once = {
