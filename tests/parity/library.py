@@ -24,8 +24,7 @@ from mega_trainer.config import RunConfig
 from mega_trainer.engine import TrainingEngine
 from mega_trainer.ranks import Ranks
 
-# whose layers draw dropout, or choose over a whole batch: not the same in rows that are packed otherwise
-SKIPPED = ("tied", "long")
+SKIPPED = ("tied",)  # whose attention draws dropout, too
 
 
 def sequences(vocab: int, length: int) -> list[list[int]]:
@@ -42,9 +41,10 @@ def policy_loss(given: list[Tensor]) -> Tensor:
 
 
 def quiet(case: Case) -> Case:
-    """The case without what depends on which tokens stand in a row together: losses of routers, and their biases."""
-    moe = case.model.get("moe")
-    model = {**case.model, "moe": {**moe, "aux_loss": 0.0, "z_loss": 0.0, "bias_rate": 0.0}} if moe else case.model
+    """The case without draws, and without what depends on which tokens stand in a row together: losses and biases of routers."""
+    model, moe = {**case.model, "residual_dropout": 0.0, "embedding_dropout": 0.0}, case.model.get("moe")
+    if moe:
+        model["moe"] = {**moe, "aux_loss": 0.0, "z_loss": 0.0, "bias_rate": 0.0}
     return replace(case, model=model, clip=1.0)
 
 

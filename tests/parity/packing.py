@@ -33,7 +33,7 @@ RANKS = 4
 TOKENS = 53  # ids that all of the models have
 # Of two rows a loss or a draw that is not a sum over tokens makes something else than of one with the tokens of both.
 WITHOUT = {
-    "long": {"embedding_dropout": 0.0, "residual_dropout": 0.0}, "moe": {"aux_loss": 0.0, "z_loss": 0.0},
+    "moe": {"aux_loss": 0.0, "z_loss": 0.0},
     # its layer of further tokens routes the last token of a document with what stands behind, and the bias follows the load
     "deepseek": {"aux_loss": 0.0, "bias_rate": 0.0}, "hybrid": {"aux_loss": 0.0, "z_loss": 0.0},
 }  # fmt: skip
@@ -44,8 +44,9 @@ def plain_layouts() -> list[Case]:
     found = []
     for case in all_layouts():
         if case.ranks <= RANKS and case.name != "tied":  # whose dropout, in attention too, is part of it
-            model, without = dict(case.model), WITHOUT.get(case.name, {})
-            model |= {"moe": {**model["moe"], **without}} if "moe" in model else without
+            model = {**case.model, "embedding_dropout": 0.0, "residual_dropout": 0.0}
+            if "moe" in model:
+                model["moe"] = {**model["moe"], **WITHOUT[case.name]}
             found.append(replace(case, model=model, steps=2))
     return [case for case in found if not (case.model.get("moe") or {}).get("sinkhorn")]  # a choice over the batch
 
