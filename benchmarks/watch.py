@@ -10,7 +10,6 @@ second, as with `timeout_seconds` = 4: more often than in any run.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from contextlib import nullcontext
@@ -56,14 +55,7 @@ def measure(pairs: int, logs: Path) -> dict[str, float]:
         return time.process_time() - begin
 
     block(watched=True)
-    differences, plain = [], []
-    for number in range(pairs):
-        order = (True, False) if number % 2 else (False, True)
-        taken = {watched: block(watched=watched) for watched in order}
-        differences.append(taken[True] - taken[False])
-        plain.append(taken[False])
-    whole = statistics.median(plain)
-    overhead = 100 * statistics.median(differences) / whole
+    whole, overhead = model.paired(lambda watched: block(watched=watched), pairs)
     return {"step_ms": 1000 * whole / STEPS, "overhead_percent": overhead, "pairs": pairs}
 
 

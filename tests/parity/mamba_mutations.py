@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 from parity.cases import Case, case
-from parity.recurrence_mutations import Patch, _decay_across_documents, _without_sync
+from parity.recurrence_mutations import Patch, _decay_across_documents, _without_sync, first_of_shared
 from torch import Tensor
 
-from mega_trainer.comm import Group
 from mega_trainer.kernels.chunks import Chunks
 from mega_trainer.kernels.torch import TorchKernels
-from mega_trainer.model import builder, mamba
+from mega_trainer.model import mamba
 from mega_trainer.model.mamba import Mamba
 
 swap = mock.patch.object
@@ -23,17 +21,6 @@ PLAIN: dict[str, Any] = {"layers": ["mamba+mlp", "attention"], "moe": None}
 SHARED = case("hybrid", 4, parallel={"tp": 4, "sp": True}, variant=PLAIN, length=16)  # a group on every two ranks
 PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=PLAIN)
 EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=PLAIN, length=16)
-
-
-def _first_group() -> AbstractContextManager[Any]:
-    """Every rank takes the first group's B and C."""
-    real = builder.split_heads
-
-    def first(blocks: Any, tail: Any, group: Group) -> Any:
-        shared = "mamba" in blocks[0].name and blocks[0].count < group.size
-        return real(blocks, tail, replace(group, rank=0) if shared else group)
-
-    return swap(builder, "split_heads", first)
 
 
 def _steps_of_the_first_heads() -> AbstractContextManager[Any]:
@@ -80,7 +67,7 @@ MAMBAS: list[tuple[str, Case, Patch]] = [
         SHARED,
         lambda: swap(mamba, "sum_gradient", lambda x, group: x),
     ),
-    ("mamba: every rank takes the first group", SHARED, _first_group),
+    ("mamba: every rank takes the first group", SHARED, first_of_shared("mamba")),
     ("mamba: exchanged heads have the first rank's steps", EXCHANGED, _steps_of_the_first_heads),
     ("mamba: a state decays on into the next document", PASSED, _decay_across_documents),
     ("mamba: a span's padding is a document of its own", PASSED, _padding_begins_a_document),

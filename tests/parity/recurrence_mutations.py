@@ -125,15 +125,15 @@ def _gate_of_another_head() -> AbstractContextManager[Any]:
     return swap(attention, "_gated", lambda y, gate: y * torch.sigmoid(gate.roll(1, -1)))
 
 
-def _one_key_head() -> AbstractContextManager[Any]:
-    """Every tensor rank takes the first key head for its value heads."""
+def first_of_shared(mixer: str) -> Patch:
+    """Every tensor rank takes the first of the heads or groups that ranks share in a mixer of that name."""
     real = builder.split_heads
 
     def first(blocks: Any, tail: Any, group: Group) -> Any:
-        shared = "linear_attn" in blocks[0].name and blocks[0].count < group.size
+        shared = mixer in blocks[0].name and blocks[0].count < group.size
         return real(blocks, tail, replace(group, rank=0) if shared else group)
 
-    return swap(builder, "split_heads", first)
+    return lambda: swap(builder, "split_heads", first)
 
 
 def _norms_centered() -> AbstractContextManager[Any]:
@@ -151,7 +151,7 @@ RECURRENCES: list[tuple[str, Case, Patch]] = [
     ("delta: key heads' gradients not summed over the ranks that share one", TP, _without_sync("in_proj.q")),
     ("delta: gradient of a shared convolution not summed", TP, _without_sync("conv1d.q")),
     ("delta: gradient of the heads' norm not summed", TP, _without_sync("linear_attn.norm")),
-    ("delta: every rank takes the first key head", TP, _one_key_head),
+    ("delta: every rank takes the first key head", TP, first_of_shared("linear_attn")),
     ("delta: another start of a norm on other ranks", TP, _norms_centered),
     ("delta: a state goes on into the next document", PASSED, _decay_across_documents),
     ("convolution: taps across documents", PASSED, _taps_across_documents),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -281,9 +281,7 @@ def load_weights(source: Source, tensors: Mapping[str, Sharded]) -> None:
                 f"{name} has shape {list(source.shape(name))} in the weights to load, but {list(sharded.shape)} here",
                 hint="they are of another model",
             )
-        for box in sharded.boxes:
-            with torch.no_grad():
-                box.tensor.copy_(source.read_slice(name, box.offset, tuple(box.tensor.shape)))
+        _fill(name, sharded, source.read_slice)
 
 
 def load_adapter(adapter: Adapter, tensors: Mapping[str, Sharded]) -> None:
@@ -300,9 +298,14 @@ def load_adapter(adapter: Adapter, tensors: Mapping[str, Sharded]) -> None:
                 f"{name} is {list(sharded.shape)} here, and the adapter to start from has {has}",
                 hint="lora.modules and lora.ranks must be those that it was trained with",
             )
-        for box in sharded.boxes:
-            with torch.no_grad():
-                box.tensor.copy_(adapter.read(name, box.offset, tuple(box.tensor.shape)))
+        _fill(name, sharded, adapter.read)
+
+
+@torch.no_grad()
+def _fill(name: str, sharded: Sharded, read: Callable[[str, Shape, Shape], Tensor]) -> None:
+    """Copy into each box what `read` gives of it."""
+    for box in sharded.boxes:
+        box.tensor.copy_(read(name, box.offset, tuple(box.tensor.shape)))
 
 
 def copy_assets(source: Source, folder: Path) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -28,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_ckpt.source import load_weights, open_source
-from mega_ckpt.store import Place, latest, place, save
-from mega_common.errors import CheckpointError, ConfigError
+from mega_ckpt.source import checkpoint_folder, load_weights, open_source
+from mega_ckpt.store import Place, place, save
+from mega_common.errors import ConfigError
 from mega_trainer.batch import micro_batches
 from mega_trainer.build import connect, dtype_of
 from mega_trainer.comm import all_reduce
@@ -171,7 +170,7 @@ class TrainingEngine:
         """Of all rows, [R, S]."""
         out = torch.zeros(rows.tokens.shape, dtype=torch.float64 if self._wide else torch.float32, device=self.device)
         batches = self._micro(rows, np.zeros(rows.tokens.shape, np.float32))
-        with self._evaluating():
+        with self._executor.evaluating():
             self._executor.run(batches, 1.0)
         if self._groups.tp.rank == 0:
             places = place_of_tokens(out.shape[1], self._groups.cp).to(self.device)
@@ -180,14 +179,6 @@ class TrainingEngine:
                 out[there.unsqueeze(1), places] = -losses.to(out.dtype)
         all_reduce(out, self._groups.world)
         return out
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        for stage in self._state.stages.values():
-            stage.eval()
-        yield
-        for stage in self._state.stages.values():
-            stage.train()
 
     def _told(self, rows: Rows, found: Tensor) -> list[Tensor]:
         return [found[row, here].clone() for row, here in rows.places]
@@ -225,11 +216,10 @@ class TrainingEngine:
         self._assets = source.assets()
         self._state.optimizer.reload_main()
 
-    def save(self, folder: str | Path) -> Path:
-        """Write a checkpoint of everything to `folder`/step-..., in any layout's form; returns when it is durable."""
-        root = place(str(folder))
-        save(root, self.step, self._state.to_save(), model=self.config.model, state=self._state.numbers(), assets=None)
-        return Path(str(root)) / f"step-{self.step:08}"
+    def save(self, folder: str | Path) -> Place:
+        """Write a checkpoint of everything to `folder`/step-..., in any layout's form; returns that when it is durable."""
+        tensors, numbers = self._state.to_save(), self._state.numbers()
+        return save(place(folder), self.step, tensors, model=self.config.model, state=numbers)
 
     def resume(self, folder: str | Path) -> None:
         """Go on from the newest checkpoint of `folder`, or the one that it is, whatever layout wrote it.
@@ -238,11 +228,7 @@ class TrainingEngine:
             CheckpointError: when there is none.
             ConfigError: when it is of another model.
         """
-        root = place(str(folder))
-        found: Place | None = root if (root / "manifest.json").exists() else latest(root)
-        if found is None:
-            raise CheckpointError(f"{folder}: no complete checkpoint there")
-        self._state.restore(found, self._groups.world.handle)
+        self._state.restore(checkpoint_folder(folder), self._groups.world.handle)
 
     # ---------------------------------------------------------------------------------------------------------- memory
 

@@ -162,8 +162,9 @@ def train(
         return state
     record_start(config, ranks, state.step, start, time.monotonic() - begun)
     job = Job(
-        state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store, memory, scorer
-    )
+        state, executor, train_data, valid_data, device, phases, profiler, limits, ranks, needs, store, memory, scorer,
+        predicted_seconds(config, ranks),
+    )  # fmt: skip
     while True:
         try:
             reason = steps(job)
@@ -195,6 +196,7 @@ class Job:
     store: Store | None
     memory: Memory | None
     scorer: Scorer | None
+    predicted: float | None
 
 
 def steps(job: Job) -> str | None:
@@ -207,7 +209,6 @@ def steps(job: Job) -> str | None:
     config, groups, profiler, valid_data = state.config, executor.groups, job.profiler, job.valid_data
     curve, decoupled = config.lr_curve(), config.decoupled_lr_curve()
     speed = Speed.of(config, device, dtype_of(config), ranks.world_size)
-    expected = predicted_seconds(config, ranks)
     further, integrity = config.model.mtp_layers, Integrity(config.fault, executor, state.optimizer)
     loader = partial(Loader, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size)
     with (
@@ -270,7 +271,7 @@ def steps(job: Job) -> str | None:
             metrics.step(
                 state.step, state.consumed_samples, lr, result, decoupled_lr=own_lr,
                 valid_loss=valid_loss,
-                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, predicted_seconds=expected, **result.routing, **scores,
+                mtp_loss=result.mtp_loss, loss_scale=result.loss_scale, predicted_seconds=job.predicted, **result.routing, **scores,
                 epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
             )  # fmt: skip
             stopping, terminated, failed, *tokens = result.riders
@@ -279,10 +280,7 @@ def steps(job: Job) -> str | None:
             saves = bool(stopping) or state.finished or config.due(state.step, config.checkpoint.every)
             saves = saves or (improves and config.checkpoint.best)
             integrity.after(state.step, saves=saves)
-            every = config.checkpoint.memory_every
-            if job.memory is not None and state.step % every == 0 and state.step < config.train.steps:
-                with profiler.phase("save"):
-                    job.memory.save(state.step, state.tensors(), state.numbers())
+            keep_copy(job)
             if stopping:
                 logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
             if saves:
@@ -293,6 +291,15 @@ def steps(job: Job) -> str | None:
     if not stopping:
         return None
     return "SIGTERM" if terminated else asked(state.step) or "a signal or limit of another rank"
+
+
+def keep_copy(job: Job) -> None:
+    """Save the state in host memory, where that is due."""
+    state, settings = job.state, job.state.config
+    if job.memory is None or state.step % settings.checkpoint.memory_every or state.step >= settings.train.steps:
+        return
+    with job.profiler.phase("save"):
+        job.memory.save(state.step, state.tensors(), state.numbers())
 
 
 def ready_device(config: RunConfig, ranks: Ranks, groups: Groups) -> torch.device:
@@ -420,14 +427,9 @@ def trained_share(config: RunConfig) -> str:
 
 def validate(executor: Executor, loader: Callable[..., Loader], config: RunConfig, device: torch.device) -> float:
     """Mean loss per token over the first `eval_steps` global batches of the validation set, the same ones each time."""
-    for stage in executor.stages.values():
-        stage.eval()
     batches = islice(loader(global_batch=config.batch.global_), config.train.eval_steps)
-    with executor.phase("evaluate"):
-        loss = evaluate(executor, (list(micro_batches(batch, config, device, executor.groups.cp)) for batch in batches))
-    for stage in executor.stages.values():
-        stage.train()
-    return loss
+    with executor.evaluating(), executor.phase("evaluate"):
+        return evaluate(executor, (list(micro_batches(batch, config, device, executor.groups.cp)) for batch in batches))
 
 
 def around_backward(shared: Mapping[int, SharedStage], stage: int, last: bool) -> AbstractContextManager[None]:

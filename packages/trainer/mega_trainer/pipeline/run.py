@@ -6,8 +6,8 @@ Legend: B micro-batch, S sequence, D model width.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -130,6 +130,15 @@ class Executor:
     def groups(self) -> Groups:
         """This rank's."""
         return self.model.groups
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around forwards that are no training's: this rank's stages in evaluation mode."""
+        for stage in self.stages.values():
+            stage.eval()
+        yield
+        for stage in self.stages.values():
+            stage.train()
 
     @property
     def last_stage(self) -> int:
