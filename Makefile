@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PACKAGES = packages/common packages/data packages/ckpt packages/trainer packages/eval cli
 
-.PHONY: setup demo test test-long parity parity-fuzz lint clean
+.PHONY: setup demo test test-long parity parity-fuzz lint docs wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,5 +41,11 @@ lint: $(VENV)/.done  ## style, types, and who may import whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.done  ## the documentation as a site, in build/site; needs no network, nor do its pages
+	$(BIN)/python -m mkdocs build
+
+wheels: $(VENV)/.done  ## a wheel of each package into dist/, which install alone; release/release.py makes a release
+	$(BIN)/python release/release.py --wheels
+
 clean:  ## remove the environment and everything made
-	rm -rf $(VENV) runs demo .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist runs demo .mypy_cache .ruff_cache

@@ -25,7 +25,8 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import Group
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.decoder import Decoder, Stage
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.stage import Stage
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, simulate

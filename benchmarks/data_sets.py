@@ -20,7 +20,7 @@ import record
 
 from mega_data.config import DataConfig
 from mega_data.dataset import build_datasets
-from mega_data.indexed import HEADER, MAGIC
+from mega_data.files.indexed import HEADER, MAGIC
 
 COUNT, DOCUMENTS, LENGTH, SAMPLES = 5000, 400_000, 1000, 200
 

@@ -19,7 +19,7 @@ import numpy as np
 import record
 import torch
 
-from mega_data.indexed_writer import IndexedWriter
+from mega_data.files.indexed_writer import IndexedWriter
 from mega_trainer.config import RunConfig
 from mega_trainer.ranks import Ranks
 from mega_trainer.train import run

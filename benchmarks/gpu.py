@@ -31,10 +31,10 @@ from mega_common.errors import ConfigError
 from mega_trainer.build import choose_kernels, dtype_of, make_kernels
 from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
+from mega_trainer.job.metrics import Speed, memory_in_use
 from mega_trainer.kernels.base import Kernels, Scores
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.masks import CAUSAL, Band, Mask, Packed
-from mega_trainer.metrics import Speed, memory_in_use
 from mega_trainer.model.context import Sequences
 from mega_trainer.parallel.context import Blockwise, Ring
 from mega_trainer.plan.flops import count_parameters

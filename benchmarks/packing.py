@@ -18,7 +18,7 @@ import record
 
 from mega_data.config import DataConfig
 from mega_data.dataset import BlendedDataset, build_datasets
-from mega_data.indexed_writer import IndexedWriter
+from mega_data.files.indexed_writer import IndexedWriter
 from mega_data.loader import Loader, dealt
 
 DOCUMENTS, SEQ_LENGTH, STEPS = 400_000, 8192, 20

@@ -24,8 +24,8 @@ from mega_data.loader import StepBatch
 from mega_trainer import build
 from mega_trainer.batch import micro_batches
 from mega_trainer.config import RunConfig
-from mega_trainer.goodput import Goodput
-from mega_trainer.phases import Phases
+from mega_trainer.job.goodput import Goodput
+from mega_trainer.job.phases import Phases
 from mega_trainer.ranks import Ranks
 from mega_trainer.step import train_step
 from mega_trainer.train import assemble
@@ -78,7 +78,7 @@ def measure(pairs: int) -> dict[str, float]:
 
     for _ in range(5):
         step(told=True)
-    whole, more = paired(lambda told: step(told=told), pairs)
+    whole, (more, *_) = paired(lambda told: step(told=told), pairs)
     alone = min(tell() for _ in range(5))
     return {
         "step_ms": 1000 * whole, "pairs": pairs, "paired_percent": more,
@@ -86,16 +86,21 @@ def measure(pairs: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def paired(run: Callable[[bool], float], pairs: int) -> tuple[float, float]:
-    """Seconds of a run without something, and how many percent more one with it takes: medians over pairs, each in turn first."""
+def paired(run: Callable[[bool], float], pairs: int) -> tuple[float, list[float]]:
+    """Seconds of a run without something, and how many percent more one with it takes: medians over pairs, each in turn first.
+
+    The percents are the median and the ends of its 95 % interval, by ranks of the differences.
+    """
     differences, plain = [], []
     for number in range(pairs):
         order = (True, False) if number % 2 else (False, True)
         taken = {having: run(having) for having in order}
         differences.append(taken[True] - taken[False])
         plain.append(taken[False])
-    whole = statistics.median(plain)
-    return whole, 100 * statistics.median(differences) / whole
+    whole, differences = statistics.median(plain), sorted(differences)
+    low = max(0, int(pairs / 2 - 0.98 * pairs**0.5))
+    found = statistics.median(differences), differences[low], differences[pairs - 1 - low]
+    return whole, [100 * difference / whole for difference in found]
 
 
 def main() -> None:

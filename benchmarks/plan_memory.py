@@ -6,6 +6,8 @@ A peer's trainer is not ours, so what it keeps is told here, product by product,
 width, Q and K widths of queries and of keys), with what its states are; the pipeline is our planner's 1F1B. What is known of
 a peer is from its source or documents; what is not, and was
 chosen so that its rows fit, is said to be fitted below, and nowhere else.
+Two things are fitted: the allocator's slack, on the rows whose source says that it tells of reserved memory, and the loss of three
+rows. `cross-validated` predicts each source, and each model, without what was fitted on it.
 Rows that leave the sequence, the layout or the model open, and those of fine-tuning by adapters, are not predicted.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +27,18 @@ from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_trainer.plan.like import Keeping, Like, memory_like
 from mega_trainer.plan.machine import SLACK
-from mega_trainer.plan.memory import RunShape
+from mega_trainer.plan.shape import RunShape
 
 UNITS = {"GiB": 2**30, "GB": 1e9}
-# Moonlight's recipe says "precision-aware optimizer with bf16 gradients/moments" (Megatron-Bridge, recipes/moonlight).
-BF16_MOMENTS = "Megatron-Bridge"
+# Moonlight's recipe says "precision-aware optimizer with bf16 gradients/moments" (Megatron-Bridge, recipes/moonlight); those of
+# NeMo, which dgxc runs, say `grad_reduce_in_fp32 = False`.
+BF16_MOMENTS, HALF_GRADIENTS = "Megatron-Bridge", ("dgxc", "Megatron-Bridge")
+# Its trainer compiled the loss from April 2025 on (torchtitan pull request 1033).
+EAGER_LOSS = "torchtitan 2024-12"
+# Fitted: these rows, of the trainer at a time that is not told, take as much for the loss.
+FITTED_LOSS = "torchao H100"
 # As Bridge's recipes name parts of a layer, and we do.
 MODULES = {"layernorm": "norm", "moe_act": "activation", "mla_up_proj": "mla_up_proj", "mlp": "mlp"}
-# Fitted: these rows take memory for a loss that nothing compiles.
-EAGER_LOSS = ("torchtitan 2024-12", "torchao H100")
-# Fitted: gradients are kept in bf16, as what is allocated between steps says: 5.5 bytes a parameter over eight ranks.
-HALF_GRADIENTS = ("dgxc", "Megatron-Bridge")
 MODELS = {
     "Llama3-8B": ModelConfig.parse(preset("llama3-8b")),
     "Llama3.1-8B": ModelConfig.parse(preset("llama3-8b")),
@@ -65,15 +68,17 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Published:
-    """A row of the table, as far as it can be planned."""
+    """A row of the table, as far as it can be planned; whether its bytes are reserved, and whether its source says so."""
 
     name: str
     source: str
+    family: str
     model: ModelConfig
     run: RunShape
     recompute: str
     bytes: float
     reserved: bool
+    told: bool
 
 
 def read(path: Path) -> Iterator[Published | str]:
@@ -90,8 +95,8 @@ def read(path: Path) -> Iterator[Published | str]:
             run = _run(row, model)
             source = "torchao H100" if row["source"] == "torchao" and row["gpu"] == "H100" else row["source"]
             yield Published(
-                name, source, model, run, row["recompute"] or "unstated",
-                float(row["peak_mem"]) * UNITS[row["unit"]], "max allocated" not in row["what"],
+                name, source, row["model"].replace("3.1", "3"), model, run, row["recompute"] or "unstated",
+                float(row["peak_mem"]) * UNITS[row["unit"]], "max allocated" not in row["what"], "reserved" in row["what"],
             )  # fmt: skip
 
 
@@ -109,21 +114,41 @@ def _run(row: Mapping[str, str], model: ModelConfig) -> RunShape:
     )  # fmt: skip
 
 
-def predicted(row: Published) -> float:
-    """Bytes on the rank that holds most."""
-    ranks = memory_like(row.model, row.run, _like(row), _keeping(row))
-    return max(sum(kinds.values()) for kinds in ranks) * (SLACK if row.reserved else 1.0)
+def predicted(row: Published, slack: float = SLACK, *, known: bool = True) -> float:
+    """Bytes on the rank that holds most; without what was fitted on its source where that is not `known`."""
+    ranks = memory_like(row.model, row.run, _like(row), _keeping(row, known=known))
+    return max(sum(kinds.values()) for kinds in ranks) * (slack if row.reserved else 1.0)
+
+
+def crossed(rows: Sequence[Published], key: Callable[[Published], str], *, known: bool) -> dict[str, dict[str, float]]:
+    """Errors of each group by `key`, with the slack that the others' rows tell in the median."""
+    table, every = {}, []
+    for name in sorted({key(row) for row in rows}):
+        others = [row for row in rows if key(row) != name and row.told]
+        slack = statistics.median(row.bytes / predicted(row, 1.0) for row in others) if others else SLACK
+        errors = [predicted(row, slack, known=known) / row.bytes - 1 for row in rows if key(row) == name]
+        table[name] = {"slack": round(slack, 4), **_told(errors)}
+        every += errors
+    table["all"] = _told(every)
+    return table
+
+
+def _told(errors: Sequence[float]) -> dict[str, float]:
+    return {
+        "rows": len(errors), "median_error": round(statistics.median(map(abs, errors)), 4),
+        "furthest": round(max(errors, key=abs), 4),
+    }  # fmt: skip
 
 
 def _like(row: Published) -> Like:
     return "fsdp2" if row.run.zero == 3 else "nanotron" if row.source.startswith("nanotron") else "megatron"
 
 
-def _keeping(row: Published) -> Keeping:
-    """What a source says of its run, or is known to do."""
+def _keeping(row: Published, *, known: bool = True) -> Keeping:
+    """What a source says of its run, or is known to do; `known`, what was fitted on it."""
     fully = row.run.zero == 3
     again = {ours for theirs, ours in MODULES.items() if theirs in row.recompute}
-    eager = 2 + 3 * 4 if row.source.startswith(EAGER_LOSS) else 0
+    eager = 2 + 3 * 4 if row.source == EAGER_LOSS or (known and row.source == FITTED_LOSS) else 0
     return Keeping(
         gradients=2 if row.source.startswith(HALF_GRADIENTS) else 4,
         optimizer=8 if row.source.startswith(BF16_MOMENTS) else 12,
@@ -158,10 +183,8 @@ def main() -> None:
     parser.add_argument("published", type=Path, help="a table of runs, with the columns of published_memory.csv")
     options = parser.parse_args()
     found = list(read(options.published))
-    rows, left_out = (
-        compared(row for row in found if isinstance(row, Published)),
-        [r for r in found if isinstance(r, str)],
-    )
+    runs, left_out = [r for r in found if isinstance(r, Published)], [r for r in found if isinstance(r, str)]
+    rows = compared(runs)
     for row in rows:
         print(
             f"{row['run'][:92]:92} {row['published_gb']:7.2f} {row['predicted_gb']:7.2f} {100 * row['error']:+6.1f} %"
@@ -173,7 +196,15 @@ def main() -> None:
     for source, own in sources.items():
         print(f"{source:40} median {100 * summary(own)['median']:5.1f} % of {len(own)}")
     print(", ".join(f"{name} {value:.3g}" for name, value in summary(rows).items()))
-    record.write("plan_memory", {**summary(rows), "runs": rows, "left_out": left_out})
+    validated = {
+        "each source by the others": crossed(runs, lambda row: row.source.split(" (")[0], known=False),
+        "each model by the others": crossed(runs, lambda row: row.family, known=True),
+    }
+    for kind, table in validated.items():
+        print(kind)
+        for name, told in table.items():
+            print(f"  {name:40} {told}")
+    record.write("plan_memory", {**summary(rows), "cross-validated": validated, "runs": rows, "left_out": left_out})
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from published import Published, published
 from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig
 from mega_trainer.plan.advice import run_shape
+from mega_trainer.plan.candidates import settings_of
 from mega_trainer.plan.memory import memory
-from mega_trainer.plan.search import best_layouts, planned, settings_of, short, with_settings
+from mega_trainer.plan.search import best_layouts, planned, short, with_settings
 
 GOAL = 1.05
 RECIPES, SWEEP = ("dgxc-benchmarking v25.04.01", "Megatron-Bridge"), "nanotron ultra-scale sweep"

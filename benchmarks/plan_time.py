@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +26,14 @@ import yaml
 from published import Published, published
 from scipy.optimize import least_squares
 
+from mega_trainer.config import RunConfig
 from mega_trainer.plan import machine as machines
+from mega_trainer.plan.candidates import candidates
 from mega_trainer.plan.collectives import Wires
+from mega_trainer.plan.like import memory_like
 from mega_trainer.plan.machine import Efficiency, load_efficiency
 from mega_trainer.plan.step_time import Planned
-from mega_trainer.plan.work import Bench, Rates
+from mega_trainer.plan.work import Rates
 
 GOAL = ("A100-40GB", "A100-80GB", "H100", "H100-96GB-HBM2e-500W", "B200")
 # Constants, and what they were before any fit; `large` are Hopper and Blackwell. Not fitted: `network`, `link`, `hop` and
@@ -84,7 +88,9 @@ class Predictor:
         if id(run) not in self.plans:
             self.plans[id(run)] = Planned.of(run.model, run.run, machine, efficiency, habits)
         wires, rates = Wires.of(machine, efficiency), Rates.of(machine, efficiency, habits)
-        return replace(self.plans[id(run)], bench=Bench(run.model, run.run, wires, rates, habits))
+        return replace(
+            self.plans[id(run)], bench=replace(self.plans[id(run)].bench, wires=wires, rates=rates, habits=habits)
+        )
 
     def seconds(self, run: Published, constants: Constants) -> float:
         """Of a step."""
@@ -176,6 +182,48 @@ def _alike(run: Published) -> tuple[str, ...]:
     return (release, recipe, *(run.row[name] for name in ("source_path_or_url", "model", "layers", "seq", "gpu")))
 
 
+def without_context(run: Published, predictor: Predictor, constants: Constants) -> float:
+    """Seconds of a step without context parallelism, in the layout that is predicted best of those that fit as Megatron keeps
+    things. The source does not tell that layout: tensor ranks are let on two nodes, as few samples ask for.
+    """
+    planned, shape = predictor.planned(run, constants), run.run
+    wider = run.machine.model_copy(update={"ranks_per_node": 2 * run.machine.ranks_per_node})
+    batch = shape.micro_batch * shape.microbatches * shape.dp
+    config = RunConfig.parse(
+        {
+            "model": run.model.model_dump(mode="json", exclude_none=True), "precision": shape.precision,
+            "data": {"train": ["none"], "seq_length": shape.seq_length}, "batch": {"global": batch},
+        }
+    )  # fmt: skip
+    layouts = [
+        replace(planned, run=other, bench=replace(planned.bench, run=other))
+        for _, other in candidates(config, run.gpus, wider)
+        if (other.cp, other.zero, other.schedule) == (1, 1, "1f1b") and other.recompute in ("none", "full")
+    ]
+    best = math.inf
+    for layout in sorted(layouts, key=Planned.least_seconds):
+        if layout.least_seconds() >= best:
+            break
+        held = max(sum(kinds.values()) for kinds in memory_like(run.model, layout.run, "megatron"))
+        best = layout.time().seconds if held <= run.machine.room else best
+    return best
+
+
+def context_pairs(
+    runs: Sequence[Published], predictor: Predictor, constants: Constants
+) -> Iterator[tuple[str, float, float]]:
+    """Of runs under context parallelism whose source tells the best without it: what it gains, measured and predicted."""
+    for run in runs:
+        told = re.search(r"no-CP best ([\d.]+) TF", run.row["source"])
+        if told and run.run.cp > 1:
+            gain = predictor.planned(run, constants).time().seconds
+            yield (
+                "cp",
+                math.log(float(run.row["tflops_per_gpu"]) / float(told[1])),
+                math.log(without_context(run, predictor, constants) / gain),
+            )
+
+
 def judged(found: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
     """Of pairs, as the logarithms of their measured and predicted ratios: right signs, and sizes within a third."""
     right = [(m, p) for _, m, p in found if m * p > 0]
@@ -215,6 +263,12 @@ def main() -> None:
         "by precision": by(lambda run: run.run.precision, runs, errors),
         "by kind": by(lambda run: "experts" if run.mixture else "dense", runs, errors),
     }
+    tuned = list(published(options.runs, tuned=True))
+    results["fine-tuning, of which nothing is fitted"] = by(
+        lambda run: "adapters" if run.run.lora else "all weights",
+        tuned,
+        Predictor(tuned, load_efficiency()).errors(trainers),
+    )
     for name, scaled in (("pairs", False), ("pairs on other numbers of GPUs", True)):
         found = [
             (setting, math.log(other.rate / one.rate),
@@ -222,6 +276,7 @@ def main() -> None:
                       * predictor.seconds(one, trainers) / predictor.seconds(other, trainers)))
             for setting, one, other in pairs(mine, scaled=scaled)
         ]  # fmt: skip
+        found += [] if scaled else context_pairs(mine, predictor, trainers)
         each = {setting: judged([d for d in found if d[0] == setting]) for setting in SETTINGS}
         results[name] = {"all": judged(found), **{key: value for key, value in each.items() if value["pairs"]}}
     if options.cross_validate:

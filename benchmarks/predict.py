@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_trainer.parallel.grads import Sharing
-from mega_trainer.plan.memory import RunShape, unit_layers
+from mega_trainer.plan.memory import unit_layers
+from mega_trainer.plan.shape import RunShape
 
 MODEL = ModelConfig.parse(preset("llama3-8b"))
 LAYERS, D, VOCAB = 32, 4096, 128_256

@@ -40,7 +40,7 @@ import record
 
 from mega_ckpt.formats.gguf_file import open_gguf
 from mega_ckpt.formats.gguf_tokenizer import tokenizer_files
-from mega_data.preprocess import preprocess
+from mega_data.making.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer
 
 HERE = Path(__file__).parent

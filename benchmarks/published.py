@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mega_common.lora import LoraConfig
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
-from mega_trainer.plan.flops import RecomputeKind, hardware_flops, model_flops
+from mega_trainer.plan.flops import hardware_flops, model_flops
 from mega_trainer.plan.machine import Machine, load_machine
-from mega_trainer.plan.memory import RunShape
+from mega_trainer.plan.shape import RecomputeKind, RunShape
 from mega_trainer.plan.work import Habits
 
 Row = dict[str, str]
@@ -100,11 +101,13 @@ def maker_of(row: Row) -> str:
     return next((maker for word, maker in MAKERS.items() if word in row["source"]), "")
 
 
-def published(path: Path) -> Iterator[Published]:
-    """The rows that give a layout, a model and a speed, on machines that are known; fine-tuning and 4 bits left out."""
+def published(path: Path, *, tuned: bool = False) -> Iterator[Published]:
+    """The rows that give a layout, a model and a speed, on machines that are known, without 4 bits: those of training, or those
+    where a model is `tuned`.
+    """
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            left_out = "LoRA" in row["source"] or "SFT" in row["source"] or "FP4" in row["precision"]
+            left_out = ("LoRA" in row["source"] or "SFT" in row["source"]) is not tuned or "FP4" in row["precision"]
             if row["gpu"] in GPUS and maker_of(row) and not left_out and (row["tp"] or row["pp"] or row["dp"]):
                 found = _published(row)
                 if found is not None:
@@ -175,6 +178,7 @@ def _run(row: Row, model: ModelConfig, seq: int, gpus: int) -> RunShape:
     return RunShape(
         seq, micro, max(1, batch // (dp * micro)), tp=tp, sp=tp > 1 and maker != "megatron-2021", pp=pp,
         virtual_stages=virtual, cp=cp, ep=ep, expert_tp=expert_tp, dp=dp, zero=3 if fully else 1,
+        lora=LoraConfig().model_dump_json() if "LoRA" in source else None,
         precision="fp8" if "fp8" in row["precision"].lower() else "bf16", recompute=recompute, modules=modules,
     )  # fmt: skip
 

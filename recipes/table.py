@@ -15,10 +15,11 @@ import yaml
 
 from mega_trainer.config import RunConfig, load_run
 from mega_trainer.plan.advice import run_shape
+from mega_trainer.plan.candidates import settings_of
 from mega_trainer.plan.flops import published_flops
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.memory import memory
-from mega_trainer.plan.search import planned, settings_of, short
+from mega_trainer.plan.search import planned, short
 
 HERE = Path(__file__).parent
 MACHINE = "h100"

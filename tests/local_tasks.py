@@ -88,13 +88,15 @@ def write_model(folder: Path, name: str = "grouped", family: str = "llama") -> N
     (folder / "chat_template.jinja").write_text(QWEN.replace("<<", "").replace(">>", ""))
 
 
-def hf_results(folder: Path, names: list[str], dtype: str = "float32", **options: Any) -> dict[str, Any]:
+def hf_results(
+    folder: Path, names: list[str], dtype: str = "float32", max_length: int | None = None, **options: Any
+) -> dict[str, Any]:
     """What the harness's own model gives."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    model = HFLM(pretrained=str(folder), device="cpu", dtype=dtype, batch_size=3)
+    model = HFLM(pretrained=str(folder), device="cpu", dtype=dtype, batch_size=3, max_length=max_length)
     manager = TaskManager(include_defaults=False)
     return simple_evaluate(model, tasks=names, task_manager=manager, log_samples=True, bootstrap_iters=0, **options)
 

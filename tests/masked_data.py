@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, processors
 
-from mega_data.indexed_writer import IndexedWriter
+from mega_data.files.indexed_writer import IndexedWriter
+from mega_data.tokenizer import Tokenizer
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]"]
 WORDS = [f"w{i}" for i in range(60)] + [f"##p{i}" for i in range(40)]
 SENTINELS = [f"<extra_id_{i}>" for i in range(100)]
+
+
+def word_piece_tokenizer(folder: Path) -> Tokenizer:
+    """See `save_word_pieces`."""
+    return Tokenizer(save_word_pieces(folder))
+
+
+def save_word_pieces(folder: Path, *, around: bool = False) -> Path:
+    """A WordPiece tokenizer with the special tokens of BERT and T5, 207 tokens in all; `around` a text go [CLS] and [SEP]."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = {token: i for i, token in enumerate(SPECIAL + WORDS + SENTINELS)}
+    backend = Backend(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(SPECIAL + SENTINELS)
+    if around:
+        ends = [(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
+        backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[EOS]"}))
+    return folder
 
 
 def sentences(prefix: Path, seed: int, *, documents: int = 30, most: int = 12, longest: int = 40) -> Path:

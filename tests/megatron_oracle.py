@@ -8,6 +8,7 @@ Jobs, over four ranks with gloo:
     {"do": "train", "args": {...}, "tp": 2, "pp": 2, "ep": 1, "bf16": false, "sharding": null, "folder": ..., "memory": ...}
     {"do": "load", "folder": ..., "tp": 1}        leaves what it makes of `tokens` in <folder>.pt: "logits", those of
                                                   "further" tokens, and with tp 1 what their "loss" adds to the main one
+    {"do": "bert", "folder": ..., "samples": ...}  leaves the losses of a BERT on them in <folder>.pt: "lm" [B, S], "pairs"
     {"do": "load legacy", "folder": ..., "tp": 2, "pp": 2, "like": a torch_dist folder}
 
 A process by itself: Megatron's writer starts processes, which those of the tests' fork server may not.
@@ -264,6 +265,8 @@ def _models(args: Namespace) -> list[Any]:
     _form_groups(args)
     if args.is_hybrid_model:
         return [_hybrid(args)]
+    if getattr(args, "bert_binary_head", None) is not None:
+        return [_bert(args)]
     spec = get_gpt_layer_local_spec(
         num_experts=args.num_experts,
         qk_layernorm=args.qk_layernorm,
@@ -337,6 +340,34 @@ def _hybrid(args: Namespace) -> Any:
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent, rotary_base=args.rotary_base,
     ).eval()  # fmt: skip
+
+
+def _bert(args: Namespace) -> Any:
+    """This rank's part of a BERT."""
+    from megatron.core import parallel_state
+    from megatron.core.models.bert import bert_layer_specs, bert_lm_head
+    from megatron.core.models.bert.bert_model import BertModel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    spec, bert_lm_head.LNImpl = bert_layer_specs.bert_layer_local_spec, WrappedTorchNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = WrappedTorchNorm
+    return BertModel(
+        _config(args), 2 if args.bert_binary_head else 0, spec, args.padded_vocab_size, args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, parallel_output=False,
+        add_binary_head=args.bert_binary_head,
+    ).eval()  # fmt: skip
+
+
+def _losses_of_bert(job: dict[str, Any]) -> None:
+    (model,), _, state = _loaded(Path(job["folder"]), 1, 1)
+    model.load_state_dict(state["model"])
+    samples = torch.load(job["samples"])
+    with torch.no_grad():
+        lm, order = model(samples["text"], samples["padding_mask"], samples["types"], lm_labels=samples["labels"])
+    if dist.get_rank() == 0:
+        pairs = None if order is None else torch.nn.functional.cross_entropy(order.float(), samples["is_random"])
+        torch.save({"lm": lm, "pairs": pairs}, Path(job["folder"]).with_suffix(".pt"))
 
 
 def _randomise(models: list[Any], args: Namespace) -> None:
@@ -539,7 +570,9 @@ def _rank(rank: int, jobs: list[dict[str, Any]], store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     for job in jobs:
         with _OnCpu():
-            {"save": _save, "train": _train, "load": _load, "load legacy": _load_legacy}[job["do"]](job)
+            {"save": _save, "train": _train, "load": _load, "bert": _losses_of_bert, "load legacy": _load_legacy}[
+                job["do"]
+            ](job)
         dist.barrier()
     dist.destroy_process_group()
 

@@ -310,6 +310,31 @@ VARIANTS |= {
 }  # fmt: skip
 
 
+_BERT: dict[str, Any] = {
+    "causal": False, "norm": "layernorm", "norm_position": "sum", "embedding_norm": True, "activation": "gelu",
+    "position": "learned", "token_types": 2, "tie_embeddings": True, "masked_lm": {}, "norm_eps": 1e-3, **_BIASES,
+}  # fmt: skip
+_MODERN: dict[str, Any] = {
+    "causal": False, "norm": "layernorm", "norm_bias": False, "embedding_norm": True, "first_norm": False,
+    "activation": "geglu_erf", "num_layers": 4, "tie_embeddings": True, "masked_lm": {"dense_bias": False},
+    "sliding_window": 5, "full_attention_layers": [0, 3], "rope": {"theta": 500.0}, "local_rope": {"theta": 20.0},
+}  # fmt: skip
+VARIANTS |= {
+    "bert": _BERT,
+    "bert-pairs": {**_BERT, "pooler": True, "sentence_pairs": True, "token_types": 3},
+    "bert-without-a-head": {**_BERT, "masked_lm": None, "pooler": True, "activation": "gelu_tanh"},
+    "roberta": {**_BERT, "position_offset": 2, "token_types": 1},
+    "roberta-tanh": {**_BERT, "position_offset": 1, "activation": "gelu_tanh"},
+    "megatron-bert": {**_BERT, "norm_position": "pre", "embedding_norm": False, "pooler": True, "sentence_pairs": True},
+    "modernbert": _MODERN,
+    "modernbert-biased": {
+        **_MODERN, **_BIASES, "norm_bias": True, "activation": "geglu", "full_attention_layers": [1], "tie_embeddings": False,
+        "masked_lm": {"activation": "gelu_tanh", "bias": False},
+    },
+    "modernbert-without-windows": {**_MODERN, "sliding_window": None, "full_attention_layers": None, "local_rope": None},
+}  # fmt: skip
+
+
 def variant(name: str) -> ModelConfig:
     """One of `VARIANTS`."""
     return ModelConfig.parse({**BASE, **VARIANTS[name]})
@@ -333,17 +358,16 @@ def save_tiny(
     """Save a random transformers model of `family`; returns it. No weight has the value it would start from."""
     import transformers
 
-    raw = {key: value for key, value in family.write_config(model).items() if key != "architectures"}
-    raw["pad_token_id"] = None  # some families' default lies outside a tiny vocabulary
+    raw = family.write_config(model)
+    kind = transformers.AutoModelForCausalLM if model.causal else getattr(transformers, raw["architectures"][0])
+    make, raw = (
+        kind.from_config if model.causal else kind._from_config,
+        {k: raw[k] for k in raw if k != "architectures"},
+    )
+    raw.setdefault("pad_token_id", None)  # some families' default lies outside a tiny vocabulary
     config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
     torch.manual_seed(seed)
-    made = (
-        transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", experts_implementation="eager"
-        )
-        .to(dtype)
-        .eval()
-    )
+    made = make(config, attn_implementation="eager", experts_implementation="eager").to(dtype).eval()
     for module in made.modules() if model.mamba else ():
         if hasattr(
             module, "time_step_limit"

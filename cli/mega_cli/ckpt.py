@@ -124,6 +124,10 @@ def convert(
     vocab_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the vocabulary: new ones begin as the mean of the others.")
     ] = None,
+    add_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|TOKEN,...", help="Add tokens to the tokenizer and rows for them; FILE: one a line."),
+    ] = None,
     ema: Annotated[
         bool, typer.Option("--ema", help="The averages that a run with train.ema keeps of its weights.")
     ] = False,
@@ -151,9 +155,14 @@ def convert(
         settings=load_yaml(config) if config else None,
         averaged=ema,
         vocab_size=vocab_size,
+        tokens=_tokens(add_tokens) if add_tokens is not None else (),
     )
     verify = verify or verify_data is not None
-    check = _logits_check(source, verify_data) if verify and not (options.settings or ema or vocab_size) else None
+    check = (
+        _logits_check(source, verify_data)
+        if verify and not (options.settings or ema or vocab_size or add_tokens)
+        else None
+    )
     converting.convert(source, destination, to.value, options=options, verify=verify, check=check, overwrite=overwrite)
     print(destination)
 
@@ -176,6 +185,20 @@ def merge_adapter(
     options = converting.Options(dtype=converting.DTYPES[dtype.value] if dtype else None, adapter=adapter)
     converting.convert(base, destination, to.value, options=options, overwrite=overwrite)
     print(destination)
+
+
+def _tokens(given: str) -> tuple[str, ...]:
+    """Those of a file, one a line, or those named, between commas."""
+    try:
+        told = Path(given).read_text(encoding="utf-8").splitlines() if Path(given).is_file() else given.split(",")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{given}: cannot be read ({error})") from None
+    tokens = tuple(token for token in told if token.strip())
+    if not tokens:
+        raise ConfigError(f"--add-tokens {given}: names no token", hint="such as --add-tokens '<think>,</think>'")
+    if twice := [token for token in dict.fromkeys(tokens) if tokens.count(token) > 1]:
+        raise ConfigError(f"--add-tokens: {twice[0]!r} is there twice", hint="leave one out")
+    return tokens
 
 
 def _logits_check(source: str, data: Path | None) -> Callable[[Place], None] | None:

@@ -16,7 +16,7 @@ from mega_common.errors import DataError, MegaError
 from mega_common.log import human
 
 if TYPE_CHECKING:
-    from mega_data.inspect import Inspection
+    from mega_data.reports.inspect import Inspection
 
 app = typer.Typer(help="Text to tokens, and what one does with token files.", no_args_is_help=True)
 
@@ -35,9 +35,9 @@ def train_tokenizer(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a byte-level BPE tokenizer, which transformers loads too."""
-    from mega_data.info import refuse_inputs
-    from mega_data.readers import texts
-    from mega_data.sources import find_sources
+    from mega_data.files.info import refuse_inputs
+    from mega_data.reading.readers import texts
+    from mega_data.reading.sources import find_sources
     from mega_data.tokenizer import train_tokenizer as run
 
     inputs = [*input, *(more or [])]
@@ -72,7 +72,7 @@ def convert_tokenizer(
     nothing is written unless all tokens agree.
     """
     from mega_data.convert_tokenizer import convert_tokenizer as run
-    from mega_data.readers import texts
+    from mega_data.reading.readers import texts
 
     tokenizer = run(
         file,
@@ -153,7 +153,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show counts, lengths, the most frequent tokens and decoded samples of a data set."""
-    from mega_data.inspect import inspect as run
+    from mega_data.reports.inspect import inspect as run
     from mega_data.tokenizer import Tokenizer
 
     found = run(prefix, Tokenizer(tokenizer) if tokenizer else None, samples=samples)
@@ -203,7 +203,7 @@ def report(
     Of a folder that `mega data clean` wrote: what was dropped and why. The page is one file that asks for no other, and
     REPORT.json beside it has all that it shows.
     """
-    from mega_data.report import report as run
+    from mega_data.reports.report import report as run
     from mega_data.tokenizer import Tokenizer
 
     if output.suffix.lower() not in (".html", ".htm"):
@@ -222,7 +222,7 @@ def merge(
     overwrite: Overwrite = False,
 ) -> None:
     """Put several data sets together as one."""
-    from mega_data.merge import merge as run
+    from mega_data.files.merge import merge as run
 
     info = run(prefixes, output, mixed=mixed, overwrite=overwrite)
     typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens")
@@ -242,7 +242,7 @@ def shuffle(
     A run shuffles documents as it reads them (data.order: shuffled). On disks that are slow to seek it is faster to
     shuffle once, and to read the result from begin to end with data.order: stable.
     """
-    from mega_data.shuffle import shuffle as run
+    from mega_data.files.shuffle import shuffle as run
 
     info = run(prefix, output, seed=seed, overwrite=overwrite)
     typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens")
@@ -253,8 +253,8 @@ def verify(
     prefixes: Annotated[list[Path], typer.Argument(metavar="PREFIX...")], tokenizer: TokenizerPath = None
 ) -> None:
     """Check structure, checksums and token ids of data sets, and that a tokenizer is theirs."""
+    from mega_data.files.verify import verify as run
     from mega_data.tokenizer import Tokenizer
-    from mega_data.verify import verify as run
 
     loaded = Tokenizer(tokenizer) if tokenizer else None
     wrong = []

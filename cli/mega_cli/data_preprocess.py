@@ -75,6 +75,28 @@ def preprocess(
             rich_help_panel=CHAT,
         ),
     ] = False,
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Conversations about images, whose paths begin here.", rich_help_panel=CHAT
+        ),
+    ] = None,
+    image_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Features of an image: 576 of LLaVA 1.5.", rich_help_panel=CHAT, show_default="576"),
+    ] = None,
+    image_token: Annotated[
+        str | None,
+        typer.Option(help="What stands for an image in a text.", rich_help_panel=CHAT, show_default="<image>"),
+    ] = None,
+    image_text: Annotated[
+        str | None,
+        typer.Option(
+            help="What <image> becomes in a text: the token, and what the model wants around it.",
+            rich_help_panel=CHAT,
+            show_default="the token",
+        ),
+    ] = None,
     shard: Annotated[
         str | None,
         typer.Option(metavar="I/N", help="Read only the I-th (from 1) of N shares of the input, as one of N jobs."),
@@ -107,6 +129,12 @@ def preprocess(
     response; pairs have chosen and rejected. tools may stand beside them. The tokenizer's chat template makes text of
     them, and says what the answers are, if by {% generation %}; else they are what each adds to the text before it.
 
+    With --images they are about images, in LLaVA's form: image (or images) beside conversations or messages, and <image>
+    in the text where it belongs. Input may also be shards of webdataset (.tar): an image and, by the same name, a record
+    (.json) or its caption (.txt); or tables with the images in them. Where images lie is written, to PREFIX.images. For
+    Gemma 3: --image-tokens 256 --image-token '<image_soft_token>' --image-text
+    $'\\n\\n<start_of_image><image_soft_token><end_of_image>\\n\\n'.
+
     A run that was ended goes on where it was when it is started again. Files for an object store are made in
     ~/.cache/mega, and are gone there when they are in the store.
 
@@ -121,9 +149,9 @@ def preprocess(
     The package fastokens encodes the same tokens many times as fast. It is compared with tokenizers on the begin of the
     corpus and a two-hundredth of the rest; at the first difference the work begins again without it.
     """
-    from mega_data.fetch import as_given
-    from mega_data.preprocess import preprocess as run
-    from mega_data.shards import Shard
+    from mega_data.files.fetch import as_given
+    from mega_data.making.preprocess import preprocess as run
+    from mega_data.making.shards import Shard
 
     if shard is not None and engine != "threads":
         raise ConfigError("--shard and --engine: one job makes one part, an engine makes all", hint="give one of them")
@@ -139,7 +167,19 @@ def preprocess(
             f"--kind {kind}: takes no --append-eod, --parse-special-tokens, --split-sentences or --json-key",
             hint="a conversation ends as its template says, and is read from a whole record",
         )
+    if images is None and (image_tokens or image_token or image_text):
+        raise ConfigError("--image-tokens, --image-token and --image-text: are about images", hint="give --images too")
+    if images is not None:
+        if chat is None or chat.kind != "conversations" or shard is not None or engine != "threads":
+            raise ConfigError("--images: is for --kind conversations, made by one process", hint="--kind conversations")
+        from mega_data.images.prepare import ImageOptions, prepare_images
 
+        options = ImageOptions(images, image_tokens or 576, image_token or "<image>", image_text or "")
+        info = prepare_images(
+            [*input, *(more or [])], tokenizer, output, chat, options, on_bad_line=on_bad_line, overwrite=overwrite
+        )
+        typer.echo(f"{output}: {info.documents:,} conversations, {info.tokens:,} tokens")
+        return
     info = run(
         [*input, *(more or [])],
         tokenizer,

@@ -15,7 +15,7 @@ from mega_common.errors import ConfigError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from mega_data.show import Part, Token
+    from mega_data.reports.show import Part, Token
     from mega_data.tokenizer import Tokenizer
     from mega_trainer.config import RunConfig
 
@@ -57,10 +57,10 @@ def show(
 
 
 def _of_data_set(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[Part]:
-    from mega_data.info import read_info
-    from mega_data.inspect import tokenizer_of
-    from mega_data.show import show_document
-    from mega_data.verify import check_tokenizer
+    from mega_data.files.info import read_info
+    from mega_data.files.verify import check_tokenizer
+    from mega_data.reports.inspect import tokenizer_of
+    from mega_data.reports.show import show_document
 
     info = read_info(prefix)
     if tokenizer is not None and info is not None:
@@ -70,15 +70,16 @@ def _of_data_set(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list
 
 def _of_run(run: Path, number: int, tokenizer: Tokenizer | None) -> list[Part]:
     from mega_data.dataset import build_datasets
-    from mega_data.show import show_sample
+    from mega_data.reports.show import show_sample
     from mega_trainer.tokens import run_tokenizer
 
     config = _config(run)
     tokenizer = tokenizer or run_tokenizer(config.data, config.model.vocab_size)
     eod = tokenizer.eos_id if tokenizer else None
     train, _, _ = build_datasets(
-        config.data, seed=config.train.seed, samples=config.samples, eod=eod, tokenizer=tokenizer
-    )
+        config.data, seed=config.train.seed, samples=config.samples, eod=eod, tokenizer=tokenizer,
+        vision=config.model.vision,
+    )  # fmt: skip
     return show_sample(train[number], tokenizer)
 
 
@@ -91,7 +92,7 @@ def _config(run: Path) -> RunConfig:
     from mega_trainer.config import RunConfig, resolve
 
     raw = resolve(load_yaml(run))
-    if not DataConfig.parse(raw.get("data") or {}, source=f"{run}: data").kinds & {"bert", "t5", "pairs"}:
+    if not DataConfig.parse(raw.get("data") or {}, source=f"{run}: data").kinds & {"bert", "masked", "t5", "pairs"}:
         return RunConfig.parse(raw, source=str(run))
     try:
         return RunConfig.model_validate(raw)

@@ -205,7 +205,7 @@ def _unigram_perplexity(output: Path) -> float:
     """Perplexity on the held-out tokens of the tokens' own frequencies in the training data, one added to each count."""
     import numpy as np
 
-    from mega_data.indexed import IndexedReader
+    from mega_data.files.indexed import IndexedReader
 
     train, held_out = (
         np.bincount(IndexedReader(output / "data" / name).tokens, minlength=VOCABULARY)

@@ -17,12 +17,17 @@ if TYPE_CHECKING:
     from mega_data.tokenizer import Tokenizer
     from mega_eval.generate import Completion
     from mega_eval.perplexity import Result
+    from mega_eval.rewards import Preferences
 
 EVAL_EXAMPLES = """Examples:
 
     mega eval runs/llama3-8b --data data/held-out --seq-length 4096
 
     mega eval out/hf --data data/held-out --precision bf16 --json eval.json --per-sample eval.jsonl
+
+    mega eval out/bert --data data/held-out --mask-share 0
+
+    mega eval out/t5 --data data/held-out --seq-length 512
 
     mega eval out/hf --tasks hellaswag,arc_easy --output results.json --log-samples
 
@@ -41,9 +46,16 @@ GENERATE_EXAMPLES = """Examples:
     mega generate out/hf --prompt "A person as JSON:" --grammar schema.json --temperature 0.7 --min-p 0.1
 
     mega generate out/hf --prompt-file code.txt --draft ngrams
+
+    mega generate out/llava --image cat.png --prompt "USER: <image> What is it? ASSISTANT:"
 """
 LONGEST_DEFAULT = 4096  # tokens
-OF_DATA = ("check_tokenizer", "json_file", "per_sample")  # options of `mega eval` that go with --data, and with --tasks
+OF_DATA = (
+    "check_tokenizer",
+    "json_file",
+    "mask_share",
+    "per_sample",
+)  # options of `mega eval` that go with --data, and with --tasks
 OF_TASKS = (
     "include_path", "num_fewshot", "limit", "apply_chat_template", "log_samples", "output", "cache", "offline", "nproc",
     "tp", "ep", "pp",
@@ -114,6 +126,16 @@ def eval_command(
     per_sample: Annotated[
         Path | None, typer.Option(help="--data: write each sequence's loss to this file, JSON lines.")
     ] = None,
+    mask_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=0.5,
+            help="--data, of an encoder: tokens of a sequence that are hidden together, each token once; 0: one "
+            "at a time, for pseudo-perplexity. Of an encoder-decoder: tokens that are hidden, in spans.",
+            show_default="0.15",
+        ),
+    ] = None,
     include_path: Annotated[Path | None, typer.Option(help="--tasks: a folder with tasks of your own.")] = None,
     num_fewshot: Annotated[
         int | None, typer.Option(min=0, help="--tasks: solved examples before each question; default: the task's own.")
@@ -149,8 +171,10 @@ def eval_command(
 ) -> None:
     """Score a model on held-out tokens (--data: loss, perplexity, bits per byte) or on downstream tasks (--tasks).
 
-    With --data every token but the first is predicted once, in sequences that follow one another. With --per-sample, two
+    With --data every token but the first is predicted once, in sequences that follow one another; an encoder guesses each
+    token once, hidden with others (--mask-share), and an encoder-decoder tells hidden spans, as in its pre-training. With --per-sample, two
     models or two forms of one can be compared sequence by sequence; with --log-samples `mega compare` does that for tasks.
+    Of a reward model --data with preference pairs tells how often the chosen answer has the larger score.
     """
     _check_use(ctx, data, tasks)
     if tasks is not None:
@@ -166,19 +190,42 @@ def eval_command(
         return
     assert data is not None
     from mega_common.files import write_json
+    from mega_eval.encoder_decoder import evaluate_spans
     from mega_eval.load import PRECISIONS, device_named, load_model
+    from mega_eval.masked import SHARE, evaluate_masked
     from mega_eval.perplexity import evaluate
 
-    loaded = load_model(model, dtype=PRECISIONS[precision], device=device_named(device))
-    theirs = _tokenizer_if_any(model, tokenizer) if check_tokenizer else None
+    loaded = load_model(
+        model,
+        dtype=PRECISIONS[precision],
+        device=device_named(device),
+        kinds=("decoder", "encoder", "encoder-decoder", "reward model"),
+    )
     length = seq_length or min(loaded.config.max_position, LONGEST_DEFAULT)
-    result = evaluate(loaded, data, length, batch_size=batch_size, tokenizer=theirs, per_sample=per_sample)
+    hides = loaded.config.encoder is not None or not loaded.config.causal
+    if not hides and mask_share is not None:
+        raise ConfigError("--mask-share is of encoders, and the model is a decoder", hint="leave it out")
+    result: Result | Preferences
+    if loaded.config.score:
+        from mega_eval.rewards import score_pairs
+
+        result = score_pairs(loaded, data)
+    elif not hides:
+        theirs = _tokenizer_if_any(model, tokenizer) if check_tokenizer else None
+        result = evaluate(loaded, data, length, batch_size=batch_size, tokenizer=theirs, per_sample=per_sample)
+    else:
+        share = SHARE if mask_share is None else mask_share
+        evaluate_hidden = evaluate_spans if loaded.config.encoder else evaluate_masked
+        result = evaluate_hidden(
+            loaded, data, length, _tokenizer(model, tokenizer), share=share, batch_size=batch_size,
+            same_tokenizer=check_tokenizer, per_sample=per_sample,
+        )  # fmt: skip
     if json_file == Path("-"):
         print(json.dumps(result.as_json(), indent=1))
         return
     if json_file is not None:
         write_json(json_file, result.as_json())
-    print(_table(result))
+    print("\n".join(f"{name:<14}{value}" for name, value in result.lines()))
 
 
 def _check_use(ctx: typer.Context, data: Path | None, tasks: str | None) -> None:
@@ -199,26 +246,21 @@ def _check_use(ctx: typer.Context, data: Path | None, tasks: str | None) -> None
             raise ConfigError(f"--{option} is for {other}, and {mine} is given")
 
 
-def _tokenizer_if_any(model: str, named: Path | None) -> Tokenizer | None:
-    """The model's tokenizer to compare the data with. Weights without one are no mistake."""
+def _tokenizer(model: str, named: Path | None) -> Tokenizer:
+    """The model's tokenizer."""
     from mega_data.tokenizer import Tokenizer
     from mega_eval.load import load_tokenizer
 
-    if named is not None:
-        return Tokenizer(named)
+    return load_tokenizer(model) if named is None else Tokenizer(named)
+
+
+def _tokenizer_if_any(model: str, named: Path | None) -> Tokenizer | None:
+    """The model's tokenizer to compare the data with. Weights without one are no mistake."""
     try:
-        return load_tokenizer(model)
+        return _tokenizer(model, named)
     except CheckpointError as error:
         logger.warning("%s; only the vocabulary's size is checked", error.message)
         return None
-
-
-def _table(result: Result) -> str:
-    lines = [("loss", f"{result.loss:.4f} nats per token"), ("perplexity", f"{result.perplexity:.3f}")]
-    if result.bits_per_byte is not None:
-        lines.append(("bits per byte", f"{result.bits_per_byte:.4f}"))
-    lines.append(("tokens", f"{result.tokens:,} in {result.windows:,} sequences of up to {result.seq_length:,}"))
-    return "\n".join(f"{name:<14}{value}" for name, value in lines)
 
 
 def generate_command(
@@ -227,6 +269,10 @@ def generate_command(
     prompt_file: Annotated[
         Path | None,
         typer.Option(help="A file with one prompt, or .jsonl with a key 'prompt' in each line; - for standard input."),
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="An image for each placeholder of the prompt, in order. Repeatable.", metavar="FILE"),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add to each prompt.")] = 256,
     temperature: Temperature = None,
@@ -270,6 +316,9 @@ def generate_command(
     How tokens are drawn is what the model's generation_config.json says, as far as no option says otherwise.
     """
     prompts, rule = _prompts(prompt or [], prompt_file), None if grammar is None else _text_of(grammar)
+    if image and len(prompts) > 1:
+        raise ConfigError(f"--image: is for one prompt, and there are {len(prompts)}", hint="one --prompt")
+    pictures = [_content_of(path) for path in image or []]
     if logprobs is not None and not as_json:
         raise ConfigError("--logprobs: only JSON tells them", hint="add --json")
     given = {
@@ -287,12 +336,15 @@ def generate_command(
         told = ", ".join(f"{name} {value}" for name, value in own.items())
         logger.info("%s: from its generation_config.json: %s", model, told)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ()), "grammar": rule, **settings}
+    from mega_eval.pictured import Pictured
+
+    asking = [Pictured(prompts[0], pictures)] if pictures else prompts
     if len(prompts) == 1 and not as_json:
-        for text in loaded.stream(prompts[0], **options):
+        for text in loaded.stream(asking[0], **options):
             print(text, end="", flush=True)
         print()
         return
-    found = loaded.generate(prompts, batch_size=batch_size, logprobs=logprobs, **options)
+    found = loaded.generate(asking, batch_size=batch_size, logprobs=logprobs, **options)
     for asked, completion in zip(prompts, found, strict=True):
         print(_line(asked, completion) if as_json else f"--- {asked}\n{completion.text}")
 
@@ -318,6 +370,13 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
     if file.suffix != ".jsonl":
         return [*given, text.removesuffix("\n")]
     return given + [_prompt_of(line, f"{file}: line {number}") for number, line in enumerate(text.splitlines(), 1)]
+
+
+def _content_of(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
 
 
 def _text_of(file: Path) -> str:

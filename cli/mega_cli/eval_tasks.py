@@ -97,5 +97,5 @@ def _load(asked: Asked, sharing: Sharing, rank: int, world_size: int) -> Replica
     words = Tokenizer(asked.tokenizer) if asked.tokenizer else load_tokenizer(asked.model)
     groups = connect(model_at(asked.model), rank, world_size, sharing)
     dtype, device = PRECISIONS[asked.precision], device_named(asked.device)
-    model = load_model(asked.model, dtype=dtype, device=device, groups=groups)
+    model = load_model(asked.model, dtype=dtype, device=device, groups=groups, kinds=("decoder", "encoder-decoder"))
     return Replicas(model, Prompts(words), asked.batch_size, rank, world_size, sharing)

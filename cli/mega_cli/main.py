@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from mega_cli import __version__, ckpt, compare, data, demo, launch, plan, report, serve, top, train, workflow
+from mega_cli import __version__, ckpt, compare, data, demo, embed, launch, plan, report, serve, top, train, workflow
 from mega_cli import eval as evaluation
 from mega_cli.fingerprint import STACKS
 from mega_common.errors import Interrupted, MegaError, MissingPackageError
@@ -42,6 +42,7 @@ def build_app() -> typer.Typer:
     app.command("generate", epilog=evaluation.GENERATE_EXAMPLES)(evaluation.generate_command)
     app.command("serve", epilog=serve.SERVE_EXAMPLES)(serve.serve_command)
     app.command("chat", epilog=serve.CHAT_EXAMPLES)(serve.chat_command)
+    app.command("embed", epilog=embed.EXAMPLES)(embed.embed_command)
     app.command("run", epilog=workflow.EXAMPLES)(workflow.run)
     app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
     app.command("report", epilog=report.EXAMPLES)(report.report_command)
@@ -124,6 +125,7 @@ def _in_words(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.filename:
         return f"error: {error.filename}: {error.strerror}", 1
     what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    what = "\n  ".join([what, *getattr(error, "__notes__", ())])
     return f"internal error: {what}\nrun again with --debug for the traceback", 1
 
 

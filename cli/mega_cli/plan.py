@@ -20,7 +20,7 @@ EXAMPLES = """Examples:
 
   mega plan run.yaml --machine h100-ib --ranks 1024 --tokens 15T
 
-  mega plan run.yaml --machine h100 --ranks 512 --search --write run-512.yaml
+  mega plan run.yaml --machine h100 --ranks 512 --search --precision fp8 --write run-512.yaml
 
   mega plan runs/mine/run.yaml --machine h100 --ranks 64 --fit runs/mine/metrics.jsonl > our-h100.yaml
 
@@ -68,6 +68,12 @@ def plan_command(
         Path | None,
         typer.Option(help="With --search: write the run in the fastest layout into this new file.", show_default=False),
     ] = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --search: look at this precision too, which changes what is computed: fp8. Repeatable."
+        ),
+    ] = None,
     fit: Annotated[
         Path | None,
         typer.Option(
@@ -98,6 +104,11 @@ def plan_command(
         raise ConfigError(
             f"{given} predicts times, which depend on the machine", hint=f"add --machine, as in {given} --machine h100"
         )
+    if precision and not search:
+        raise ConfigError(
+            f"--precision {precision[0]}: is for what --search looks at",
+            hint=f"add --search, or --set precision={precision[0]}",
+        )
     if write is not None and (not search or write.exists()):
         rule = "is there already" if search else "is for the layout that --search finds"
         raise ConfigError(f"--write {write}: {rule}", hint="a new file's name" if search else "add --search")
@@ -106,7 +117,7 @@ def plan_command(
     if machine is not None and search:
         from mega_cli.plan_time import SHOWN, found, in_words, write_layout
 
-        layouts = found(config, ranks, machine, SHOWN if html is None else PICTURED)
+        layouts = found(config, ranks, machine, SHOWN if html is None else PICTURED, precision or [])
         if html is not None:
             from mega_cli.plan_html import write_search
 
@@ -142,6 +153,7 @@ def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str
     from mega_trainer.plan.advice import run_shape
     from mega_trainer.plan.flops import CONVENTIONS, count_parameters, published_flops
     from mega_trainer.plan.memory import memory
+    from mega_trainer.plan.vision import image_flops
 
     parallel, dp = config.parallel, config.data_parallel(ranks)
     micro = config.microbatches(dp)
@@ -151,8 +163,11 @@ def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str
     timeline = simulate(schedule)
     if draw is not None:
         draw.write_text(drawing(schedule, timeline), encoding="utf-8")
-    tokens = config.batch.global_ * config.data.seq_length
-    flops = {kind: published_flops(config.model, config.data.seq_length, kind) for kind in CONVENTIONS}
+    tokens = config.batch.global_ * config.sample_tokens
+    flops = {
+        kind: published_flops(config.model, config.data.seq_length, kind, config.lengths[1]) for kind in CONVENTIONS
+    }
+    seen = config.model, tuple(config.train.freeze), config.lora
     growing = [{"global": size, "steps": steps} for size, steps in config.batch.plateaus()]
     return {
         "parameters": count_parameters(config.model).total,
@@ -169,6 +184,7 @@ def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str
         "tokens_per_step": tokens,
         "flops_per_step": tokens * flops["exact"],
         "flops_per_token": flops,
+        **({"flops_per_image": sum(image_flops(*seen).values())} if config.model.vision else {}),
         "memory_bytes": memory(config.model, run_shape(config, ranks)),
         "microbatches_in_flight": peak_activations(schedule),
         "bubble": timeline.mean_bubble,
@@ -207,6 +223,7 @@ def _table(told: dict[str, Any]) -> str:
         f"{human(told['flops_per_step'])}FLOP",
         "a token          "
         + ", ".join(f"{human(told['flops_per_token'][kind])}FLOP {how}" for kind, how in _COUNTED.items()),
+        *([f"an image         {human(told['flops_per_image'])}FLOP besides"] if "flops_per_image" in told else []),
         *_rampup(told),
         f"pipeline bubble  {100 * told['bubble']:.1f} %"
         + ("" if formula is None else f" (formula {100 * formula:.1f} %)"),

@@ -35,8 +35,9 @@ def timed(
 
     machine = load_machine(name)
     wanted = None if tokens is None else _number(tokens)
-    step = planned(config, ranks, machine).time()
-    rate = config.batch.global_ * config.data.seq_length / step.seconds
+    plan = planned(config, ranks, machine)
+    step, other = plan.time(), plan.trained.flops(config.model, plan.count)
+    rate = config.batch.global_ * config.sample_tokens / step.seconds
     kind = "bf16" if config.precision == "fp8" else config.precision  # MFU is told of what peers tell it of
     length, peak = config.data.seq_length, machine.peak(kind)
     told: dict[str, Any] = {
@@ -44,8 +45,8 @@ def timed(
         "seconds_per_step": step.seconds,
         "tokens_per_second_per_gpu": rate / ranks,
         "peak_of": kind,
-        "mfu_causal": rate / ranks * model_flops(config.model, length) / peak,
-        "mfu_palm": rate / ranks * palm_flops(config.model, length) / peak,
+        "mfu_causal": rate / ranks * (model_flops(config.model, length) + other) / peak,
+        "mfu_palm": rate / ranks * (palm_flops(config.model, length) + other) / peak,
         "seconds": dict(sorted(step.parts.items(), key=lambda part: -part[1])),
         "memory_limit_bytes": round(machine.room),
         "fits": max(sum(kinds.values()) for kinds in memory) <= machine.room,
@@ -90,15 +91,19 @@ def table(told: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def found(config: RunConfig, ranks: int, name: str, keep: int = SHOWN) -> list[Layout]:
-    """The fastest layouts that fit, at most `keep`, the best first; how the search goes is told.
+def found(config: RunConfig, ranks: int, name: str, keep: int = SHOWN, precisions: Sequence[str] = ()) -> list[Layout]:
+    """The fastest layouts that fit, at most `keep`, the best first, also in other `precisions`; how the search goes is told.
 
     Raises:
-        ConfigError: for a machine that is not known, or when no layout fits.
+        ConfigError: for a machine or a precision that is not known, or when no layout fits.
     """
     from mega_trainer.plan.machine import load_machine
     from mega_trainer.plan.search import best_layouts
 
+    machine = load_machine(name)
+    for precision in precisions:
+        if precision == "fp8" and not machine.has(precision):
+            raise ConfigError(f"--precision fp8: {machine.gpu} has no products in fp8", hint="h100 and later have them")
     shown = [time.monotonic()]
 
     def tell(text: str) -> None:
@@ -106,14 +111,14 @@ def found(config: RunConfig, ranks: int, name: str, keep: int = SHOWN) -> list[L
             shown[0] = time.monotonic()
             print(text, file=sys.stderr)
 
-    return best_layouts(config, ranks, load_machine(name), keep=keep, tell=tell)
+    return best_layouts(config, ranks, machine, keep=keep, tell=tell, precisions=precisions)
 
 
 def in_words(config: RunConfig, ranks: int, name: str, layouts: Sequence[Layout], *, as_json: bool) -> str:
     """These layouts, as comments of a YAML text that makes the first; or as JSON."""
     from mega_trainer.plan.search import reason, short, yaml_of
 
-    best, tokens = layouts[0], config.batch.global_ * config.data.seq_length
+    best, tokens = layouts[0], config.batch.global_ * config.sample_tokens
 
     def slower(layout: Layout) -> float:
         return layout.time.seconds / best.time.seconds - 1

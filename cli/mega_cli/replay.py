@@ -17,7 +17,7 @@ Start = Callable[["RunConfig", Path, int | None], int]
 
 def replay(config: RunConfig, step: int, nproc: int | None, start: Start) -> int:
     """Make the steps up to `step` again, from the newest checkpoint before it. Returns the exit status."""
-    from mega_trainer.repeat import replayed
+    from mega_trainer.job.repeat import replayed
 
     again, checkpoint = replayed(config, step)
     return _made(again, checkpoint, Path(config.output), nproc, start)
@@ -26,7 +26,7 @@ def replay(config: RunConfig, step: int, nproc: int | None, start: Start) -> int
 def reproduce(checkpoint: str, overrides: list[str], nproc: int | None, start: Start) -> int:
     """Make the step after a checkpoint again, by the settings saved in it. Returns the exit status."""
     from mega_ckpt.store import place
-    from mega_trainer.repeat import reproduced
+    from mega_trainer.job.repeat import reproduced
 
     found = place(checkpoint)
     again = reproduced(found, overrides)
@@ -37,7 +37,7 @@ def reproduce(checkpoint: str, overrides: list[str], nproc: int | None, start: S
 
 def _made(again: RunConfig, checkpoint: Place | None, recorded: Path, nproc: int | None, start: Start) -> int:
     from mega_ckpt.store import Checkpoint
-    from mega_trainer.repeat import compared, recorded_steps, write_run
+    from mega_trainer.job.repeat import compared, recorded_steps, write_run
 
     leads, saved = os.environ.get("RANK", "0") == "0", {}
     if checkpoint is not None:
@@ -62,7 +62,7 @@ def _made(again: RunConfig, checkpoint: Place | None, recorded: Path, nproc: int
 def _differences(again: RunConfig, checkpoint: Place, saved: Mapping[str, Any], nproc: int | None) -> list[str]:
     """What differs from when the checkpoint was saved, before anything is trained; of settings the run itself tells."""
     from mega_trainer.build import load_data
-    from mega_trainer.repeat import differences, provenance
+    from mega_trainer.job.repeat import differences, provenance
     from mega_trainer.state import continued, state_of
     from mega_trainer.tokens import run_tokenizer
 

@@ -48,11 +48,11 @@ def settings_of(stage: Stage, base: Path) -> Settings | None:
 
 def named_files(settings: Settings) -> list[str]:
     """What a run reads beside its run.yaml: token data sets, a tokenizer, weights or a checkpoint to start from."""
-    from mega_data.indexed import bin_path, idx_path, mask_names  # here, as above
+    from mega_data.files.indexed import bin_path, idx_path, names_beside  # here, as above
 
     data = settings["data"]
     sets = [Path(source["path"]) for split in ("train", "valid", "test") for source in data[split] or ()]
-    read = [str(path) for one in sets for path in (bin_path(one), idx_path(one), *mask_names(one).values())]
+    read = [str(path) for one in sets for path in (bin_path(one), idx_path(one), *names_beside(one).values())]
     others = (data["tokenizer"], settings["init_from"], settings["checkpoint"]["load"])
     return read + [name for name in others if name]
 

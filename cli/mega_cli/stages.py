@@ -250,11 +250,11 @@ def run_files(settings: Settings, base: Path) -> Iterator[Path]:
 
 def data_set_files(prefix: Path) -> list[Path]:
     """The files of a token data set, there or not."""
-    from mega_data.indexed import bin_path, idx_path, mask_names
-    from mega_data.info import info_path, quarantine_path
+    from mega_data.files.indexed import bin_path, idx_path, names_beside
+    from mega_data.files.info import info_path, quarantine_path
 
     own = [path_of(prefix) for path_of in (bin_path, idx_path, info_path, quarantine_path)]
-    return [*own, *mask_names(prefix).values()]
+    return [*own, *names_beside(prefix).values()]
 
 
 def load_state(path: Path) -> State:

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from mega_trainer.config import RunConfig
-    from mega_trainer.train import Scorer
+    from mega_trainer.loop import Scorer
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -35,6 +35,10 @@ Examples:
 
   mega train --from-megatron-args pretrain.sh --define GPUS=8 -- 7b data/wiki > run.yaml
 
+  mega train --from-deepspeed ds_config.json --nproc 8 > run.yaml
+
+  mega train --from-hf-args training_args.json --nproc 8 > run.yaml
+
   torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 -m mega_cli.main train run.yaml
 """
 
@@ -50,6 +54,20 @@ Words = Annotated[
 LaunchScript = Annotated[
     Path | None,
     typer.Option(help="Translate this launch script of Megatron-LM into a run.yaml, print it, and stop."),
+]
+DeepSpeedConfig = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Translate this ds_config.json of DeepSpeed, on --nproc ranks, into a run.yaml, print it, and stop.",
+    ),
+]
+HfArgs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The same of HuggingFace's TrainingArguments as JSON, and of what Axolotl, TRL and Accelerate write as YAML.",
+    ),
 ]
 Define = Annotated[
     list[str] | None,
@@ -104,6 +122,8 @@ def train_command(
     reproduce: Reproduce = None,
     data: Annotated[bool, typer.Option(help="With --check: look at the data, too.")] = True,
     from_megatron_args: LaunchScript = None,
+    from_deepspeed: DeepSpeedConfig = None,
+    from_hf_args: HfArgs = None,
     define: Define = None,
     strict: Strict = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of run.yaml, for editors.")] = False,
@@ -127,6 +147,9 @@ def train_command(
         return
     if from_megatron_args is not None:
         print(_translated(from_megatron_args, define or [], words or [], strict=strict), end="")
+        return
+    if from_deepspeed is not None or from_hf_args is not None:
+        print(_moved_in(from_deepspeed, from_hf_args, nproc), end="")
         return
     if define or strict:
         raise ConfigError(
@@ -187,7 +210,7 @@ def _largest_micro_batch(config: RunConfig, run: Path, overrides: Sequence[str],
     import sys
 
     from mega_common.log import setup_log
-    from mega_trainer.micro_batch import find_micro_batch
+    from mega_trainer.job.micro_batch import find_micro_batch
     from mega_trainer.ranks import default_ranks
 
     count = nproc or default_ranks(config.ranks_asked, config.device)
@@ -233,6 +256,19 @@ def _translated(script: Path, define: list[str], arguments: list[str], *, strict
     return to_yaml(translate(text, path=script, define=variables, arguments=arguments, strict=strict))
 
 
+def _moved_in(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:
+    from mega_cli import moving_in
+    from mega_cli.megatron_args import to_yaml
+    from mega_common.errors import ConfigError
+
+    if deepspeed is not None and hf_args is not None:
+        raise ConfigError("--from-deepspeed and --from-hf-args are translated one at a time")
+    if deepspeed is not None:
+        return to_yaml(moving_in.from_deepspeed(deepspeed, ranks))
+    assert hf_args is not None
+    return to_yaml(moving_in.from_hf_args(hf_args, ranks))
+
+
 def _definition(text: str) -> tuple[str, str]:
     from mega_common.errors import ConfigError
 
@@ -248,8 +284,8 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
     import sys
 
     _end_with_launcher()
-    from mega_common.errors import ConfigError, Interrupted, Terminated
-    from mega_trainer.environment import library_settings
+    from mega_common.errors import ConfigError, DataError, Interrupted, NumbersError, Terminated
+    from mega_trainer.job.environment import library_settings
 
     for name, value in library_settings(config).items():
         os.environ.setdefault(name, value)
@@ -282,17 +318,13 @@ def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[
     from mega_trainer.train import run as train
 
     try:
-        config.check_ranks(ranks.world_size)
-    except ConfigError as error:  # fewer than before, since a machine is lost; they do not become more by a new start
-        end_torchrun(os.environ, error.exit_status)
-        raise
-    try:
+        config.check_ranks(ranks.world_size)  # who may be fewer than before, since a machine is lost
         with joined(ranks, config.device, config.timeout_seconds) as store:
             train(config, ranks, store, _scorer(config))
     except Terminated as error:  # by torchrun itself, which ends, or goes on with more ranks
         tell_torchrun(os.environ, error.exit_status)
         raise
-    except Interrupted as error:
+    except (Interrupted, ConfigError, DataError, NumbersError) as error:
         end_torchrun(os.environ, error.exit_status)
         raise
     return 0

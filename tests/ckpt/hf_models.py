@@ -75,6 +75,17 @@ _DELTA_MOE = {
     **_DELTA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
 }  # fmt: skip
 
+_BERT = {
+    "vocab_size": 97, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_MODERNBERT = {"local_attention": 10, "cls_token_id": 3, "sep_token_id": 4}
+ENCODERS = {"bert", "megatron-bert", "roberta", "modernbert"}
+_T5 = {
+    "vocab_size": 97, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0,
+}  # fmt: skip
+
 # {case: (model_type, settings)}; between them every option that each family has.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", _SIZES),
@@ -331,8 +342,31 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "qwen3_5_text", {**_DELTA, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4,
                          "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
     ),
+    "bert": ("bert", _BERT),
+    "bert-types": ("bert", {**_BERT, "type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-6}),
+    "megatron-bert": ("megatron-bert", _BERT),
+    "roberta": ("roberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "modernbert": ("modernbert", {**_BERT, **_MODERNBERT}),
+    "modernbert-biases": (
+        "modernbert", {**_BERT, **_MODERNBERT, "norm_bias": True, "attention_bias": True, "mlp_bias": True,
+                       "classifier_bias": True, "decoder_bias": False, "tie_word_embeddings": False,
+                       "layer_types": _WINDOWS, "hidden_activation": "gelu_pytorch_tanh"},
+    ),
+    "t5": ("t5", _T5),
+    "t5-v1.1": ("t5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": None}),
+    "t5-silu": ("t5", {**_T5, "feed_forward_proj": "gated-silu", "d_kv": 6, "relative_attention_max_distance": 20, "num_layers": 1}),
+    "mt5": ("mt5", _T5),
+    "umt5": ("umt5", _T5),
     "qwen3_5_moe": ("qwen3_5_moe_text", {key: value for key, value in _DELTA_MOE.items() if key != "intermediate_size"}),
 }  # fmt: skip
+
+
+def auto_class(kind: str) -> Any:
+    """The class of transformers that makes models of that type."""
+    transformers = pytest.importorskip("transformers", reason="the folders are written by transformers")
+    if kind in ENCODERS:
+        return transformers.AutoModelForMaskedLM
+    return transformers.AutoModelForSeq2SeqLM if kind.endswith("t5") else transformers.AutoModelForCausalLM
 
 
 def save_model(folder: Path, case: str, *, dtype: torch.dtype = torch.float32, shard: str = "50GB") -> Path:
@@ -341,7 +375,7 @@ def save_model(folder: Path, case: str, *, dtype: torch.dtype = torch.float32, s
     kind, settings = MODELS[case]
     torch.manual_seed(len(case))
     config = transformers.AutoConfig.for_model(kind, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    model = auto_class(kind).from_config(config).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import LLAMA3, MODELS, YARN
+from hf_models import LLAMA3, MODELS, YARN, auto_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +77,7 @@ def test_tensors_are_those_of_transformers(case: str) -> None:
     kind, chosen = MODELS[case]
     config = transformers.AutoConfig.for_model(kind, **chosen)
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(config)
+        theirs = auto_class(kind).from_config(config)
     family = family_named(kind)
     disk = {"lm_head.weight": family.head}  # one family calls it differently on disk
     shapes = {disk.get(name, name): tuple(value.shape) for name, value in theirs.named_parameters()}  # a tied one once

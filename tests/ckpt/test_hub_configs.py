@@ -80,6 +80,17 @@ HUB: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1, "rope_local_base_freq": 10000, "rope_theta": 1000000, "sliding_window": 512,
         "sliding_window_pattern": 6, "vocab_size": 262144,
     },
+    "gemma3-4b": {  # with as few keys as published
+        "model_type": "gemma3", "boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144,
+        "mm_tokens_per_image": 256, "initializer_range": 0.02, "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+        "vision_config": {
+            "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+            "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+        },
+    },
 }  # fmt: skip
 
 
@@ -88,6 +99,19 @@ def test_a_folder_of_the_hub_is_the_preset(name: str) -> None:
     model = ModelConfig.parse(preset(name))
     assert same_model(family_of(HUB[name]).read_config(HUB[name]), model)
     assert family_for(model).name == HUB[name]["model_type"]
+
+
+def test_what_gemma3_cannot_be_with_its_eyes() -> None:
+    whole = HUB["gemma3-4b"]
+    text = {**whole["text_config"], "final_logit_softcapping": 30.0}
+    llama = {"model_type": "llama", "hidden_size": 64}
+    for change, said in (
+        ({"mm_tokens_per_image": 200}, "200 is no square that divides 64 x 64 patches"),
+        ({"text_config": text}, "final_logit_softcapping = 30.0 is not supported"),
+        ({"text_config": llama}, "must be gemma3_text, not llama"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            family_of(whole | change).read_config(whole | change)
 
 
 HYBRIDS = {

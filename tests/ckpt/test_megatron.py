@@ -195,9 +195,16 @@ def test_further_tokens_of_a_pattern() -> None:
     assert Pattern.parse("M-|M/*").stages == (2, 1)
 
 
-@pytest.mark.parametrize("pattern", ["M?", "|", "M/MM", "M+D", "M/*-", "MG"])
-def test_patterns_that_are_not_supported(pattern: str) -> None:
-    with pytest.raises(CheckpointError, match="hybrid_layer_pattern"):
+@pytest.mark.parametrize(
+    ("pattern", "problem"),
+    [
+        *((pattern, "") for pattern in ("M?", "|", "M/MM", "M+D")),
+        ("M/*-", "no MambaModel of Megatron-Core 0.16 predicts further tokens"),
+        ("MG", "the MambaModel of Megatron-Core 0.16 has M, .* and no G"),
+    ],
+)
+def test_patterns_that_are_not_supported(pattern: str, problem: str) -> None:
+    with pytest.raises(CheckpointError, match=f"hybrid_layer_pattern.*{problem}"):
         read_args({"hybrid_layer_pattern": pattern, "hidden_size": 16, "num_attention_heads": 4}, "here")
 
 
@@ -506,6 +513,7 @@ NOT_MEGATRON: dict[str, dict[str, Any]] = {
     "rope.fraction = 0.5": {"rope": {"scaling": "yarn", "factor": 2.0, "original_max_position": 16, "fraction": 0.5}},
     r"moe\.layers = \[1, 3, 4\], but .* if layer 3": {"moe": EXPERTS | {"layers": [1, 3, 4]}, "mtp_layers": 2},
     r"moe\.layers = \[0, 4\], but": {"moe": EXPERTS | {"layers": [0, 4]}, "mtp_layers": 1},
+    "it has an encoder": {"encoder": {"num_layers": 1}},
     "no residual_multiplier = 0.5": {"residual_multiplier": 0.5},
     "no embedding_multiplier = 4.0, no logit_scale = 0.25": {"embedding_multiplier": 4.0, "logit_scale": 0.25},
     r"no_rope_layers = \[1\]": {"no_rope_layers": [1]},
@@ -660,3 +668,44 @@ def test_reading_a_part_reads_the_bytes_of_that_part(folder: Path) -> None:
         window = tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))
         assert torch.equal(source.read_slice(name, offset, extent), whole[window])
         assert math.prod(whole.shape) == whole.numel()
+
+
+PROVIDER: dict[str, Any] = {
+    "_target_": "megatron.bridge.models.llama.llama_provider.Llama3ModelProvider", "num_layers": 4, "hidden_size": 16,
+    "ffn_hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 4, "vocab_size": 50,
+    "seq_length": 32, "normalization": "RMSNorm", "layernorm_epsilon": 1e-5, "gated_linear_unit": True,
+    "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False}, "add_bias_linear": False,
+    "position_embedding_type": "rope", "rotary_base": 10000, "share_embeddings_and_output_weights": False,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
+
+
+def in_module(metadata: Any) -> None:
+    for key in list(metadata.state_dict_metadata):
+        rename(key, f"module.{key}")(metadata)
+
+
+@pytest.mark.parametrize("nemo", [False, True])
+def test_settings_that_nemo_and_megatron_bridge_keep_beside_the_weights(folder: Path, nemo: bool) -> None:
+    root = folder / "dist" / "release"
+    rewrite(root / "common.pt", lambda state: state.pop("args"))
+    if nemo:  # whose names begin with what wraps the model
+        metadata_says(in_module)(folder)
+        (folder / "nemo/context").mkdir(parents=True)
+        (folder / "nemo/context/model.yaml").write_text(json.dumps({"_target_": "LlamaModel", "config": PROVIDER}))
+        root.rename(folder / "nemo/weights")
+    else:
+        (root / "run_config.yaml").write_text(json.dumps({"train": {"train_iters": 5}, "model": PROVIDER}))
+    source = open_source(folder / ("nemo" if nemo else "dist"))
+    expected = weights(open_source(folder / "torch"))
+    assert source.model == open_source(folder / "torch").model
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(source).items())
+
+
+def test_an_activation_that_megatron_cannot_say_is_refused(folder: Path) -> None:
+    root = folder / "dist" / "release"
+    rewrite(root / "common.pt", lambda state: state.pop("args"))
+    odd = {**PROVIDER, "activation_func": "torch.nn.functional.gelu"}
+    (root / "run_config.yaml").write_text(json.dumps({"model": odd}))
+    with pytest.raises(CheckpointError, match=r"run_config.yaml: activation_func gelu as a gate has no counterpart"):
+        open_source(folder / "dist")

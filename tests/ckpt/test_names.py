@@ -60,6 +60,18 @@ def test_norms_after_the_blocks_and_over_all_heads() -> None:
 
 
 def test_options_outside_the_layers() -> None:
+    encoder = {"causal": False, "position": "learned", "token_types": 2, "position_offset": 2, "norm_position": "sum"}
+    tensors = tensors_of(model(**encoder, embedding_norm=True, masked_lm={}, pooler=True, sentence_pairs=True))
+    assert tensors["model.embed_positions.weight"] == (7, 8)
+    shapes = {
+        "model.embed_types.weight": (2, 8),
+        "lm_head.bias": (11,),
+        "model.pooler.weight": (8, 8),
+        "pair_head.weight": (2, 8),
+    }
+    assert shapes.items() <= tensors.items()
+    assert "model.norm.weight" not in tensors
+    assert "model.layers.0.input_layernorm.weight" not in tensors_of(model(first_norm=False))
     assert "lm_head.weight" not in tensors_of(model(tie_embeddings=True))
     assert tensors_of(model(position="learned"))["model.embed_positions.weight"] == (5, 8)
     assert "model.layers.0.mlp.gate_proj.weight" not in tensors_of(model(activation="gelu"))

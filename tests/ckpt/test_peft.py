@@ -20,7 +20,7 @@ from mega_ckpt.lora import adapted, adapter_tensors
 from mega_ckpt.pieces import crop
 from mega_ckpt.source import open_adapted, open_source
 from mega_cli.ckpt import app
-from mega_common.errors import CheckpointError
+from mega_common.errors import CheckpointError, ConfigError
 from mega_common.lora import LoraConfig
 from mega_common.model_config import ModelConfig
 
@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"qk_norm": True, "head_dim": 6, "moe": MOE},
 }  # fmt: skip
 LORA = LoraConfig(rank=4, alpha=6.0, rslora=True, ranks={".*layers.1.*o_proj": 2}, alphas={".*o_proj": 3.0})
+DORA = LoraConfig(rank=4, alpha=6.0, dora=True, modules=["v_proj", "o_proj", "down_proj"])
 
 
 def folder_of(name: str, path: Path) -> Path:
@@ -67,10 +68,13 @@ def logits(model: Any, tokens: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_folder_of_ours_is_peft_s_and_comes_back(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "lora"), [*((name, LORA) for name in MODELS), ("phi3", DORA), ("gpt2", DORA), ("gpt_neox", DORA)]
+)
+def test_a_folder_of_ours_is_peft_s_and_comes_back(name: str, lora: LoraConfig, tmp_path: Path) -> None:
+    """Among them magnitudes of a fused projection, of which not all parts have an adapter, and beside biases."""
     folder, out = folder_of(name, tmp_path / "base"), tmp_path / "adapter"
-    source = adapter_beside(folder)
+    source = adapter_beside(folder, lora)
     out.mkdir()
     write_peft(source.adapter, source.base, out)
     tokens = torch.arange(24).view(2, 12)
@@ -103,8 +107,8 @@ def test_what_peft_saves_is_read_and_what_is_not_ours_is_refused(tmp_path: Path)
     (out / "adapter_config.json").write_text(json.dumps({**raw, "base_model_name_or_path": str(folder)}))
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(open_source(out).read(name), ours.read(name))
-    (out / "adapter_config.json").write_text(json.dumps({**raw, "use_dora": True}))
-    with pytest.raises(CheckpointError, match="use_dora = True cannot be expressed"):
+    (out / "adapter_config.json").write_text(json.dumps({**raw, "bias": "all"}))
+    with pytest.raises(CheckpointError, match="bias = 'all' cannot be expressed"):
         read_peft(out, open_source(folder))
     with pytest.raises(CheckpointError, match="holds no adapter"):
         convert(folder, tmp_path / "none", "peft")
@@ -112,6 +116,17 @@ def test_what_peft_saves_is_read_and_what_is_not_ours_is_refused(tmp_path: Path)
     other = folder_of("gpt2", tmp_path / "other")
     with pytest.raises(CheckpointError, match="is not understood"):
         open_adapted(out, other)
+
+
+def test_experts_have_neither_dropout_nor_magnitudes() -> None:
+    model = ModelConfig.model_validate({**BASE, **MODELS["qwen3_moe"]})
+    with pytest.raises(
+        ConfigError, match=r"lora\.dropout = 0\.1: model\.layers\.\d\.mlp\.experts\.gate_up_proj has none"
+    ):
+        adapted(model, LoraConfig(dropout=0.1))
+    with pytest.raises(ConfigError, match=r"lora\.dora = True"):
+        adapted(model, LoraConfig(dora=True))
+    assert {of.dropout for of in adapted(model, LoraConfig(dropout=0.1, modules=["q_proj"])).values()} == {0.1}
 
 
 def test_the_commands(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from mega_cli.main import main
 from mega_cli.workflow_config import Workflow
-from mega_data.indexed import IndexedReader
+from mega_data.files.indexed import IndexedReader
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mega_cli.data import app
 from mega_common.errors import ConfigError, DataError
-from mega_data.inspect import inspect
+from mega_data.reports.inspect import inspect
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_help_has_examples(command: str) -> None:
 
 def test_neither_command_nor_package_imports_torch() -> None:
     code = (
-        "import sys, mega_cli.data, mega_data.preprocess, mega_data.inspect, mega_data.merge\n"
+        "import sys, mega_cli.data, mega_data.making.preprocess, mega_data.reports.inspect, mega_data.files.merge\n"
         "assert not {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

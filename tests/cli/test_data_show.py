@@ -123,9 +123,9 @@ def test_pairs_of_a_run_lie_side_by_side(folder: Path) -> None:
     (folder / "pairs.yaml").write_text(run)
     shown = data("show", "--run", folder / "pairs.yaml").splitlines()
     assert [line for line in shown if not line.startswith(" ")] == [
-        "document 0: 69 tokens, 11 count in the loss",
-        "document 1: 62 tokens, 4 count in the loss",
-        "padding: 72 tokens, 0 count in the loss",
+        "document 0: 70 tokens, 11 count in the loss",
+        "document 1: 63 tokens, 4 count in the loss",
+        "padding: 70 tokens, 0 count in the loss",
     ]
 
 

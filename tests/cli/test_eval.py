@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 from mega_ckpt.families import family_named
 from mega_cli.eval import EVAL_EXAMPLES, GENERATE_EXAMPLES, eval_command, generate_command
 from mega_common.errors import ConfigError, DataError, MegaError
-from mega_data.indexed_writer import IndexedWriter
-from mega_data.info import TokenizerInfo, write_info
+from mega_data.files.indexed_writer import IndexedWriter
+from mega_data.files.info import TokenizerInfo, write_info
 from mega_data.tokenizer import train_tokenizer
 
 TEXTS = ["the end of the story", "is the beginning of another one"]

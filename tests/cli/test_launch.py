@@ -111,7 +111,7 @@ def test_machines_of_a_slurm_job_meet_at_the_first_and_on_a_port_of_the_job(tmp_
     assert start_job(tmp_path, trainer, *prologue, node=node).wait(20) == 0
     args = (tmp_path / "args").read_text().split()
     wanted = [
-        "--nnodes=2", "--nproc-per-node=8", "--max-restarts=0", "--rdzv-endpoint=node7:10042", "--rdzv-id=40042",
+        "--nnodes=2", "--nproc-per-node=8", "--max-restarts=10", "--rdzv-endpoint=node7:10042", "--rdzv-id=40042",
         "--set=train.steps=7", str(tmp_path / "big_run.yaml"),
     ]  # fmt: skip
     assert set(wanted) <= set(args)
@@ -168,6 +168,20 @@ def test_a_kubernetes_manifest_is_consistent(tmp_path: Path) -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert pod["subdomain"] == service["metadata"]["name"]
+
+
+def test_a_jobset_begins_anew_but_after_a_mistake(tmp_path: Path) -> None:
+    """Pods of one are called <name>-<job>-<which of these>-<index> (jobset.sigs.k8s.io)."""
+    config, jobset = objects(tmp_path, "--jobset")
+    spec, (nodes,) = jobset["spec"], jobset["spec"]["replicatedJobs"]
+    assert (config["kind"], jobset["kind"]) == ("ConfigMap", "JobSet")
+    assert spec["failurePolicy"]["maxRestarts"] == 10
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    pod = nodes["template"]["spec"]["template"]["spec"]
+    assert "subdomain" not in pod  # which is the network's
+    first = f"{jobset['metadata']['name']}-{nodes['name']}-0-0.{spec['network']['subdomain']}"
+    assert f'--rdzv-endpoint="{first}:29500"' in pod["containers"][0]["command"][2]
 
 
 def test_a_pod_of_a_user_can_write_to_its_volume(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from mega_cli.launch.command import app
-from mega_data.preprocess import preprocess
+from mega_data.making.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer
 
 

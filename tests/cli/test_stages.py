@@ -15,7 +15,7 @@ from workflows import Flow, stage
 
 from mega_cli import stages
 from mega_cli.stages import WorkflowError, locked
-from mega_data.info import info_path
+from mega_data.files.info import info_path
 
 
 def test_what_is_done_is_not_done_again(flow: Flow) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ def test_other_ranks_tell_warnings_with_their_number(capsys: pytest.CaptureFixtu
     logger.warning("slow")
     err = capsys.readouterr().err
     assert "step 1" not in err
-    assert err.endswith("[rank 3] slow\n")
+    assert err.endswith(f"[rank 3 on {socket.gethostname()}] slow\n")
 
 
 def test_verbose_tells_details_and_setting_up_twice_tells_once(capsys: pytest.CaptureFixture[str]) -> None:

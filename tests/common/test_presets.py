@@ -11,10 +11,14 @@ from mega_common.presets import PRESETS, preset
 PUBLISHED = {
     "tiny": 0.000623, "tiny-10m": 0.01024,
     "llama3-8b": 8.03, "llama3-70b": 70.55, "llama3-405b": 405.85,
+    "llava-1.5-7b": 7.063, "llava-1.5-13b": 13.351,
     "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
     "mixtral-8x7b": 46.70, "qwen3-30b-a3b": 30.532, "gpt-oss-20b": 20.915, "gemma2-2b": 2.614, "gemma3-1b": 0.9999,
+    "gemma3-4b": 4.30008,
     "deepseek-v3": 671.03 + 11.58,  # the model, and what its further predictor has of its own
     "nemotron-h-8b": 8.10, "nemotron-3-nano": 31.58, "granite-4-h-small": 32.21, "granite-4-h-tiny": 6.94, "qwen3-next-80b": 79.67,
+    "t5-base": 0.2229, "t5-11b": 11.307, "flan-t5-xl": 2.8498,
+    "bert-large": 0.33623, "roberta-base": 0.1247, "modernbert-base": 0.14966,
     "gpt3-125m": 0.125, "gpt3-350m": 0.356, "gpt3-1.3b": 1.316, "gpt3-6.7b": 6.66, "gpt3-175b": 174.6,
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """A rank of `mega train` that meets with faults: `python faulty.py RUN ...`, started by torchrun.
 
-FAULTS, for example `0:1:5:kill 1:0:8:hang`: in which attempt of the launcher's, on which rank, in which step, and what:
-`kill`, `node` (with its launcher), `stop`, `raise`, `hang` in a forward, or `slow` from then on.
+FAULTS, for example `0:1:5:kill 1:0:8:hang`: in which start of the run, on which rank, in which step, and what: `kill`, `node`
+(with its launcher), `stop`, `raise`, `hang` in a forward, or `slow` from then on.
 """
 
 from __future__ import annotations
@@ -10,24 +10,29 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mega_cli.main import main
-from mega_trainer import train
+from mega_trainer import loop, train
 from mega_trainer.model.decoder import Decoder
 
 
-def faults(text: str, attempt: str, rank: str) -> dict[int, str]:
-    """Those of this rank, by step."""
+def faults(text: str, run: Path, rank: str) -> dict[int, str]:
+    """Those of this rank in the coming start, by step."""
+    starts = Path(yaml.safe_load(run.read_text())["output"]) / "starts.jsonl"
+    coming = str(len(starts.read_text().splitlines()) if starts.exists() else 0)
     told = (fault.split(":") for fault in text.split())
-    return {int(step): kind for when, who, step, kind in told if (when, who) == (attempt, rank)}
+    return {int(step): kind for when, who, step, kind in told if (when, who) == (coming, rank)}
 
 
 def plant(kinds: dict[int, str]) -> None:
     """Have this process meet with them."""
-    steps, step, whole, at = train.steps, train.train_step, Decoder.whole, [0]
+    steps, step, whole, at = train.steps, loop.train_step, Decoder.whole, [0]
 
-    def noted(job: train.Job) -> str | None:
+    def noted(job: loop.Job) -> str | None:
         def faulty(*args: Any, **more: Any) -> Any:
             at[0] = job.state.step + 1
             match kinds.get(at[0]):
@@ -42,7 +47,7 @@ def plant(kinds: dict[int, str]) -> None:
                     raise ValueError("planted")
             return step(*args, **more)
 
-        train.train_step = faulty
+        loop.train_step = faulty
         return steps(job)
 
     def forward(model: Decoder, *args: Any) -> Any:
@@ -57,5 +62,5 @@ def plant(kinds: dict[int, str]) -> None:
 
 
 if __name__ == "__main__":
-    plant(faults(os.environ.get("FAULTS", ""), os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]))
+    plant(faults(os.environ.get("FAULTS", ""), Path(sys.argv[1]), os.environ["RANK"]))
     main(["train", *sys.argv[1:]])

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_data.preprocess import preprocess
+from mega_data.making.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.long
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.long
 RUN = """
 import sys
 from pathlib import Path
-import mega_data.batches as batches, mega_data.output as output
-from mega_data.preprocess import preprocess
+import mega_data.making.batches as batches, mega_data.making.output as output
+from mega_data.making.preprocess import preprocess
 if __name__ == "__main__":
     output.EVERY, batches.BATCH = 0.05, 1 << 15
     engine, workers, shards, tokenizer, whole, *inputs = sys.argv[1:]

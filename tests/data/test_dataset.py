@@ -9,10 +9,10 @@ import pytest
 from mega_common.errors import ConfigError, DataError
 from mega_data.config import DataConfig
 from mega_data.dataset import BlendedDataset, build_datasets, sequential
-from mega_data.indexed import IndexedReader
-from mega_data.indexed_writer import IndexedWriter
+from mega_data.files.indexed import IndexedReader
+from mega_data.files.indexed_writer import IndexedWriter
 from mega_data.kinds.text import DocumentRules
-from mega_data.parts import split_bounds
+from mega_data.order.parts import split_bounds
 
 EOD = 0
 

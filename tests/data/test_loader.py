@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mega_common.errors import ConfigError, DataError
 from mega_data.config import DataConfig
 from mega_data.dataset import BlendedDataset, DocumentRules, Sample, build_datasets
-from mega_data.indexed_writer import IndexedWriter
+from mega_data.files.indexed_writer import IndexedWriter
 from mega_data.loader import Loader, StepBatch, dealt
 
 S = 8

@@ -13,10 +13,10 @@ import pytest
 from mega_common.errors import ConfigError, DataError, MissingPackageError
 from mega_common.log import ProgressBar
 from mega_common.remote import Remote, RemoteError
-from mega_data.engines import Engine
-from mega_data.preprocess import preprocess
-from mega_data.shards import Shard
-from mega_data.sources import LeftOut, find_sources
+from mega_data.making.engines import Engine
+from mega_data.making.preprocess import preprocess
+from mega_data.making.shards import Shard
+from mega_data.reading.sources import LeftOut, find_sources
 
 TEXT = "the cat sat on the mat "
 
@@ -108,8 +108,8 @@ def test_a_store_that_fails_is_no_damaged_file(
             return super().read(min(size or 0, 20_000))
 
     with monkeypatch.context() as patch:
-        patch.setattr("mega_data.output.EVERY", 0.0)
-        patch.setattr("mega_data.batches.BATCH", 4000)
+        patch.setattr("mega_data.making.output.EVERY", 0.0)
+        patch.setattr("mega_data.making.batches.BATCH", 4000)
         patch.setattr(Remote, "open", lambda place: Failing(place.read_bytes()))
         with pytest.raises(RemoteError, match=r"memory://bucket/a.jsonl: OSError: connection reset"):
             preprocess(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
@@ -153,7 +153,7 @@ def test_a_store_that_fails_gets_what_is_made_already(
         with pytest.raises(RemoteError, match=r"memory://bucket/d.info: ZeroDivisionError"):
             preprocess([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
     with monkeypatch.context() as patch:
-        patch.setattr("mega_data.preprocess.encode_all", lambda *_: 1 / 0)  # nothing is done again
+        patch.setattr("mega_data.making.preprocess.encode_all", lambda *_: 1 / 0)  # nothing is done again
         preprocess([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
     preprocess([tmp_path / "a.jsonl"], tokenizer_folder, tmp_path / "d")
     assert store.cat("/bucket/d.idx") == (tmp_path / "d.idx").read_bytes()

@@ -14,7 +14,7 @@ from tiny_models import save_tiny, variant
 from mega_ckpt.convert import Options, convert
 from mega_ckpt.families import family_named
 from mega_common.errors import CheckpointError, DataError
-from mega_data.indexed_writer import IndexedWriter
+from mega_data.files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import train_tokenizer
 from mega_eval.compare import compare_logits
 

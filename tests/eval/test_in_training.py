@@ -12,7 +12,7 @@ from local_tasks import WORDS, write_tasks
 from ranks import run_ranks
 
 from mega_common.errors import ConfigError
-from mega_data.preprocess import preprocess
+from mega_data.making.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config import RunConfig
 from mega_trainer.ranks import Ranks

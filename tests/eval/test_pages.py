@@ -38,7 +38,7 @@ def test_a_page_is_named_by_all_tokens_up_to_its_end():
 
 
 def test_slots_of_a_row_and_what_a_window_sees_of_them():
-    span = Span.of(5, 3, 2 * PAGE + 4, [4, 5, 1])
+    span = Span(slice(5, 8), 2 * PAGE + 4, [4, 5, 1])
     assert span.runs == [(4 * PAGE, 6 * PAGE), (PAGE, PAGE + 4)]
     assert span.new == [PAGE + 1, PAGE + 2, PAGE + 3]
     assert span.seen(4) == [(6 * PAGE - 2, 6 * PAGE), (PAGE, PAGE + 4)]
@@ -47,7 +47,7 @@ def test_slots_of_a_row_and_what_a_window_sees_of_them():
 
 def test_a_latent_alone_is_kept_where_keys_are_values():
     cache, given = PagedCache(1, 2, 1), torch.randn(3, 1, 1, 6)
-    cache.begin([Span.of(0, 3, 3, [1])], torch.device("cpu"))
+    cache.begin([Span(slice(0, 3), 3, [1])], torch.device("cpu"))
     seen = []
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object) -> torch.Tensor:

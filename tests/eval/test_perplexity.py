@@ -13,8 +13,8 @@ from mega_ckpt.convert import convert
 from mega_ckpt.families import family_named
 from mega_common.errors import CheckpointError, DataError
 from mega_data.dataset import sequential
-from mega_data.indexed_writer import IndexedWriter
-from mega_data.info import TokenizerInfo, write_info
+from mega_data.files.indexed_writer import IndexedWriter
+from mega_data.files.info import TokenizerInfo, write_info
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.load import load_model
 from mega_eval.perplexity import evaluate, window_losses

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from local_tasks import assert_same, hf_results, write_model, write_tasks
+from encoder_decoders import published
+from local_tasks import WORDS, assert_same, hf_results, write_model, write_tasks
 
 from mega_ckpt.convert import convert
 from mega_common.errors import ConfigError, DataError
 from mega_data.chat.template import load_template
+from mega_data.tokenizer import train_tokenizer
 from mega_eval.load import end_tokens, load_model, load_tokenizer
 from mega_eval.replicas import Prompts, Replicas
 
@@ -51,6 +53,23 @@ def test_each_sample_scores_as_with_the_harness_own_model(folder: Path, names: l
     assert len(set(texts)) > 1  # the model does say something
     longest = max(len(load_tokenizer(folder).encode(s["doc"]["text"])) for s in ours["samples"]["local_rolling"])
     assert longest > 64  # of more than one window
+
+
+def test_each_sample_of_a_model_with_an_encoder_scores_so_too(tmp_path: Path, names: list[str]) -> None:
+    published(tmp_path, vocab_size=300, num_decoder_layers=None)  # whose cache wants both stacks alike
+    train_tokenizer([" ".join(WORDS)] * 3, 300, tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    replicas = Replicas(load_model(tmp_path, kinds=("encoder-decoder",)), Prompts(tokenizer), batch_size=3)
+    model = HarnessModel(replicas, end_tokens(tmp_path, tokenizer), None, 64)
+    mine, theirs = (run_tasks(model, names, TaskOptions(log_samples=True)), hf_results(tmp_path, names, max_length=64))
+    texts = [[sample["resps"][0][0] for sample in found["samples"].pop("local_generation")] for found in (mine, theirs)]
+    for one, other in zip(*texts, strict=True):  # the harness lets it go on for as many tokens more as its context has
+        assert one
+        assert other.startswith(one)
+    assert len(set(texts[0])) > 1
+    for found in (mine, theirs):
+        found["results"].pop("local_generation")
+    assert_same(mine, theirs)
 
 
 def test_chats_and_few_shots_are_those_of_the_harness_own_model(folder: Path, names: list[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mega_ckpt.store import Checkpoint, latest
-from mega_data.indexed_writer import IndexedWriter
+from mega_data.files.indexed_writer import IndexedWriter
 from mega_trainer.config import RunConfig
 from mega_trainer.kernels import products
 from mega_trainer.kernels.grouped import Rows

@@ -19,8 +19,8 @@ from mega_ckpt.convert import convert
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint
 from mega_common.log import logger
-from mega_data.indexed_writer import IndexedWriter
-from mega_trainer import train as trainer
+from mega_data.files.indexed_writer import IndexedWriter
+from mega_trainer import loop
 from mega_trainer.config import RunConfig
 from mega_trainer.ranks import Ranks
 from mega_trainer.state import TrainState
@@ -71,7 +71,7 @@ def in_memory(root: Path, name: str, what: str) -> dict[str, Tensor]:
 
 def resumed(root: Path, name: str, tokens: Path, *, steps: int) -> TrainState:
     """A run of mega that goes on from the converted checkpoint by so many steps; with none, it ends before its first."""
-    with mock.patch.object(trainer, "islice", lambda batches, left: islice(batches, steps)):
+    with mock.patch.object(loop, "islice", lambda batches, left: islice(batches, steps)):
         return _run_from(root, name, tokens, steps)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mega_ckpt.convert import Options, convert
 from mega_ckpt.source import open_source
-from mega_data.indexed import IndexedReader
+from mega_data.files.indexed import IndexedReader
 from mega_eval.engine import Engine
 from mega_eval.generate import generate
 from mega_eval.load import end_tokens, load_model, load_tokenizer

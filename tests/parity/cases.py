@@ -63,14 +63,36 @@ MODELS["deepseek"] = MODELS["mla"] | {
         "aux_loss": 0.1, "scaling": 2.5,
     },
 }  # fmt: skip
+# Half of the layers are the encoder's, whose sequence is the longer one.
+MODELS["t5"] = {
+    "num_attention_heads": 8, "vocab_size": 59, "tie_embeddings": True, "logit_scale": 32**-0.5, "position": "relative",
+    "relative": {"buckets": 8, "max_distance": 12}, "activation": "relu", "attention_scale": 1.0,
+    "head_dim": 3, "encoder": {"num_layers": 1},
+}  # fmt: skip
 # Sizes by which context ranks pass states where there are few of them, and exchange heads where there are many.
 MODELS["hybrid"] = MODELS["moe"] | {
     "mlp_bias": False, "position": "none", "residual_multiplier": 0.7,
     "layers": ["mamba+moe", "attention+mlp", "mamba", "moe", "mamba+mlp", "attention"],
     "mamba": {"num_heads": 8, "head_dim": 2, "state_size": 2, "num_groups": 2, "conv_kernel": 2, "chunk_size": 5},
 }  # fmt: skip
-LENGTHS = {"long": 32, "hybrid": 48}
-WITH_CONTEXT = ("mla", "long", "moe", "deepseek", "hybrid")
+# BERT, with two losses; of its variants one is as Megatron's, one as RoBERTa and one as ModernBERT.
+MODELS["encoder"] = {
+    "num_attention_heads": 8, "vocab_size": 59, "causal": False, "tie_embeddings": True, "norm": "layernorm",
+    "norm_position": "sum", "embedding_norm": True, "activation": "gelu", "position": "learned", "max_position": 16,
+    "token_types": 2, "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "masked_lm": {}, "pooler": True,
+    "sentence_pairs": True, "embedding_dropout": 0.1, "residual_dropout": 0.1,
+}  # fmt: skip
+# Of which one layer computes nothing, and images are fewer, as many and more than the ranks that share them.
+MODELS["vision"] = {
+    "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 61, "scale_embeddings": True,
+    "vision": {
+        "num_layers": 2, "hidden_size": 12, "ffn_hidden_size": 20, "num_attention_heads": 2, "image_size": 4,
+        "patch_size": 2, "image_token": 60,
+    },
+}  # fmt: skip
+LENGTHS = {"long": 32, "hybrid": 48, "t5": 32}
+TARGET = 16  # tokens of a decoder that has an encoder
+WITH_CONTEXT = ("mla", "long", "moe", "deepseek", "hybrid", "t5", "encoder", "vision")
 CONTEXT = ("ring", "allgather", "alltoall")
 # A choice that is balanced, and nothing else that would balance it.
 SINKHORN = {
@@ -122,6 +144,44 @@ VARIANTS["hybrid"] = [
         },
     },
 ]  # fmt: skip
+VARIANTS["vision"] = [
+    {},
+    {
+        "tie_embeddings": True, "vision": MODELS["vision"]["vision"] | {
+            "class_token": False, "patch_bias": True, "pre_norm": False, "feature_layer": -1, "feature_norm": True,
+            "activation": "gelu_tanh", "projector_bias": False,
+        },
+    },
+    {
+        "sliding_window": 5, "full_attention_layers": [1], "vision": MODELS["vision"]["vision"] | {
+            "image_size": 8, "projector": "norm", "pool": 2, "bidirectional": True, "feature_layer": -1,
+        },
+    },
+]  # fmt: skip
+# What may be frozen of a model.
+FROZEN: dict[str, list[list[str]]] = {"vision": [[], ["model.vision_tower.*"], ["model.projector.*"]]}
+VARIANTS["t5"] = [
+    {}, {"residual_dropout": 0.1, "embedding_dropout": 0.1, "relative": {"buckets": 12, "max_distance": 7, "every_layer": True}},
+    {"activation": "geglu", "tie_embeddings": False, "logit_scale": 1.0},
+    {
+        "position": "learned", "max_position": 32, "norm": "layernorm", "activation": "gelu", "qkv_bias": True,
+        "attention_out_bias": True, "mlp_bias": True, "attention_scale": None, "num_kv_heads": 4, "encoder": {"num_layers": 1, "head_bias": True},
+    },
+]  # fmt: skip
+VARIANTS["encoder"] = [
+    {},
+    {"norm_position": "pre", "embedding_norm": False, "tie_embeddings": False, "num_kv_heads": 4},
+    {
+        "token_types": 1, "position_offset": 2, "pooler": False, "sentence_pairs": False, "sliding_window": 3,
+        "masked_lm": {"bias": False, "activation": "gelu_tanh"},
+    },
+    {
+        "norm_position": "pre", "first_norm": False, "norm_bias": False, "activation": "geglu_erf", "position": "rope",
+        "rope": {"theta": 500.0}, "local_rope": {"theta": 20.0}, "token_types": 0, "qkv_bias": False,
+        "attention_out_bias": False, "mlp_bias": False, "masked_lm": {"dense_bias": False}, "pooler": False,
+        "sentence_pairs": False, "sliding_window": 4, "full_attention_layers": [0],
+    },
+]  # fmt: skip
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
 
@@ -142,6 +202,7 @@ class Case:
         fp8: the section of that name.
         wide: what fp8 does not round is in fp64.
         decoupled_lr: of the input embedding and the output layer; None: that of the others.
+        lr_factors: factors on rates, by patterns of names.
         clip: largest gradient norm; 0: no clip.
         steps: to train.
         lora: the section of that name.
@@ -164,6 +225,7 @@ class Case:
     wide: bool = False
     optimizer: str = "adamw"
     decoupled_lr: float | None = None
+    lr_factors: Mapping[str, float] = field(default_factory=dict)
     clip: float = 0.1  # small enough that every step is clipped
     steps: int = STEPS
     debug: Mapping[str, Any] = field(default_factory=dict)
@@ -175,15 +237,17 @@ class Case:
     def raw(self) -> dict[str, Any]:
         """The run.yaml. AdamW's epsilon is large: with a usual one it blows a gradient that is zero but for rounding
         (a key bias without rope, which no softmax sees) up to the size of the others."""
+        pairs = {"kind": "t5", "t5": {"decoder_seq_length": TARGET}} if "encoder" in self.model else {}
         return {
             "model": dict(self.model),
-            "data": {"train": ["none"], "seq_length": self.length},
+            "data": {"train": ["none"], "seq_length": self.length, "kind": self.kind, **pairs},
             "parallel": {"bucket_elements": self.bucket, **self.parallel},
             "recompute": dict(self.recompute),
             "offload": dict(self.offload),
             "batch": {"micro": self.micro, "global": self.batch, "rampup": self.rampup},
             "optimizer": {
                 "name": self.optimizer, "clip_grad": self.clip, "eps": 1e-4, "decoupled_lr": self.decoupled_lr,
+                "lr_factors": dict(self.lr_factors),
             },
             "train": {"steps": 10, "freeze": list(self.freeze)},
             **({"lora": dict(self.lora), "init_from": "nowhere"} if self.lora is not None else {}),
@@ -191,6 +255,13 @@ class Case:
             "fp8": dict(self.fp8),
             "debug": dict(self.debug),
         }  # fmt: skip
+
+    @property
+    def kind(self) -> str:
+        """What kind of data its model is for."""
+        if self.model.get("causal", True):
+            return "text"
+        return "bert" if self.model.get("sentence_pairs") else "masked"
 
     @property
     def single(self) -> Case:
@@ -227,6 +298,8 @@ def case(name: str, ranks: int, *, layers: int = 2, variant: Mapping[str, Any] |
     fields, chosen = {"length": LENGTHS.get(name, 16), **more}, {**model(name, layers), **(variant or {})}
     if "layers" in chosen:  # a pattern, again and again
         chosen["layers"] = [chosen["layers"][layer % len(chosen["layers"])] for layer in range(layers)]
+    if "encoder" in chosen:
+        chosen["encoder"] = {**chosen["encoder"], "num_layers": layers // 2}
     return Case(name, chosen, ranks, **fields)
 
 
@@ -285,11 +358,15 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
     batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)), parallel["pp"], rng)
     if parallel["zero"] == 3:
         chosen["zero3_layers"] = 1 + ranks % 2
+    variants = VARIANTS.get(name, [{}])
+    if name == "t5" and parallel.get("cp_kind", "alltoall") != "alltoall":  # which add nothing to scores
+        variants = [variant for variant in variants if variant.get("position") == "learned"]
     return case(
-        name, ranks, layers=layers, variant=rng.choice(VARIANTS[name]) if name in VARIANTS else {}, parallel=chosen,
+        name, ranks, layers=layers, variant=rng.choice(variants), parallel=chosen,
         recompute=rng.choice(RECOMPUTES), offload=rng.choice(OFFLOADS),
         micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]),
         optimizer=rng.choice(OPTIMIZERS) if parallel["zero"] < 3 else "adamw", steps=steps,
+        freeze=rng.choice(FROZEN[name]) if name in FROZEN else (),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ without it. What has no counterpart here yet (experts, context parallelism, labe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -20,25 +21,30 @@ import torch.distributed as dist
 from parity.bits import Moved, moved
 from parity.cases import CONTEXT, STEPS, Case, case
 from parity.eight_bit_mutations import EIGHT_BITS
+from parity.encoder_mutations import ENCODERS
 from parity.expert_mutations import EXPERTS
 from parity.mamba_mutations import MAMBAS
 from parity.recurrence_mutations import RECURRENCES
+from parity.source_mutations import SOURCES
+from parity.vision_mutations import VISIONS
 from parity.worker import Found, References, Trainer, compare, make_groups, places
 from torch import Tensor
 
+from mega_common.errors import NumbersError
 from mega_data.loader import StepBatch
 from mega_trainer import batch as batches
 from mega_trainer import rng, step
-from mega_trainer.batch import MicroBatch
+from mega_trainer.batch import MicroBatch, Targets
 from mega_trainer.comm import Group, Passing, all_reduce
 from mega_trainer.kernels import products
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
-from mega_trainer.model import builder, decoder, loss, mla
+from mega_trainer.model import builder, decoder, embeddings, heads, loss, mla
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Outline, Sequences
 from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.heads import Head, Output
 from mega_trainer.model.offload import OffloadedLayer
 from mega_trainer.model.recompute import _Again
 from mega_trainer.optim import clip
@@ -99,7 +105,7 @@ def _column_without_sum() -> AbstractContextManager[Any]:
 
 
 def _row_bias_on_every_rank() -> AbstractContextManager[Any]:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor, dropout: object = None) -> Tensor:
         return tensor.sum_over(self.linear(x, self.weight, self.bias), self.group, sp=self.sp)
 
     return swap(tensor.RowLinear, "forward", forward)
@@ -148,15 +154,15 @@ def _norm_of_this_rank(axis: str) -> Patch:
 
 @contextmanager
 def _mean_of_means() -> Any:
-    real = Decoder._head_loss
+    real = Head.loss
 
     def count_batches(batch: StepBatch, further: int, groups: Groups) -> list[float]:
         return [len(batch.tokens) // DP.micro * groups.dp.size]
 
-    def mean(self: Decoder, hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-        return real(self, hidden, labels, weights / weights.sum(), head)
+    def mean(self: Head, hidden: Tensor, output: Output, targets: Targets) -> tuple[Tensor, Tensor]:
+        return real(self, hidden, output, replace(targets, weights=targets.weights / targets.weights.sum()))
 
-    with swap(step, "count_tokens", count_batches), swap(Decoder, "_head_loss", mean):
+    with swap(step, "count_tokens", count_batches), swap(Head, "loss", mean):
         yield
 
 
@@ -338,8 +344,8 @@ def _dropout_by_rank() -> AbstractContextManager[Any]:
 def _dropout_of_first_part() -> AbstractContextManager[Any]:
     real = rng.Dropout.__init__
 
-    def init(self: Any, seed: int, samples: Any, places: Any) -> None:
-        real(self, seed, samples, [range(sum(map(len, places)))])
+    def init(self: Any, seed: int, samples: Any, places: Any, whole: Any) -> None:
+        real(self, seed, samples, [range(sum(map(len, places)))], whole)
 
     return swap(rng.Dropout, "__init__", init)
 
@@ -355,11 +361,11 @@ def _dropout_of_first_heads() -> AbstractContextManager[Any]:
 
 
 def _padding_takes_part() -> AbstractContextManager[Any]:
-    return swap(loss, "_logits", lambda hidden, head, group, vocab_size: hidden @ head.t())
+    return swap(loss, "logits_of", lambda hidden, head, bias, group, vocab_size: hidden @ head.t())
 
 
 def _cap_without_slope() -> AbstractContextManager[Any]:
-    return swap(loss, "_slope", lambda logits, softcap: 1.0)
+    return swap(loss, "slope", lambda logits, softcap: 1.0)
 
 
 def _loss_of_local_logits() -> AbstractContextManager[Any]:
@@ -367,13 +373,13 @@ def _loss_of_local_logits() -> AbstractContextManager[Any]:
 
 
 def _positions_of_first_part() -> AbstractContextManager[Any]:
-    real = decoder.sequence_part
+    real = embeddings.sequence_part
 
     def part(length: int, group: Any, *, sp: bool) -> slice:
         own = real(length, group, sp=sp)
         return slice(0, length // group.size) if sp else own
 
-    return swap(decoder, "sequence_part", part)
+    return swap(embeddings, "sequence_part", part)
 
 
 def _computed_again_from_zeros() -> AbstractContextManager[Any]:
@@ -597,7 +603,7 @@ MUTATIONS = [
     Mutation("column layer: the sum of dX dropped", TP, _column_without_sum),
     Mutation("row layer: bias added on every rank", replace(SP, parallel={"tp": 2}), _row_bias_on_every_rank),
     Mutation(
-        "head: gradient of the hidden state not summed", TP, lambda: swap(decoder, "whole_sequence", lambda x, g, sp: x)
+        "head: gradient of the hidden state not summed", TP, lambda: swap(heads, "whole_sequence", lambda x, g, sp: x)
     ),
     Mutation("norm gradient counted by every tensor rank", TP, _replicated(partial_grad=True)),
     Mutation("query-key norm gradient not summed", TP, _replicated(partial_grad=False)),
@@ -673,7 +679,7 @@ MUTATIONS = [
     Mutation("further tokens: embedding gradients not summed over the stages", AHEAD_PP, _tied_without_sync),
     Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
 ]
-MUTATIONS += [Mutation(*one) for one in [*EXPERTS, *EIGHT_BITS, *MAMBAS, *RECURRENCES]]
+MUTATIONS += [Mutation(*one) for one in [*EXPERTS, *EIGHT_BITS, *MAMBAS, *RECURRENCES, *SOURCES, *ENCODERS, *VISIONS]]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)
 MUON = case("gqa", 2, parallel={"tp": 2}, optimizer="muon")
@@ -720,7 +726,11 @@ def mutated() -> list[tuple[Found | None, Found | None]]:
         if one.case not in healthy:
             healthy[one.case] = find()
         with one.patch():
-            out.append((healthy[one.case], find()))
+            try:
+                ill = find()
+            except NumbersError:  # which reading what nobody wrote may make
+                ill = replace(healthy[one.case], errors={"numbers": math.inf})
+            out.append((healthy[one.case], ill))
     return out
 
 

@@ -13,17 +13,20 @@ FEW: dict[str, Any] = {"rank": 3, "alpha": 5, "modules": ["q_proj", "v_proj", "d
 ALL: dict[str, Any] = {"rank": 4, "rslora": True}
 Layout = tuple[str, dict[str, Any], dict[str, Any]]
 SOME: list[Layout] = [
-    ("gqa", {"tp": 4, "sp": True}, {"lora": FEW}),
+    ("gqa", {"tp": 4, "sp": True}, {"lora": FEW | {"dropout": 0.3}}),
     ("moe", {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2}, {"lora": ALL}),
+    ("tied", {"tp": 2, "sp": True, "zero": 2}, {"lora": FEW | {"dora": True, "modules": [".*_proj"]}}),
     ("tied", {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, {"freeze": ["model.embed_*", "model.layers.0.*"]}),
 ]
 MORE: list[Layout] = [
-    ("gqa", {"tp": 4}, {"lora": ALL}),
-    ("dense", {"tp": 2, "pp": 2, "schedule": "zb-h1"}, {"lora": ALL}),
-    ("tied", {"tp": 2, "sp": True, "pp": 2, "schedule": "zbv", "virtual_stages": 2}, {"lora": FEW}),
+    ("gqa", {"tp": 4}, {"lora": ALL | {"dora": True}}),
+    ("dense", {"tp": 2, "pp": 2, "schedule": "zb-h1"}, {"lora": ALL | {"dora": True}}),
+    ("dense", {"tp": 2, "zero": 3}, {"lora": ALL | {"dora": True}}),
+    ("mla", {"tp": 2}, {"lora": ALL | {"dora": True}}),
+    ("tied", {"tp": 2, "sp": True, "pp": 2, "schedule": "zbv", "virtual_stages": 2}, {"lora": FEW | {"dropout": 0.3}}),
     ("tied", {"pp": 2, "zero": 2}, {"lora": FEW | {"modules_to_save": ["embed_tokens"]}}),
-    ("mla", {"tp": 2, "sp": True}, {"lora": ALL}),
-    ("long", {"cp": 2, "zero": 3}, {"lora": ALL | {"modules_to_save": ["lm_head"]}}),
+    ("mla", {"tp": 2, "sp": True}, {"lora": ALL | {"dropout": 0.3}}),
+    ("long", {"cp": 2, "zero": 3}, {"lora": ALL | {"dropout": 0.3, "modules_to_save": ["lm_head"]}}),
     ("deepseek", {"tp": 2, "ep": 2, "expert_tp": 2}, {"lora": ALL}),
     ("moe", {"cp": 2, "ep": 2, "zero": 3}, {"lora": ALL}),
     ("dense", {"tp": 2, "zero": 3}, {"freeze": ["*.self_attn.*", "lm_head.weight"]}),

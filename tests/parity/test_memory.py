@@ -22,8 +22,8 @@ from ranks import run_ranks
 from mega_ckpt.pieces import Sharded
 from mega_common.model_config import ModelConfig
 from mega_trainer.batch import micro_batches
-from mega_trainer.plan.memory import RunShape
 from mega_trainer.plan.parts import parts_of
+from mega_trainer.plan.shape import RunShape
 
 S, F, RANKS = 256, 128, 8
 MODEL = {

@@ -15,5 +15,5 @@ def test_packed_documents_train_as_one_by_one_in_a_covering_of_layouts() -> None
 
 @pytest.mark.long
 def test_packed_documents_train_as_one_by_one_in_layouts_of_four_ranks() -> None:
-    """Sixty of the 1,600, drawn so that every pair of settings is there; tests/parity/packing.py runs all."""
+    """Sixty of the 2,502, drawn so that every pair of settings is there; tests/parity/packing.py runs all."""
     assert not [problem for part in batches(covering(plain_layouts(), 60)) for problem in problems(part, part[0].ranks)]

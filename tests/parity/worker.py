@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -17,7 +16,9 @@ from torch import Tensor
 
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
 from mega_common.log import ProgressBar
-from mega_data.loader import StepBatch
+from mega_common.vision import VisionConfig
+from mega_data.kinds.base import SampleImages
+from mega_data.loader import SourceTokens, StepBatch
 from mega_trainer import build, step, train
 from mega_trainer.batch import micro_batches
 from mega_trainer.comm import CommLog
@@ -81,9 +82,7 @@ class Trainer:
         config = RunConfig.parse(case.raw, source=str(case))
         groups = build.connect(config, Ranks(rank, case.ranks), maker, log)
         dtype = torch.float64 if case.wide else build.dtype_of(config)
-        with ExitStack() as stack:
-            for module in (build, train):
-                stack.enter_context(mock.patch.object(module, "dtype_of", return_value=dtype))
+        with mock.patch.object(build, "dtype_of", return_value=dtype):
             state, executor = train.assemble(config, groups, torch.device("cpu"))
         for stage in state.stages.values():
             init_weights(stage, config.train.seed)
@@ -110,7 +109,7 @@ class Trainer:
         out = Outcome()
         for number in range(steps):
             result = self.step()
-            out.losses += [loss for loss in (result.loss, result.mtp_loss) if loss is not None]
+            out.losses += [loss for loss in (result.loss, result.mtp_loss, result.pair_loss) if loss is not None]
             out.norms.append(result.grad_norm)
             if number == 0:
                 out.gradients = clone(self.optimizer.gradients())
@@ -120,7 +119,7 @@ class Trainer:
 
 def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool = True) -> StepBatch:
     """Samples that depend on the step alone: random tokens, documents of uneven length, uneven weights of the losses."""
-    begin, length = config.batch.consumed(step), config.data.seq_length
+    begin, length = config.batch.consumed(step), config.target_length
     count = config.batch.at(begin)
     rng = np.random.default_rng([7, step])
     tokens = rng.integers(0, config.model.vocab_size, (count, length + 1))
@@ -129,6 +128,11 @@ def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool 
     weights = (rng.random((count, length)) < keep) * rng.choice([0.5, 1.0, 2.0], (count, length)).astype(np.float32)
     starts = np.array([[np.flatnonzero(row == row[i])[0] for i in range(length)] for row in documents])
     own = slice(rank * count // ranks, (rank + 1) * count // ranks)
+    model = config.model
+    types = rng.integers(0, model.token_types, (count, length))[own] if model.token_types else None
+    pairs = rng.integers(0, 2, count)[own] if model.sentence_pairs else None
+    vision = config.model.vision
+    images = [] if vision is None else [drawn_images(rng, row, vision) for row in tokens[:, :-1]]
     return StepBatch(
         tokens=tokens[own, :-1],
         labels=tokens[own, 1:],
@@ -136,7 +140,31 @@ def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool 
         position_ids=(np.arange(length) - starts)[own],
         document_ids=documents[own] if closed else None,
         sample_ids=np.arange(begin, begin + count)[own],
+        images=images[own],
+        source=_source(config, step, own, count) if config.model.encoder else None,
+        token_types=types,
+        pair_labels=pairs,
     )
+
+
+def drawn_images(rng: np.random.Generator, tokens: np.ndarray, vision: VisionConfig) -> SampleImages | None:
+    """None to two images somewhere in a sample, the first one perhaps cut by its begin; `tokens` get the placeholders."""
+    count, size = int(rng.integers(3)), vision.image_size
+    if not count:
+        return None
+    cut = int(rng.integers(2))
+    features = np.arange(cut, count * vision.tokens)
+    places = np.sort(rng.choice(len(tokens), len(features), replace=False))
+    tokens[places] = vision.image_token
+    return SampleImages(list(rng.standard_normal((count, 3, size, size), np.float32)), places, features)
+
+
+def _source(config: RunConfig, step: int, own: slice, count: int) -> SourceTokens:
+    """What the encoder reads: sequences of uneven length, padded."""
+    rng = np.random.default_rng([8, step])
+    length = config.data.seq_length
+    tokens = rng.integers(0, config.model.vocab_size, (count, length))
+    return SourceTokens(tokens[own], rng.integers(length // 4, length + 1, count)[own])
 
 
 def clone(tensors: Held) -> dict[str, Sharded]:

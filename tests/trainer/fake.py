@@ -9,7 +9,8 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, build_groups
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.decoder import Decoder, Stage
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.stage import Stage
 from mega_trainer.pipeline.stages import stage_layers
 
 

@@ -89,10 +89,34 @@ def test_transformer_engine_has_not_every_recipe(settings: Settings) -> None:
         RunConfig.parse(asked)
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_data_for_an_encoder_is_refused(settings: Settings, kind: str) -> None:
-    with pytest.raises(ConfigError, match=rf"data.kind = '{kind}': is data for an encoder, and every model here is a"):
+@pytest.mark.parametrize("kind", ["bert", "masked"])
+def test_data_for_an_encoder_is_refused_for_a_decoder(settings: Settings, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data.kind = '{kind}': is data for an encoder"):
         RunConfig.parse(settings(data={"kind": kind}))
+
+
+def test_an_encoder_guesses_masked_tokens_and_has_a_head_for_what_the_data_asks(settings: Settings) -> None:
+    whole = {"causal": False, "token_types": 2, "pooler": True, "sentence_pairs": True}
+    assert RunConfig.parse(settings(data={"kind": "bert"}, model=whole)).model.sentence_pairs
+    for kind, model, told in (
+        ("text", whole, r"model.causal = False: is an encoder, which guesses masked tokens"),
+        (
+            "bert",
+            {"causal": False},
+            r"data.bert.sentence_pairs = True: makes two segments, which the model has no types",
+        ),
+        ("masked", {"causal": False, "sentence_pairs": True}, r"sentence_pairs = True: goes by the pooled first token"),
+        ("masked", {"causal": False, "mtp_layers": 1}, r"causal = False: has no layers that carry a state"),
+        ("text", {"pooler": True}, r"pooler: is an encoder's"),
+        ("text", {"position_offset": 2}, r"position_offset = 2: is of learned positions"),
+        (
+            "text",
+            {"norm_position": "sum", "parallel_residual": True},
+            r"norm_position = 'sum': norms the stream behind",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            RunConfig.parse(settings(data={"kind": kind}, model=model))
 
 
 def test_tokens_that_look_like_placeholders_may_be_named(settings: Settings) -> None:
@@ -121,3 +145,34 @@ def test_ranks_that_do_not_fit_get_a_suggestion_that_works(settings: Settings, w
 def test_checking_a_configuration_needs_no_torch() -> None:
     code = "import sys, mega_trainer.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model": {}}, None),
+        ({"data": {"kind": "text"}}, "data.kind = 'text': has one sequence a sample, and the model has an encoder"),
+        ({"parallel": {"cp": 2}}, "parallel.cp_kind = 'ring': computes block by block"),
+        ({"parallel": {"cp": 2, "cp_kind": "alltoall"}, "model": {"attention_dropout": 0.1}}, "the dropout of a head of cross"),
+        ({"parallel": {"tp": 2, "sp": True}, "data": {"t5": {"decoder_seq_length": 33}}}, "data.t5.decoder_seq_length = 33: must"),
+        ({"model": {"position": "learned", "max_position": 64}, "data": {"t5": {"decoder_seq_length": 80}}}, "max_position = 64"),
+        ({"model": {"encoder": {"num_layers": 4}}}, "model.encoder.num_layers = 4: counts among num_layers = 4"),
+        ({"model": {"norm_position": "post"}}, "model.norm_position: does not go with an encoder"),
+        ({"model": {"encoder": None}}, "relative is for encoder-decoders"),
+        ({"model": {"encoder": None}, "data": {"kind": "t5"}}, "data.kind = 't5': is data for an encoder and a decoder"),
+        ({"precision": "fp8"}, "precision = 'fp8': is not for encoder-decoders"),
+    ],
+)  # fmt: skip
+def test_rules_of_encoder_decoders(change: dict[str, Any], told: str | None) -> None:
+    model = {
+        "num_layers": 4, "encoder": {"num_layers": 2}, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 4,
+        "vocab_size": 512, "position": "relative", "norm": "rmsnorm",
+    }  # fmt: skip
+    data = {"train": ["none"], "seq_length": 64}
+    raw = {**change, "model": {**model, **change.get("model", {})}, "data": {**data, **change.get("data", {})}}
+    if told is None:
+        assert RunConfig.parse(resolve(raw)).lengths == (64, 14)
+        return
+    with pytest.raises(ConfigError) as error:
+        RunConfig.parse(resolve(raw))
+    assert told in str(error.value)

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from mega_cli.main import main
-from mega_data.indexed_writer import IndexedWriter
-from mega_data.preprocess import preprocess
+from mega_data.files.indexed_writer import IndexedWriter
+from mega_data.making.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer
 
 

@@ -25,8 +25,10 @@ from torch import Tensor
 
 import mega_trainer
 from mega_ckpt.convert import convert
+from mega_ckpt.source import open_source
 from mega_common.errors import ConfigError, DataError
 from mega_trainer.engine import TrainingEngine
+from mega_trainer.model.router import Router
 from mega_trainer.ranks import Ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples/rl"
@@ -52,6 +54,41 @@ def test_log_probs_are_those_of_whole_rows_and_documents_do_not_see_each_other()
     together, alone = engine.log_probs(work), [engine.log_probs([one])[0] for one in work]
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(together, alone, strict=True))
     assert [len(each) for each in together] == [len(one) - 1 for one in work]
+
+
+def test_experts_are_those_that_a_rollout_chose_and_weigh_as_the_model_scores_them() -> None:
+    moe = next(case for case in layouts(2) if case.name == "moe" and not (case.model["moe"].get("capacity_factor")))
+    engine = engine_of(moe.single, Ranks())
+    work = sequences(engine.config.model.vocab_size, engine.config.data.seq_length)
+    routes, own = engine.routes(work), engine.log_probs(work)
+    count = engine.config.model.moe.num_experts  # type: ignore[union-attr]
+    assert [each.shape for each in routes] == [(len(one) - 1, 1, 2) for one in work]  # one layer has experts
+    assert all(int(each.min()) >= 0 and int(each.max()) < count for each in routes)
+    assert all(torch.equal(a, b) for a, b in zip(own, engine.log_probs(work, routes=routes), strict=True))
+    router = next(module for module in engine._state.stages[0].modules() if isinstance(module, Router))
+    with torch.no_grad():
+        router.weight.copy_(-router.weight)  # now it would choose others, and scores those given otherwise
+    other, replayed = engine.log_probs(work), engine.log_probs(work, routes=routes)
+    assert not torch.allclose(other[0], replayed[0])
+    assert not torch.allclose(own[0], replayed[0])
+    free = [torch.full_like(each, -1) for each in routes]
+    assert all(torch.equal(a, b) for a, b in zip(other, engine.log_probs(work, routes=free), strict=True))
+    again = engine.train_step(work, lambda given: -torch.stack([each.mean() for each in given]).mean(), routes=routes)
+    assert again.loss == pytest.approx(-torch.stack([each.mean() for each in replayed]).mean().item())
+    with pytest.raises(DataError, match=r"routes of sequence 1 have shape \[1, 1, 1\] instead of \[1, 1, 2\]"):
+        engine.log_probs(work, routes=[routes[0], routes[1][..., :1], *routes[2:]])
+    with pytest.raises(ConfigError, match="this one has none"):
+        engine_of(next(case for case in layouts(2) if case.name == "dense").single, Ranks()).routes(work[:1])
+
+
+def test_a_checkpoint_of_the_engine_s_has_the_tokenizer_that_came_with_the_weights(tmp_path: Path) -> None:
+    model = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "vocab_size": 11}
+    how = {"precision": "fp32", "data": {"seq_length": 6}, "device": "cpu"}
+    made = mega_trainer.TrainingEngine({"model": model, **how}).save(tmp_path / "first")
+    convert(made, tmp_path / "hf", "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    again = mega_trainer.TrainingEngine({"model": {"from": str(tmp_path / "hf")}, **how}).save(tmp_path / "second")
+    assert open_source(again).assets().keys() >= {"tokenizer.json", "config.json"}
 
 
 def streamed(engine: TrainingEngine, size: int) -> dict[str, Tensor]:
@@ -115,6 +152,9 @@ def test_the_package_exports_the_engine_and_reads_what_a_run_yaml_says() -> None
         engine.log_probs([[1]])
     with pytest.raises(ConfigError, match="hidden_size"):
         mega_trainer.TrainingEngine({"model": {**model, "hidden_size": 9}})
+    for reads, kind in (({"encoder": {"num_layers": 1}, "num_layers": 2}, "t5"), ({"causal": False}, "masked")):
+        with pytest.raises(ConfigError, match="trains decoders, and the model is or has an encoder"):
+            mega_trainer.TrainingEngine({"model": {**model, **reads}, "data": {"kind": kind}})
 
 
 def example(steps: int) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from parity.worker import synthetic, whole
 
+from mega_ckpt.combine import prune
 from mega_ckpt.convert import convert
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint, latest, place
@@ -21,6 +22,7 @@ from mega_trainer.batch import micro_batches
 from mega_trainer.config import RunConfig
 from mega_trainer.mesh import Groups
 from mega_trainer.ranks import Ranks
+from mega_trainer.rng import Dropout
 from mega_trainer.state import TrainState
 from mega_trainer.step import count_tokens, train_step
 from mega_trainer.train import assemble, begin, run
@@ -56,9 +58,11 @@ def tuning(settings: Settings, tmp_path: Path) -> Settings:
     return make
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_adapter_alone_is_saved_and_goes_on_bitwise(tuning: Settings, tmp_path: Path, precision: str) -> None:
-    straight = tuning(precision=precision, train={"steps": 4}, output=str(tmp_path / "straight"))
+@pytest.mark.parametrize(("precision", "dora"), [("fp32", True), ("bf16", False)])
+def test_an_adapter_alone_is_saved_and_goes_on_bitwise(
+    tuning: Settings, tmp_path: Path, precision: str, dora: bool
+) -> None:
+    straight = tuning(precision=precision, lora={"dora": dora}, train={"steps": 4}, output=str(tmp_path / "straight"))
     halves = {**straight, "output": str(tmp_path / "halves")}
     whole = bits(trained(straight))
     trained({**halves, "train": {"steps": 2}})
@@ -67,7 +71,7 @@ def test_an_adapter_alone_is_saved_and_goes_on_bitwise(tuning: Settings, tmp_pat
     assert all(torch.equal(a, b) for name in whole for a, b in zip(whole[name], again[name], strict=True))
     saved = {key for key in checkpoint_of(straight).keys() if "lora" not in key}  # noqa: SIM118
     assert not saved
-    assert len(checkpoint_of(straight).keys("weights/")) == 2 * 2 * 2
+    assert len(checkpoint_of(straight).keys("weights/")) == 2 * 2 * (2 + dora)
 
 
 def test_what_is_read_of_a_run_is_the_base_with_the_adapter_in_it(tuning: Settings, tmp_path: Path) -> None:
@@ -84,7 +88,19 @@ def test_what_is_read_of_a_run_is_the_base_with_the_adapter_in_it(tuning: Settin
     assert torch.equal(merged.read("lm_head.weight"), saved.read("weights/lm_head.weight"))
     assert not torch.equal(merged.read("lm_head.weight"), base.read("lm_head.weight"))
     assert torch.equal(merged.read("model.norm.weight"), base.read("model.norm.weight"))
-    assert all(not parameter.requires_grad for parameter in [state.stages[0].norm.weight])
+    assert all(not parameter.requires_grad for parameter in [state.stages[0].head.norm.weight])
+
+
+def test_magnitudes_start_from_the_lengths_of_the_base_s_rows(tuning: Settings, tmp_path: Path) -> None:
+    trained(tuning(train={"steps": 1}, lora={"dora": True}, optimizer={"lr": 1e-12}))
+    base, merged = open_source(tmp_path / "base"), open_source(tmp_path / "run")
+    for name in base.keys():  # noqa: SIM118
+        torch.testing.assert_close(merged.read(name), base.read(name))
+    name = "model.layers.1.mlp.down_proj"
+    found = checkpoint_of({"output": str(tmp_path / "run")}).read(f"weights/{name}.lora_magnitude_vector")
+    torch.testing.assert_close(found, base.read(f"{name}.weight").norm(dim=1))
+    part = merged.read_slice(f"{name}.weight", (3, 5), (7, 9))
+    torch.testing.assert_close(part, merged.read(f"{name}.weight")[3:10, 5:14])
 
 
 def test_another_base_is_refused_and_one_that_is_gone_is_told(
@@ -115,6 +131,8 @@ def test_what_cannot_be_is_told_at_once(tuning: Settings, settings: Settings) ->
     trained(raw)
     with pytest.raises(ConfigError, match=r"lora\.rank: 3 -> 4"):
         trained({**raw, "train": {"steps": 2}, "lora": {**raw["lora"], "rank": 4}})
+    with pytest.raises(CheckpointError, match="holds an adapter, which is no model without its base"):
+        prune(raw["output"], f"{raw['output']}-pruned")
 
 
 def test_frozen_tensors_stay_as_they_are_and_have_no_moments(settings: Settings, tmp_path: Path) -> None:
@@ -129,15 +147,30 @@ def test_frozen_tensors_stay_as_they_are_and_have_no_moments(settings: Settings,
     assert not [key for key in after.keys("optimizer/") if "embed_tokens" in key or ".mlp." in key]
 
 
-def test_gradients_are_peft_s(settings: Settings, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dropout", "dora"), [(0.0, False), (0.3, False), (0.0, True)])
+def test_gradients_are_peft_s(settings: Settings, tmp_path: Path, dropout: float, dora: bool) -> None:
+    """With dropout, by the same masks: one for the projections that one product makes."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     trained(settings(train={"steps": 1}, output=str(tmp_path / "base")))
     convert(tmp_path / "base", tmp_path / "hf", "hf")
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
-    wanted = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
+    wanted = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, lora_dropout=dropout, use_dora=dora
+    )
     theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), wanted)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(torch.linspace(0.5, 1.5, len(parameter)))
     theirs.save_pretrained(tmp_path / "adapter")
-    lora = {"rank": 3, "alpha": 5, "modules": targets, "init_from": str(tmp_path / "adapter")}
+    lora = {
+        "rank": 3,
+        "alpha": 5,
+        "modules": targets,
+        "dropout": dropout,
+        "dora": dora,
+        "init_from": str(tmp_path / "adapter"),
+    }
     raw = settings(init_from=str(tmp_path / "hf"), lora=lora, batch={"micro": 2, "global": 2}, data={"order": "stable"})
     config = RunConfig.parse(raw)
     state, executor = assemble(config, Groups(), torch.device("cpu"))
@@ -147,6 +180,11 @@ def test_gradients_are_peft_s(settings: Settings, tmp_path: Path) -> None:
     micro = list(micro_batches(batch, config, torch.device("cpu")))
     tokens = count_tokens(batch, 0, Groups())
     result = train_step(executor, state.optimizer, micro, tokens=tokens, lr=0.0, clip=0.0)
+    drops = Dropout(config.train.seed, [int(sample) for sample in batch.sample_ids], [range(16)])
+    for name, module in theirs.named_modules() if dropout else ():
+        if isinstance(module, torch.nn.Dropout) and "lora_dropout" in name:
+            site = name.removeprefix("base_model.model.").replace("v_proj", "q_proj").split(".lora_dropout")[0]
+            module.forward = lambda x, site=f"{site}.lora": drops.inputs(x, dropout, site, x.shape[-1])
     logits = theirs(torch.from_numpy(batch.tokens)).logits
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), torch.from_numpy(batch.labels), reduction="none")
     weights = torch.from_numpy(batch.loss_weights)
@@ -154,7 +192,9 @@ def test_gradients_are_peft_s(settings: Settings, tmp_path: Path) -> None:
     loss.backward()
     assert result.loss == pytest.approx(loss.item(), rel=1e-5)
     expected = {
-        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
+        name.removeprefix("base_model.model.")
+        .replace(".default", "")
+        .replace("vector.weight", "vector"): parameter.grad
         for name, parameter in theirs.named_parameters()
         if parameter.requires_grad
     }

@@ -152,7 +152,7 @@ def test_a_run_in_use_is_refused_and_its_ranks_end_with_their_launcher(
 
 
 def test_a_killed_rank_is_named_and_ends_the_job(long_run: tuple[subprocess.Popen[str], Path]) -> None:
-    process, _ = long_run
+    process, output = long_run
     os.kill(ranks_under(process)[1], signal.SIGKILL)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -160,6 +160,9 @@ def test_a_killed_rank_is_named_and_ends_the_job(long_run: tuple[subprocess.Pope
     assert re.search(r"rank 0 on .*, step \d+: the other ranks cannot be reached \(.*onnection", told), told
     assert "internal error" not in told
     assert "torch/distributed" not in told
+    recorded = (output / "errors.jsonl").read_text()
+    assert f'"error": "rank 1 on {socket.gethostname()} ended with signal 9"' in recorded
+    assert "the other ranks cannot be reached" in recorded
 
 
 def test_a_stopped_rank_0_is_named_and_ends_the_job(long_run: tuple[subprocess.Popen[str], Path]) -> None:

@@ -87,7 +87,7 @@ def test_an_overflow_at_the_smallest_scale_is_a_number_that_is_not_finite() -> N
 def test_a_loss_that_is_not_finite_is_no_overflow() -> None:
     it = trainer("fp16")
     with torch.no_grad():
-        it.state.stages[0].norm.weight.fill_(math.inf)
+        it.state.stages[0].head.norm.weight.fill_(math.inf)
     with pytest.raises(TrainingError, match="loss nan"):
         it.step(0)
     assert it.state.loss_scale is not None

@@ -11,7 +11,7 @@ import pytest
 from mega_ckpt.convert import convert
 from mega_common.errors import DataError
 from mega_data.config import DataConfig
-from mega_data.preprocess import preprocess
+from mega_data.making.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config import RunConfig
 from mega_trainer.ranks import Ranks

@@ -30,8 +30,8 @@ from mega_cli.main import main
 from mega_common.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingError
 from mega_common.model_config import MoeConfig
 from mega_common.remote import RemoteError
+from mega_trainer import loop
 from mega_trainer import step as step_module
-from mega_trainer import train as train_module
 from mega_trainer.config import RunConfig, resolve
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.search import planned
@@ -430,13 +430,13 @@ def test_not_finite_can_be_skipped(settings: Settings, monkeypatch: pytest.Monke
 def test_deterministic_asks_torch_while_the_run_lasts_and_is_written_down(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked = train_module.train_step, []
+    real, asked = loop.train_step, []
 
     def step(*args: Any, **more: Any) -> Any:
         asked.append(torch.are_deterministic_algorithms_enabled())
         return real(*args, **more)
 
-    monkeypatch.setattr(train_module, "train_step", step)
+    monkeypatch.setattr(loop, "train_step", step)
     raw = settings(train={"steps": 2}, deterministic=True)
     trained(raw)
     assert asked == [True, True]

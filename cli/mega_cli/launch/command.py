@@ -116,15 +116,25 @@ def kubernetes(
         str, typer.Option(help="PersistentVolumeClaim with the data; it is mounted at /workspace.")
     ] = "mega",
     shared_memory: Annotated[str, typer.Option(help="Size of /dev/shm in each pod.")] = "16Gi",
+    jobset: Annotated[
+        bool,
+        typer.Option(
+            "--jobset",
+            help="A JobSet, whose operator must be there: all pods begin anew where they were replaced too often.",
+        ),
+    ] = False,
 ) -> None:
     """Write a Kubernetes manifest: an Indexed Job with a pod for each machine, and the Service by which they meet.
 
-    The configuration travels in a ConfigMap; relative paths in it are relative to the volume. No operator is needed.
+    The configuration travels in a ConfigMap; relative paths in it are relative to the volume. No operator is needed but for
+    --jobset.
     With --stage a pod makes each part of a data set, and whichever is last joins them.
 
     Examples:
 
       mega launch kubernetes run.yaml --nodes 4 --image registry.example/mega-trainer:1 | kubectl apply -f -
+
+      mega launch kubernetes run.yaml --nodes 64 --jobset | kubectl apply -f -
 
       mega launch kubernetes workflow.yaml --stage tokenize --nodes 64 | kubectl apply -f -
     """
@@ -136,7 +146,7 @@ def kubernetes(
     if stage is not None:
         _write(parts_manifest(plan_parts(run, stage, nodes), job, image, volume, cpus), output)
         return
-    plan = PodPlan(job, nodes, gpus_per_node, image, volume, shared_memory, set_ or [])
+    plan = PodPlan(job, nodes, gpus_per_node, image, volume, shared_memory, set_ or [], jobset)
     _write(manifests(plan, run.read_text(encoding="utf-8")), output)
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 
-from mega_cli.launch.ranks import ENVIRONMENT, SAVE_SECONDS, agent_command
+from mega_cli.launch.ranks import ENVIRONMENT, RESTARTS, SAVE_SECONDS, agent_command
 
 PORT = 29500  # each pod has an address of its own
 GROUP = 10001  # of the user in mega's images
 CONTAINER = "trainer"
+NODES = "nodes"  # of a JobSet
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,20 @@ class PodPlan:
     volume: str
     shared_memory: str
     overrides: Sequence[str]
+    jobset: bool = False
+
+    @property
+    def first(self) -> str:
+        """The first pod's name in the cluster's DNS."""
+        return f"{self.job}-{NODES}-0-0.{self.job}" if self.jobset else f"{self.job}-0.{self.job}"
 
 
 def manifests(plan: PodPlan, config: str) -> str:
-    """All objects as YAML documents; `config` is the text of run.yaml."""
+    """All objects as YAML documents; `config` is the text of run.yaml. A JobSet makes the Service itself."""
     metadata = {"name": plan.job, "labels": {"app": plan.job}}
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": config}}
+    if plan.jobset:
+        return document([config_map, _job_set(plan, metadata)])
     # The pods look for each other before any of them is ready.
     meeting = {
         "clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": plan.job},
@@ -80,6 +89,17 @@ def _job_spec(plan: PodPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _job_set(plan: PodPlan, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Where pods of the job were replaced too often, all begin anew; not so after a mistake in what they were given."""
+    mistake = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    spec = {
+        "failurePolicy": {"maxRestarts": RESTARTS, "rules": [mistake]},
+        "network": {"enableDNSHostnames": True, "subdomain": plan.job, "publishNotReadyAddresses": True},
+        "replicatedJobs": [{"name": NODES, "replicas": 1, "template": {"spec": _job_spec(plan)}}],
+    }  # fmt: skip
+    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+
+
 def _codes(*values: int) -> dict[str, Any]:
     return {"containerName": CONTAINER, "operator": "In", "values": list(values)}
 
@@ -87,8 +107,7 @@ def _codes(*values: int) -> dict[str, Any]:
 def _pod_spec(plan: PodPlan) -> dict[str, Any]:
     """One machine's pod. When another's is lost, its agent starts its ranks again; they go on from the last save."""
     command = agent_command(
-        "python3", plan.nodes, plan.gpus, endpoint=f"{plan.job}-0.{plan.job}:{PORT}", job=plan.job,
-        index="JOB_COMPLETION_INDEX", restarts=10,
+        "python3", plan.nodes, plan.gpus, endpoint=f"{plan.first}:{PORT}", job=plan.job, index="JOB_COMPLETION_INDEX",
         train=["/config/run.yaml", *(f"--set={item}" for item in plan.overrides)],
     )  # fmt: skip
     container = {
@@ -105,7 +124,7 @@ def _pod_spec(plan: PodPlan) -> dict[str, Any]:
         ],
     }
     return {
-        "subdomain": plan.job,
+        **({} if plan.jobset else {"subdomain": plan.job}),
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": SAVE_SECONDS,
         # A new volume belongs to root, and the image's user is another.

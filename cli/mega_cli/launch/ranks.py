@@ -8,6 +8,8 @@ from collections.abc import Sequence
 SAVE_SECONDS = 120  # between the notice that a job will end and its end
 MEET_SECONDS = 600  # that machines wait for each other: an image may have to be fetched, a name to become known
 
+RESTARTS = 10  # of the ranks, after one of them has failed
+
 ENVIRONMENT = {
     # How long the agent lets its ranks save after a signal, in seconds.
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS - 10),
@@ -17,7 +19,7 @@ ENVIRONMENT = {
 
 
 def agent_command(
-    python: str, nodes: int, gpus: int, *, endpoint: str, job: str, index: str, restarts: int, train: Sequence[str]
+    python: str, nodes: int, gpus: int, *, endpoint: str, job: str, index: str, train: Sequence[str]
 ) -> str:
     """A line of shell, broken, that becomes the agent of one machine.
 
@@ -27,12 +29,11 @@ def agent_command(
         endpoint, job: where the machines meet, and as what; shell, to be expanded.
         index: name of the variable that numbers the machines; the first one hosts the meeting, whoever the others
             believe it to be.
-        restarts: how often ranks that died are started again.
         train: arguments of `mega train`.
     """
     lines = [
         f"exec {shlex.quote(python)} -m mega_trainer.elastic",
-        f"--nnodes={nodes} --nproc-per-node={gpus} --max-restarts={restarts}",
+        f"--nnodes={nodes} --nproc-per-node={gpus} --max-restarts={RESTARTS}",
         f'--rdzv-backend=c10d --rdzv-endpoint="{endpoint}" --rdzv-id="{job}"',
         f'--rdzv-conf="is_host=$(({index} == 0)),read_timeout={MEET_SECONDS},join_timeout={MEET_SECONDS}"',
         f"-m mega_cli.main train {shlex.join(train)}",

@@ -58,8 +58,7 @@ def batch_script(plan: SlurmPlan, nodes: int, gpus: int, train: Sequence[str]) -
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]
     agent = agent_command(
-        plan.python, nodes, gpus, endpoint="$RENDEZVOUS", job="$SLURM_JOB_ID", index="SLURM_PROCID", restarts=0,
-        train=train,
+        plan.python, nodes, gpus, endpoint="$RENDEZVOUS", job="$SLURM_JOB_ID", index="SLURM_PROCID", train=train,
     )  # fmt: skip
     task = "\n".join(["", *plan.prologue, agent, ""])
     options, before = plan.container.wrap() if plan.container else ([], [])

@@ -15,6 +15,7 @@ from mega_common.errors import ConfigError
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 OTHER_MODELS = re.compile(r"(?:^|[_-])(?:bert|t5|ict|retro|vision|vlm|mimo|multimodal|realm|orqa)(?:[_.-]|$)")
+BERT, T5 = "pretrain_bert.py", "pretrain_t5.py"
 TRAINING = re.compile(r"train|finetune|sft|gpt|llama", re.IGNORECASE)
 MODEL = re.compile(
     r"--(?:(?:en|de)coder-)?num-layers|--hidden-size|--use-checkpoint-args|--yaml-cfg|--config(?:-(?:file|path|name|yaml))?"
@@ -90,14 +91,19 @@ def find_launch(
 
 
 def _chosen(commands: Sequence[Command]) -> Command:
-    """The first command that trains a plain decoder; else the first that has to do with one."""
-    plain = [(command, at) for command, at in commands if not OTHER_MODELS.search(_name(command[at]))]
+    """The first command that trains a plain decoder, BERT or T5; else the first that has to do with one."""
+    plain = [(command, at) for command, at in commands if not _other(_name(command[at]))]
     if not plain:
         command, at = commands[0]
         raise ConfigError(
-            f"line {command[at].line}: {_name(command[at])} trains a model that is not a plain decoder, which mega does not"
+            f"line {command[at].line}: {_name(command[at])} trains a model that is no plain decoder, BERT or T5, which mega does not"
         )
     return next((found for found in plain if _trains(*found)), plain[0])
+
+
+def _other(program: str) -> bool:
+    """Whether a program trains what mega has no model of."""
+    return program not in (BERT, T5) and OTHER_MODELS.search(program) is not None
 
 
 def _arguments_alone(script: Script, batch: dict[str, str], commands: Sequence[Command]) -> Launch:

@@ -16,6 +16,7 @@ from mega_cli.megatron_args.hybrid import (
 )
 from mega_cli.megatron_args.patterns import layers_of_kind
 from mega_cli.megatron_args.shell import MARK, shown
+from mega_cli.megatron_args.t5 import is_t5, t5_layers
 
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none", "mrope": "rope"}
@@ -47,6 +48,7 @@ def _sizes(draft: Draft) -> None:
     put = draft.put
     pattern = pattern_of_flags(draft)
     layers = len(pattern.letters) if pattern else draft["num_layers"] or draft["encoder_num_layers"]
+    layers = t5_layers(draft) if is_t5(draft) else layers
     put("model.num_layers", layers, "num_layers", "encoder_num_layers", *(() if "num_layers" in draft else PATTERNS))
     put("model.hidden_size", draft["hidden_size"], "hidden_size")
     ask = "by Megatron's default 4 x hidden_size, two thirds of that in 64s with --swiglu"
@@ -235,10 +237,11 @@ def _position_kind(draft: Draft) -> str | None:
 
 def _position(draft: Draft) -> None:
     kind, latent = _position_kind(draft), draft["multi_latent_attention"]
+    known = POSITIONS | ({"relative": "relative"} if is_t5(draft) else {})
     if draft["use_alibi_mask"]:
         return draft.put("model.position", None, "use_alibi_mask", ask="ALiBi is missing")
     flags = ("use_rotary_position_embeddings", "position_embedding_type")
-    draft.put("model.position", POSITIONS.get(kind or ""), *flags, ask=f"positions of kind {kind} are missing")
+    draft.put("model.position", known.get(kind or ""), *flags, ask=f"positions of kind {kind} are missing")
     if kind == "mrope":
         draft.tell("no equivalent", "positions of kind mrope are missing, they are rope's", *flags)
     if kind in ("rope", "yarn", "mrope"):

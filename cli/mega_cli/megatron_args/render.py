@@ -29,7 +29,7 @@ def to_yaml(translation: Translation) -> str:
 
 
 def _header(translation: Translation) -> Iterator[str]:
-    yield "# Translated from a launch script of Megatron-LM."
+    yield f"# Translated from {translation.what}."
     if translation.launch:
         yield f"# Launch: {translation.launch}."
     for kind, heading in HEADINGS.items():

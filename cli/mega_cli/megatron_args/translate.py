@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mega_cli.megatron_args.bert import bert_section
 from mega_cli.megatron_args.data import data_section
 from mega_cli.megatron_args.deepspeed import DeepSpeedFile, read_deepspeed_file
 from mega_cli.megatron_args.draft import Draft, Note
@@ -17,6 +18,7 @@ from mega_cli.megatron_args.parse import parse_arguments
 from mega_cli.megatron_args.schedule import schedule_section
 from mega_cli.megatron_args.shell import shown
 from mega_cli.megatron_args.steps import batch_section, train_section
+from mega_cli.megatron_args.t5 import is_t5, t5_section
 from mega_cli.megatron_args.training import (
     checkpoint_section,
     deepspeed_section,
@@ -41,12 +43,14 @@ class Translation:
         notes: every flag of the command, and what else there is to know.
         origins: by dotted key of `run`, the flags that it comes from.
         launch: how the script starts the run, in words; empty if it does not say.
+        what: it was translated from.
     """
 
     run: dict[str, Any]
     notes: list[Note]
     origins: dict[str, str]
     launch: str
+    what: str = "a launch script of Megatron-LM"
 
 
 def translate(
@@ -57,7 +61,7 @@ def translate(
     arguments: Sequence[str] = (),
     strict: bool = False,
 ) -> Translation:
-    """Translate a launch script, or a bare list of arguments, for Megatron-LM's `pretrain_gpt.py`.
+    """Translate a launch script, or a bare list of arguments, for Megatron-LM's `pretrain_gpt.py` or `pretrain_bert.py`.
 
     Megatron's defaults are written out, for mega has others. Nothing of the script is executed.
 
@@ -72,6 +76,7 @@ def translate(
             all of it at once, with line numbers.
     """
     launch = find_launch(script_text, path=path, define=define, arguments=arguments)
+    _refuse_sight(launch)
     given = parse_arguments(launch.arguments, load_flags(), strict=strict)
     given.check()
     if not any(dest in given for dest in SIZES):
@@ -82,16 +87,31 @@ def translate(
         )
     draft = Draft(given, launch.ranks, launch.program, _deepspeed_file(given, launch))
     for section in (
-        model_section, data_section, parallel_section, batch_section, train_section, optimizer_section,
+        model_section, data_section, bert_section, parallel_section, batch_section, train_section, optimizer_section,
         schedule_section, precision_section, recompute_section, checkpoint_section, log_section, deepspeed_section,
     ):  # fmt: skip
         section(draft)
+    if is_t5(draft):
+        t5_section(draft)
     given.check()
     for line, text in sorted([*launch.remarks, *given.remarks]):
         draft.remark(line, text)
     _differences(draft)
     draft.finish()
     return Translation(draft.run, draft.notes, draft.origins, _launch(launch, draft))
+
+
+def _refuse_sight(launch: Launch) -> None:
+    """Megatron's multimodal example sizes tower and projector in its own code, by names, so that no flag says what they are."""
+    for text, line in launch.arguments:
+        flag, _, value = text.partition("=")
+        if flag in ("--vision-model-type", "--language-model-type"):
+            raise ConfigError(
+                f"line {line}: {flag} {value}".rstrip()
+                + " is of Megatron's multimodal example, whose flags do not say what its model is",
+                hint="write `model: {from: folder}` for a HuggingFace folder of it, or a preset such as llava-1.5-7b, and"
+                " train.freeze for --freeze-LM and --freeze-ViT",
+            )
 
 
 def _deepspeed_file(given: Arguments, launch: Launch) -> DeepSpeedFile:

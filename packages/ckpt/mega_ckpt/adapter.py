@@ -4,7 +4,7 @@ Two formats: a checkpoint of a run that trained one, which holds no more than wh
 and a folder of PEFT's (`peft.py`). Both are read as an `Adapter`, by canonical names, and `AdaptedSource` is the model of
 an adapter and its base, whose tensors are put together as they are asked for:
 
-    W + s B A
+    W + s B A      or, with a magnitude m for each row (DoRA), m (W + s B A) / |W + s B A|
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from mega_ckpt.checkpoint import AVERAGE, WEIGHTS, Checkpoint
-from mega_ckpt.lora import A, Adapted, B, adapted, adapter_tensors
+from mega_ckpt.lora import MAGNITUDE, A, Adapted, B, adapted, adapter_tensors
 from mega_ckpt.names import some
 from mega_ckpt.pieces import Shape, crop, cut
 from mega_common.errors import CheckpointError
@@ -154,9 +154,19 @@ class AdaptedSource:
         """A rectangle of it; of a stack of experts, some of each."""
         if name in self._replaced:
             return self.adapter.read(name, offset, shape).to(self.dtype(name))
-        held = self.base.read_slice(name, offset, shape)
         if name not in self._homes:
-            return held
+            return self.base.read_slice(name, offset, shape)
+        module, first = self._homes[name]
+        of, made = self.adapter.modules[module], self._summed(name, offset, shape)
+        if of.dora:
+            whole = made if shape[1] == of.into else self._summed(name, (offset[0], 0), (shape[0], of.into))
+            length = self.adapter.read(module + MAGNITUDE, (first + offset[0],), shape[:1])
+            made = made * (length.to(made.dtype) / torch.linalg.vector_norm(whole, dim=1)).unsqueeze(1)
+        return made.to(self.dtype(name))
+
+    def _summed(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """A rectangle of W + s B A."""
+        held = self.base.read_slice(name, offset, shape)
         module, first = self._homes[name]
         wide = torch.promote_types(held.dtype, torch.float32)
         *stack, row, column = offset
@@ -164,7 +174,7 @@ class AdaptedSource:
         a, b = (self.adapter.whole(module + suffix).to(wide) for suffix in (A, B))
         a = crop(a, (*stack, 0, column), (*deep, a.shape[-2], columns))
         b = crop(b, (*stack, first + row, 0), (*deep, rows, b.shape[-1]))
-        return (held.to(wide) + self.adapter.modules[module].scale * (b @ a)).to(held.dtype)
+        return held.to(wide) + self.adapter.modules[module].scale * (b @ a)
 
     def buffers(self) -> Sequence[str]:
         """Those of the base."""
@@ -177,6 +187,13 @@ class AdaptedSource:
     def assets(self) -> Mapping[str, Path | bytes]:
         """Those of the base."""
         return self.base.assets()
+
+
+def row_lengths(base: Source, name: str, first: int, rows: int) -> Tensor:
+    """The lengths fp64 [rows] of some rows of a matrix [N, D], which magnitudes start from."""
+    held = base.read_slice(name, (first, 0), (rows, base.shape(name)[1]))
+    lengths: Tensor = torch.linalg.vector_norm(held.double(), dim=1)
+    return lengths
 
 
 def base_of(path: str, source: Source) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mega_ckpt.adapter import is_adapter_checkpoint
 from mega_ckpt.checkpoint import BUFFERS, WEIGHTS, Checkpoint
 from mega_ckpt.families import same_model
 from mega_ckpt.folders import make_durable_folder
@@ -44,6 +45,11 @@ def prune(source: str | Place, destination: str | Place) -> None:
     """
     with new_folder(destination) as folder:
         checkpoint = Checkpoint.open(checkpoint_folder(source))
+        if is_adapter_checkpoint(checkpoint):
+            raise CheckpointError(
+                f"{checkpoint.folder}: holds an adapter, which is no model without its base",
+                hint="mega ckpt convert --to peft writes the adapter alone, --to mega the model with it",
+            )
         held = MegaSource(checkpoint)
         note = {"source": str(checkpoint.folder), "without": sorted(_others(checkpoint))}
         provenance = {**checkpoint.manifest.provenance, "pruned": note}

@@ -21,11 +21,11 @@ from mega_ckpt.adapter import AdaptedSource
 from mega_ckpt.card import cards
 from mega_ckpt.checkpoint import OPTIMIZER
 from mega_ckpt.formats.disk import DiskSource
+from mega_ckpt.formats.hf import HfSource
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
 from mega_ckpt.formats.megatron import TRACKER, MegatronSource
 from mega_ckpt.formats.megatron_dist_write import write_dist
 from mega_ckpt.formats.megatron_legacy_write import write_legacy
-from mega_ckpt.formats.megatron_optimizer import StaysBehindError, Training
 from mega_ckpt.formats.megatron_write import Writing, write_release
 from mega_ckpt.formats.peft import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft import write_peft
@@ -35,7 +35,8 @@ from mega_ckpt.source import MegaSource, Source, cast_dtype, checkpoint_folder, 
 from mega_ckpt.storage import folder_at
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream import blocks, write_weights
-from mega_ckpt.vocabulary import ExtendedSource
+from mega_ckpt.training import StaysBehindError, Training
+from mega_ckpt.vocabulary import ExtendedSource, with_tokens
 from mega_common.errors import CheckpointError
 from mega_common.log import ProgressBar, logger
 from mega_common.remote import Place, Remote, place
@@ -58,6 +59,7 @@ class Options:
         settings: fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says.
         adapter: a run's or a folder of PEFT's, to be put into the weights.
         vocab_size: tokens of the vocabulary, the new ones' rows the mean of the others'; None leaves it.
+        tokens: to add to the tokenizer, with rows of that kind.
         averaged: take the averages that a run has kept of its weights (`train.ema`).
     """
 
@@ -72,6 +74,7 @@ class Options:
     adapter: str | None = None
     averaged: bool = False
     vocab_size: int | None = None
+    tokens: tuple[str, ...] = ()
 
 
 def convert(
@@ -141,6 +144,8 @@ def _opened(source: str | Place, options: Options) -> Source:
     if options.adapter is not None:
         return open_adapted(options.adapter, source)
     given = open_source(source, settings=options.settings, averaged=options.averaged)
+    if options.tokens:
+        return with_tokens(given, options.tokens, options.vocab_size)
     return given if options.vocab_size is None else ExtendedSource(given, options.vocab_size)
 
 
@@ -184,21 +189,26 @@ def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) 
 
 
 def _training(source: Source, options: Options) -> Training | None:
-    """What a run goes on from beside the weights, where a checkpoint of Megatron has it; one line says what became of it."""
-    if not isinstance(source, MegatronSource):
+    """What a run goes on from beside the weights, where another trainer's checkpoint has it; one line says what became of it."""
+    if not isinstance(source, MegatronSource | HfSource):
         return None
+    stored = source.dtype(source.keys()[0])
     try:
-        if options.dtype is not None:
+        if isinstance(source, HfSource):
+            training = source.training(options.dtype or stored)
+        elif options.dtype is not None:
             raise StaysBehindError("they are cast, and training goes on with what it had")
-        training = source.training()
+        else:
+            training = source.training()
     except StaysBehindError as why:
         logger.warning("only the weights are converted: %s", why)
         return None
-    logger.info(
-        "the optimizer's state after step %d comes along; the learning rate, its schedule, Adam's settings and the "
-        "generators' states do not: run.yaml has its own",
-        training.step,
-    )
+    if training is not None:
+        logger.info(
+            "the optimizer's state after step %d comes along; the learning rate, its schedule, Adam's settings and the "
+            "generators' states do not: run.yaml has its own",
+            training.step,
+        )
     return training
 
 

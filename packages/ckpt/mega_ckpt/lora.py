@@ -3,7 +3,8 @@
     model.layers.0.self_attn.q_proj.lora_A.weight [r, D]      model.layers.0.self_attn.q_proj.lora_B.weight [N, r]
 
 A layer's experts are stacked on axis 0, gate above up where there is a gate: `mlp.experts.gate_up_proj` has A [E, r, D] and
-B [E, 2 F, r], `mlp.experts.down_proj` A [E, r, F] and B [E, D, r].
+B [E, 2 F, r], `mlp.experts.down_proj` A [E, r, F] and B [E, D, r]. With `lora.dora` a projection also has a
+`lora_magnitude_vector` [N].
 
 Legend: D model width, N a projection's output width, F feed-forward width, E experts, r rank.
 """
@@ -20,7 +21,7 @@ from mega_common.errors import ConfigError
 from mega_common.lora import LoraConfig, meant
 from mega_common.model_config import ModelConfig
 
-A, B = ".lora_A.weight", ".lora_B.weight"
+A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 # Of attention, feed-forward blocks and experts; no router, and nothing of a recurrent mixer.
 _PROJECTION = re.compile(
     r"(?P<module>model\.layers\.(?P<layer>\d+)\.(self_attn|mlp)\..*(?<!latent)_proj(_with_mqa)?)\.weight"
@@ -37,6 +38,8 @@ class Adapted:
         weights: the canonical tensors that it changes, one below the other.
         out, into: their output width, of all, and their input width.
         experts: how many are stacked; None for a plain matrix.
+        dropout: share of the input that the adapter does not see in training.
+        dora: whether it has a magnitude for each output, too.
     """
 
     rank: int
@@ -45,19 +48,22 @@ class Adapted:
     out: int
     into: int
     experts: int | None = None
+    dropout: float = 0.0
+    dora: bool = False
 
     @property
-    def shapes(self) -> tuple[Shape, Shape]:
-        """Of A and B."""
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of A and B, and of the magnitude if there is one."""
         stack = () if self.experts is None else (self.experts,)
-        return (*stack, self.rank, self.into), (*stack, self.out, self.rank)
+        pair = (*stack, self.rank, self.into), (*stack, self.out, self.rank)
+        return (*pair, (self.out,)) if self.dora else pair
 
 
 def adapted(model: ModelConfig, lora: LoraConfig) -> dict[str, Adapted]:
     """The projections of `model` that `lora` is for, by canonical name without `.weight`, in the order of the forward.
 
     Raises:
-        ConfigError: naming a pattern that is for no projection.
+        ConfigError: naming a pattern that is for no projection, or experts, which have neither dropout nor magnitudes.
     """
     modules = projections(model)
     for key, patterns in (("modules", lora.modules), ("ranks", lora.ranks), ("alphas", lora.alphas)):
@@ -74,7 +80,15 @@ def adapted(model: ModelConfig, lora: LoraConfig) -> dict[str, Adapted]:
             shapes = list(weights.values())
             *stack, _, into = shapes[0]
             rows = sum(shape[-2] for shape in shapes)
-            out[module] = Adapted(rank, lora.scale_of(module), tuple(weights), rows, into, stack[0] if stack else None)
+            experts = stack[0] if stack else None
+            if experts is not None and (lora.dropout or lora.dora):
+                key = "dropout" if lora.dropout else "dora"
+                raise ConfigError(
+                    f"lora.{key} = {getattr(lora, key)}: {module} has none, as in PEFT",
+                    hint=f"leave out lora.{key}, or the experts in lora.modules",
+                )
+            scale = lora.scale_of(module)
+            out[module] = Adapted(rank, scale, tuple(weights), rows, into, experts, lora.dropout, lora.dora)
     return out
 
 
@@ -97,5 +111,5 @@ def adapter_tensors(modules: Mapping[str, Adapted]) -> Tensors:
     return {
         module + suffix: shape
         for module, of in modules.items()
-        for suffix, shape in zip((A, B), of.shapes, strict=True)
+        for suffix, shape in zip((A, B, MAGNITUDE), of.shapes, strict=False)
     }

@@ -11,28 +11,74 @@ from collections.abc import Iterable
 
 from mega_ckpt.pieces import Shape
 from mega_common.model_config import ModelConfig
+from mega_common.vision import PROJECTOR, TOWER, VisionConfig
 
 Tensors = dict[str, Shape]
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 
 
 def tensors_of(config: ModelConfig) -> Tensors:
     """Every tensor of a model by canonical name, with its shape, in the order of the forward pass.
 
-    A layer's experts are one tensor stacked on axis 0. `lm_head.weight` is absent when it is the embedding.
+    A layer's experts are one tensor stacked on axis 0. `lm_head.weight` is absent when it is the embedding, and
+    `score.weight` in its place in a reward model.
     """
     width, vocab = config.hidden_size, config.vocab_size
     out: Tensors = {EMBEDDING: (vocab, width)}
     if config.position == "learned":
-        out["model.embed_positions.weight"] = (config.max_position, width)
+        out["model.embed_positions.weight"] = (config.max_position + config.position_offset, width)
+    out |= _vision(config)
+    if config.position == "relative" and not config.relative.every_layer:
+        out |= {f"model.{stack}_relative_bias.weight": _relative(config) for stack in ("encoder", "decoder")}
+    if config.token_types:
+        out["model.embed_types.weight"] = (config.token_types, width)
+    out |= _norm(config, "model.embed_norm") if config.embedding_norm else {}
     for index in range(config.num_layers):
+        if config.encoder and index == config.encoder.num_layers:
+            out |= _norm(config, "model.encoder_norm")
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _layer(config, index).items()}
-    out |= _norm(config, "model.norm")
-    if not config.tie_embeddings:
+    out |= _norm(config, "model.norm") if config.norm_position != "sum" else {}
+    out |= _encoder_heads(config)
+    if config.score:
+        out[SCORE] = (1, width)
+    elif not config.tie_embeddings:
         out[HEAD] = (vocab, width)
     for index in range(config.num_layers, config.num_layers + config.mtp_layers):
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _predictor(config, index).items()}
     return out
+
+
+def _vision(config: ModelConfig) -> Tensors:
+    """A vision tower and its projector, the last layers and norm included that may be for nothing."""
+    vision, tower = config.vision, config.tower
+    if vision is None or tower is None:
+        return {}
+    width, size = vision.hidden_size, vision.patch_size
+    layers = {
+        name.replace("model.", TOWER, 1): shape
+        for name, shape in tensors_of(tower).items()
+        if name.startswith(("model.layers.", "model.norm."))
+    }
+    return {
+        **_linear(f"{TOWER}embed_patches", width, 3 * size * size, vision.patch_bias),
+        **({f"{TOWER}class_embedding": (width,)} if vision.class_token else {}),
+        f"{TOWER}embed_positions.weight": (vision.patches + vision.class_token, width),
+        **(_norm(tower, f"{TOWER}pre_norm") if vision.pre_norm else {}),
+        **layers,
+        **_projector(config, vision),
+    }
+
+
+def _projector(config: ModelConfig, vision: VisionConfig) -> Tensors:
+    if vision.projector == "norm":
+        return {
+            f"{PROJECTOR}norm.weight": (vision.hidden_size,),
+            **_linear(f"{PROJECTOR}linear", config.hidden_size, vision.hidden_size, bias=False),
+        }
+    return {
+        **_linear(f"{PROJECTOR}linear_1", config.hidden_size, vision.hidden_size, vision.projector_bias),
+        **_linear(f"{PROJECTOR}linear_2", config.hidden_size, config.hidden_size, vision.projector_bias),
+    }
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -46,14 +92,29 @@ def some(names: Iterable[str]) -> str:
     return first + (f" (and {len(others)} more)" if others else "")
 
 
+def _encoder_heads(config: ModelConfig) -> Tensors:
+    """What guesses masked tokens, before the output matrix and behind it, and what tells the order of two segments."""
+    width, head = config.hidden_size, config.masked_lm
+    guesses: Tensors = {}
+    if head:
+        guesses = {**_linear("lm_head.dense", width, width, head.dense_bias), **_norm(config, "lm_head.norm")}
+    return {
+        **guesses,
+        **({"lm_head.bias": (config.vocab_size,)} if config.head_bias else {}),
+        **(_linear("model.pooler", width, width, True) if config.pooler else {}),
+        **(_linear("pair_head", 2, width, True) if config.sentence_pairs else {}),
+    }
+
+
 def _layer(config: ModelConfig, index: int) -> Tensors:
-    before, after = config.norm_position != "post", config.norm_position != "pre"
+    before, after = config.norm_position in ("pre", "both"), config.norm_position != "pre"
     mixer, feed = config.mixer(index), config.feed(index)
     mlp_norm = "pre_feedforward_layernorm" if config.norm_position == "both" else "post_attention_layernorm"
     return {
-        **(_norm(config, "input_layernorm") if mixer and before else {}),
+        **(_norm(config, "input_layernorm") if mixer and before and (index or config.first_norm) else {}),
         **_mixer(config, mixer),
         **(_norm(config, "post_attention_layernorm") if mixer and after else {}),
+        **(_cross(config) if config.crosses(index) else {}),
         **(_norm(config, mlp_norm) if feed and before and not config.shared_norm else {}),
         **_feed(config, feed),
         **(_norm(config, "post_feedforward_layernorm") if feed and after else {}),
@@ -113,7 +174,29 @@ def _attention(config: ModelConfig) -> Tensors:
         **(norms if config.qk_norm else {}),
         **(_linear("self_attn.g_proj", queries, width, config.qkv_bias) if config.attention_gate else {}),
         **({"self_attn.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),
+        **({"self_attn.relative_bias.weight": _relative(config)} if _own_table(config) else {}),
         **_linear("self_attn.o_proj", width, queries, config.attention_out_bias),
+    }
+
+
+def _own_table(config: ModelConfig) -> bool:
+    return config.position == "relative" and config.relative.every_layer
+
+
+def _relative(config: ModelConfig) -> Shape:
+    return (config.relative.buckets, config.num_attention_heads)
+
+
+def _cross(config: ModelConfig) -> Tensors:
+    """Attention to what the encoder made, and the norm before it."""
+    width, head = config.hidden_size, config.head_size
+    queries, keys = config.num_attention_heads * head, config.kv_heads * head
+    return {
+        **_norm(config, "cross_attn_layernorm"),
+        **_linear("cross_attn.q_proj", queries, width, config.qkv_bias),
+        **_linear("cross_attn.k_proj", keys, width, config.qkv_bias),
+        **_linear("cross_attn.v_proj", keys, width, config.qkv_bias),
+        **_linear("cross_attn.o_proj", width, queries, config.attention_out_bias),
     }
 
 

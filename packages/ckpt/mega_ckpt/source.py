@@ -15,7 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mega_ckpt.adapter import AdaptedSource, Adapter, averaged_names, base_of, check_base, is_adapter_checkpoint
+from mega_ckpt.adapter import (
+    AdaptedSource,
+    Adapter,
+    averaged_names,
+    base_of,
+    check_base,
+    is_adapter_checkpoint,
+    row_lengths,
+)
 from mega_ckpt.checkpoint import AVERAGE, BUFFERS, WEIGHTS
 from mega_ckpt.formats.gguf import GgufSource
 from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf
@@ -24,6 +32,7 @@ from mega_ckpt.formats.hf_files import holds_weights, read_json
 from mega_ckpt.formats.megatron import MegatronSource, is_megatron
 from mega_ckpt.formats.peft import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft import read_peft
+from mega_ckpt.lora import MAGNITUDE, Adapted
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Shape, Sharded, crop
@@ -299,6 +308,14 @@ def load_adapter(adapter: Adapter, tensors: Mapping[str, Sharded]) -> None:
                 hint="lora.modules and lora.ranks must be those that it was trained with",
             )
         _fill(name, sharded, adapter.read)
+
+
+def load_magnitudes(base: Source, modules: Mapping[str, Adapted], tensors: Mapping[str, Sharded]) -> None:
+    """Fill the magnitudes among `tensors`, those of new adapters beside `base`: the lengths of its rows."""
+    for name, sharded in tensors.items():
+        if name.endswith(MAGNITUDE):
+            (weight,) = modules[name.removesuffix(MAGNITUDE)].weights
+            _fill(weight, sharded, lambda matrix, offset, shape: row_lengths(base, matrix, *offset, *shape))
 
 
 @torch.no_grad()

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from mega_ckpt.checkpoint import BUFFERS, OPTIMIZER, WEIGHTS
 from mega_ckpt.commits import put_manifest
-from mega_ckpt.formats.megatron_optimizer import Training
 from mega_ckpt.journal import Journal, Once, always
 from mega_ckpt.manifest import DTYPE_NAMES, Chunk, FileEntry, TensorEntry, make_manifest
 from mega_ckpt.pieces import Shape, crop, cut
 from mega_ckpt.shards import NewFile, Slab, write_shards
 from mega_ckpt.source import Source, cast_dtype
+from mega_ckpt.training import Training
 from mega_common.log import ProgressBar
 from mega_common.model_config import ModelConfig
 from mega_common.remote import Place

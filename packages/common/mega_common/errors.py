@@ -61,6 +61,10 @@ class TrainingError(MegaError):
     exit_status: ClassVar[int] = 1
 
 
+class NumbersError(TrainingError):
+    """Numbers that go wrong, as a run's own policy judges them; a new start would make the same."""
+
+
 class Interrupted(MegaError):
     """Training that was asked to end before its last step (a signal, a limit of time or steps), and has saved."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import sys
 import time
 from types import TracebackType
@@ -31,7 +32,7 @@ logger = logging.getLogger("mega")
 def setup_log(*, rank: int = 0, world_size: int = 1, verbose: bool = False) -> None:
     """Send the `mega` logger to standard error: rank 0 tells everything, the others only warnings and errors.
 
-    With more than one rank each line of another rank names it.
+    With more than one rank each line of another rank names it and its host.
     """
     logger.setLevel((logging.DEBUG if verbose else logging.INFO) if rank == 0 else logging.WARNING)
     logger.propagate = False
@@ -40,7 +41,7 @@ def setup_log(*, rank: int = 0, world_size: int = 1, verbose: bool = False) -> N
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:
         handler = logging.StreamHandler(sys.stderr)
-        prefix = f"[rank {rank}] " if world_size > 1 and rank else ""
+        prefix = f"[rank {rank} on {socket.gethostname()}] " if world_size > 1 and rank else ""
         handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]
 

@@ -1,6 +1,7 @@
 """What an adapter of low rank is (LoRA, arXiv:2106.09685), as pure data: which projections it is for, and how it weighs.
 
     y = W x + s B A x      A [r, in], B [out, r], s = alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)
+    y = m (W x + s B A x) / |W + s B A|      m [out], the length of each row (DoRA, arXiv:2402.09353)
 
 Projections are meant by patterns as PEFT's: a regular expression for a module's whole name, or for the end of it after a dot.
 A layer's experts are two modules, `mlp.experts.gate_up_proj` (`up_proj` where there is no gate) and `mlp.experts.down_proj`,
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from pydantic import Field, PositiveInt
@@ -34,6 +36,10 @@ class LoraConfig(Config):
     rslora: bool = Field(False, description="multiply by alpha / sqrt(rank) instead")
     ranks: dict[str, PositiveInt] = Field({}, description="ranks of the projections that match a pattern")
     alphas: dict[str, float] = Field({}, description="alphas of the projections that match a pattern")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of a projection's input that its adapter does not see")
+    dora: bool = Field(
+        False, description="train the length of each row of W + s B A, too, as a magnitude of its own (DoRA)"
+    )
     init_from: str | None = Field(
         None, description="start from this adapter, a run's or a folder of PEFT's, with the same projections and ranks"
     )
@@ -43,6 +49,10 @@ class LoraConfig(Config):
 
     def problems(self) -> Iterator[Problem]:
         """Patterns are regular expressions."""
+        if self.dora and self.dropout:
+            yield Problem(
+                "dropout", "goes with no dora, whose magnitudes are of what is not dropped", self.dropout, "0"
+            )
         for key in ("modules", "ranks", "alphas", "modules_to_save"):
             for pattern in getattr(self, key):
                 try:
@@ -66,6 +76,13 @@ class LoraConfig(Config):
 
 def _own(patterns: Mapping[str, N], module: str, usual: N) -> N:
     return next((value for pattern, value in patterns.items() if meant(module, [pattern])), usual)
+
+
+def is_trained(name: str, freeze: Sequence[str], lora: LoraConfig | None) -> bool:
+    """Whether a run that freezes tensors by those patterns trains one, by its canonical name."""
+    if any(fnmatchcase(name, pattern) for pattern in freeze):
+        return False
+    return lora is None or is_adapter(name) or lora.saves(name)
 
 
 def is_adapter(name: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from mega_common.config import Config, Problem
+from mega_common.encoder import EncoderConfig, RelativeConfig
 from mega_common.layers import (
     DeltaConfig,
     Feed,
@@ -21,11 +22,12 @@ from mega_common.layers import (
     Pattern,
     Repeat,
     check_pattern,
-    section_problems,
     spelled,
 )
+from mega_common.model_rules import model_problems
+from mega_common.vision import VisionConfig
 
-GATED_ACTIVATIONS = frozenset({"swiglu", "geglu"})
+GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_erf"})
 
 
 class RopeConfig(Config):
@@ -141,8 +143,17 @@ class MlaConfig(Config):
     norm_eps: float = Field(1e-6, gt=0, description="of the latents' norms, apart from the model's, as in DeepSeek")
 
 
+class MaskedLmConfig(Config):
+    """What an encoder guesses tokens with: norm(act(W x)), before the output matrix and a bias of each token (BERT)."""
+
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    dense_bias: bool = Field(True, description="of W")
+    bias: bool = Field(True, description="of each token's logit")
+
+
 class ModelConfig(Config):
-    """Architecture of a decoder-only language model. Sizes are counts of elements; see the README for presets.
+    """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both. Sizes are counts of
+    elements; see the README for presets.
 
     `layers` says of which kind each layer is: "attention", "mamba" or "delta", "mlp" or "moe", or one of the first and
     one of the others, as "attention+mlp"; `{times: 3, of: [mamba, mlp]}` stands for several. A string has one letter a
@@ -160,14 +171,25 @@ class ModelConfig(Config):
     head_dim: PositiveInt | None = Field(None, description="default: hidden_size / num_attention_heads")
     max_position: PositiveInt = Field(4096, description="longest sequence the positions are made for, in tokens")
     tie_embeddings: bool = False
+    causal: bool = Field(
+        True, description="a token sees itself and those before it; false: those behind it, too, as in BERT"
+    )
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
     norm_bias: bool = Field(True, description="of a layernorm; without one as in Cohere")
     zero_centered_norm: bool = Field(False, description="norms multiply by 1 + weight, as in Gemma")
-    activation: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
+    activation: Literal["swiglu", "geglu", "geglu_erf", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"] = Field(
+        "swiglu", description="geglu's gelu is the approximation by tanh, geglu_erf's is not"
+    )
     activation_limit: float | None = Field(None, gt=0, description="swiglu between bounds, as in GPT-OSS")
-    position: Literal["rope", "learned", "none"] = "rope"
+    position: Literal["rope", "learned", "relative", "none"] = "rope"
+    position_offset: NonNegativeInt = Field(
+        0, description="rows of the learned positions before the first, as in RoBERTa"
+    )
+    token_types: NonNegativeInt = Field(0, description="kinds of segment, whose embeddings are added, as in BERT")
+    embedding_norm: bool = Field(False, description="a norm of the embeddings, as in BERT")
     rope: RopeConfig = RopeConfig()
+    relative: RelativeConfig = RelativeConfig()
     local_rope: RopeConfig | None = Field(None, description="of layers with a sliding window; default: `rope`")
     no_rope_layers: list[NonNegativeInt] | None = Field(None, description="layers that rotate nothing, as in SmolLM3")
     scale_embeddings: bool = Field(False, description="embeddings times sqrt(hidden_size), as in Gemma")
@@ -180,15 +202,20 @@ class ModelConfig(Config):
         "head",
         description="`all`: over all heads at once, as in OLMo-2; `each`: a LayerNorm without bias for each head, as in Command R+",
     )
-    norm_position: Literal["pre", "post", "both"] = Field(
-        "pre", description="`post`: after attention and MLP, as in OLMo-2; `both`: before and after, as in Gemma 2"
+    norm_position: Literal["pre", "post", "both", "sum"] = Field(
+        "pre",
+        description="`post`: after attention and MLP, as in OLMo-2; `both`: before and after, as in Gemma 2; `sum`: of the "
+        "stream itself behind each sum, as in BERT",
     )
+    first_norm: bool = Field(True, description="false: none before the first layer's mixer, as in ModernBERT")
     parallel_residual: bool = Field(False, description="attention and MLP see the same input, as in GPT-NeoX")
     shared_norm: bool = Field(
         False, description="under parallel_residual one norm before both, as in Falcon and Cohere"
     )
     residual_multiplier: float = Field(1.0, gt=0, description="factor on what attention and MLP add, as in Granite")
-    sliding_window: PositiveInt | None = Field(None, description="keys a query sees, itself included, in tokens")
+    sliding_window: PositiveInt | None = Field(
+        None, description="keys a query sees, itself included, in tokens; as many to each side where not causal"
+    )
     full_attention_layers: list[NonNegativeInt] | None = Field(None, description="layers without the sliding window")
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; default: 1 / sqrt(head size)")
     attention_softcap: float | None = Field(None, gt=0, description="scores become cap tanh(scores / cap)")
@@ -205,6 +232,15 @@ class ModelConfig(Config):
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
     delta: DeltaConfig | None = None
+    vision: VisionConfig | None = None
+    encoder: EncoderConfig | None = None
+    score: bool = Field(
+        False,
+        description="a reward model: a head of one row scores a text at its last token, in place of the vocabulary's",
+    )
+    masked_lm: MaskedLmConfig | None = None
+    pooler: bool = Field(False, description="tanh(W x) of the first token, as in BERT")
+    sentence_pairs: bool = Field(False, description="tells of the pooled first token whether segments are swapped")
     mtp_layers: NonNegativeInt = Field(0, description="layers that predict further tokens, as in DeepSeek-V3")
     mtp_loss: float = Field(0.3, ge=0, description="weight of their mean loss (arXiv:2412.19437)")
 
@@ -263,6 +299,19 @@ class ModelConfig(Config):
         """Keys that a query of that layer sees, itself included; None for all."""
         return None if layer in (self.full_attention_layers or ()) else self.sliding_window
 
+    @property
+    def head_bias(self) -> bool:
+        """Whether there is something to add to the logits, for each token of the vocabulary."""
+        return bool((self.masked_lm and self.masked_lm.bias) or (self.encoder and self.encoder.head_bias))
+
+    def encodes(self, layer: int) -> bool:
+        """Whether that layer is the encoder's."""
+        return self.encoder is not None and layer < self.encoder.num_layers
+
+    def crosses(self, layer: int) -> bool:
+        """Whether that layer sees what the encoder made, too."""
+        return self.encoder is not None and layer >= self.encoder.num_layers
+
     def rotates(self, layer: int) -> bool:
         """Whether that layer turns queries and keys by their positions."""
         return self.position == "rope" and layer not in (self.no_rope_layers or ())
@@ -293,9 +342,24 @@ class ModelConfig(Config):
         return self.feed(layer) == "moe"
 
     @property
+    def tower(self) -> ModelConfig | None:
+        """The layers of its vision tower, if it has one."""
+        return None if self.vision is None else ModelConfig.model_validate(self.vision.encoder)
+
+    def computes(self, name: str) -> bool:
+        """Whether a tensor, by its canonical name, is for anything: of a vision tower the last ones may not be."""
+        return self.vision is None or self.vision.computes(name)
+
+    @property
     def gated(self) -> bool:
         """Whether the feed-forward block has a gate beside its up projection."""
         return self.activation in GATED_ACTIVATIONS
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scored(cls, raw: Any) -> Any:
+        """What scores has no output layer, which might be tied, nor layers that go by one."""
+        return {**raw, "tie_embeddings": False, "mtp_layers": 0} if isinstance(raw, dict) and raw.get("score") else raw
 
     @model_validator(mode="before")
     @classmethod
@@ -310,81 +374,5 @@ class ModelConfig(Config):
         return {**raw, "num_layers": len(spelled(repeats))}
 
     def problems(self) -> Iterator[Problem]:
-        """Rules between sizes."""
-        yield from self._head_problems() if "attention" in self.heads else ()
-        layers = self.num_layers + self.mtp_layers
-        listed = {
-            "full_attention_layers": self.full_attention_layers,
-            "no_rope_layers": self.no_rope_layers,
-            "moe.layers": self.moe and self.moe.layers,
-        }
-        for name, indices in listed.items():
-            if indices and max(indices) >= layers:
-                yield Problem(name, f"names a layer past the last, {layers - 1}", max(indices))
-        if self.shared_norm and (not self.parallel_residual or self.norm_position != "pre"):
-            rule = "is one norm before attention and MLP, which then see the same input"
-            yield Problem("shared_norm", rule, hint="parallel_residual: true and norm_position: pre")
-        if self.mtp_layers and self.position == "learned":
-            rule = "embeds further tokens without their positions"
-            yield Problem("mtp_layers", rule, self.mtp_layers, "0, or position: rope")
-        if self.activation_limit and self.activation != "swiglu":
-            yield Problem("activation_limit", "bounds swiglu alone", self.activation_limit, "activation: swiglu")
-        if self.attention_gate and self.mla:
-            yield Problem("attention_gate", "is not for latent attention", hint="leave out mla")
-        yield from self._layer_problems() if self.layers is not None else ()
-
-    def _head_problems(self) -> Iterator[Problem]:
-        """Rules between the sizes of attention's heads."""
-        heads = self.num_attention_heads
-        if self.head_dim is None and self.mla is None and self.hidden_size % heads:
-            yield Problem(
-                "hidden_size",
-                f"must be a multiple of num_attention_heads = {heads}",
-                self.hidden_size,
-                "or give head_dim",
-            )
-        if heads % self.kv_heads:
-            fits = [n for n in range(1, heads + 1) if heads % n == 0]
-            yield Problem("num_kv_heads", f"must divide num_attention_heads = {heads}", self.kv_heads, f"one of {fits}")
-        if self.position == "rope" and self.rotated_size % 2:
-            where, value = ("rope.fraction", self.rope.fraction) if self.mla is None else ("mla", self.rotated_size)
-            yield Problem(where, f"must rotate an even part of the head size {self.head_size}", value)
-        for name, rope in (("rope", self.rope), ("local_rope", self.local_rope)):
-            yield from _rope_problems(name, rope, self.rotated_size // 2) if rope else ()
-        if self.mla and (self.qk_norm or self.kv_heads != heads or self.head_dim or self.attention_sinks):
-            rule = "has its own head sizes and norms, a key and value for every head, and no sinks"
-            yield Problem("mla", rule, hint="leave out head_dim, num_kv_heads, qk_norm and attention_sinks")
-        if self.mla and (self.position != "rope" or self.rope.fraction != 1):
-            rule = f"rotates {self.mla.qk_rope_head_dim} elements of each head, all of them"
-            yield Problem("mla", rule, hint="position: rope, without rope.fraction")
-        if self.mla and self.no_rope_layers:
-            yield Problem("no_rope_layers", "a latent head has a part that is rotated", hint="leave it out")
-
-    def _layer_problems(self) -> Iterator[Problem]:
-        """Rules between the kinds of layer and the rest."""
-        named = len(spelled(self.layers or []))
-        if named not in (self.num_layers, self.num_layers + self.mtp_layers):
-            further = f", and {self.mtp_layers} that predict further tokens" if self.mtp_layers else ""
-            hint = "leave it out, it follows from layers" if not self.mtp_layers else ""
-            yield Problem("num_layers", f"but layers names {named}{further}", self.num_layers, hint)
-            return
-        if self.moe and self.moe.layers is not None:
-            yield Problem("moe.layers", "is said by layers too", hint="leave out one of them")
-        if self.moe and not any(kind.feed == "moe" for kind in self.kinds):
-            yield Problem("moe", "layers names none with experts", hint="name one, or leave out moe")
-        given = {"mamba": self.mamba is not None, "delta": self.delta is not None, "moe": self.moe is not None}
-        yield from section_problems(self.kinds, given)
-        if self.parallel_residual and any(None in layer for layer in self.kinds):
-            rule = "wants a mixer and a feed-forward in every layer"
-            yield Problem("parallel_residual", rule, hint="layers of both, as attention+mlp")
-
-
-def _rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[Problem]:
-    if rope.scaling != "none" and rope.factor < 1:
-        yield Problem(f"{name}.factor", "must be at least 1 to stretch the context", rope.factor)
-    if rope.scaling in ("llama3", "yarn", "longrope") and rope.original_max_position is None:
-        yield Problem(f"{name}.original_max_position", f"required by rope scaling {rope.scaling!r}")
-    for key in ("short_factor", "long_factor"):
-        factors = getattr(rope, key)
-        if rope.scaling == "longrope" and len(factors or ()) != pairs:
-            yield Problem(f"{name}.{key}", f"rope scaling 'longrope' wants {pairs} numbers", factors)
+        """See `mega_common.model_rules`."""
+        return model_problems(self)

@@ -40,6 +40,25 @@ def _gpt3(layers: int, width: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _t5(layers: int, width: int, ffn: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """Of version 1.0; as many layers in the encoder as in the decoder."""
+    return {
+        "num_layers": 2 * layers, "encoder": {"num_layers": layers}, "hidden_size": width, "ffn_hidden_size": ffn,
+        "num_attention_heads": heads, "head_dim": head_dim, "vocab_size": 32_128, "max_position": 512, "norm_eps": 1e-6,
+        "tie_embeddings": True, "logit_scale": width**-0.5, "activation": "relu", "position": "relative",
+        "attention_scale": 1.0,
+    }  # fmt: skip
+
+
+def _bert(layers: int, width: int, heads: int, vocab_size: int) -> dict[str, Any]:
+    return {
+        "num_layers": layers, "hidden_size": width, "ffn_hidden_size": 4 * width, "num_attention_heads": heads,
+        "vocab_size": vocab_size, "max_position": 512, "causal": False, "norm": "layernorm", "norm_position": "sum",
+        "embedding_norm": True, "activation": "gelu", "position": "learned", "qkv_bias": True, "attention_out_bias": True,
+        "mlp_bias": True, "tie_embeddings": True, "masked_lm": {}, "scale_residual_init": False,
+    }  # fmt: skip
+
+
 def _nemotron_h(pattern: str, width: int, ffn: int, kv_heads: int, mamba_heads: int, length: int) -> dict[str, Any]:
     return {
         "layers": pattern, "num_layers": len(pattern), "hidden_size": width, "ffn_hidden_size": ffn,
@@ -81,9 +100,22 @@ def _tiny(layers: int, width: int, ffn: int, heads: int, kv_heads: int) -> dict[
     }  # fmt: skip
 
 
+def _llava(layers: int, width: int, ffn: int, heads: int) -> dict[str, Any]:
+    """LLaVA 1.5: Vicuna, which is Llama 2, behind CLIP's ViT-L/14 of 336 pixels."""
+    return {
+        "num_layers": layers, "hidden_size": width, "ffn_hidden_size": ffn, "num_attention_heads": heads,
+        "vocab_size": 32_064, "max_position": 4096,
+        "vision": {
+            "num_layers": 24, "hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 16, "image_token": 32_000,
+        },
+    }  # fmt: skip
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _tiny(2, 64, 192, 4, 2),
     "tiny-10m": _tiny(6, 320, 896, 5, 5),
+    "llava-1.5-7b": _llava(32, 4096, 11_008, 32),
+    "llava-1.5-13b": _llava(40, 5120, 13_824, 40),
     "llama3-8b": _llama3(32, 4096, 14_336, 32),
     "llama3-70b": _llama3(80, 8192, 28_672, 64),
     "llama3-405b": {**_llama3(126, 16_384, 53_248, 128)},
@@ -136,6 +168,29 @@ PRESETS: dict[str, dict[str, Any]] = {
         "full_attention_layers": list(range(5, 26, 6)), "qk_norm": True, "rope": {"theta": 1_000_000.0},
         "local_rope": {"theta": 10_000.0},
     },
+    "gemma3-4b": {  # Gemma 3's sizes from here on see images
+        **_gemma(34, 2560, 10_240, 8, 4), "vocab_size": 262_208, "max_position": 131_072, "sliding_window": 1024,
+        "full_attention_layers": list(range(5, 34, 6)), "qk_norm": True,
+        "rope": {"theta": 1_000_000.0, "scaling": "linear", "factor": 8.0}, "local_rope": {"theta": 10_000.0},
+        "vision": {
+            "num_layers": 27, "hidden_size": 1152, "ffn_hidden_size": 4304, "num_attention_heads": 16, "image_size": 896,
+            "activation": "gelu_tanh", "norm_eps": 1e-6, "class_token": False, "patch_bias": True, "pre_norm": False,
+            "feature_layer": -1, "feature_norm": True, "projector": "norm", "pool": 4, "image_token": 262_144,
+            "begin_token": 255_999, "end_token": 256_000, "bidirectional": True, "resize": "stretch",
+            "resample": "bilinear", "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5],
+        },
+    },
+    "bert-large": {
+        **_bert(24, 1024, 16, 30_522), "norm_eps": 1e-12, "token_types": 2, "pooler": True, "sentence_pairs": True,
+    },
+    "roberta-base": {**_bert(12, 768, 12, 50_265), "token_types": 1, "position_offset": 2},
+    "modernbert-base": {
+        "num_layers": 22, "hidden_size": 768, "ffn_hidden_size": 1152, "num_attention_heads": 12, "vocab_size": 50_368,
+        "max_position": 8192, "causal": False, "norm": "layernorm", "norm_bias": False, "embedding_norm": True,
+        "first_norm": False, "activation": "geglu_erf", "tie_embeddings": True, "masked_lm": {"dense_bias": False},
+        "sliding_window": 65, "full_attention_layers": list(range(0, 22, 3)), "rope": {"theta": 160_000.0},
+        "local_rope": {"theta": 10_000.0},
+    },
     "nemotron-h-8b": _nemotron_h("M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 4096, 21_504, 8, 128, 8192),
     "nemotron-3-nano": {
         **_nemotron_h("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 2688, 1856, 2, 64, 262_144),
@@ -156,6 +211,11 @@ PRESETS: dict[str, dict[str, Any]] = {
             "num_experts": 512, "top_k": 10, "ffn_hidden_size": 512, "shared_ffn_hidden_size": 512, "shared_gate": True,
             "aux_loss": 0.001,
         },
+    },
+    "t5-base": _t5(12, 768, 3072, 12, 64),
+    "t5-11b": _t5(24, 1024, 65_536, 128, 128),
+    "flan-t5-xl": {
+        **_t5(24, 2048, 5120, 32, 64), "activation": "geglu", "tie_embeddings": False, "logit_scale": 1.0,
     },
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),

@@ -13,7 +13,7 @@ from mega_common.config import Config, Problem
 from mega_data.objectives import ROOM, BertConfig, FimConfig, T5Config
 
 Order = Literal["shuffled", "stable", "megatron"]
-KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert", "t5"]
+KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert", "masked", "t5"]
 
 
 class Source(Config):
@@ -87,7 +87,7 @@ class DataConfig(Config):
         "text",
         description="text: windows of running text; documents: whole ones, packed; conversations: those, with the weights of "
         "their mask; pairs: a chosen and a rejected answer; fim: text with middles to fill in; bert: masked words of sentences "
-        "in pairs; t5: spans for a decoder to tell",
+        "in pairs; masked: running text with masked tokens; t5: spans for a decoder to tell",
     )
     fim: FimConfig = FimConfig()
     bert: BertConfig = BertConfig()
@@ -109,6 +109,13 @@ class DataConfig(Config):
     )
     begun: Begun | None = Field(
         None, description="written by a run that is gone on with under another blend: where this one began"
+    )
+    image_folder: Path | None = Field(
+        None,
+        description="what the paths of images begin at, where that is no longer what it was when they were prepared",
+    )
+    on_bad_sample: Literal["stop", "skip"] = Field(
+        "stop", description="where an image cannot be read; skip: nothing of that sample counts in the loss"
     )
     tokenizer: Path | None = None
     allow_other_tokenizer: bool = Field(
@@ -169,17 +176,17 @@ class DataConfig(Config):
     def _kind_problems(self) -> Iterator[Problem]:
         if "fim" in self.kinds and self.fim.level == "document" and self.seq_length < 2 * ROOM:
             yield Problem("seq_length", "leaves no room for text beside the tokens of data.fim", self.seq_length)
-        alone = self.kinds & {"bert", "t5"}
+        alone = self.kinds & {"bert", "masked", "t5"}
         if not alone:
             return
         if len(self.kinds) > 1:
             rule = f"{' and '.join(sorted(self.kinds))} make samples that no one model takes"
-            yield Problem("kind", rule, self.kind, "bert and t5 mix with no other kind")
-        least = {"bert": 5, "t5": 4}[min(alone)]
+            yield Problem("kind", rule, self.kind, "bert, masked and t5 mix with no other kind")
+        least = {"bert": 5, "masked": 1, "t5": 4}[min(alone)]
         if self.seq_length < least:
             yield Problem("seq_length", f"leaves no room for text in a sample of {min(alone)}", self.seq_length)
         for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-            if getattr(self, flag):
+            if getattr(self, flag) and alone != {"masked"}:
                 yield Problem(flag, f"is of running text, and the kind {min(alone)} has no documents in a sample", True)
         if "t5" in alone and self.sample_order == "megatron" and self.t5.decoder_seq_length is None:
             yield Problem("t5.decoder_seq_length", "order megatron needs it", None, "Megatron's --decoder-seq-length")

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer as Backend
 
 from mega_common.errors import DataError
 from mega_common.log import ProgressBar, logger
+from mega_data.reading.unpack import package
 from mega_data.tokenizer import Tokenizer, save
-from mega_data.unpack import package
 
 SAMPLE = 1 << 22  # characters on which both must agree
 LONGEST = 1 << 17  # characters of one document

@@ -13,14 +13,16 @@ import numpy.typing as npt
 import xxhash
 
 from mega_common.errors import ConfigError, DataError
-from mega_data.blend import MegatronBlend, StableBlend
+from mega_common.vision import VisionConfig
 from mega_data.config import DataConfig
-from mega_data.curriculum import fixed_blend, names_of, training_blend
-from mega_data.indexed import IndexedReader
+from mega_data.files.indexed import IndexedReader
+from mega_data.images.references import refuse_images
 from mega_data.kinds import kinds
 from mega_data.kinds.base import Sample, Samples, Setting
 from mega_data.kinds.text import DocumentRules
-from mega_data.parts import SPLITS, Part, Parts
+from mega_data.order.blend import MegatronBlend, StableBlend
+from mega_data.order.curriculum import fixed_blend, names_of, training_blend
+from mega_data.order.parts import SPLITS, Part, Parts
 from mega_data.tokenizer import Tokenizer
 
 
@@ -105,12 +107,14 @@ def build_datasets(
     samples: Mapping[str, int],
     eod: int | None,
     tokenizer: Tokenizer | None = None,
+    vision: VisionConfig | None = None,
 ) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
     """The train, valid and test sets of a run.
 
     `samples` says how many samples the run will read of "train", "valid" and "test"; order `megatron` depends on it,
-    order `stable` does not. `tokenizer` is that of the data, which the kinds `fim`, `bert` and `t5` need; by default the one that
-    `config` names. Valid and test are None when none is asked for or `split` gives them nothing.
+    order `stable` does not. `tokenizer` is that of the data, which the kinds `fim`, `bert`, `masked` and `t5` need; by default
+    the one that `config` names. `vision` is what the model sees images with. Valid and test are None when none is asked for
+    or `split` gives them nothing.
 
     Raises:
         ConfigError: when a rule about documents is on and `eod` is None.
@@ -124,7 +128,7 @@ def build_datasets(
         if not chosen:
             return None
         cache = config.cache or chosen[0].reader.prefix.parent / ".cache"
-        return _blended(chosen, Setting(config, seed, eod, cache, tokenizer), wanted, training=name == "train")
+        return _blended(chosen, Setting(config, seed, eod, cache, tokenizer, vision), wanted, training=name == "train")
 
     train, valid, test = map(split, SPLITS)
     if train is None:
@@ -179,7 +183,9 @@ def sequential(prefix: Path, seq_length: int) -> SequentialDataset:
     Raises:
         DataError: when the data set cannot be used or has fewer than two tokens.
     """
-    dataset = SequentialDataset(IndexedReader(prefix), seq_length)
+    reader = IndexedReader(prefix)
+    refuse_images([reader], "read from token to token", "a run's validation reads them: data.valid, train.eval_every")
+    dataset = SequentialDataset(reader, seq_length)
     if not len(dataset):
         raise DataError(f"{prefix}: fewer than two tokens, so there is nothing to predict")
     return dataset

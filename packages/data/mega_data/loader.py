@@ -12,8 +12,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mega_common.errors import ConfigError
-from mega_data.kinds.base import Sample
+from mega_common.errors import ConfigError, DataError
+from mega_data.kinds.base import Sample, SampleImages
+from mega_data.kinds.t5 import T5Sample
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -21,10 +22,18 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 class Samples(Protocol):
     """Anything that makes sample k, and tells how much work it is."""
 
-    def __getitem__(self, k: int, /) -> Sample: ...
+    def __getitem__(self, k: int, /) -> Sample | T5Sample: ...
 
     def work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
         """As in `kinds.base.Samples`."""
+
+
+@dataclass(frozen=True)
+class SourceTokens:
+    """What the encoder of an encoder-decoder reads: int64 [n, E], and how many of each sample's are no padding, int64 [n]."""
+
+    tokens: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,9 @@ class StepBatch:
 
     Attributes:
         sample_ids: int64 [n], the samples' numbers in the data set.
+        images: of each sample that has any; none at all where no data set has.
+        source: of samples for an encoder-decoder, whose decoder the rest is about.
+        pair_labels: int64 [n].
     """
 
     tokens: npt.NDArray[np.int64]
@@ -41,6 +53,10 @@ class StepBatch:
     position_ids: npt.NDArray[np.int64]
     document_ids: npt.NDArray[np.int32] | None
     sample_ids: npt.NDArray[np.int64]
+    images: Sequence[SampleImages | None] = ()
+    source: SourceTokens | None = None
+    token_types: npt.NDArray[np.int64] | None = None
+    pair_labels: npt.NDArray[np.int64] | None = None
 
 
 class Loader:
@@ -102,8 +118,13 @@ class Loader:
 
     def _batch(self, begin: int, share: int) -> StepBatch:
         ids = begin + self._own(range(begin, begin + share * self._dp_size))
-        samples = [self._dataset[k] for k in ids.tolist()]
+        found = [self._dataset[k] for k in ids.tolist()]
+        samples = [sample for sample in found if isinstance(sample, Sample)]
+        if not samples:
+            return _two_sequences([sample for sample in found if isinstance(sample, T5Sample)], ids)
         documents = [sample.document_ids for sample in samples]
+        types = [sample.token_types for sample in samples if sample.token_types is not None]
+        labels = [sample.pair_label for sample in samples if sample.pair_label is not None]
         return StepBatch(
             tokens=self._stacked([sample.tokens for sample in samples]),
             labels=self._stacked([sample.labels for sample in samples]),
@@ -113,6 +134,9 @@ class Loader:
             if all(ids is None for ids in documents)
             else self._stacked([*map(self._or_one, documents)]),
             sample_ids=ids,
+            token_types=self._stacked(types) if types else None,
+            pair_labels=np.array(labels) if labels else None,
+            images=[sample.images for sample in samples],
         )
 
     def _own(self, step: range) -> npt.NDArray[np.int64]:
@@ -127,6 +151,28 @@ class Loader:
 
     def _stacked(self, rows: list[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
         return np.stack(rows, out=np.empty((len(rows), self._seq_length), rows[0].dtype))
+
+
+def _two_sequences(samples: Sequence[T5Sample], ids: npt.NDArray[np.int64]) -> StepBatch:
+    """Of samples for an encoder and a decoder."""
+    tokens = np.stack([sample.decoder_tokens for sample in samples])
+    seen = np.stack([sample.encoder_mask for sample in samples])
+    lengths = seen.sum(1)
+    inside = (seen != (np.arange(seen.shape[1]) < lengths[:, None])).any(1)
+    if inside.any():
+        raise DataError(
+            f"sample {ids[inside.argmax()]}: the encoder's text has the token that stands for padding",
+            hint="the tokenizer's padding must be a token that no text has",
+        )
+    return StepBatch(
+        tokens=tokens,
+        labels=np.maximum(np.stack([sample.labels for sample in samples]), 0),
+        loss_weights=np.stack([sample.loss_weights for sample in samples]),
+        position_ids=np.tile(np.arange(tokens.shape[1]), (len(samples), 1)),
+        document_ids=None,
+        sample_ids=ids,
+        source=SourceTokens(np.stack([sample.encoder_tokens for sample in samples]), lengths),
+    )
 
 
 def dealt(work: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:

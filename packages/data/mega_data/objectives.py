@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from mega_common.config import Config
+from mega_data.spans import Spans
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -32,7 +33,7 @@ class FimConfig(Config):
 
 
 class BertConfig(Config):
-    """BERT's masked words and order of sentences."""
+    """BERT's masked words and order of sentences; the kind `masked` goes by `mask_probability` alone."""
 
     mask_probability: Share = Field(0.15, description="share of the tokens that are to be guessed")
     short_probability: Probability = Field(0.1, description="share of the samples that are shorter than seq_length")
@@ -48,3 +49,10 @@ class T5Config(Config):
     decoder_seq_length: PositiveInt | None = Field(
         None, description="tokens the decoder sees at once; default, but in order megatron: what seq_length brings"
     )
+
+    def decoder_length(self, seq_length: int) -> int:
+        """Tokens of the decoder beside `seq_length` of the encoder."""
+        if self.decoder_seq_length is not None:
+            return self.decoder_seq_length
+        spans = Spans.fitting(seq_length, self.mask_probability, self.mean_span)
+        return spans.hidden + spans.count + 1

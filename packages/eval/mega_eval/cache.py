@@ -7,16 +7,19 @@ Legend: N new tokens of all rows, S of one row, T tokens of a row so far, H quer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from mega_eval.pages import PAGE
 from mega_trainer.kernels.masks import ALL, Band
-from mega_trainer.model.context import Attend, Recur
+from mega_trainer.model.context import Attend, AttendCached, Recur
 
+Memory = Mapping[int, tuple[Tensor, Tensor]]
 Run = tuple[int, int]  # slots from the first to before the second
 
 
@@ -26,33 +29,56 @@ class Span:
 
     Attributes:
         tokens: which of the step's N tokens are the row's.
-        runs: the slots of all T tokens of the row in order, the new ones last.
+        total: T, of which these are the last.
+        pages: where all of them are.
         place: where the row's states are among those of all rows.
+        blocks: places of the row's images, of each all or none in the step, whose tokens see those of theirs behind them.
+        memory: what each layer of a decoder asks of the row's encoded text, keys and values [1, E, K, d].
     """
 
     tokens: slice
-    runs: list[Run]
+    total: int
+    pages: Sequence[int]
     place: int = 0
+    blocks: Sequence[range] = ()
+    memory: Memory = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, first: int, new: int, total: int, pages: Sequence[int], place: int = 0) -> Span:
-        """Of a row of `total` tokens, the last `new` of which are the step's from the `first` on."""
-        return cls(slice(first, first + new), _runs(pages, total), place)
+    @property
+    def count(self) -> int:
+        """New tokens."""
+        count: int = self.tokens.stop - self.tokens.start
+        return count
+
+    @property
+    def stretches(self) -> Iterator[tuple[range, bool]]:
+        """The places of the new tokens, cut where images begin and end, and whether they are an image's."""
+        place = self.total - self.count
+        for block in self.blocks:
+            if place <= block.start < self.total:
+                yield range(place, block.start), False
+                yield block, True
+                place = block.stop
+        yield range(place, self.total), False
 
     @property
     def begins(self) -> bool:
         """Whether no token of the row was there before."""
-        return len(self.new) == sum(stop - start for start, stop in self.runs)
+        return self.count == self.total
 
     @property
     def new(self) -> list[int]:
         """The slots of the new tokens."""
-        runs = _last(self.runs, self.tokens.stop - self.tokens.start)
-        return [slot for start, stop in runs for slot in range(start, stop)]
+        places = range(self.total - self.count, self.total)
+        return [self.pages[place // PAGE] * PAGE + place % PAGE for place in places]
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The slots of all tokens in order, neighbouring pages as one run."""
+        return _runs(self.pages, self.total)
 
     def seen(self, window: int | None) -> list[Run]:
         """The slots of the keys that some of the new tokens see."""
-        return self.runs if window is None else _last(self.runs, window - 1 + self.tokens.stop - self.tokens.start)
+        return self.runs if window is None else _last(self.runs, window - 1 + self.count)
 
 
 class PagedCache:
@@ -65,25 +91,42 @@ class PagedCache:
         self._slots, self._rows = pages * PAGE, rows
         self._held: list[tuple[Tensor, ...]] = [()] * layers
         self._spans: list[Span] = []
-        self._seen: dict[int | None, list[tuple[slice, list[Run]]]] = {}
+        self._seen: dict[int | None, list[list[Run]]] = {}
+        self._single = 0  # of the spans the first so many have one token
         self._new = torch.empty(0)
 
     def begin(self, spans: list[Span], device: torch.device) -> None:
-        """Say whose tokens the next forward pass has."""
+        """Say whose tokens the next forward pass has: best those of rows that have one come first, which is less to do."""
         self._spans, self._seen = spans, {}
+        self._single = sum(1 for _ in takewhile(lambda span: span.count == 1, spans))
         self._new = torch.tensor([slot for span in spans for slot in span.new], device=device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: Attend) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: AttendCached
+    ) -> Tensor:
         """See `Cache.attend`; each of the N tokens stands in a batch row of its own: [N, 1, H or K, d]."""
         held = self._put(layer, k) if v is None else self._put(layer, k, v)
+        by_head = [part.transpose(0, 1).unsqueeze(0) for part in held]  # [1, K, slots, d]
         if window not in self._seen:
-            self._seen[window] = [(span.tokens, span.seen(window)) for span in self._spans]
+            self._seen[window] = [span.seen(window) for span in self._spans]
+        keys = [_joined(by_head[0], runs) for runs in self._seen[window]]
+        values = keys if v is None else [_joined(by_head[1], runs) for runs in self._seen[window]]
+        single = self._single
+        rows = [attend.rows(q[:single, 0], keys[:single], values[:single]).unsqueeze(1)] if single else []
+        left = None if window is None else window - 1
+        for span, *kept in zip(self._spans[single:], keys[single:], values[single:], strict=True):
+            for places, image in filter(lambda one: one[0], span.stretches):
+                first, behind = places.start + span.tokens.stop - span.total, span.total - places.stop
+                own, value = (part[:, :, : part.shape[2] - behind].transpose(1, 2) for part in kept)
+                new = q[first : first + len(places)].transpose(0, 1)
+                rows.append(attend(new, own, value, Band(left, None if image else 0)).transpose(0, 1))
+        return torch.cat(rows)
+
+    def cross(self, layer: int, q: Tensor, attend: Attend) -> Tensor:
+        """See `Cache.cross`; each of the N tokens stands in a batch row of its own: [N, 1, H, d]."""
         y = torch.empty_like(q)
-        for tokens, runs in self._seen[window]:
-            keys, values = (_joined(part, runs) for part in (held[0], held[-1]))
-            one = tokens.stop - tokens.start == 1  # which sees all the keys of its window
-            mask = ALL if one else Band(None if window is None else window - 1, right=0)
-            y[tokens] = attend(q[tokens].transpose(0, 1), keys, values, mask).transpose(0, 1)
+        for span in self._spans:
+            y[span.tokens] = attend(q[span.tokens].transpose(0, 1), *span.memory[layer], ALL).transpose(0, 1)
         return y
 
     def recur(self, layer: int, x: Tensor, step: Recur) -> Tensor:
@@ -93,7 +136,7 @@ class PagedCache:
         """
         alike: dict[tuple[int, bool], list[Span]] = {}
         for span in self._spans:
-            alike.setdefault((span.tokens.stop - span.tokens.start, span.begins), []).append(span)
+            alike.setdefault((span.count, span.begins), []).append(span)
         made, order = [], []
         for (count, begins), spans in alike.items():
             places = torch.tensor([span.place for span in spans], device=x.device)
@@ -141,6 +184,6 @@ def _last(runs: Sequence[Run], count: int) -> list[Run]:
 
 
 def _joined(held: Tensor, runs: Sequence[Run]) -> Tensor:
-    """What stands in these slots, [1, T, K, d]: a view if they are one run."""
-    parts = [held[start:stop] for start, stop in runs]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+    """What stands in these slots of [1, K, slots, d]: a view if they are one run."""
+    parts = [held[:, :, start:stop] for start, stop in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mega_ckpt.source import Source, open_source
 from mega_common.errors import CheckpointError
 from mega_common.remote import Place
-from mega_data.indexed import IndexedReader
+from mega_data.files.indexed import IndexedReader
 from mega_eval.load import load_model, load_tokenizer
 from mega_eval.perplexity import check_vocabulary
 

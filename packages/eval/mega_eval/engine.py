@@ -24,11 +24,15 @@ from mega_eval.draft import Drafter
 from mega_eval.grammar import Grammars
 from mega_eval.load import check_length
 from mega_eval.pages import PAGE, Pages, page_names
+from mega_eval.pictured import columns as seen_columns
+from mega_eval.pictured import seen_together
 from mega_eval.rows import Row
 from mega_eval.sampling import Sampling, draw, penalised, probabilities
 from mega_eval.text import Continuation, Finish, Limits, Text
 from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.encoder_decoder import EncoderDecoder
+from mega_trainer.model.vision.images import Images
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Request:
         logprobs: so many likeliest alternatives are told with each token; 0: its own probability alone; None: nothing.
         prompt_logprobs: tell those of the prompt's tokens, too.
         grammar: a JSON schema or a Lark grammar that the text has to obey.
+        images: what stands at the prompt's placeholders, where it has any: `Images` of one row, whose features are known.
         drawn: so many of the prompt's last tokens have been generated before: draws and penalties go on behind them.
     """
 
@@ -54,6 +59,7 @@ class Request:
     prompt_logprobs: bool = False
     grammar: str | None = None
     drawn: int = 0
+    images: Images | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class Engine:
         batch_size: most requests that run at once.
         chunk_tokens: most tokens of a forward pass, but for those of rows that generate.
         drafter: guesses the next tokens; not asked for models with LongRoPE, whose keys depend on the length, and for those
-            with a state, which no wrong guess may change.
+                with a state, which no wrong guess may change, nor for those with an encoder, whose texts are short.
     """
 
     def __init__(
@@ -120,11 +126,13 @@ class Engine:
         self._number = 0
         ropes = [rope for rope in (model.config.rope, model.config.local_rope) if rope]
         self._bounds = [rope.original_max_position or 0 for rope in ropes if rope.scaling == "longrope"]
-        recurrent = model.config.recurrent
-        self._drafter = None if self._bounds or recurrent else drafter
+        recurrent, encodes = model.config.recurrent, model.config.encoder is not None
+        self._drafter = None if self._bounds or recurrent or encodes else drafter
         # keys that are turned by angles which depend on the length of their row are of no use to another, nor are keys
         # without the states of those tokens
-        self._shares = not recurrent and not any(rope.scaling in ("dynamic", "longrope") for rope in ropes)
+        self._shares = (
+            not recurrent and not encodes and not any(rope.scaling in ("dynamic", "longrope") for rope in ropes)
+        )
 
     @property
     def waiting(self) -> int:
@@ -155,9 +163,16 @@ class Engine:
         self._check(request)
         text = Continuation(self._tokenizer, request.limits, request.prompt)
         grammar = None if request.grammar is None else self._grammars.read(request.grammar, request.limits.ends)
-        self._waiting.append(Row(self._number, request, text, list(request.prompt), grammar))
+        vision = self._model.config.vision
+        blocks = [] if vision is None or request.images is None else seen_together(request.prompt, vision)
+        self._waiting.append(Row(self._number, request, text, self._first(request), grammar, blocks))
         self._number += 1
         return self._number - 1
+
+    def _first(self, request: Request) -> list[int]:
+        """The tokens that a text begins with: the prompt, unless an encoder reads that."""
+        encoder = self._model.config.encoder
+        return [encoder.start_token] if encoder else list(request.prompt)
 
     def cancel(self, request: int) -> None:
         """Drop a request and free its pages at once; nothing happens if it has finished or never was."""
@@ -199,9 +214,15 @@ class Engine:
                 f"token {wrong} is outside the model's vocabulary of {known}",
                 hint="the tokenizer is that of another model",
             )
+        if self._model.config.encoder and request.prompt_logprobs:
+            raise DataError("the model has an encoder, and tells no probabilities of what that reads")
         size, new = len(tokens), request.limits.max_new_tokens
         what = f"{size} tokens and {new} new ones"
-        check_length(self._model.config, size + new - 1, what)  # the last token is never fed back
+        if self._model.config.encoder:
+            check_length(self._model.config, max(size, new), what)
+            size = 1
+        else:
+            check_length(self._model.config, size + new - 1, what)  # the last token is never fed back
         if size + new - 1 > self.pages * PAGE:
             raise DataError(f"{what} are more than the {self.pages * PAGE} that the cache has room for")
 
@@ -214,11 +235,13 @@ class Engine:
                 self._release(row)
                 return
             row.begun, row.place = len(row.tokens), self._places.pop()
+            if isinstance(self._model, EncoderDecoder) and row.memory is None:
+                row.memory = self._model.encode(torch.tensor([row.request.prompt], device=self._model.device))
             self._running.append(self._waiting.popleft())
 
     def _share(self, row: Row) -> None:
         """Give the row the pages of others that begin alike; at least its last token has to be computed."""
-        if not self._shares or row.request.prompt_logprobs:
+        if not self._shares or row.request.prompt_logprobs or row.request.images:
             return
         names = page_names(row.tokens[:-1])
         row.pages = self._pages.share(names)
@@ -242,7 +265,10 @@ class Engine:
             row.drafts = drafts
 
     def _plan(self) -> list[tuple[Row, int]]:
-        """Who computes how many tokens in this step: rows that generate theirs, and of prompts what there is room for."""
+        """Who computes how many tokens in this step: rows that generate theirs, and of prompts what there is room for.
+
+        Those with one token come first, as the cache likes it.
+        """
         room = max(1, self._chunk - sum(row.pending for row in self._running if row.generates))
         work = []
         for row in list(self._running):
@@ -250,11 +276,11 @@ class Engine:
                 continue
             if self._outgrown(row):
                 row.done, row.begun = 0, len(row.tokens)
-            count = row.pending if row.generates else min(row.pending, room)
+            count = row.pending if row.generates else row.whole_images(min(row.pending, room))
             if count and self._reserve(row, row.done + count):
                 work.append((row, count))
-                room -= 0 if row.generates else count
-        return work
+                room -= 0 if row.generates else min(count, room)
+        return sorted(work, key=lambda one: one[1] > 1)
 
     def _reserve(self, row: Row, total: int) -> bool:
         """Get pages for so many tokens, if need be from younger rows; False if that would be the row itself."""
@@ -279,8 +305,10 @@ class Engine:
         wanted: list[int] = []
         for row, count in work:
             first, total = len(tokens), row.done + count
-            spans.append(Span.of(first, count, total, row.pages, row.place or 0))
-            tokens += (row.tokens + row.drafts)[row.done : total]
+            spans.append(
+                Span(slice(first, first + count), total, row.pages, row.place or 0, row.blocks, row.memory or {})
+            )
+            tokens += (row.tokens[row.done : total] + row.drafts)[:count]
             positions += range(row.done, total)
             lengths += self._lengths(row, count)
             wanted += range(first + count - row.wanted(count), first + count)
@@ -288,7 +316,8 @@ class Engine:
         # each token is a batch row of its own: what concerns its neighbours is up to the cache
         columns = torch.tensor(positions, device=device)[:, None]
         context = model.context(columns, outline=Outline(lengths), cache=self._cache)
-        x = model(model.embed(torch.tensor(tokens, device=device)[:, None], columns), context)
+        images = seen_columns([(row.request.images, row.done, count) for row, count in work], device)
+        x = model(model.embed(torch.tensor(tokens, device=device)[:, None], columns, images=images), context)
         return model.logits(x[torch.tensor(wanted, dtype=torch.int64, device=device)]).squeeze(1)
 
     def _likeliest(self, logits: Tensor) -> list[int]:
@@ -322,7 +351,7 @@ class Engine:
                     row.prompt.append(scored(own, prompt[place + 1], row.request.logprobs or 0))
         row.done += count
         full = row.done // PAGE
-        if self._shares and full > len(row.names):
+        if self._shares and full > len(row.names) and row.request.images is None:  # which the tokens do not tell apart
             row.names = page_names(row.tokens[: full * PAGE], row.names)
             for page, name in zip(row.pages, row.names, strict=False):
                 self._pages.name(page, name)
@@ -361,7 +390,7 @@ class Engine:
         request, new = row.request, row.text.tokens
         if request.sampling.plain and row.grammar is None:
             return likeliest
-        given = len(request.prompt) - request.drawn
+        given = len(row.tokens) - len(new) - request.drawn
         scores = penalised(logits, request.sampling, row.tokens[:given], row.tokens[given:])
         if row.grammar is not None:
             scores = row.grammar.mask(scores)

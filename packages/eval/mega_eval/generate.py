@@ -11,11 +11,13 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.log import ProgressBar
 from mega_eval.draft import Drafter, ModelDrafter, NgramDrafter
 from mega_eval.engine import Engine, Request, Scored
+from mega_eval.pictured import Pictured
 from mega_eval.sampling import Sampling
 from mega_eval.text import Finish, Limits, Text
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.vision.images import Images
 
-Prompt = str | Sequence[int]  # text, or its tokens as they are
+Prompt = str | Sequence[int] | Pictured  # text, or its tokens as they are, or text with images
 Draft = Literal["ngrams", "none"] | Decoder  # guesses by repetition of the text, none, or those of a smaller model
 
 FEW = 4  # texts
@@ -66,13 +68,13 @@ def generate(
         DataError: when a prompt has no tokens, a token that the model does not know, or is too long.
         ConfigError: when a draft model has another vocabulary.
     """
-    rows = [_tokens(tokenizer, prompt) for prompt in prompts]
-    engine = _engine(model, tokenizer, rows, limits, batch_size, draft)
-    found = [Completion("", [], "length") for _ in rows]
-    for number, row in enumerate(rows):
+    read = [_read(model, tokenizer, number, prompt) for number, prompt in enumerate(prompts)]
+    engine = _engine(model, tokenizer, [row for row, _ in read], limits, batch_size, draft)
+    found = [Completion("", [], "length") for _ in read]
+    for number, (row, images) in enumerate(read):
         with _naming(number, prompts[number]):
-            engine.add(Request(row, limits, sampling or Sampling(), number, logprobs, grammar=grammar))
-    with ProgressBar("generating", total=len(rows), unit="prompts") as bar:
+            engine.add(Request(row, limits, sampling or Sampling(), number, logprobs, grammar=grammar, images=images))
+    with ProgressBar("generating", total=len(read), unit="prompts") as bar:
         while engine.waiting or engine.running:
             for event in engine.step():
                 one = found[event.request]
@@ -100,10 +102,10 @@ def stream(
     Raises:
         DataError, ConfigError: as `generate` does.
     """
-    row = _tokens(tokenizer, prompt)
+    row, images = _read(model, tokenizer, 0, prompt)
     engine = _engine(model, tokenizer, [row], limits, 1, draft)
     with _naming(0, prompt):
-        engine.add(Request(row, limits, sampling or Sampling(), grammar=grammar))
+        engine.add(Request(row, limits, sampling or Sampling(), grammar=grammar, images=images))
     while engine.waiting or engine.running:
         yield from (event.text for event in engine.step() if event.text)
 
@@ -133,8 +135,12 @@ def usual_drafter(model: Decoder) -> Drafter | None:
     return NgramDrafter(FEW) if model.device.type == "cpu" and model.dtype.itemsize >= 4 else None
 
 
-def _tokens(tokenizer: Text, prompt: Prompt) -> list[int]:
-    return tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+def _read(model: Decoder, tokenizer: Text, number: int, prompt: Prompt) -> tuple[list[int], Images | None]:
+    """The tokens of a prompt, and its images."""
+    if isinstance(prompt, Pictured):
+        with _naming(number, prompt):
+            return prompt.read(model, tokenizer)
+    return tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt), None
 
 
 @contextmanager
@@ -143,4 +149,5 @@ def _naming(number: int, prompt: Prompt) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(f"prompt {number + 1} ({prompt[:30]!r}): {error.message}", hint=error.hint) from None
+        shown = (prompt.text if isinstance(prompt, Pictured) else prompt)[:30]
+        raise DataError(f"prompt {number + 1} ({shown!r}): {error.message}", hint=error.hint) from None

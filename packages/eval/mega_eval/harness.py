@@ -49,6 +49,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         super().__init__()
         self.replicas, self.ends, self.template, self.max_length = replicas, ends, template, max_length
         self.text = replicas.prompts
+        self.reads_apart = replicas.model.config.encoder is not None  # the context, which an encoder sees
+        self.backend = "seq2seq" if self.reads_apart else "causal"  # how the harness encodes pairs
         if self.text.tokenizer.eos_id is None:
             raise DataError(
                 f"{self.text.tokenizer.path}: no token is named that ends a text, which tasks need",
@@ -139,7 +141,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         eos = self.text.decode([self.eot_token_id or 0])
         stops = [stop for stop in handle_stop_sequences(rest.pop("until", None), eos=eos) if stop]
         new, drawn = rest.pop("max_gen_toks"), rest.pop("do_sample")
-        if new >= self.max_length:
+        if new >= self.max_length and not self.reads_apart:
             raise DataError(
                 f"the task asks for {new} new tokens (max_gen_toks), and the model sees {self.max_length} at once",
                 hint="--seq-length, where the model can see more; or a smaller number in the task",
@@ -147,14 +149,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         rest = rest if drawn else {key: value for key, value in rest.items() if key not in DRAWN}
         sampling = Sampling.parse(rest, source="generation_kwargs of the task")
         limits = Limits(new, tuple(stops), self.ends)
-        found = self.replicas.generate(contexts, self.max_length - new, limits, sampling)
+        longest = self.max_length - (0 if self.reads_apart else new)
+        found = self.replicas.generate(contexts, longest, limits, sampling)
         texts = [self.text.decode(one.tokens, skip_special_tokens=True) for one in found]
         return [postprocess_generated_text(text, stops, None) for text in texts]
 
     def _cut(self, context: list[int], continuation: list[int]) -> Pair:
         """What the model sees of a pair that is too long: its end."""
-        room = self.max_length + 1 - len(continuation)
-        if room < 1:
+        beside = len(continuation)
+        room = self.max_length - (0 if self.reads_apart else beside - 1)
+        if min(room, self.max_length + 1 - beside) < 1:
             raise DataError(
                 f"a continuation of {len(continuation)} tokens is more than the {self.max_length} that the model sees",
                 hint="--seq-length, where the model can see more",

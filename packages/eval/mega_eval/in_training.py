@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from lm_eval.tasks import TaskManager
 
 from mega_ckpt.lora import adapted
@@ -19,6 +21,7 @@ from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.encoder_decoder import model_class
 from mega_trainer.tokens import run_tokenizer
 
 
@@ -39,13 +42,17 @@ class TrainingTasks:
         if tokenizer is None:
             raise ConfigError("eval.tasks: needs the tokenizer of the data", hint="data.tokenizer names its folder")
         self._prompts = Prompts(tokenizer)
+        # Others wait while the first rank reads a data set or sums up; the watch tells that from a hang.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
         self._manager: TaskManager = find_tasks(self.config.eval.tasks, self.config.eval.include_path)
 
     def __call__(self, live: Decoder) -> Mapping[str, float]:
         """The scores, as `eval/TASK/METRIC`, on the first rank; none there either where it would take too much of the time."""
         world, parallel = live.groups.world, self.config.parallel
         sharing = Sharing(parallel.tp, parallel.ep * parallel.expert_tp)
-        replicas = Replicas(for_inference(live, self.config), self._prompts, 8, world.rank, world.size, sharing)
+        replicas = Replicas(
+            for_inference(live, self.config), self._prompts, 8, world.rank, world.size, sharing, self._group
+        )
         if world.rank:
             replicas.follow()
             return {}
@@ -76,7 +83,7 @@ def for_inference(live: Decoder, run: RunConfig) -> Decoder:
     groups = replace(live.groups, cp=Group("cp", (live.groups.world.rank,)))
     config = live.config.model_copy(update={"mtp_layers": 0})
     adapts = {} if run.lora is None else adapted(config, run.lora)
-    model = Decoder(Builder(config, groups, dtype=live.dtype, device=torch.device("meta"), adapts=adapts))
+    model = model_class(config)(Builder(config, groups, dtype=live.dtype, device=torch.device("meta"), adapts=adapts))
     for held in (dict(live.named_parameters()), dict(live.named_buffers())):
         for name, tensor in held.items():
             owner, _, last = name.rpartition(".")

@@ -84,7 +84,7 @@ class LanguageModel:
         words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path)
         named: dict[str | None, Draft | None] = {None: None, "ngrams": "ngrams", "none": "none"}
         guesses = named[draft] if draft in named else load_model(str(draft), dtype=dtype, device=where)
-        model = load_model(path, dtype=dtype, device=where, groups=groups)
+        model = load_model(path, dtype=dtype, device=where, groups=groups, kinds=("decoder", "encoder-decoder"))
         return cls(path, model, words, end_tokens(path, words), own_sampling(path), guesses)
 
     def sampling(self, **settings: Any) -> Sampling:
@@ -151,7 +151,12 @@ class LanguageModel:
 
         Raises:
             DataError: when a text has too few tokens.
+            ConfigError: when there are no contexts, and the model has an encoder.
         """
+        if self.model.config.encoder and contexts is None:
+            raise ConfigError(
+                f"{self.path}: has an encoder, which reads what a text follows", hint="give contexts, too"
+            )
         pairs = []
         for number, text in enumerate(texts):
             before = [] if contexts is None else self.tokenizer.encode(contexts[number], add_special_tokens=True)

@@ -21,14 +21,16 @@ from mega_common.errors import CheckpointError, DataError
 from mega_common.files import atomic_file
 from mega_common.log import ProgressBar
 from mega_data.dataset import SequentialDataset, sequential
-from mega_data.indexed import IndexedReader
-from mega_data.info import TokenizerInfo, read_info
+from mega_data.files.indexed import IndexedReader
+from mega_data.files.info import DataInfo, TokenizerInfo, read_info
 from mega_data.kinds.base import Sample
 from mega_data.tokenizer import Tokenizer
 from mega_eval.load import check_length
 from mega_trainer.model.decoder import Decoder
 
 CHUNK = 1 << 24  # tokens looked at together
+
+Losses = Iterator[tuple[float, int]]  # of each window the sum, in nats, and how many tokens it predicts
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,13 @@ class Result:
     def perplexity(self) -> float:
         """exp(loss)."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What is told on the screen: names and values."""
+        lines = [("loss", f"{self.loss:.4f} nats per token"), ("perplexity", f"{self.perplexity:.3f}")]
+        if self.bits_per_byte is not None:
+            lines.append(("bits per byte", f"{self.bits_per_byte:.4f}"))
+        return [*lines, ("tokens", f"{self.tokens:,} in {self.windows:,} sequences of up to {self.seq_length:,}")]
 
     def as_json(self) -> dict[str, Any]:
         """For a script; infinite perplexity, which JSON cannot say, is null."""
@@ -83,33 +92,47 @@ def evaluate(
         DataError: when the data set cannot be used or is not of the model's vocabulary or tokenizer.
         CheckpointError: when a loss is not a number.
     """
-    info = read_info(prefix)
-    if tokenizer is not None and info is not None and info.tokenizer is not None:
-        check_tokenizer(prefix, info.tokenizer, tokenizer)
-    check_vocabulary(prefix, model.config.vocab_size)
-    check_length(model.config, seq_length, f"windows of {seq_length} tokens")
+    info = checked_info(prefix, model, seq_length, tokenizer)
     windows = sequential(prefix, seq_length)
     together = 1 if model.device.type == "cpu" else batch_size
-    losses, tokens = [], 0
+    losses = window_losses(model, windows, together)
+    return added_up(
+        losses, len(windows), prefix, model, seq_length, per_sample, text_bytes=info.text_bytes if info else 0
+    )
+
+
+def added_up(
+    losses: Losses, windows: int, prefix: Path, model: Decoder, seq_length: int, per_sample: Path | None, *,
+    text_bytes: int = 0,
+) -> Result:  # fmt: skip
+    """The score of a data set, by the losses of its windows; `per_sample` as in `evaluate`.
+
+    Raises:
+        DataError: when none of its tokens is predicted.
+        CheckpointError: when a loss is not a number.
+    """
+    found, tokens = [], 0
     with ExitStack() as stack:
-        bar = stack.enter_context(ProgressBar("evaluating", total=windows.num_labels, unit="tokens"))
+        bar = stack.enter_context(ProgressBar("evaluating", total=windows, unit="sequences"))
         out = stack.enter_context(atomic_file(per_sample, text=True)) if per_sample else None
-        for number, (loss, count) in enumerate(window_losses(model, windows, together)):
+        for number, (loss, count) in enumerate(losses):
             if not math.isfinite(loss):
                 raise CheckpointError(
                     f"{prefix}: the loss of window {number} is {loss} in {model.dtype}", hint="try --precision fp32"
                 )
             if out is not None:
-                out.write(json.dumps({"sample": number, "tokens": count, "loss": loss / count}) + "\n")
-            losses.append(loss)
+                out.write(json.dumps({"sample": number, "tokens": count, "loss": loss / max(count, 1)}) + "\n")
+            found.append(loss)
             tokens += count
-            bar.advance(count)
-    total, size = math.fsum(losses), info.text_bytes if info else 0
-    bits = total / math.log(2) / size if size else None
-    return Result(total / tokens, bits, tokens, len(windows), seq_length)
+            bar.advance(1)
+    if not tokens:
+        raise DataError(f"{prefix}: all of its tokens are special ones, which no encoder guesses")
+    total = math.fsum(found)
+    bits = total / math.log(2) / text_bytes if text_bytes else None
+    return Result(total / tokens, bits, tokens, windows, seq_length)
 
 
-def window_losses(model: Decoder, windows: SequentialDataset, batch_size: int) -> Iterator[tuple[float, int]]:
+def window_losses(model: Decoder, windows: SequentialDataset, batch_size: int) -> Losses:
     """Each window's sum of losses in nats, and how many tokens it predicts."""
     for start in range(0, len(windows), batch_size):
         samples = [windows[number] for number in range(start, min(start + batch_size, len(windows)))]
@@ -149,6 +172,20 @@ def check_vocabulary(prefix: Path, vocab_size: int) -> None:
                 f"{prefix}: token {tokens[at]} (number {at}) is outside the model's vocabulary of {vocab_size}",
                 hint="the data set was made with the tokenizer of another model",
             )
+
+
+def checked_info(prefix: Path, model: Decoder, seq_length: int, tokenizer: Tokenizer | None) -> DataInfo | None:
+    """What is told of a data set that a model is to be scored on; `tokenizer` is the model's, where it is to be compared.
+
+    Raises:
+        DataError: when it is not of the model's vocabulary or tokenizer, or the model has fewer positions.
+    """
+    info = read_info(prefix)
+    if tokenizer is not None and info is not None and info.tokenizer is not None:
+        check_tokenizer(prefix, info.tokenizer, tokenizer)
+    check_vocabulary(prefix, model.config.vocab_size)
+    check_length(model.config, seq_length, f"windows of {seq_length} tokens")
+    return info
 
 
 def check_tokenizer(prefix: Path, made_by: TokenizerInfo, tokenizer: Tokenizer) -> None:

@@ -99,6 +99,7 @@ class Replicas:
         batch_size: prompts that a copy continues together, and on a GPU rows that it scores together.
         rank, world_size: this rank, and how many there are.
         sharing: how these share a copy.
+        group: of all of them, where words are passed; by default torch's.
     """
 
     model: Decoder
@@ -107,6 +108,7 @@ class Replicas:
     rank: int = 0
     world_size: int = 1
     sharing: Sharing = Sharing()
+    group: dist.ProcessGroup | None = None
 
     @property
     def copies(self) -> int:
@@ -172,11 +174,11 @@ class Replicas:
 
     def _send(self, work: object) -> None:
         if self.world_size > 1:
-            dist.broadcast_object_list([work])
+            dist.broadcast_object_list([work], group=self.group)
 
     def _heard(self) -> Any:
         heard = [None]
-        dist.broadcast_object_list(heard)
+        dist.broadcast_object_list(heard, group=self.group)
         return heard[0]
 
     def _gathered(self, found: Any) -> list[Any]:
@@ -185,5 +187,5 @@ class Replicas:
             return [found]
         everything: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         tells = self.rank == self.copy * self.sharing.block
-        dist.gather_object(found if tells else None, everything)
+        dist.gather_object(found if tells else None, everything, group=self.group)
         return (everything or [])[: self.copies * self.sharing.block : self.sharing.block]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from mega_eval.cache import Memory
 from mega_eval.draft import Trust
 from mega_eval.grammar import Grammar
 from mega_eval.text import Continuation, Limits
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 class Row:
     """A request under way. `done` of its tokens are in the cache, in `pages`; the full ones of these have `names`.
 
-    It had `begun` tokens when the first of these keys was computed. While it runs its states have a `place`.
+    Images, whose tokens see one another, are at `blocks`. It had `begun` tokens when the first of these keys was computed. While it runs its states have a `place`. Of a model with an
+    encoder its tokens are the decoder's, and `memory` what there is of the prompt.
     """
 
     number: int
@@ -25,6 +27,7 @@ class Row:
     text: Continuation
     tokens: list[int]
     grammar: Grammar | None
+    blocks: list[range] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     trust: Trust = field(default_factory=Trust)
     done: int = 0
@@ -32,6 +35,7 @@ class Row:
     place: int | None = None
     pages: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
+    memory: Memory | None = None
     prompt: list[Scored | None] = field(default_factory=lambda: [None])
 
     @property
@@ -43,6 +47,11 @@ class Row:
     def pending(self) -> int:
         """Tokens to be computed, guesses of the next among them."""
         return len(self.tokens) + len(self.drafts) - self.done
+
+    def whole_images(self, count: int) -> int:
+        """So many of the next tokens, or more where these would end within an image whose tokens see one another."""
+        end = self.done + count
+        return next((block.stop for block in self.blocks if block.start < end < block.stop), end) - self.done
 
     def wanted(self, count: int) -> int:
         """After how many of the next `count` tokens, the last of them, the model's logits are of use."""

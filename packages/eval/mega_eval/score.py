@@ -3,7 +3,8 @@
 Pairs (context, continuation) are sorted, and those that begin alike share a row of the batch as a tree: " sat" and
 " ran" after "the cat" are the row [the, cat, sat, ran], in which `ran` sees `the`, `cat` and itself, at position 2.
 So four answers to a question cost one question and four answers. Pairs that share nothing lie in one row as trees that
-do not see each other, which leaves less to pad. What a token computes is what it would compute alone.
+do not see each other, which leaves less to pad. What a token computes is what it would compute alone. Where a model has an
+encoder, that reads the context, and a row is the continuation of one pair.
 
 Legend: B rows, S columns, V vocabulary.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from mega_common.errors import CheckpointError, DataError
 from mega_common.log import ProgressBar
+from mega_eval.encoder_decoder import hidden
 from mega_eval.load import check_length
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.loss import CHUNK_ELEMENTS
@@ -54,9 +56,11 @@ class Row:
     Attributes:
         tokens, positions: of each column.
         branches: for each sequence the columns that it shares with those before it, and the range of those it adds.
+        read: what the encoder reads, where the model has one; the columns are the decoder's.
         asked: number of the pair, the columns whose logits it needs, and the token that each should predict.
     """
 
+    read: Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     branches: list[tuple[list[int], range]] = field(default_factory=list)
@@ -166,19 +170,25 @@ def batches(model: Decoder, pairs: Sequence[Pair], batch_size: int, beside: int 
     """
     for number, pair in enumerate(pairs):
         _check(model, number, pair)
+    encoder = model.config.encoder
     # LongRoPE and dynamic NTK turn a whole row by angles that depend on its length, and a state is one sequence's
-    alone = model.config.recurrent or any(
-        rope is not None and rope.scaling in ("dynamic", "longrope")
-        for rope in (model.config.rope, model.config.local_rope)
+    alone = (
+        model.config.recurrent
+        or encoder is not None
+        or any(
+            rope is not None and rope.scaling in ("dynamic", "longrope")
+            for rope in (model.config.rope, model.config.local_rope)
+        )
     )
     order = sorted(range(len(pairs)), key=lambda number: [*pairs[number][0], *pairs[number][1]])
     for first in range(0, len(order), AHEAD):
         rows: list[Row] = []
         for number in order[first : first + AHEAD]:
             if alone or not rows or not rows[-1].add(number, pairs[number], beside):
-                rows.append(Row())
-                rows[-1].add(number, pairs[number], beside)
-        rows.sort(key=lambda row: -len(row.tokens))
+                context, continuation = pairs[number]
+                rows.append(Row(context if encoder else ()))
+                rows[-1].add(number, ([encoder.start_token] if encoder else context, continuation), beside)
+        rows.sort(key=lambda row: -len(row.read) - len(row.tokens))
         yield from (rows[start : start + batch_size] for start in range(0, len(rows), batch_size))
 
 
@@ -206,6 +216,8 @@ def score_batch(model: Decoder, rows: Sequence[Row]) -> Iterator[tuple[int, Scor
 
 def _hidden(model: Decoder, rows: Sequence[Row]) -> Tensor:
     """The residual stream [B, S, D] behind all layers; rows are padded on the right, which nothing before it sees."""
+    if model.config.encoder:
+        return hidden(model, [row.read for row in rows], [row.tokens for row in rows])
     length, device = max(len(row.tokens) for row in rows), model.device
     tokens, positions = (
         torch.tensor([values + [0] * (length - len(values)) for values in columns], device=device)
@@ -253,6 +265,7 @@ def _check(model: Decoder, number: int, pair: Pair) -> None:
             f"{name}: token {largest} is outside the model's vocabulary of {known}",
             hint="the tokenizer is that of another model",
         )
-    length = len(context) + len(continuation) - 1
+    both = len(context), len(continuation)
+    length = max(both) if model.config.encoder else sum(both) - 1
     if length > model.config.max_position:
         check_length(model.config, length, f"{name}: its {length} tokens")

@@ -6,15 +6,17 @@ know of them. One of them computes at a time: this is for models that one device
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
-from mega_trainer.model.decoder import Decoder, Stage
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.stage import Stage
 from mega_trainer.pipeline.stages import stage_layers
-from mega_trainer.rng import Dropout
 
 
 class StagedDecoder(Decoder):
@@ -28,10 +30,10 @@ class StagedDecoder(Decoder):
         layers = stage_layers(build.config.num_layers, pp.size)[pp.rank]
         super().__init__(build, Stage(layers.start, layers.stop, pp.rank == 0, pp.rank == pp.size - 1))
 
-    def embed(self, tokens: Tensor, positions: Tensor, dropout: Dropout | None = None) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor, *more: Any, **named: Any) -> Tensor:
         """The residual stream [B, S, D]; behind the first stage, room for it."""
         if self.stage.embeds:
-            return super().embed(tokens, positions, dropout)
+            return super().embed(tokens, positions, *more, **named)
         return torch.empty(*tokens.shape, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 from mega_common.errors import DataError
+from mega_common.vision import VisionConfig
 from mega_data.loader import StepBatch
 from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
 from mega_trainer.device import to_device
 from mega_trainer.model.context import Outline
+from mega_trainer.model.routing import Routes
+from mega_trainer.model.vision.images import Images
 from mega_trainer.parallel.context import place_of_tokens
+
+Weigh = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,60 @@ class Ahead:
 
 
 @dataclass(frozen=True)
+class SoftLabels:
+    """What a teacher makes of each token: of its K likeliest next ones.
+
+    Attributes:
+        ids: int64 [B, S, K].
+        log_probs: [B, S, K], in fp32 or fp64, by the teacher at temperature 1.
+        temperature: that both are compared at.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a head is asked of some tokens; the fields are those of `MicroBatch`."""
+
+    labels: Tensor
+    weights: Tensor
+    weigh: Weigh | None = None
+    soft: SoftLabels | None = None
+
+
+@dataclass(frozen=True)
+class SourceBatch:
+    """What the encoder reads: all E tokens of each sample, or those of one context rank.
+
+    Attributes:
+        tokens, positions: int64 [B, E].
+        outline: of the whole samples; what is padding is a document of its own, so that no token sees it.
+        seen: as in `model.context.Source`.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    outline: Outline
+    seen: Tensor | None
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Samples of two segments.
+
+    Attributes:
+        labels: int64 [B], 1 where they are swapped.
+        weights: fp32 [B], of each label in the loss.
+    """
+
+    labels: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The samples of one forward pass on one rank: all of their S tokens, or those of one context rank.
 
@@ -48,6 +107,14 @@ class MicroBatch:
             closed at its end; the others influence nothing. None: not
             asked for, without experts.
         places: int64 [S], where the tokens stand in the whole samples; None when they are those.
+        weigh: makes of the labels' log-probabilities [B, S] the weights of their losses, in place of `weights`: those by which
+            the gradient of the weighted losses is that of some other function of the log-probabilities.
+        soft: what the tokens are held against in place of their labels.
+        routes: of a model with experts, those that are chosen elsewhere, or to be told.
+        images: of a model that sees, even where there are none.
+        source: of an encoder-decoder, whose decoder the rest is about.
+        types: int64 [B, S], of their segments; None: all are 0.
+        pairs: for a model that tells the order of segments, where there are two.
     """
 
     tokens: Tensor
@@ -59,6 +126,18 @@ class MicroBatch:
     ahead: Sequence[Ahead] = ()
     matters: Tensor | None = None
     places: Tensor | None = None
+    weigh: Weigh | None = None
+    soft: SoftLabels | None = None
+    routes: Routes | None = None
+    images: Images | None = None
+    source: SourceBatch | None = None
+    types: Tensor | None = None
+    pairs: Pairs | None = None
+
+    @property
+    def targets(self) -> Targets:
+        """What the model is asked of its tokens."""
+        return Targets(self.labels, self.weights, self.weigh, self.soft)
 
     def part(self, places: Tensor) -> MicroBatch:
         """The tokens at some places of whole samples."""
@@ -68,7 +147,9 @@ class MicroBatch:
         return replace(
             self, tokens=tokens, labels=labels, weights=weights, positions=positions, places=places,
             matters=None if self.matters is None else self.matters[:, places],
+            types=None if self.types is None else self.types[:, places],
             ahead=[Ahead(one.tokens[:, places], one.labels[:, places], one.weights[:, places]) for one in self.ahead],
+            images=None if self.images is None else self.images.part(places),
         )  # fmt: skip
 
 
@@ -80,7 +161,8 @@ def micro_batches(
     Raises:
         DataError: for a token that the model's vocabulary does not have.
     """
-    size, top = config.batch.micro, max(batch.tokens.max(), batch.labels.max())
+    known = [batch.tokens, batch.labels, *([] if batch.source is None else [batch.source.tokens])]
+    size, top = config.batch.micro, max(tokens.max() for tokens in known)
     if top >= config.model.vocab_size:
         raise DataError(
             f"one of the samples {batch.sample_ids.min()} to {batch.sample_ids.max()} has the token {top}, but model.vocab_size is "
@@ -88,10 +170,13 @@ def micro_batches(
             hint="the data were made with another tokenizer, or model.vocab_size is too small",
         )
     matters = _matters(batch) if config.model.moe else None
+    if matters is not None and config.model.score:  # at a text's last token, behind all labels
+        matters = np.ones_like(matters)
+    vision = config.model.vision
     further = [_ahead(batch, places) for places in range(1, config.model.mtp_layers + 1)]
     own = None
     if context is not None and context.size > 1:
-        own = to_device(place_of_tokens(config.data.seq_length, context), device)
+        own = to_device(place_of_tokens(batch.tokens.shape[1], context), device)
     for start in range(0, len(batch.sample_ids), size):
         part = slice(start, start + size)
 
@@ -104,13 +189,51 @@ def micro_batches(
             weights=tensor(batch.loss_weights),
             positions=tensor(batch.position_ids),
             outline=Outline.of(
-                batch.position_ids[part], None if batch.document_ids is None else batch.document_ids[part]
+                batch.position_ids[part],
+                None if batch.document_ids is None else batch.document_ids[part],
+                batch.tokens[part] == vision.image_token if vision and vision.bidirectional else None,
             ),
             samples=[int(sample) for sample in batch.sample_ids[part]],
             ahead=[Ahead(*map(tensor, arrays)) for arrays in further],
             matters=None if matters is None else tensor(matters),
+            images=None if vision is None else _images(batch, part, vision, device),
+            source=None
+            if batch.source is None
+            else source_batch(batch.source.tokens[part], batch.source.lengths[part], device, context or Group("cp")),
+            types=None if batch.token_types is None or not config.model.token_types else tensor(batch.token_types),
+            pairs=_pairs(tensor(batch.pair_labels))
+            if batch.pair_labels is not None and config.model.sentence_pairs
+            else None,
         )
         yield whole if own is None else whole.part(own)
+
+
+def _images(batch: StepBatch, part: slice, vision: VisionConfig, device: torch.device) -> Images:
+    """Those of some samples, one after another, with their features in the order of `Images.rows`."""
+    rows, size = np.full(batch.tokens[part].shape, -1), vision.image_size
+    seen: list[np.ndarray] = []
+    for row, sample in zip(rows, batch.images[part], strict=False):
+        if sample is not None:
+            row[sample.places] = len(seen) * vision.tokens + sample.features
+            seen += sample.pixels
+    pixels = np.stack(seen) if seen else np.empty((0, 3, size, size), np.float32)
+    return Images(torch.from_numpy(pixels), to_device(torch.from_numpy(rows), device))
+
+
+def source_batch(found: np.ndarray, lengths: np.ndarray, device: torch.device, context: Group) -> SourceBatch:
+    """What a rank of `context` reads of samples int64 [n, E], of which the first int64 [n] tokens are no padding."""
+    tokens, width = torch.from_numpy(found), found.shape[1]
+    own, outline, seen = place_of_tokens(width, context), Outline.padded(lengths, width), None
+    if outline.begins is not None:
+        order = torch.cat([place_of_tokens(width, replace(context, rank=rank)) for rank in range(context.size)])
+        seen = to_device((order < torch.from_numpy(lengths)[:, None])[:, None, None], device)
+    return SourceBatch(
+        to_device(tokens[:, own], device), to_device(own.expand(len(tokens), -1).contiguous(), device), outline, seen
+    )
+
+
+def _pairs(labels: Tensor) -> Pairs:
+    return Pairs(labels, torch.ones_like(labels, dtype=torch.float32))
 
 
 def _matters(batch: StepBatch) -> np.ndarray:

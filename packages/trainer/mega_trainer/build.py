@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from mega_ckpt.lora import adapted
 from mega_common.errors import ConfigError
 from mega_data.dataset import BlendedDataset, build_datasets
 from mega_data.tokenizer import Tokenizer
@@ -30,9 +31,11 @@ from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.decoder import Decoder, Stage
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.encoder_decoder import model_class
 from mega_trainer.model.offload import Offload
 from mega_trainer.model.recompute import Recompute
+from mega_trainer.model.stage import Stage
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.muon import Muon, is_hidden_matrix
 from mega_trainer.optim.zero import Optimizer
@@ -125,6 +128,16 @@ def make_kernels(choice: Choice, leaves: Leaves) -> Kernels:
     return (TeLinearKernels if choice.linear == "te" else TorchKernels)(leaves, flash, whole, recurrent)
 
 
+def make_builder(config: RunConfig, groups: Groups, device: torch.device, choice: Choice, leaves: Leaves) -> Builder:
+    """What every layer of the run's model is made from."""
+    return Builder(
+        config.model, groups, make_kernels(choice, leaves), leaves,
+        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups, leaves),
+        dispatch_bound=config.parallel.dispatch_bound, dtype=dtype_of(config), device=device,
+        adapts={} if config.lora is None else adapted(config.model, config.lora),
+    )  # fmt: skip
+
+
 def build_schedule(config: RunConfig, groups: Groups) -> Schedule:
     """The pipeline's operations for one step of this configuration."""
     parallel = config.parallel
@@ -134,8 +147,13 @@ def build_schedule(config: RunConfig, groups: Groups) -> Schedule:
     )
 
 
-def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[int, Decoder]:
+def build_stages(
+    config: RunConfig, build: Builder, schedule: Schedule, kind: type[Decoder] | None = None
+) -> dict[int, Decoder]:
     """This rank's parts of the model, by stage number, not initialised; their weights sharded when ZeRO-3 asks for it.
+
+    Args:
+        kind: what they are instances of, where that is not for the configuration to say.
 
     Raises:
         ConfigError: when nothing of it is to be trained.
@@ -143,8 +161,8 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
     parallel, last = config.parallel, len(schedule.owners) - 1
     layers = stage_layers(
         config.model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout,
-        head_cost=head_cost(config.model, config.data.seq_length),
-        layer_costs=layer_costs(config.model, config.data.seq_length),
+        head_cost=head_cost(config.model, *config.lengths),
+        layer_costs=layer_costs(config.model, *config.lengths),
     )  # fmt: skip
     again, away = config.recompute, config.offload
     recompute = Recompute(again.kind, again.layers, tuple(again.modules))
@@ -159,7 +177,7 @@ def build_stages(config: RunConfig, build: Builder, schedule: Schedule) -> dict[
     for index in schedule.stages(build.groups.pp.rank):
         part = Stage(layers[index].start, layers[index].stop, index == 0, index == last, ends_meet)
         own = replace(build, deferred=Deferred()) if schedule.splits_backward else build
-        stages[index] = Decoder(own, part, recompute, offload)
+        stages[index] = (kind or model_class(config.model))(own, part, recompute, offload)
         freeze(stages[index], config.trains)
     if not any(trains(parameter) for stage in stages.values() for parameter in stage.parameters()):
         raise ConfigError(
@@ -231,6 +249,7 @@ def share_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         each_backward=level == 2 or config.debug.reduce_every_microbatch,
         apart=is_hidden_matrix if config.optimizer.name == "muon" else None,
         decoupled=config.optimizer.decoupled_lr is not None,
+        lr_factor=config.lr_factor,
         reduce_dtype=reduce_dtype_of(config),
         bucket_elements=config.parallel.bucket_elements,
         prepares=bool(layers_kept(config)),
@@ -242,14 +261,25 @@ def _shared(config: RunConfig, stage: Decoder, sharing: Sharing) -> SharedStage:
     if not isinstance(stage, FSDPModule):
         return flatten(stage, sharing, stage.units())
     layers = gathered_layers(config, stage.groups)
-    return FullyShardedStage(stage, decoupled=sharing.decoupled, reduce_dtype=sharing.reduce_dtype, layers=layers)
+    return FullyShardedStage(
+        stage,
+        decoupled=sharing.decoupled,
+        lr_factor=sharing.lr_factor,
+        reduce_dtype=sharing.reduce_dtype,
+        layers=layers,
+    )
 
 
 def load_data(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[BlendedDataset, BlendedDataset | None]:
     """The train set, and the validation set where validation is asked for. `tokenizer` is that of the data."""
     eod = None if tokenizer is None else tokenizer.eos_id
     training, valid, _ = build_datasets(
-        config.data, seed=config.train.seed, samples=config.samples, eod=eod, tokenizer=tokenizer
+        config.data,
+        seed=config.train.seed,
+        samples=config.samples,
+        eod=eod,
+        tokenizer=tokenizer,
+        vision=config.model.vision,
     )
     return training, valid
 

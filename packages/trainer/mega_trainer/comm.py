@@ -1,8 +1,8 @@
 """Collectives on named groups: thin calls around torch.distributed that do nothing in a group of one.
 
-A `Group` is handed to whoever communicates; nothing here is global. It can count what passes through it (`log`), so that
-a test may hold the traffic of a step against theory, and it can sum in rank order (`ordered`), for tests that compare
-bits: gloo's own sums are not in rank order from four ranks on.
+A `Group` is handed to whoever communicates; nothing here is global but which one was asked last (`latest`), for a watch to
+tell. It can count what passes through it (`log`), so that a test may hold the traffic of a step against theory, and it can
+sum in rank order (`ordered`), for tests that compare bits: gloo's own sums are not in rank order from four ranks on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,10 @@ class Group:
             as a plan makes it, calls make what they return and move nothing.
         ordered: sum in rank order, reproducibly and slowly.
         log: where calls are counted, if anywhere.
+        latest: the group of which this process last asked something, or for which it last began to wait.
     """
+
+    latest: ClassVar[Group | None] = None
 
     name: str
     ranks: tuple[int, ...] = (0,)
@@ -85,10 +88,32 @@ class Group:
         """Whether there are several ranks, and nobody there."""
         return self.handle is None and self.size > 1
 
+    def __str__(self) -> str:
+        return f"{self.name} of ranks {', '.join(map(str, self.ranks[:8]))}" + (", ..." if self.size > 8 else "")
+
     def count(self, operation: str, tensor: Tensor) -> None:
-        """Count one call of `operation` on `tensor`."""
+        """Note that a call of `operation` on `tensor` begins."""
+        Group.latest = self
         if self.log is not None:
             self.log.add(self.name, operation, tensor)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A call among a group's ranks that is under way. Whoever waits for it is seen to wait for them (`Group.latest`)."""
+
+    work: Work
+    group: Group
+
+    def wait(self) -> None:
+        """Block until it has finished."""
+        Group.latest = self.group
+        self.work.wait()
+
+
+def _started(work: Any, group: Group) -> Work | None:
+    """What there is to wait for, if anything."""
+    return None if work is None else Pending(work, group)
 
 
 def all_reduce(tensor: Tensor, group: Group, op: Reduction = "sum", *, async_op: bool = False) -> Work | None:
@@ -103,8 +128,7 @@ def all_reduce(tensor: Tensor, group: Group, op: Reduction = "sum", *, async_op:
         dist.all_gather(parts, tensor.contiguous(), group=group.handle)
         tensor.copy_(_sum_in_order(parts))
         return None
-    work: Work | None = dist.all_reduce(tensor, _OPS[op], group=group.handle, async_op=async_op)
-    return work
+    return _started(dist.all_reduce(tensor, _OPS[op], group=group.handle, async_op=async_op), group)
 
 
 @contextlib.contextmanager
@@ -154,8 +178,7 @@ def all_gather_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: bool
     if group.planned:
         return None
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: Work | None = gather(out, tensor, group=group.handle, async_op=async_op)
-    return work
+    return _started(gather(out, tensor, group=group.handle, async_op=async_op), group)
 
 
 def reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -191,8 +214,7 @@ def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: 
         out.copy_(_sum_in_order(list(received.chunk(group.size))))
         return None
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: Work | None = scatter(out, tensor, group=group.handle, async_op=async_op)
-    return work
+    return _started(scatter(out, tensor, group=group.handle, async_op=async_op), group)
 
 
 def all_to_all(tensor: Tensor, group: Group, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
@@ -233,10 +255,8 @@ def all_to_all_into(
     group.count("all_to_all", tensor)
     if group.planned:
         return Done()
-    work: Work | None = dist.all_to_all_single(
-        out, tensor, list(out_splits), list(in_splits), group=group.handle, async_op=async_op
-    )
-    return work
+    work = dist.all_to_all_single(out, tensor, list(out_splits), list(in_splits), group=group.handle, async_op=async_op)
+    return _started(work, group)
 
 
 @dataclass(frozen=True)
@@ -263,7 +283,7 @@ def start_pass(tensor: Tensor, group: Group) -> Passing:
     after, before = (group.ranks[(group.rank + step) % group.size] for step in (1, -1))
     send = dist.P2POp(dist.isend, tensor, after, group.handle)
     receive = dist.P2POp(dist.irecv, arriving, before, group.handle)
-    return Passing(tensor, arriving, dist.batch_isend_irecv([send, receive]))
+    return Passing(tensor, arriving, [Pending(work, group) for work in dist.batch_isend_irecv([send, receive])])
 
 
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:

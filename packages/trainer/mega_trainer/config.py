@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mega_common.config import Config, Problem, apply_overrides, load_yaml, raise_problems
-from mega_common.lora import LoraConfig, is_adapter
+from mega_common.lora import LoraConfig, is_trained
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_common.remote import Place, Remote, place
@@ -20,6 +20,7 @@ from mega_data.config import DataConfig
 from mega_trainer.batch_size import BatchConfig
 from mega_trainer.fp8 import Fp8Config, fp8_problems
 from mega_trainer.layout import model_problems, world_problems
+from mega_trainer.objectives.config import ObjectiveConfig
 from mega_trainer.optim.lr import LRCurve, LRSchedule
 from mega_trainer.sections import (
     CheckpointConfig,
@@ -36,6 +37,7 @@ from mega_trainer.sections import (
     RecomputeConfig,
     TrainConfig,
 )
+from mega_trainer.source_rules import source_problems
 
 UNFINISHED = re.compile(r"\$[A-Za-z_{(\d]|<[^<>]+>")
 
@@ -51,6 +53,7 @@ class RunConfig(Config):
     init_from: str | None = Field(
         None, description="start from the weights of this checkpoint, HuggingFace folder or GGUF file"
     )
+    objective: ObjectiveConfig = ObjectiveConfig()
     parallel: ParallelConfig = ParallelConfig()
     batch: BatchConfig = BatchConfig.model_validate({"global": 8})
     train: TrainConfig = TrainConfig()
@@ -137,11 +140,30 @@ class RunConfig(Config):
             return None
         return replace(self.lr_curve(), highest=highest, lowest=self.lr_schedule.min_lr if lowest is None else lowest)
 
+    @property
+    def target_length(self) -> int:
+        """Tokens of a sample that are asked for: all, or of an encoder-decoder those of the decoder."""
+        return self.data.t5.decoder_length(self.data.seq_length) if self.model.encoder else self.data.seq_length
+
+    @property
+    def lengths(self) -> tuple[int, int | None]:
+        """Tokens of a sample, or of an encoder-decoder those of the encoder and of the decoder."""
+        return self.data.seq_length, self.target_length if self.model.encoder else None
+
+    @property
+    def sample_tokens(self) -> int:
+        """Of a sample, both sequences of an encoder-decoder."""
+        first, second = self.lengths
+        return first + (second or 0)
+
     def trains(self, name: str) -> bool:
         """Whether a tensor, by its canonical name, is trained."""
-        if any(fnmatchcase(name, pattern) for pattern in self.train.freeze):
-            return False
-        return self.lora is None or is_adapter(name) or self.lora.saves(name)
+        return self.model.computes(name) and is_trained(name, self.train.freeze, self.lora)
+
+    def lr_factor(self, name: str) -> float:
+        """The factor on the learning rate of a tensor, by its canonical name."""
+        found = [value for pattern, value in self.optimizer.lr_factors.items() if fnmatchcase(name, pattern)]
+        return found[-1] if found else 1.0
 
     def due(self, step: int, every: int) -> bool:
         """Whether something done `every` steps (0: only at the end) is due after `step`."""
@@ -167,12 +189,8 @@ class RunConfig(Config):
         model, data, parallel = self.model, self.data, self.parallel
         if model.position == "learned" and data.seq_length > model.max_position:
             yield Problem("data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length)
-        if "pairs" in data.kinds:
-            rule = "has no loss to train with yet: preference pairs can be made and shown"
-            yield Problem("data.kind", rule, "pairs", "conversations, made of the chosen answers")
-        if encoded := sorted(data.kinds & {"bert", "t5"}):
-            rule = "is data for an encoder, and every model here is a decoder"
-            yield Problem("data.kind", rule, encoded[0], "text or fim; mega_data reads such samples for other programs")
+        yield from self._objective_problems()
+        yield from self._encoder_problems()
         for key, value in (
             ("train.early_stop", self.train.early_stop),
             ("checkpoint.best", self.checkpoint.best or None),
@@ -188,6 +206,7 @@ class RunConfig(Config):
             )
         yield from model_problems(self)
         yield from fp8_problems(self)
+        yield from source_problems(self)
         if self.kernels.linear == "te" and self.precision == "fp8":
             if self.fp8.recipe == "rowwise":
                 rule = "is no recipe of Transformer Engine, which kernels.linear = te asks for"
@@ -228,6 +247,57 @@ class RunConfig(Config):
                     rule = "reads other samples, and data.order = megatron has only those of the run's steps"
                     yield Problem(f"train.{key}", rule, "rollback", "skip or stop")
         yield from self._unfinished()
+
+    def _objective_problems(self) -> Iterator[Problem]:
+        """Pairs and what compares them go together, and a reference is there."""
+        objective, kinds, train = self.objective, self.data.kinds, self.train
+        if objective.of_pairs and kinds != {"pairs"}:
+            yield Problem("objective.kind", "compares preference pairs", objective.kind, "data.kind: pairs")
+        if not objective.of_pairs and "pairs" in kinds:
+            yield Problem("data.kind", "needs an objective that compares answers", "pairs", "objective.kind: dpo")
+        if objective.kind == "distill":
+            yield from self._teacher_problems()
+        if self.model.score != (objective.kind == "reward"):
+            rule = f"goes with model.score = {str(not self.model.score).lower()}"
+            yield Problem(
+                "objective.kind", rule, objective.kind, "kind: reward trains what scores, and nothing else does"
+            )
+        if objective.refers and objective.reference_model is None and self.init_from is None:
+            rule = "compares with a reference model, and there is none"
+            yield Problem("objective.kind", rule, objective.kind, "set init_from, or objective.reference_model")
+        asked = {"reference": objective.refers, "teacher_logits": objective.kind == "distill"}
+        for key, used in asked.items() if "rollback" in (train.on_nan, train.on_spike) else ():
+            if used and getattr(objective, key) == "cached":
+                rule = "has what is told of the run's samples alone, and a rollback goes on with others"
+                yield Problem(f"objective.{key}", rule, "cached", "live, or no rollback in train.on_nan and on_spike")
+
+    def _encoder_problems(self) -> Iterator[Problem]:
+        """Encoders guess masked tokens, and nothing else does."""
+        model, data = self.model, self.data
+        if model.causal and (masked := sorted(data.kinds & {"bert", "masked"})):
+            rule = "is data for an encoder, and a model that sees no token behind it is a decoder"
+            yield Problem("data.kind", rule, masked[0], "text or fim; or model.causal: false")
+        if not model.causal and not data.kinds & {"bert", "masked"}:
+            rule = "is an encoder, which guesses masked tokens"
+            yield Problem("model.causal", rule, False, "data.kind: masked for running text, or bert for sentences")
+        if not model.causal and self.eval.tasks:
+            yield Problem("eval.tasks", "are of decoders, which continue text", self.eval.tasks, "leave them out")
+        if "bert" in data.kinds and data.bert.sentence_pairs and not (model.sentence_pairs and model.token_types > 1):
+            rule = "makes two segments, which the model has no types or no head for"
+            hint = "data.bert.sentence_pairs: false; or model.token_types: 2, pooler: true and sentence_pairs: true"
+            yield Problem("data.bert.sentence_pairs", rule, True, hint)
+
+    def _teacher_problems(self) -> Iterator[Problem]:
+        """A teacher is there, tells tokens of the same vocabulary, and of the samples that the run reads."""
+        objective = self.objective
+        if objective.teacher is None:
+            yield Problem("objective.teacher", "is not there, which kind: distill learns from", hint="a model's folder")
+        if self.data.kinds & {"bert", "t5", "masked"} or not self.model.causal:
+            yield Problem("objective.kind", "learns from a decoder's next tokens", "distill", "data of text")
+        if objective.top_k > self.model.vocab_size:
+            yield Problem(
+                "objective.top_k", f"is more than model.vocab_size = {self.model.vocab_size}", objective.top_k
+            )
 
     def _unfinished(self) -> Iterator[Problem]:
         """Texts that are not final, as those of a translated launch script whose variables it does not set."""
@@ -294,6 +364,8 @@ def resolve(raw: Mapping[str, Any], *, base: Path = Path(), tell: bool = False) 
             out.setdefault("init_from", given)
     if isinstance(raw.get("recompute"), str):
         out["recompute"] = {"kind": raw["recompute"]}
+    if isinstance(out.get("model"), Mapping) and out["model"].get("encoder") and isinstance(out.get("data"), Mapping):
+        out["data"] = {"kind": "t5", **out["data"]}
     return out
 
 

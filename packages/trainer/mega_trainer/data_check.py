@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mega_common.errors import DataError
-from mega_data.indexed import IndexedReader
-from mega_data.use import Use, planned_use
+from mega_data.files.indexed import IndexedReader
+from mega_data.order.use import Use, planned_use
 from mega_trainer.config import RunConfig
 from mega_trainer.tokens import run_tokenizer
 

@@ -28,7 +28,9 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def machine_here(config: RunConfig) -> str | None:
-    """The machine that a run names, or is on, by its GPU; None where neither is known."""
+    """The machine that a run names, or is on, by its GPU; None where neither is known, or no time is predicted for the model."""
+    if config.model.encoder is not None:
+        return None
     if config.machine is not None or config.device == "cpu" or not torch.cuda.is_available():
         return config.machine
     return machine_of(torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory)
@@ -56,4 +58,6 @@ def to_device(values: Tensor | Sequence[float], device: torch.device) -> Tensor:
     From pinned memory: a copy from any other waits until the device has done all that it was given.
     """
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    if device.type in ("cpu", "meta"):
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

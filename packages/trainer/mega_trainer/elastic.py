@@ -1,7 +1,8 @@
 """torchrun, with exit statuses that a scheduler can act on: `python -m mega_trainer.elastic`, with torchrun's arguments.
 
 torchrun itself ends with 1 whatever its ranks ended with. This ends as they did: 75 when they saved and stopped before
-the end, 2 for a mistake of the user's, 128 + the number of a signal.
+the end, 2 for a mistake of the user's, 128 + the number of a signal. And it ends when it is cut off from the other machines,
+where torchrun waits for as long as TCP does, a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
-from mega_trainer.environment import STATUS_NOTE
+from mega_trainer.job.environment import STATUS_NOTE
 
 # How ranks end that did nothing wrong themselves: interrupted after a save, or stopped because another had ended.
 STOPPED = (os.EX_TEMPFAIL, -signal.SIGTERM)
+
+
+UNSEEN_SECONDS = 30.0  # after its end, that an agent may leave a rank unseen; it looks ten times a second
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,9 +35,12 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mega-") as folder:
         note = Path(folder) / "status"
         os.environ[STATUS_NOTE] = str(note)  # which ranks inherit
+        done = threading.Event()
+        threading.Thread(target=_end_when_stuck, args=(done,), daemon=True).start()
         try:
             return _run(arguments, note)
         finally:
+            done.set()
             del os.environ[STATUS_NOTE]
 
 
@@ -43,9 +53,35 @@ def _run(arguments: Sequence[str], note: Path) -> int:
         if status != os.EX_TEMPFAIL:
             print(error, file=sys.stderr)
         return status
+    except RendezvousTimeoutError:
+        return _failed("fewer machines came than --nnodes asks for, within --rdzv-conf join_timeout")
+    except RendezvousConnectionError as error:
+        return _failed(
+            f"the machine at --rdzv-endpoint, where all meet, cannot be reached ({error.__cause__ or error})"
+        )
     except SignalException as error:
         return int(note.read_text()) if note.exists() else 128 + error.sigval
     return 0
+
+
+def _failed(what: str) -> int:
+    hint = "the same command, on enough machines, goes on from the last checkpoint"
+    print(f"error: {what}\n  {hint}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _end_when_stuck(done: threading.Event) -> None:
+    """End this process when its agent does not see that a rank has ended: it waits for a store that does not answer."""
+    pid, since = 0, time.monotonic()
+    while not done.wait(1):
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # there are none
+            found = None
+        if found is None or found.si_pid != pid:
+            pid, since = found.si_pid if found else 0, time.monotonic()
+        elif time.monotonic() - since > UNSEEN_SECONDS:
+            os._exit(_failed("a rank has ended, and the machine at --rdzv-endpoint, where all meet, does not answer"))
 
 
 def status_of(exit_codes: Iterable[int]) -> int:

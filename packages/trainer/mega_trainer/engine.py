@@ -16,6 +16,7 @@ that warns of it.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -27,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_ckpt.source import checkpoint_folder, load_weights, open_source
+from mega_ckpt.source import checkpoint_folder, load_weights, open_source, put_file
 from mega_ckpt.store import Place, place, save
-from mega_common.errors import ConfigError
-from mega_trainer.batch import micro_batches
+from mega_common.errors import ConfigError, DataError
+from mega_trainer.batch import MicroBatch, micro_batches
 from mega_trainer.build import connect, dtype_of
 from mega_trainer.comm import all_reduce
 from mega_trainer.config import RunConfig, resolve
@@ -38,6 +39,7 @@ from mega_trainer.device import pick_device
 from mega_trainer.gathered import Bucket, GatheredSource, buckets_of
 from mega_trainer.mesh import Groups
 from mega_trainer.model.init import init_weights
+from mega_trainer.model.routing import Routes, expert_layers
 from mega_trainer.parallel.context import place_of_tokens
 from mega_trainer.parallel.param import local_of
 from mega_trainer.ranks import Ranks
@@ -77,6 +79,8 @@ class TrainingEngine:
     def __init__(self, config: RunConfig | Mapping[str, Any], groups: Groups | None = None) -> None:
         size = dist.get_world_size() if dist.is_initialized() else 1
         self.config = config if isinstance(config, RunConfig) else _parsed(config, size)
+        if self.config.model.encoder is not None or not self.config.model.causal:
+            raise ConfigError("TrainingEngine: trains decoders, and the model is or has an encoder", hint="mega train")
         rank = dist.get_rank() if dist.is_initialized() else 0
         local = int(os.environ.get("LOCAL_RANK", rank))
         self._groups = groups or connect(self.config, Ranks(rank, size, local))
@@ -98,11 +102,13 @@ class TrainingEngine:
 
     # ------------------------------------------------------------------------------------------------------- computing
 
-    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    def log_probs(self, sequences: Sequence[Sequence[int]], *, routes: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The log-probability of every token but the first, given those before it.
 
         Args:
             sequences: token ids, each from 2 to `data.seq_length` + 1 of them; packed into rows, closed to each other.
+            routes: of a model with experts, which ones to send each token to, as `routes` tells them; weighted by the
+                model's own scores.
 
         Returns:
             For each sequence of L tokens one tensor [L - 1] on `device`, fp32, or fp64 in an fp64 run.
@@ -111,9 +117,37 @@ class TrainingEngine:
             DataError: for a sequence that is too short or too long, or a token that the model has not.
         """
         rows = self._rows(sequences)
-        return self._told(rows, self._log_probs(rows))
+        return self._told(rows, self._log_probs(self._micro(rows, routes=routes), rows))
 
-    def train_step(self, sequences: Sequence[Sequence[int]], loss: Loss, *, lr: float | None = None) -> StepResult:
+    def routes(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Which experts the model sends each token but the last to: what a trainer is given that is to route as a rollout did
+        (routing replay, arXiv:2510.11370).
+
+        Returns:
+            For each sequence of L tokens one tensor int64 [L - 1, layers with experts, top_k] on `device`.
+
+        Raises:
+            ConfigError: when the model has no experts.
+        """
+        rows = self._rows(sequences)
+        batches = self._routed(self._micro(rows), rows, [])
+        with torch.no_grad(), self._executor.evaluating():
+            self._executor.run(batches, 1.0)
+        told = [one.routes.told for one in batches if one.routes is not None]
+        whole = told[0].new_zeros(len(rows.tokens), *told[0].shape[1:])
+        for one, part in zip(batches, told, strict=True):
+            whole[torch.tensor(one.samples, device=self.device)] = part
+        all_reduce(whole, self._groups.world)
+        return self._told(rows, whole - 1)
+
+    def train_step(
+        self,
+        sequences: Sequence[Sequence[int]],
+        loss: Loss,
+        *,
+        lr: float | None = None,
+        routes: Sequence[Tensor] | None = None,
+    ) -> StepResult:
         """One update by a loss of the sequences' log-probabilities.
 
         They are computed first, for all sequences; then `loss` is called, on every rank, and its gradient with respect to
@@ -126,6 +160,7 @@ class TrainingEngine:
             loss: of the log-probabilities, as `log_probs` gives them, to a scalar; it sees all sequences, and so
                 does any mean in it.
             lr: learning rate of this step; `optimizer.lr` by default.
+            routes: as in `log_probs`.
 
         Returns:
             What the step tells; `loss` is the value of `loss`, `tokens` counts those with a gradient.
@@ -135,7 +170,8 @@ class TrainingEngine:
             TrainingError: when the numbers go wrong and the run's policy says stop.
         """
         rows = self._rows(sequences)
-        given = [each.requires_grad_() for each in self._told(rows, self._log_probs(rows))]
+        found = self._log_probs(self._micro(rows, routes=routes), rows)
+        given = [each.requires_grad_() for each in self._told(rows, found)]
         value = loss(given)
         torch.autograd.backward([value])
         weights = np.zeros(rows.tokens.shape, np.float64 if self._wide else np.float32)
@@ -144,7 +180,7 @@ class TrainingEngine:
                 weights[row, here] = -each.grad.cpu().numpy()
         settings = self.config.optimizer
         result = train_step(
-            self._executor, self._state.optimizer, self._micro(rows, weights),
+            self._executor, self._state.optimizer, self._micro(rows, weights, routes),
             tokens=[1.0, *[float("inf")] * self.config.model.mtp_layers],  # of further tokens none is asked for
             lr=settings.lr if lr is None else lr, clip=settings.clip_grad, decoupled_lr=settings.decoupled_lr,
             loss_scale=self._state.loss_scale,
@@ -161,15 +197,38 @@ class TrainingEngine:
     def _wide(self) -> bool:
         return dtype_of(self.config) == torch.float64
 
-    def _micro(self, rows: Rows, weights: np.ndarray) -> list[Any]:
+    def _micro(
+        self, rows: Rows, weights: np.ndarray | None = None, routes: Sequence[Tensor] | None = None
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches, without loss unless there are `weights` [R, S]."""
+        weights = np.zeros(rows.tokens.shape, np.float32) if weights is None else weights
         own = rows.share(self._groups.dp.rank, self._groups.dp.size)
-        return list(micro_batches(rows.batch(own, weights), self.config, self.device, self._groups.cp))
+        micro = list(micro_batches(rows.batch(own, weights), self.config, self.device, self._groups.cp))
+        return micro if routes is None else self._routed(micro, rows, routes)
+
+    def _routed(self, micro: Sequence[MicroBatch], rows: Rows, routes: Sequence[Tensor]) -> list[MicroBatch]:
+        """With the experts of tokens, where `routes` have them, and room to tell what is chosen."""
+        model, moe = self.config.model, self.config.model.moe
+        if moe is None:
+            raise ConfigError("routes are of a model with experts, and this one has none")
+        layers = [layer for layer in expert_layers(model) if layer < model.num_layers]
+        shape = (len(layers), moe.top_k)
+        given = torch.full((*rows.tokens.shape, *shape), -1, device=self.device)
+        for number, ((row, here), each) in enumerate(zip(rows.places, routes, strict=bool(routes))):
+            if tuple(each.shape) != (here.stop - here.start, *shape):
+                wanted = [here.stop - here.start, *shape]
+                raise DataError(f"routes of sequence {number} have shape {list(each.shape)} instead of {wanted}")
+            given[row, here] = each.to(given)
+        parts = [given[torch.tensor(one.samples, device=self.device)] for one in micro]
+        return [
+            replace(one, routes=Routes(layers, one.places, part if routes else None, torch.zeros_like(part)))
+            for one, part in zip(micro, parts, strict=True)
+        ]
 
     @torch.no_grad()
-    def _log_probs(self, rows: Rows) -> Tensor:
+    def _log_probs(self, batches: Sequence[MicroBatch], rows: Rows) -> Tensor:
         """Of all rows, [R, S]."""
         out = torch.zeros(rows.tokens.shape, dtype=torch.float64 if self._wide else torch.float32, device=self.device)
-        batches = self._micro(rows, np.zeros(rows.tokens.shape, np.float32))
         with self._executor.evaluating():
             self._executor.run(batches, 1.0)
         if self._groups.tp.rank == 0:
@@ -217,9 +276,16 @@ class TrainingEngine:
         self._state.optimizer.reload_main()
 
     def save(self, folder: str | Path) -> Place:
-        """Write a checkpoint of everything to `folder`/step-..., in any layout's form; returns that when it is durable."""
+        """Write a checkpoint of everything to `folder`/step-..., in any layout's form, with the tokenizer that came with the
+        weights; returns that when it is durable."""
         tensors, numbers = self._state.to_save(), self._state.numbers()
-        return save(place(folder), self.step, tensors, model=self.config.model, state=numbers)
+        with tempfile.TemporaryDirectory() as assets:
+            for name, content in self._assets.items():
+                put_file(Path(assets) / name, content)
+            return save(
+                place(folder), self.step, tensors, model=self.config.model, state=numbers,
+                assets=Path(assets) if self._assets else None,
+            )  # fmt: skip
 
     def resume(self, folder: str | Path) -> None:
         """Go on from the newest checkpoint of `folder`, or the one that it is, whatever layout wrote it.

@@ -29,8 +29,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from mega_common.errors import INTERRUPTED_STATUS, ConfigError, MegaError, TrainingError
 from mega_common.log import logger
-from mega_trainer.environment import STATUS_NOTE
-from mega_trainer.guard import KEYBOARD_STATUS, STOP_SIGNALS, StopSignal
+from mega_trainer.job.environment import STATUS_NOTE
+from mega_trainer.job.guard import KEYBOARD_STATUS, STOP_SIGNALS, StopSignal
+from mega_trainer.job.job_log import record_error
 
 POLL_SECONDS = 0.1
 LAST_WORDS_SECONDS = 5.0  # after the first failure, for the others to find out and to say so
@@ -158,7 +159,11 @@ def start_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
             ended = _ends(ranks)
     finally:
         ranks.close(signal.SIGKILL)
-    return _status(ended, stop, logs)
+    try:
+        return _status(ended, stop, logs)
+    except TrainingError as error:
+        record_error(output, None, error.message.splitlines()[0])
+        raise
 
 
 def _ends(ranks: PContext) -> dict[int, int]:

@@ -7,7 +7,7 @@ the same values, a recomputed block replays its own masks, and a resumed run has
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,21 +34,29 @@ class Dropout:
         seed: the run's seed.
         samples: the global number of each sample of the micro-batch.
         places: where in the sequence the tokens of this rank's residual stream stand, in order.
+        whole: where those of all tensor ranks stand, if they share the stream out (sequence parallelism).
     """
 
     seed: int
     samples: Sequence[int]
     places: Sequence[range]
+    whole: Sequence[range] | None = None
 
     def residual(self, x: Tensor, p: float, layer: int, site: str) -> Tensor:
         """Drop elements of x [B, S', D]; masks are drawn for some tokens at a time, no more than have a part in S'."""
         if p == 0.0:
             return x
-        draws = [
-            torch.cat([self._rows(x, (sample, layer, site), places) for places in self.places])
-            for sample in self.samples
-        ]
-        return x * _scale(torch.stack(draws), p, x.dtype)
+        return x * _scale(self._masks(x, (layer, site), self.places, x.shape[-1]), p, x.dtype)
+
+    def inputs(self, x: Tensor, p: float, site: str, width: int, *, first: int = 0, whole: bool = False) -> Tensor:
+        """Drop elements of what goes into a projection [.., width], of which x [B, S', D'] has the columns from `first` on.
+
+        Its tokens are those of the residual stream, or with `whole` those of all tensor ranks' parts of it.
+        """
+        if p == 0.0:
+            return x
+        places = self.whole if whole and self.whole is not None else self.places
+        return x * _scale(self._masks(x, (site,), places, width)[..., first : first + x.shape[-1]], p, x.dtype)
 
     def scores(self, x: Tensor, p: float, layer: int, first_head: int) -> Tensor:
         """Drop attention probabilities x [B, H, S, S] of the heads from `first_head` on; a head's mask is drawn whole."""
@@ -58,13 +66,21 @@ class Dropout:
         draws = [self._draw(x, key, x.shape[-2:]) for key in keys]
         return x * _scale(torch.stack(draws).view(x.shape), p, x.dtype)
 
-    def _rows(self, x: Tensor, key: tuple[int, int, str], places: range) -> Tensor:
+    def _masks(self, x: Tensor, key: Sequence[int | str], places: Sequence[range], width: int) -> Tensor:
+        rows = [torch.cat([self._rows(x, (s, *key), part, width) for part in places]) for s in self.samples]
+        return torch.stack(rows)
+
+    def _rows(self, x: Tensor, key: Sequence[int | str], places: range, width: int) -> Tensor:
         first, last = places.start // TOKENS, places[-1] // TOKENS
-        draws = [self._draw(x, (*key, block), (TOKENS, x.shape[-1])) for block in range(first, last + 1)]
+        draws = [self._draw(x, (*key, block), (TOKENS, width)) for block in range(first, last + 1)]
         return torch.cat(draws)[places.start - first * TOKENS : places.stop - first * TOKENS]
 
     def _draw(self, x: Tensor, key: Sequence[int | str], shape: Sequence[int]) -> Tensor:
         return torch.rand(tuple(shape), generator=generator(x.device, self.seed, *key), device=x.device)
+
+
+# The dropout of this rank's part of sequences of so many tokens on a rank; a kind of sequence has masks of its own.
+Dropouts = Callable[[int, int], Dropout | None]
 
 
 def _scale(draws: Tensor, p: float, dtype: torch.dtype) -> Tensor:

@@ -133,6 +133,11 @@ class OptimizerConfig(Config):
     decoupled_lr: float | None = Field(
         None, gt=0, description="learning rate of the input embedding and the output layer; default: lr"
     )
+    lr_factors: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        {},
+        description="factors on the learning rate of tensors, by patterns of their names such as model.vision_tower.*; of "
+        "several that match the last one counts",
+    )
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
@@ -318,6 +323,9 @@ class DebugConfig(Config):
     """Slow checks and reproducible sums, for finding faults."""
 
     ordered_reductions: bool = Field(False, description="sum over ranks in rank order, bit for bit reproducible")
+    layer_norms_every: int = Field(
+        0, ge=0, description="steps between lines with the norms of gradient and weights of each layer; 0: never"
+    )
     reduce_every_microbatch: bool = Field(
         False, description="sum gradients over ranks after each micro-batch at every ZeRO level, as level 2 must"
     )

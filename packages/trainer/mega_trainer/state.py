@@ -20,22 +20,23 @@ from mega_ckpt.adapter import check_base
 from mega_ckpt.folders import forget_after, newest_until
 from mega_ckpt.pieces import Sharded, boxes_of, merge
 from mega_ckpt.store import AsyncSaver, Checkpoint, Place, latest, load, place, retain, save, sweep
-from mega_common.errors import CheckpointError, TrainingError
+from mega_common.errors import CheckpointError, NumbersError
 from mega_common.log import logger
+from mega_common.model_config import ModelConfig
 from mega_common.remote import RemoteError
-from mega_data.resumed import resumed
-from mega_trainer.best import Best
+from mega_data.order.resumed import resumed
 from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
-from mega_trainer.guard import Guard
-from mega_trainer.memory import Copy, Memory
+from mega_trainer.job.best import Best
+from mega_trainer.job.guard import Guard
+from mega_trainer.job.memory import Copy, Memory
+from mega_trainer.job.resume import check_resume
+from mega_trainer.job.rollback import LeftOut, RollBack
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.zero import Optimizer
 from mega_trainer.parallel.param import info_of, kept_of, local_of, trains
 from mega_trainer.parallel.shared import copies, share_of_copies
 from mega_trainer.precision import LossScale
-from mega_trainer.resume import check_resume
-from mega_trainer.rollback import LeftOut, RollBack
 from mega_trainer.step import StepResult
 
 
@@ -84,7 +85,7 @@ class TrainState:
         """Count a finished step, and let the guard judge its numbers.
 
         Raises:
-            TrainingError: when the run's policy says stop.
+            NumbersError: when the run's policy says stop.
             RollBack: when it says so.
         """
         size = self.config.batch.at(self.consumed_samples)
@@ -97,20 +98,20 @@ class TrainState:
         """Return to a checkpoint before a bad step, and go past all samples since then. Later checkpoints are deleted.
 
         Raises:
-            TrainingError: when there is none, or it has been returned to `train.max_skips` times in a row.
+            NumbersError: when there is none, or it has been returned to `train.max_skips` times in a row.
         """
         settings, root, position = self.config.train, self.config.checkpoints, self.position
         found = newest_until(root, back.step - settings.rollback_steps)
         if found is None:
             wanted = f"no checkpoint in {root} is {settings.rollback_steps} step(s) older (train.rollback_steps)"
-            raise TrainingError(f"{back.message}; {wanted}", hint="checkpoint.every saves while a run goes on")
+            raise NumbersError(f"{back.message}; {wanted}", hint="checkpoint.every saves while a run goes on")
         before, at = self.left_out, self.consumed_samples
         self.restore(found, world.handle)
         again = bool(before.ranges) and before.ranges[-1][0] == self.consumed_samples
         self.rollbacks = self.rollbacks + 1 if again else 1
         if self.rollbacks > settings.max_skips:
             message = f"{back.message}; going back to step {self.step} did not help {settings.max_skips} times in a row"
-            raise TrainingError(message, hint="lower optimizer.lr, or go further back: train.rollback_steps")
+            raise NumbersError(message, hint="lower optimizer.lr, or go further back: train.rollback_steps")
         self.left_out = self.left_out.to(position, self.consumed_samples)
         logger.warning(
             "%s\n  back to step %d; left out: %s", back.message, self.step,
@@ -332,17 +333,36 @@ def state_of(start: Place | Copy | None) -> Mapping[str, Any]:
     return {} if start is None else Checkpoint.open(start).state
 
 
-def newer_copy(config: RunConfig, checkpoint: Place | None, memory: Memory | None) -> Copy | None:
-    """The copy in memory that a run goes on from: one of a later step than the checkpoint, and of the same settings."""
-    copy = None if memory is None else memory.newest()
-    on_disk = -1 if checkpoint is None else Checkpoint.open(checkpoint).step
-    if copy is None or copy.step <= on_disk:
+def newer_copy(config: RunConfig, checkpoint: Place | None, memory: Memory | None) -> Copy | Place | None:
+    """What a run goes on from where copies in memory are of a later step than the checkpoint: as many ranks with the same
+    settings from these, others from a checkpoint that is made of them.
+    """
+    found = None if memory is None else memory.newest()
+    if (
+        memory is None
+        or found is None
+        or found.step <= (-1 if checkpoint is None else Checkpoint.open(checkpoint).step)
+    ):
         return None
-    if continued(config, copy.state).model_dump(mode="json", by_alias=True) != copy.state["settings"]:
-        logger.info("the copies in memory are of other settings, and are not used")
-        return None
-    logger.info("going on from the copies in memory, of step %d", copy.step)
-    return copy
+    logger.info("going on from the copies in memory, of step %d on %d rank(s)", found.step, found.ranks)
+    if found.ranks == memory.ranks and _as_saved(config, found.state):
+        return memory.copy(found)
+    assets = Path(config.output) / "assets"
+    model = ModelConfig.parse(found.state["settings"]["model"])
+    made = save(
+        config.checkpoints, found.step, memory.shares(found), model=model, state=found.state,
+        assets=assets if assets.exists() else None,
+    )  # fmt: skip
+    memory.clear()
+    return made
+
+
+def _as_saved(config: RunConfig, state: Mapping[str, Any]) -> bool:
+    """Whether a run that goes on from that state has the settings it was saved with."""
+    settings = continued(config, state).model_dump(mode="json", by_alias=True)
+    if config.train.epochs is not None:  # which are made steps of when the data is open
+        settings["train"]["steps"] = state["settings"]["train"]["steps"]
+    return bool(settings == state["settings"])
 
 
 def starting_point(config: RunConfig) -> Place | None:

@@ -34,10 +34,12 @@ class StepResult:
         tokens: how many counted.
         updated: whether the weights changed; not when a number was not finite, or the loss was not accepted.
         mtp_loss: of the layers that predict further tokens: each one's mean per token, and the mean of these.
+        pair_loss: of a model that tells the order of two segments: mean per sample.
         loss_scale: that of this step, in fp16.
         overflowed: the gradient was too large for fp16 under this loss scale; a smaller one may mend it.
         routing: of models with experts, as `routing_metrics` tells it.
         riders: as given to the step by each rank, summed over all ranks.
+        figures: of an objective that measures itself, what it tells beside the loss, means as the loss is.
     """
 
     loss: float
@@ -45,10 +47,12 @@ class StepResult:
     tokens: float
     updated: bool
     mtp_loss: float | None = None
+    pair_loss: float | None = None
     loss_scale: float | None = None
     overflowed: bool = False
     routing: Mapping[str, float] = field(default_factory=dict)
     riders: Sequence[float] = ()
+    figures: Sequence[float] = ()
 
     @property
     def finite(self) -> bool:
@@ -68,6 +72,7 @@ def train_step(
     loss_scale: LossScale | None = None,
     riders: Callable[[], Sequence[float]] = tuple,
     accepts: Callable[[float], bool] = lambda loss: True,
+    measured: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> StepResult:
     """One step over this rank's micro-batches; every rank calls it.
 
@@ -83,6 +88,8 @@ def train_step(
     Args:
         tokens: of the step, as `count_tokens` gives them.
         accepts: whether to update the weights after a step of that loss.
+        measured: makes of the sums of this rank's losses [2] (`Executor.run`) those of an objective that measures itself, and of
+            k figures more: [2 + k].
 
     Raises:
         TrainingError: when tokens found no room on their way to their experts; nothing is updated.
@@ -90,15 +97,16 @@ def train_step(
     factor = 1.0 if loss_scale is None else loss_scale.value
     for stage in optimizer.stages:
         stage.begin_step()
-    sums = executor.run(weigh_ahead(batches, tokens), factor / max(tokens[0], 1.0), factor)
+    sums = measured(executor.run(weigh_ahead(batches, tokens), factor / max(tokens[0], 1.0), factor))
     with executor.phase("reduce"):
         for stage in optimizer.stages:
             stage.finish()
     with executor.phase("norm"):
         told, table = sum_over_ranks(executor, torch.cat([sums, to_device(riders(), sums.device)]))
         numbers = to_host(torch.cat([optimizer.grad_norm().view(1), told, table.flatten()]))
-    norm, loss, mtp_loss, *ridden = numbers[: 1 + len(told)].tolist()
-    norm, loss, mtp_loss = norm / factor, loss / max(tokens[0], 1.0), mtp_loss / max(tokens[0], 1.0)
+    norm, *totals = numbers[: 1 + len(told)].tolist()
+    norm, ridden = norm / factor, totals[len(sums) :]
+    loss, further, *figures = (total / max(tokens[0], 1.0) for total in totals[: len(sums)])
     updates = math.isfinite(loss) and math.isfinite(norm) and accepts(loss)
     routing = routing_metrics(executor.config.moe, numbers[1 + len(told) :].view_as(table), factor)
     if updates:
@@ -106,8 +114,9 @@ def train_step(
             optimizer.update(lr, clip_factor(norm, clip) / factor, decoupled_lr)
         move_selection(executor, table)
     result = StepResult(
-        loss, norm, tokens[0], updates, mtp_loss if batches[0].ahead else None, routing=routing, riders=ridden
-    )
+        loss, norm, tokens[0], updates, further if batches[0].ahead else None, further if batches[0].pairs else None,
+        routing=routing, riders=ridden, figures=figures,
+    )  # fmt: skip
     if loss_scale is None:
         return result
     overflowed = loss_scale.mends(loss_finite=math.isfinite(loss), norm_finite=math.isfinite(norm))
@@ -144,23 +153,34 @@ def move_selection(executor: Executor, table: Tensor) -> None:
         )
 
 
+def counted_tokens(executor: Executor, sums: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
+    """The sum of the losses of next tokens, and how many count: fp64 [2]."""
+    return torch.stack([sums[0], torch.stack([batch.weights.sum(dtype=torch.float64) for batch in batches]).sum()])
+
+
 @torch.no_grad()
-def evaluate(executor: Executor, steps: Iterable[Sequence[MicroBatch]]) -> float:
-    """Mean loss per token of all steps' micro-batches, forward only. The host waits once, at the end."""
-    totals = []
-    for batches in steps:
-        tokens = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in batches]).sum()
-        totals.append(torch.stack([executor.run(batches, 1.0)[0], tokens]))
-    total, groups = torch.stack(totals).sum(0), executor.groups
+def evaluate(
+    executor: Executor,
+    steps: Iterable[Sequence[MicroBatch]],
+    totals: Callable[[Executor, Tensor, Sequence[MicroBatch]], Tensor] = counted_tokens,
+) -> list[float]:
+    """Mean loss of all steps' micro-batches, forward only, and what else `totals` tells. The host waits once, at the end.
+
+    Args:
+        totals: makes of the sums of a step's losses [2] those to be told and, last, what their mean is over.
+    """
+    found = [totals(executor, executor.run(batches, 1.0), batches) for batches in steps]
+    total, groups = torch.stack(found).sum(0), executor.groups
     if groups.tp.rank > 0 or executor.last_stage not in executor.stages:
         total.zero_()
     all_reduce(total, groups.world)
-    loss_sum, count = to_host(total).tolist()
-    return float(loss_sum / max(count, 1.0))
+    *sums, count = to_host(total).tolist()
+    return [each / max(count, 1.0) for each in sums]
 
 
 def count_tokens(batch: StepBatch, further: int, groups: Groups) -> list[float]:
-    """Tokens of a step whose loss counts, over all data ranks, and so those of each layer that predicts `further` tokens.
+    """Tokens of a step whose loss counts, over all data ranks, and so those of each layer that predicts `further` tokens;
+    or, of samples of two segments, behind that the number of samples.
 
     Summed in host memory, before the first step; those of the next one ride with the numbers of the step before it.
     """
@@ -171,20 +191,23 @@ def count_tokens(batch: StepBatch, further: int, groups: Groups) -> list[float]:
 
 def own_counts(batch: StepBatch | None, further: int, groups: Groups) -> list[float]:
     """This rank's part in `count_tokens`, as its masks in host memory tell: that of the first who has these samples."""
+    pairs = [] if batch is None or batch.pair_labels is None else [float(len(batch.pair_labels))]
     if batch is None or any(group.rank for group in (groups.tp, groups.cp, groups.pp)):
-        return [0.0] * (1 + further)
+        return [0.0] * (1 + further + len(pairs))
     weights = [batch.loss_weights, *(further_weights(batch, k + 1) for k in range(further))]
-    return [float(each.sum(dtype=np.float64)) for each in weights]
+    return [*(float(each.sum(dtype=np.float64)) for each in weights), *pairs]
 
 
 def weigh_ahead(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
-    """The batches with weights of further tokens that make their losses a mean of means.
+    """The batches with weights of further tokens, or of pairs, that make their losses a mean of means.
 
     Of D layers that predict further tokens, one's tokens weigh `tokens[0]` / (D its tokens of all micro-batches and data
     ranks): the sum of all, divided by `tokens[0]` as the next tokens' is, is then the mean over the layers of their means.
     """
     step, *ahead = tokens
     factors = [step / (len(ahead) * max(count, 1.0)) for count in ahead]
+    if batches[0].pairs is not None and factors:
+        return [replace(b, pairs=b.pairs and replace(b.pairs, weights=b.pairs.weights * factors[0])) for b in batches]
     return [
         replace(b, ahead=[replace(a, weights=a.weights * f) for a, f in zip(b.ahead, factors, strict=True)])
         for b in batches

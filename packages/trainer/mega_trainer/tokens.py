@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from mega_common.errors import DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig
-from mega_data.fetch import local_prefix
-from mega_data.info import DataInfo, info_path, read_info
-from mega_data.parts import matching
+from mega_data.files.fetch import local_prefix
+from mega_data.files.info import DataInfo, info_path, read_info
+from mega_data.order.parts import matching
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config import RunConfig
 

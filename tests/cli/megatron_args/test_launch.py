@@ -88,7 +88,10 @@ def test_arguments_without_a_command(script: str):
         ),
         ("source model.sh\ntorchrun pretrain_gpt.py $ARGS", r"no argument that sets a model.*source model.sh"),
         ("source job.sh\nsubmit", r"no training command.*source job.sh"),
-        ("python pretrain_t5.py --num-layers 2", "pretrain_t5.py trains a model that is not a plain decoder"),
+        (
+            "python pretrain_ict.py --num-layers 2",
+            "pretrain_ict.py trains a model that is no plain decoder, BERT or T5",
+        ),
         ("A=1", "no training command"),
         ("", "no training command"),
     ],
@@ -100,7 +103,7 @@ def test_without_a_model_there_is_nothing_to_translate(script: str, message: str
 
 def test_the_first_command_with_a_model_is_read_and_the_others_told():
     launch = find_launch(
-        f"python pretrain_gpt.py --lr 1\npython pretrain_bert.py --num-layers 3\npython pretrain_gpt.py {MODEL}\n"
+        f"python pretrain_gpt.py --lr 1\npython pretrain_ict.py --num-layers 3\npython pretrain_gpt.py {MODEL}\n"
         "torchrun pretrain_gpt.py --num-layers 4"
     )
     assert arguments(launch) == MODEL

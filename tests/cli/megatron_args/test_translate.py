@@ -482,6 +482,7 @@ def test_a_value_that_is_megatrons_default_is_no_missing_feature():
         ("--num-layers 4 --pipeline-model-parallel-size 1000000000", r"1000000000: must be at most 100,000"),
         ("--num-layers 4 --num-experts 8 --moe-layer-freq [1]*1000000000", r"must be a number, or a list of 4 zeros"),
         ("--lr 1 --bf16", r"the list of arguments is given no size of a model"),
+        ("--num-layers 4 --vision-model-type clip", r"line 1: --vision-model-type is of Megatron's multimodal example"),
     ],
 )
 def test_what_cannot_be_understood(arguments: str, message: str):
@@ -518,8 +519,8 @@ def test_a_script_without_training(text: str):
 
 
 def test_other_kinds_of_models():
-    with pytest.raises(ConfigError, match=r"line 2: pretrain_bert\.py"):
-        translate("A=1\ntorchrun pretrain_bert.py --num-layers 2")
+    with pytest.raises(ConfigError, match=r"line 2: pretrain_ict\.py"):
+        translate("A=1\ntorchrun pretrain_ict.py --num-layers 2")
 
 
 def test_remarks_of_the_script_stand_on_top():

@@ -17,7 +17,7 @@ from mega_data.cleaning import run as module
 from mega_data.cleaning.config import CleanConfig
 from mega_data.cleaning.run import clean
 from mega_data.cleaning.split import Splitting
-from mega_data.readers import texts
+from mega_data.reading.readers import texts
 
 EXACT = {"duplicates": True}
 

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from masked_data import SENTINELS, SPECIAL, WORDS
-from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from masked_data import SENTINELS, word_piece_tokenizer
 
 from mega_data.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
 def word_pieces(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A WordPiece tokenizer with the special tokens of BERT and T5, 207 tokens in all."""
-    folder = tmp_path_factory.mktemp("word_pieces")
-    vocab = {token: i for i, token in enumerate(SPECIAL + WORDS + SENTINELS)}
-    backend = Backend(models.WordPiece(vocab, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.add_special_tokens(SPECIAL + SENTINELS)
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[EOS]"}))
-    return Tokenizer(folder)
+    """See `word_piece_tokenizer`."""
+    return word_piece_tokenizer(tmp_path_factory.mktemp("word_pieces"))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from masked_data import sentences, their_splits
 from mega_common.errors import DataError
 from mega_data.config import DataConfig
 from mega_data.dataset import BlendedDataset, build_datasets
-from mega_data.indexed_writer import IndexedWriter
+from mega_data.files.indexed_writer import IndexedWriter
 from mega_data.kinds.bert import BertSample
 from mega_data.tokenizer import Tokenizer
 

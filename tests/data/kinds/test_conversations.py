@@ -9,9 +9,9 @@ import pytest
 from mega_common.errors import ConfigError, DataError
 from mega_data.config import DataConfig
 from mega_data.dataset import BlendedDataset, build_datasets
-from mega_data.indexed import bin_path, idx_path, mask_prefix
-from mega_data.indexed_writer import IndexedWriter
-from mega_data.info import ChatInfo, TokenizerInfo, write_info
+from mega_data.files.indexed import bin_path, idx_path, mask_prefix
+from mega_data.files.indexed_writer import IndexedWriter
+from mega_data.files.info import ChatInfo, TokenizerInfo, write_info
 
 LENGTH = 32
 

@@ -12,13 +12,13 @@ from tokenizers import Tokenizer as Backend
 from mega_common.errors import ConfigError
 from mega_data.config import DataConfig
 from mega_data.dataset import build_datasets
-from mega_data.indexed_writer import IndexedWriter
+from mega_data.files.indexed_writer import IndexedWriter
 from mega_data.kinds.base import Sample, Setting
 from mega_data.kinds.fim import FimSamples, fim
 from mega_data.kinds.masking import drawn_random
 from mega_data.kinds.text import text
-from mega_data.parts import Parts
-from mega_data.preprocess import preprocess
+from mega_data.making.preprocess import preprocess
+from mega_data.order.parts import Parts
 from mega_data.tokenizer import Tokenizer
 
 S = 96

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from mega_common.errors import ConfigError, DataError
 from mega_data.config import DataConfig
 from mega_data.dataset import build_datasets
-from mega_data.indexed import IndexedReader
-from mega_data.indexed_writer import IndexedWriter
+from mega_data.files.indexed import IndexedReader
+from mega_data.files.indexed_writer import IndexedWriter
+from mega_data.files.mask import LossWeights
 from mega_data.kinds.base import Sample, Setting
 from mega_data.kinds.packed import PackedSamples
-from mega_data.mask import LossWeights
-from mega_data.parts import Part
+from mega_data.order.parts import Part
 
 S = 16
 

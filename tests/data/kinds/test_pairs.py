@@ -16,14 +16,14 @@ from mega_common.errors import ConfigError, DataError
 from mega_data.chat.prepare import ChatOptions
 from mega_data.config import DataConfig
 from mega_data.dataset import build_datasets
-from mega_data.indexed import IndexedReader, mask_prefix
-from mega_data.indexed_writer import IndexedWriter
+from mega_data.files.indexed import IndexedReader, mask_prefix
+from mega_data.files.indexed_writer import IndexedWriter
 from mega_data.kinds import kinds
 from mega_data.kinds.base import Setting
 from mega_data.kinds.pairs import PairSamples
-from mega_data.parts import Part
-from mega_data.preprocess import preprocess
-from mega_data.show import show_sample
+from mega_data.making.preprocess import preprocess
+from mega_data.order.parts import Part
+from mega_data.reports.show import show_sample
 from mega_data.tokenizer import train_tokenizer
 
 S = 32
@@ -62,7 +62,7 @@ def test_every_pair_that_fits_once_an_epoch_with_its_weights(
     expected = [
         (reader.read(i).tolist(), reader.read(i + 1).tolist())
         for i in range(0, len(reader), 2)
-        if reader.lengths[i] + reader.lengths[i + 1] - 2 <= S
+        if reader.lengths[i] + reader.lengths[i + 1] <= S
     ]
     found = []
     for k in range(int(samples.samples_per_epoch)):
@@ -75,8 +75,9 @@ def test_every_pair_that_fits_once_an_epoch_with_its_weights(
             if not sample.loss_weights[own].any():
                 assert number == sample.document_ids.max()  # what is left of the sample
                 continue
-            assert sample.loss_weights[own].tolist() == (1 + sample.labels[own] % 2).tolist()
-            documents.append([*sample.tokens[own].tolist(), int(sample.labels[own][-1])])
+            assert sample.loss_weights[own].tolist() == [*(1 + sample.labels[own][:-1] % 2).tolist(), 0]
+            assert sample.labels[own][:-1].tolist() == sample.tokens[own][1:].tolist()
+            documents.append(sample.tokens[own].tolist())
         assert len(documents) % 2 == 0
         found += list(zip(documents[::2], documents[1::2], strict=True))
     assert sorted(found) == sorted(expected)

@@ -12,8 +12,10 @@ from masked_data import SENTINELS, SPECIAL, WORDS, sentences, their_splits
 from mega_common.errors import DataError
 from mega_data.config import DataConfig
 from mega_data.dataset import BlendedDataset, build_datasets
-from mega_data.indexed import IndexedReader
-from mega_data.kinds.t5 import Spans, T5Sample
+from mega_data.files.indexed import IndexedReader
+from mega_data.kinds.t5 import T5Sample
+from mega_data.loader import Loader
+from mega_data.spans import Spans
 from mega_data.tokenizer import Tokenizer
 
 S, D = 64, 48
@@ -166,3 +168,23 @@ def test_too_few_sentinels_are_told(tmp_path: Path, word_pieces: Tokenizer) -> N
 def test_a_tokenizer_without_sentinels_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
     with pytest.raises(DataError, match="has no "):
         ours(Tokenizer(tokenizer_folder), 1, train=str(sentences(tmp_path / "d", 1)), split=[1])
+
+
+# ---- what a trainer is handed
+
+
+@pytest.mark.parametrize("order", ["megatron", "stable"])
+def test_a_batch_of_both_sequences(tmp_path: Path, word_pieces: Tokenizer, order: str) -> None:
+    t5 = {"decoder_seq_length": D}
+    data = ours(word_pieces, 1, train=str(sentences(tmp_path / "d", 1)), split=[1], order=order, t5=t5)[0]
+    assert data is not None
+    batch = next(iter(Loader(data, global_batch=4, seq_length=S, dp_rank=1, dp_size=2)))
+    assert batch.source is not None
+    assert (batch.tokens.shape, batch.source.tokens.shape) == ((2, D), (2, S))
+    for row, k in enumerate(batch.sample_ids.tolist()):
+        sample = data[k]
+        assert np.array_equal(batch.source.tokens[row], sample.encoder_tokens)
+        assert batch.source.lengths[row] == sample.encoder_mask.sum()
+        counts = batch.loss_weights[row] > 0
+        assert np.array_equal(batch.labels[row][counts], sample.labels[sample.labels >= 0])
+    assert batch.labels.min() == 0  # -1 in the padding is no token

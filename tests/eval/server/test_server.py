@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,30 @@ def test_streamed_chat_is_the_whole_one(client: OpenAI) -> None:
             for one in told
             if "bytes:" not in one.token
         )
+
+
+@pytest.mark.long
+def test_streamed_chats_are_the_whole_ones_whatever_else_is_served(client: OpenAI, service: Service) -> None:
+    """Each seed whole and streamed among seven others, some of which go away: pages are shared, batches differ."""
+
+    def tokens(seed: int, *, stream: bool) -> list[list[str]]:
+        text = "the end of the story " * (seed % 5) + "?"
+        options = {"n": 2, "temperature": 1, "seed": seed, "logprobs": True, "max_tokens": 5 + seed % 29}
+        answer = chat(client, text, stream=stream, **options)
+        if stream and seed % 7 == 0:
+            answer.close()
+            answer = chat(client, text, stream=stream, **options)
+        found: list[list[str]] = [[], []]
+        for one in answer if stream else [answer]:
+            for choice in one.choices:
+                found[choice.index] += [token.token for token in choice.logprobs.content]
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [(seed, pool.submit(tokens, seed, stream=stream)) for seed in range(150) for stream in (True, False)]
+        found = [(seed, answer.result()) for seed, answer in asked]
+    assert [streamed for streamed, whole in zip(found[::2], found[1::2], strict=True) if streamed != whole] == []
+    until(lambda: service.driver.open == 0 and service.driver.engine.free_pages == service.driver.engine.pages)
 
 
 def test_chat_is_the_templates_text_continued(client: OpenAI, folder: Path) -> None:

@@ -34,6 +34,7 @@ MASKS: dict[str, Mask] = {
     "window": Band(left=2, right=0),
     "documents": Packed.of([1, 5, 3, 3], CAUSAL, CPU),
     "both": Packed.of([6, 2, 4], Band(left=1, right=0), CPU),
+    "window to both sides": Packed.of([6, 2, 4], Band(left=2, right=1), CPU),
 }
 
 
@@ -71,18 +72,21 @@ def test_attention_as_one_block_has_the_gradients_of_plain_products(kind: str, h
         torch.testing.assert_close(mine, theirs)
 
 
-@given(st.integers(1, 12), st.integers(1, 12), st.one_of(st.none(), st.integers(1, 20)))
-def test_a_rectangle_is_cut_from_the_whole_mask(queries: int, keys: int, window: int | None) -> None:
+@given(st.integers(1, 12), st.integers(1, 12), st.one_of(st.none(), st.integers(1, 20)), st.booleans())
+def test_a_rectangle_is_cut_from_the_whole_mask(queries: int, keys: int, window: int | None, behind: bool) -> None:
     gap = 3
+    here, there = range(keys + gap, keys + gap + queries), range(keys)
+    if behind:
+        here, there = range(queries), range(queries + gap, queries + gap + keys)
     whole = torch.zeros(queries, keys, dtype=torch.bool)
-    place = torch.arange(keys + gap, keys + gap + queries)[:, None] - torch.arange(keys)
-    expected = place < (window or 1000)
-    part = rectangle(slice(None), range(keys + gap, keys + gap + queries), range(keys), window)
+    place = torch.tensor(here)[:, None] - torch.tensor(there)
+    expected = place.abs() <= (1000 if window is None else window)
+    part = rectangle(slice(None), here, there, Band(window, window))
     if part is not None:
-        rows = [row - keys - gap for row in part.queries]
-        square = dense(part.mask, (1, len(rows)), len(part.keys), CPU)[0, 0]
+        square = dense(part.mask, (1, len(part.queries)), len(part.keys), CPU)[0, 0]
         assert square.any(1).all()  # every query sees a key
-        whole[rows[0] : rows[-1] + 1, part.keys.start : part.keys.stop] = square
+        first, column = part.queries.start - here.start, part.keys.start - there.start
+        whole[first : first + len(square), column : column + square.shape[1]] = square
     assert whole.equal(expected)
 
 
@@ -90,7 +94,7 @@ def test_memory_does_not_grow_with_queries_times_keys() -> None:
     """A window of a long sequence, and many documents: the largest tensor made stays below the operands."""
     length = 4096
     q, k, v = (torch.randn(1, length, 2, 8) for _ in range(3))
-    for mask in (Band(left=31, right=0), Packed.of([64] * (length // 64), CAUSAL, CPU)):
+    for mask in (Band(left=31, right=0), Band(left=31, right=31), Packed.of([64] * (length // 64), CAUSAL, CPU)):
         with Largest() as largest:
             KERNELS.attend_block(q, k, v, mask, Scores(0.4, softcap=2.0))
         assert largest.elements <= max(q.numel(), 2 * blocks.TILE_ELEMENTS["cpu"])

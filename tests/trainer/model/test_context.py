@@ -7,34 +7,36 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_trainer.kernels.masks import CAUSAL, dense
+from mega_trainer.kernels.masks import ALL, CAUSAL, dense
 from mega_trainer.model.context import Outline, Sequences
 
 CPU = torch.device("cpu")
 
 
-@given(st.integers(1, 12), st.one_of(st.none(), st.integers(1, 14)), st.integers(0, 3), st.randoms())
-def test_a_query_sees_itself_and_earlier_tokens_of_its_window_and_document(length, window, batch, rng) -> None:
+@given(st.integers(1, 12), st.one_of(st.none(), st.integers(1, 14)), st.integers(0, 3), st.booleans(), st.randoms())
+def test_a_query_sees_itself_and_earlier_tokens_of_its_window_and_document(length, window, batch, causal, rng) -> None:
+    """Or later ones too, where not causal, as many."""
     documents = None
     if batch:
         documents = np.sort([[rng.randint(0, 2) for _ in range(length)] for _ in range(batch)])
-    mask = dense(whole(length, documents).mask(window), (batch or 1, length), length, CPU)
+    mask = dense(whole(length, documents, causal=causal).mask(window), (batch or 1, length), length, CPU)
     assert mask.shape == (batch or 1, 1, length, length)
     for row in range(batch or 1):
         for q in range(length):
             for k in range(length):
-                sees = k <= q
-                sees &= window is None or q - k < window
+                sees = k <= q or not causal
+                sees &= window is None or abs(q - k) < window
                 sees &= documents is None or bool(documents[row, q] == documents[row, k])
                 assert mask[row, 0, q, k] == sees
 
 
-def whole(length: int, documents: np.ndarray | None) -> Sequences:
+def whole(length: int, documents: np.ndarray | None, *, causal: bool = True) -> Sequences:
     outline = None if documents is None else Outline.of(documents, documents)
-    return Sequences(length, CPU, outline and outline.begins)
+    return Sequences(length, CPU, outline and outline.begins, causal)
 
 
 def test_a_window_as_long_as_the_sequence_is_none() -> None:
     assert whole(8, None).mask(None) == CAUSAL
     assert whole(8, None).mask(8) == CAUSAL
     assert whole(8, None).mask(7) != CAUSAL
+    assert whole(8, None, causal=False).mask(8) == ALL

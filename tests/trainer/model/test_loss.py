@@ -33,25 +33,30 @@ def inputs(tokens: int, vocab: int, width: int = 5, rows: int | None = None, see
 def expected(
     given: dict[str, torch.Tensor], vocab: int, scale: float, softcap: float | None = None
 ) -> list[torch.Tensor]:
-    logits = given["hidden"] @ given["head"][:vocab].t()
+    logits = given["hidden"] @ given["head"][:vocab].t() + (given["bias"][:vocab] if "bias" in given else 0.0)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     losses = F.cross_entropy(logits, given["labels"], reduction="none")
     total = (losses * given["weights"]).sum()
-    return [total, losses, *torch.autograd.grad(total * scale, (given["hidden"], given["head"]))]
+    leaves = [given[name] for name in ("hidden", "head", "bias") if name in given]
+    return [total, losses, *torch.autograd.grad(total * scale, leaves)]
 
 
 @settings(deadline=None)
 @given(
     st.integers(1, 70), st.integers(2, 30), st.integers(0, 9), st.sampled_from([1, 16 * 30, 1 << 22]),
-    st.sampled_from([None, 0.5, 30.0]),
+    st.sampled_from([None, 0.5, 30.0]), st.booleans(),
 )  # fmt: skip
-def test_is_torchs_cross_entropy(tokens: int, vocab: int, padding: int, chunk: int, softcap: float | None) -> None:
+def test_is_torchs_cross_entropy(
+    tokens: int, vocab: int, padding: int, chunk: int, softcap: float | None, biased: bool
+) -> None:
     data = inputs(tokens, vocab, rows=vocab + padding)
+    if biased:
+        data["bias"] = torch.linspace(-1, 1, vocab + padding, dtype=torch.float64).requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk)
         total, losses = head_loss(**data, group=Group("tp"), vocab_size=vocab, softcap=softcap)
     (total * 0.25).backward()
-    found = [total, losses, data["hidden"].grad, data["head"].grad]
+    found = [total, losses, *(data[name].grad for name in ("hidden", "head", "bias") if name in data)]
     for mine, reference in zip(found, expected(data, vocab, 0.25, softcap), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
 

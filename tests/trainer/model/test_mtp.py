@@ -82,7 +82,7 @@ def test_the_objective_is_what_the_paper_says(tied: bool) -> None:
     decoder, batch = made(config.model), batch_of(config)
     context, table = decoder.context(batch.positions, outline=batch.outline), decoder.embedding.weight
     norm, head = (lambda x, n: F.rms_norm(x, (16,), n.weight, 1e-5)), decoder.head_weight
-    hidden = norm(decoder(table[batch.tokens], context), decoder.norm)
+    hidden = norm(decoder(table[batch.tokens], context), decoder.head.norm)
     main = (F.cross_entropy((hidden @ head.T).mT, batch.labels, reduction="none") * batch.weights).sum()
     further = torch.zeros((), dtype=torch.float64)
     for layer, ahead in zip(decoder.predictors, batch.ahead, strict=True):

@@ -14,8 +14,8 @@ from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.offload import Offload
 from mega_trainer.model.recompute import Module, Recompute
-from mega_trainer.plan.memory import RunShape
 from mega_trainer.plan.parts import parts_of
+from mega_trainer.plan.shape import RunShape
 
 D, F, TOKENS, LAYERS = 32, 128, 48, 3
 MODEL = {

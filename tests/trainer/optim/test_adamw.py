@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from mega_ckpt.pieces import Piece
+from mega_common.errors import ConfigError
 from mega_trainer.comm import Group
+from mega_trainer.config import RunConfig
 from mega_trainer.optim.adamw import AdamW
 from mega_trainer.optim.slots import Slot, Transfers
 from mega_trainer.optim.zero import Optimizer
@@ -40,6 +44,41 @@ def test_an_element_does_not_depend_on_where_slices_are_cut() -> None:
         results.append(torch.cat([slot.main for slot in held]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_tensors_have_the_rates_that_patterns_of_their_names_give() -> None:
+    """Each moves as in an optimizer of its own at that rate; what lies in one matrix has one."""
+    names = ("model.vision_tower.a.weight", "model.layers.0.b.weight", "lm_head.weight")
+    raw = {
+        "model": {"num_layers": 1, "hidden_size": 4, "ffn_hidden_size": 4, "num_attention_heads": 1, "vocab_size": 4},
+        "data": {"train": ["none"]}, "optimizer": {"lr_factors": {"model.*": 0.1, "model.vision_tower.*": 2}},
+    }  # fmt: skip
+    config, rates = RunConfig.parse(raw), (2.0, 0.1, 1.0)
+    assert tuple(map(config.lr_factor, names)) == rates
+    model = torch.nn.Module()
+    for number, name in enumerate(names):
+        weight = make_parameter(
+            (8, 8), [Piece.whole(name, (8, 8))], data=ALONE, dtype=torch.float32, device=torch.device("cpu")
+        )
+        model.register_parameter(str(number), weight)
+    stage = flatten(model, Sharing(slices=False, lr_factor=config.lr_factor))
+    for buffer in stage.buffers:
+        for shard in buffer.shards:
+            shard.weights.fill_(1.0)
+            shard.grads.fill_(0.5)
+    optimizer = Optimizer([stage], adamw=partial(AdamW, **SETTINGS))
+    optimizer.update(1e-2, 1.0)
+    optimizer.settle()
+    for weight, rate in zip(model.parameters(), rates, strict=True):
+        (alone,) = held = slots(torch.ones(64), torch.full((64,), 0.5), 64)
+        AdamW(held, **SETTINGS).step(Transfers(), 1e-2 * rate)
+        assert torch.equal(weight.detach().flatten(), alone.main)
+    fused = [Piece(name, (4, 8), (0, 0), (4 * place, 0), (4, 8)) for place, name in enumerate(names[:2])]
+    model.fused = make_parameter((8, 8), fused, data=ALONE, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"vision_tower.a.weight and model.layers.0.b.weight have different optimizer.lr_f"
+    ):
+        flatten(model, Sharing(slices=False, lr_factor=config.lr_factor))
 
 
 @pytest.mark.parametrize("decay", [True, False])

@@ -91,3 +91,4 @@ def test_sizes_and_times_in_words() -> None:
         "0", "12.3 ms", "4.21 s", "1 min 1 s", "1 h", "2 d 7 h",
     ]  # fmt: skip
     assert (of_bytes(0), of_bytes(1536), gib(3.25), percent(0.1234)) == ("0 B", "1.5 KiB", "3.25 GiB", "12.3 %")
+    assert (of_bytes(999 << 20), of_bytes(1020 << 20)) == ("999 MiB", "0.996 GiB")

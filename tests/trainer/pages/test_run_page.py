@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from mega_common.errors import ConfigError
+from mega_trainer.job.job_log import record_error
 from mega_trainer.pages.run_log import RunLog
 from mega_trainer.pages.run_page import run_page
 
@@ -72,17 +73,17 @@ def test_a_page_tells_all_that_a_run_has_logged(tmp_path: Path) -> None:
     (folder / "checkpoints/step-00000020").mkdir(parents=True)
     (folder / "checkpoints/step-00000020/manifest.json").write_text("{}")
     for rank, words in (
-        (0, "step 1\nerror: rank 0 on a: no answer\n  the <hint>\n"),
-        (1, "12:01:00 [rank 1] error: gone"),
-        (2, "ok"),
+        (0, "no answer\n  the <hint>"),
+        (2, "no answer\n  the <hint>"),
+        (1, "gone"),
+        (None, "rank 1 was killed"),
     ):
-        (folder / f"logs/job/attempt_0/{rank}").mkdir(parents=True)
-        (folder / f"logs/job/attempt_0/{rank}/stderr.log").write_text(words)
+        record_error(folder, rank, words)
     html = check(run_page([RunLog.read(folder)]))
     for told in (
         "of 100 steps", "best validation loss", "Gradient norm", "Seconds of a step by phase", "restart: 1 min before step 13",
         "Most loaded expert", "1f1b: 2 ranks, 8 microbatches", "step 20", "node7", "batch.global", "2.13.0", "planned 50 %",
-        "error: rank 0 on a: no answer\n  the &lt;hint&gt;", "[rank 1] error: gone",
+        "0, 2</td><td>no answer\n  the &lt;hint&gt;", "1</td><td>gone", "the launcher</td><td>rank 1 was killed",
     ):  # fmt: skip
         assert told in html
     assert "Loss scale" not in html

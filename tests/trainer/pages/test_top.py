@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from mega_trainer.job.job_log import record_error
 from mega_trainer.pages.run_log import RunLog
 from mega_trainer.pages.top import sparkline, view
 
@@ -25,13 +27,14 @@ def test_a_view_of_a_run_that_goes_on_or_does_not(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (tmp_path / "run.yaml").write_text("train: {steps: 20}\n")
-    for rank, words in ((0, "step 7"), (1, ""), (2, "first\nwarning: slow disk")):
-        log = tmp_path / f"logs/job/attempt_0/{rank}/stderr.log"
-        log.parent.mkdir(parents=True)
-        log.write_text(words)
+    record_error(tmp_path, 2, "no room")
+    beside = {"host": "node1", "phase": "forward", "waits": "", "still": 0.2, "heard": 998.0}
+    stuck = {"rank": 3, "step": 6, "waits": "all_reduce in dp of ranks 0, 3", "still": 61.0}
+    signs = [{**beside, "rank": 0, "step": 7}, {**beside, **stuck}]
+    (tmp_path / "ranks.json").write_text(json.dumps(signs))
 
     def told(now: float) -> str:
-        console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         console.print(view(RunLog.read(tmp_path), now))
         return console.export_text()
 
@@ -46,6 +49,9 @@ def test_a_view_of_a_run_that_goes_on_or_does_not(tmp_path: Path) -> None:
         "10 %",
     ):
         assert words in text
-    assert "rank 2: warning: slow disk" in text
-    assert "rank 1" not in text
+    assert re.search(r" ago, rank 2: no room", text)
+    assert re.search(
+        r"rank 3 +node1 +step 6 +waiting: all_reduce in dp of ranks 0, 3 +for 1 min 1 s +heard of 3 s ago", text
+    )
+    assert re.search(r"rank 3 .*\n *rank 0 +node1 +step 7 +forward +heard of 3 s ago", text)
     assert "no step since 1 h" in told(4600.0)

@@ -52,12 +52,27 @@ def test_every_rank_has_as_many_scores_to_compute(size: int, chunk: int) -> None
     assert len(sizes) == 1
 
 
-@given(st.integers(2, 4), st.integers(1, 4), st.one_of(st.none(), st.integers(1, 20)), st.booleans(), st.randoms())
-def test_blocks_are_cut_from_the_whole_mask_and_none_that_matters_is_skipped(size, chunk, window, closed, rng) -> None:
+@given(
+    st.integers(2, 4),
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(1, 20)),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.randoms(),
+)
+def test_blocks_are_cut_from_the_whole_mask_and_none_that_matters_is_skipped(
+    size, chunk, window, closed, causal, pictured, rng
+) -> None:
     length = 2 * size * chunk
     ids = np.sort([[rng.randint(0, 2) for _ in range(length)] for _ in range(2)])
-    sight = Sequences(length, CPU, Outline.of(ids, ids).begins if closed else None)
-    whole = dense(sight.mask(window), ids.shape, length, CPU).expand(len(ids), -1, -1, -1)
+    images = np.array([[causal and pictured and rng.random() < 0.7 for _ in range(length)] for _ in range(2)])
+    outline = Outline.of(ids, ids if closed else None, images)
+    sight = Sequences(length, CPU, outline.begins, causal, outline.blocks)
+    whole = dense(sight.mask(window), ids.shape, length, CPU).expand(len(ids), -1, -1, -1).clone()
+    for row, block in outline.blocks:
+        for i in block:
+            whole[row, 0, i, i : block.stop] = True
     seen = torch.zeros_like(whole, memory_format=torch.contiguous_format)
     for mine in range(size):
         kind = Blockwise(Ring(group(mine, size)), group(mine, size), TorchKernels())
@@ -68,10 +83,10 @@ def test_blocks_are_cut_from_the_whole_mask_and_none_that_matters_is_skipped(siz
                 square = dense(block.mask, (len(ids[block.rows]), len(here)), len(there), CPU)
                 assert square.any(-1).all()  # no query without a key
                 region = seen[block.rows, 0][:, here[:, None], there[None, :]]
-                assert not region.any()  # no block twice
+                assert not (region & square[:, 0]).any()  # nothing twice
                 seen[block.rows, 0] = seen[block.rows, 0].index_put(
                     (torch.arange(len(region))[:, None, None], here[:, None], there[None, :]),
-                    square[:, 0].expand_as(region),
+                    region | square[:, 0],
                 )
     assert seen.equal(whole)
 
@@ -98,6 +113,7 @@ def test_blocks_that_nobody_sees_into_are_skipped() -> None:
     ]  # of each chunk and the end of the one before
     assert sizes(closed, None) == [(1, 8, 8)] * 2 + [(2, 8, 8)] * 2 + [(1, 8, 8)] * 2  # chunk 0, itself, and chunk 5
     assert sizes(closed, 5) == [(1, 4, 4)] * 2 + [(2, 8, 8)] * 2 + [(1, 4, 4)] * 2
+    assert sizes(Sequences(length, CPU, causal=False), None) == [(2, 16, 16)] * size
 
 
 def test_order_of_ranks_and_of_the_sequence() -> None:
@@ -152,6 +168,7 @@ class Shape:
     e: int = 6
     window: int | None = None
     closed: bool = False
+    causal: bool = True
     softcap: float | None = None
     sinks: bool = False
     dtype: torch.dtype = torch.float64
@@ -166,6 +183,8 @@ SHAPES = {
     "documents": Shape(closed=True),
     "all": Shape(window=9, closed=True, softcap=1.5, sinks=True, e=10),
     "sinks": Shape(sinks=True),
+    "to both sides": Shape(causal=False),
+    "all to both sides": Shape(causal=False, window=6, closed=True, softcap=1.5, sinks=True),
     "bf16": Shape(sinks=True, dtype=torch.bfloat16),
 }
 LENGTH, ROWS = 24, 2
@@ -179,7 +198,8 @@ def tensors(shape: Shape) -> tuple[list[Tensor], Tensor, Sequences]:
     made += [torch.randn(shape.heads, generator=g, dtype=torch.float64).to(shape.dtype)] if shape.sinks else []
     dy = torch.randn(ROWS, LENGTH, shape.heads, shape.e, generator=g, dtype=torch.float64).to(shape.dtype)
     documents = (torch.rand(ROWS, LENGTH, generator=g) < 0.2).cumsum(-1).numpy()
-    return made, dy, Sequences(LENGTH, CPU, Outline.of(documents, documents).begins if shape.closed else None)
+    begins = Outline.of(documents, documents).begins if shape.closed else None
+    return made, dy, Sequences(LENGTH, CPU, begins, shape.causal)
 
 
 def at_once(shape: Shape) -> list[Tensor]:

@@ -88,7 +88,7 @@ def saved_by_levels(folder: Path) -> dict[str, Any]:
                     synthetic(it.config, 9, it.groups.dp.rank, it.groups.dp.size, True), it.config, torch.device("cpu")
                 )
             )
-            losses.append(evaluate(it.executor, [batch]))
+            losses += evaluate(it.executor, [batch])
             save(folder / name / str(level), 2, it.state.tensors(), model=it.config.model, state=it.state.numbers())
             losses.append(it.step().loss)
             out[f"{name} {level}"] = losses

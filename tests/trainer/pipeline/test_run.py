@@ -19,15 +19,16 @@ from mega_trainer.layout import Layout
 from mega_trainer.mesh import build_groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Outline
-from mega_trainer.model.decoder import Decoder, Stage
+from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.recompute import Recompute
+from mega_trainer.model.stage import Stage
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.param import info_of
 from mega_trainer.pipeline.run import IN_FLIGHT, Executor
 from mega_trainer.pipeline.schedules import Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
-from mega_trainer.plan.flops import RecomputeKind
+from mega_trainer.plan.shape import RecomputeKind
 from mega_trainer.rng import Dropout
 
 MODEL = ModelConfig(

@@ -4,7 +4,7 @@ import pytest
 
 from mega_trainer.plan.collectives import Ranks, Wires
 
-WIRES = Wires(link=400e9, network=50e9, exchange=40e9, hop=1e-6, node=8)
+WIRES = Wires(link=400e9, network=50e9, exchange=40e9, hop=1e-6, node=8, host=50e9)
 
 
 def test_groups_lie_on_nodes_by_how_far_apart_their_ranks_are() -> None:

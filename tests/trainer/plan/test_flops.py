@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from encoder_decoders import published
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from mega_ckpt.names import num_parameters
+from mega_ckpt.source import open_source
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.encoder_decoder import model_class
+from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.flops import (
     count_parameters,
     forward_flops,
@@ -30,9 +36,11 @@ def model(name: str, **fields: object) -> ModelConfig:
     return ModelConfig.parse({**preset(name), **fields})
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama3-8b", "qwen3-0.6b", "qwen3-32b", "gpt3-125m", "gpt3-175b"])
+@pytest.mark.parametrize(
+    "name", ["tiny", "llama3-8b", "qwen3-0.6b", "qwen3-32b", "gpt3-125m", "gpt3-175b", "bert-large", "t5-base"]
+)
 def test_parameters_are_those_of_the_model_that_is_built(name) -> None:
-    built = Decoder(Builder(model(name), device=torch.device("meta")))
+    built = model_class(model(name))(Builder(model(name), device=torch.device("meta")))
     assert count_parameters(model(name)).total == sum(p.numel() for p in built.parameters())
 
 
@@ -93,6 +101,21 @@ def test_published_parameter_counts() -> None:
     assert count_parameters(model("llama3-70b")).total == 70_553_706_496
     assert count_parameters(model("mixtral-8x7b")).total == 46_702_792_704
     assert count_parameters(model("mixtral-8x7b")).active == 12_879_925_248
+    assert count_parameters(model("bert-large")).total == 336_226_108  # BertForPreTraining
+    assert count_parameters(model("roberta-base")).total == 124_697_433
+    assert count_parameters(model("modernbert-base")).total == 149_655_232
+
+
+def test_an_encoder_sees_to_both_sides_and_has_a_head_of_its_own() -> None:
+    """Of 5 tokens with a window of 3 the first sees 3 keys, the second 4, the third 5."""
+    fields = {"num_attention_heads": 4, "head_dim": 6, "num_kv_heads": 4}
+    full, local = (
+        model("modernbert-base", sliding_window=3, full_attention_layers=layers, **fields)
+        for layers in (list(range(22)), [])
+    )
+    assert forward_flops(full, 5)["attention scores"] == 22 * 4 * 5 * 24
+    assert forward_flops(local, 5)["attention scores"] == pytest.approx(22 * 4 * (3 + 4 + 5 + 4 + 3) / 5 * 24)
+    assert forward_flops(full, 5)["head"] == 2 * 768 * (768 + 50_368)
 
 
 def test_llama3_8b_by_hand() -> None:
@@ -238,3 +261,25 @@ def test_layers_of_several_kinds_cost_what_their_parts_do() -> None:
     assert sum(costs) == pytest.approx(len(costs) == 5 and 5)
     assert costs[0] / costs[3] == pytest.approx((parts["mamba projections"] + parts["mamba scan"]) / (2 * 3 * 24 * 40))
     assert layer_costs(model("tiny"), 64) is None
+
+
+def test_operations_of_t5_are_those_that_torch_counts_in_transformers(tmp_path: Path) -> None:
+    theirs = published(tmp_path, attn_implementation="eager")
+    config = open_source(tmp_path).model
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        theirs(input_ids=torch.ones(2, 17, dtype=torch.int64), decoder_input_ids=torch.ones(2, 9, dtype=torch.int64))
+    parts = forward_flops(config, 17, causal=False, target=9)
+    assert sum(parts.values()) * 2 * (17 + 9) == pytest.approx(counted.get_total_flops())
+
+
+def test_stages_of_an_encoder_decoder_are_cut_by_the_work_of_each_stack() -> None:
+    """At 512 and 64 tokens a layer of the decoder is less work than one of the encoder; at as many tokens it is more."""
+    config = model("t5-base")
+    short, even = (layer_costs(config, 512, target) for target in (64, 512))
+    assert short is not None
+    assert even is not None
+    assert short[0] > short[-1]
+    assert even[0] < even[-1]
+    assert sum(short) == pytest.approx(24)
+    layers = stage_layers(24, 4, head_cost=head_cost(config, 512, 64), layer_costs=short)
+    assert len(layers[0]) < 6

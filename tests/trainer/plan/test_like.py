@@ -8,7 +8,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
 from mega_trainer.plan.flops import count_parameters
 from mega_trainer.plan.like import Keeping, memory_like
-from mega_trainer.plan.memory import RunShape
+from mega_trainer.plan.shape import RunShape
 
 LLAMA = ModelConfig.parse(preset("llama3-8b"))
 MIXTRAL = ModelConfig.parse(preset("mixtral-8x7b"))

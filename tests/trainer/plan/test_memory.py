@@ -16,8 +16,9 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.pipeline.schedules import make_schedule
 from mega_trainer.plan.advice import run_shape
 from mega_trainer.plan.flops import count_parameters
-from mega_trainer.plan.memory import RunShape, layers_of_stages, memory, peaks, unit_layers
+from mega_trainer.plan.memory import layers_of_stages, memory, peaks, unit_layers
 from mega_trainer.plan.parts import Part, parts_of
+from mega_trainer.plan.shape import RunShape
 
 S, D, F, H = 256, 64, 192, 4
 SMALL: dict[str, Any] = {

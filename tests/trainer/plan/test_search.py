@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from mega_common.errors import ConfigError
 from mega_common.presets import preset
 from mega_trainer.config import RunConfig
+from mega_trainer.plan.candidates import candidates
 from mega_trainer.plan.machine import load_machine
-from mega_trainer.plan.search import best_layouts, candidates, faster, planned, with_settings, yaml_of
+from mega_trainer.plan.search import best_layouts, faster, planned, with_settings, yaml_of
 
 H100 = load_machine("h100")
 
@@ -90,3 +91,20 @@ def test_a_change_that_gains_is_told_and_fits() -> None:
 def test_what_never_fits_is_told_with_a_way_out() -> None:
     with pytest.raises(ConfigError, match="no layout of this run fits 8 GPUs of 80 GB"):
         best_layouts(run(preset("llama3-405b"), 8, 8192), 8, H100)
+
+
+def test_what_fits_no_other_way_has_state_and_activations_in_host_memory() -> None:
+    """70B on eight GPUs: 18 bytes a parameter are twice their memory."""
+    given = ("batch.micro", "recompute")
+    found = best_layouts(run(preset("llama3-70b"), 8, 8192), 8, H100, keep=1, fixed=given)[0]
+    assert found.settings["optimizer.offload"]
+    assert found.memory <= H100.room
+    assert found.time.parts["optimizer"] > 28 * 70.5e9 / 8 / 64e9
+
+
+def test_another_precision_is_found_only_where_it_is_asked_for() -> None:
+    config = run({**preset("llama3-8b"), "num_layers": 2}, 4, 8192)
+    assert "precision" not in best_layouts(config, 2, H100, keep=1)[0].settings
+    best = best_layouts(config, 2, H100, keep=1, precisions=["bf16", "fp8"])[0]
+    assert best.settings["precision"] == "fp8"
+    assert "precision: fp8" in yaml_of(best)

@@ -9,7 +9,7 @@ from mega_common.presets import preset
 from mega_trainer.pipeline.schedules import make_schedule, simulate
 from mega_trainer.plan.flops import model_flops
 from mega_trainer.plan.machine import load_efficiency, load_machine
-from mega_trainer.plan.memory import RunShape
+from mega_trainer.plan.shape import RunShape
 from mega_trainer.plan.step_time import Planned, StageCosts, step_time
 from mega_trainer.plan.work import Habits, Pass
 
@@ -81,6 +81,8 @@ def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microba
         ({"pp": 4, "dp": 2}, {"pp": 4, "dp": 2, "schedule": "zb-h1"}),
         ({}, {"precision": "fp8"}),
         ({"zero": 3, "microbatches": 8}, {"zero": 1, "microbatches": 8}),
+        ({"offload": 32}, {}),
+        ({"offload_optimizer": True}, {}),
         ({"tp": 16, "sp": True, "dp": 1}, {"tp": 8, "sp": True, "dp": 2, "microbatches": 4}),
     ],
 )

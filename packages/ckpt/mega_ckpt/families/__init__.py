@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 
 from mega_ckpt.families.arcee import ARCEE
 from mega_ckpt.families.bamba import BAMBA
 from mega_ckpt.families.base import Family
+from mega_ckpt.families.bert import BERT, MEGATRON_BERT
 from mega_ckpt.families.cohere import COHERE, COHERE2
 from mega_ckpt.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from mega_ckpt.families.ernie4_5 import ERNIE4_5
@@ -15,6 +17,7 @@ from mega_ckpt.families.falcon import FALCON
 from mega_ckpt.families.gemma import GEMMA
 from mega_ckpt.families.gemma2 import GEMMA2
 from mega_ckpt.families.gemma3 import GEMMA3
+from mega_ckpt.families.gemma3_vision import GEMMA3_VISION
 from mega_ckpt.families.glm import GLM, GLM4, GLM4_MOE
 from mega_ckpt.families.gpt2 import GPT2
 from mega_ckpt.families.gpt_bigcode import GPT_BIGCODE
@@ -26,10 +29,12 @@ from mega_ckpt.families.helium import HELIUM
 from mega_ckpt.families.jais2 import JAIS2
 from mega_ckpt.families.keys import Raw
 from mega_ckpt.families.llama import LLAMA
+from mega_ckpt.families.llava import LLAVA
 from mega_ckpt.families.mamba2 import MAMBA2
 from mega_ckpt.families.ministral import MINISTRAL
 from mega_ckpt.families.mistral import MISTRAL
 from mega_ckpt.families.mixtral import MIXTRAL
+from mega_ckpt.families.modernbert import MODERNBERT
 from mega_ckpt.families.nemotron import NEMOTRON
 from mega_ckpt.families.nemotron_h import NEMOTRON_H
 from mega_ckpt.families.olmo2 import OLMO2
@@ -43,10 +48,13 @@ from mega_ckpt.families.qwen3 import QWEN3
 from mega_ckpt.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from mega_ckpt.families.qwen3_moe import QWEN3_MOE
 from mega_ckpt.families.qwen3_next import QWEN3_NEXT
+from mega_ckpt.families.roberta import ROBERTA
 from mega_ckpt.families.seed_oss import SEED_OSS
 from mega_ckpt.families.smollm3 import SMOLLM3
 from mega_ckpt.families.stablelm import STABLELM
 from mega_ckpt.families.starcoder2 import STARCODER2
+from mega_ckpt.families.t5 import MT5, T5, UMT5
+from mega_ckpt.families.vision import SeeingFamily, text_model
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
@@ -57,9 +65,12 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, OLMO2, GPT_NEOX, GEMMA2, GEMMA3, MINISTRAL, MIXTRAL, QWEN3_MOE, QWEN2_MOE,
     GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2, SMOLLM3, SEED_OSS, GRANITE, GRANITE_MOE, OLMO3, OLMOE, GEMMA, ERNIE4_5, HELIUM,
     GLM, GLM4, GLM4_MOE, EXAONE4, ARCEE, STARCODER2, NEMOTRON, STABLELM, JAIS2, COHERE, COHERE2, FALCON, GPT_BIGCODE,
-    NEMOTRON_H, MAMBA2, BAMBA, GRANITE_MOE_HYBRID, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
+    NEMOTRON_H, MAMBA2, BAMBA, GRANITE_MOE_HYBRID, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, T5, MT5, UMT5, BERT, ROBERTA,
+    MODERNBERT, MEGATRON_BERT,
 )  # fmt: skip
 
+# Models that see, around a text model of one of these families.
+SEEING: tuple[SeeingFamily, ...] = (LLAVA, GEMMA3_VISION)
 
 _NEAREST = 8  # families that are named where none fits
 
@@ -90,6 +101,9 @@ def family_of(raw: Raw, source: str = "config.json") -> Family:
         raise CheckpointError(f"{source}: has no model_type", hint="is this the config.json of a language model?")
     if raw["model_type"] == MISTRAL.name and "layer_types" in raw:  # as transformers takes it
         return MINISTRAL
+    seeing = next((family for family in SEEING if family.name == raw["model_type"]), None)
+    if seeing is not None:
+        return replace(seeing, text=family_of(seeing.text_of(raw), f"{source}: text_config"))
     whole = next((family for family in FAMILIES if family.whole and family.whole == raw["model_type"]), None)
     return whole or family_named(raw["model_type"], source)
 
@@ -100,7 +114,8 @@ def family_for(model: ModelConfig) -> Family:
     Raises:
         CheckpointError: when none can, with the settings that prevent those that come nearest.
     """
-    found = [(family, family.problems(model)) for family in FAMILIES]
+    known = [replace(family, text=family_for(text_model(model))) for family in SEEING] if model.vision else FAMILIES
+    found = [(family, family.problems(model)) for family in known]
     for family, problems in found:
         if not problems:
             return family

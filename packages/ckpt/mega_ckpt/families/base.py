@@ -38,6 +38,7 @@ CARRIED = words(
 )
 
 _INNER = "model.language_model."
+SCORES = "ForSequenceClassification"  # a reward model in transformers: of each of its families, with one label
 
 # Keys that transformers' own machinery reads of every configuration, and that must say that there is nothing unusual.
 _USUAL = Only(
@@ -98,7 +99,9 @@ class Family:
         fields: dict[str, Any] = {}
         found: list[str] = []
         raw = self.part(raw)
-        for entry in (*self.entries, _USUAL):
+        answered = frozenset[str]().union(*(entry.keys for entry in self.entries))
+        usual = Only({key: values for key, values in _USUAL.values.items() if key not in answered})
+        for entry in (*self.entries, usual):
             try:
                 fields |= entry.read(raw)
             except MismatchError as error:
@@ -110,6 +113,11 @@ class Family:
                 f"{source}: this model cannot be expressed: {'; '.join(found)}",
                 hint="a setting that changes what the model computes is refused rather than dropped",
             )
+        if SCORES in str(raw.get("architectures")):
+            labels = len(raw.get("id2label") or (0, 1))
+            if labels != 1:
+                raise CheckpointError(f"{source}: id2label has {labels} labels", hint="a reward model has one")
+            fields["score"] = True
         try:
             return ModelConfig.parse(fields, source=source)
         except ConfigError as error:
@@ -145,6 +153,8 @@ class Family:
             except MismatchError as error:
                 found.append(str(error))
         answered = TRAINING_FIELDS.union(*(entry.fields for entry in self.entries))
+        if self.architecture.endswith("ForCausalLM"):
+            answered |= {"score"}
         for name, field in ModelConfig.model_fields.items():
             if name not in answered and getattr(model, name) != field.get_default(call_default_factory=True):
                 found.append(f"{name} = {getattr(model, name)!r} has no counterpart")
@@ -153,6 +163,9 @@ class Family:
     def write_config(self, model: ModelConfig) -> dict[str, Any]:
         """The config.json of `model`, which fits (`problems` is empty)."""
         out: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
+        if model.score:
+            scores = self.architecture.replace("ForCausalLM", SCORES)
+            out |= {"architectures": [scores], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         for entry in self.entries:
             out |= entry.write(plain(model))
         return out

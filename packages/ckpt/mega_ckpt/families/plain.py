@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mega_common.config import Config
+from mega_common.encoder import RelativeConfig
 from mega_common.model_config import ModelConfig, RopeConfig
 
 # How a model is trained rather than what it is: a config.json that cannot say it loses nothing that inference needs.
@@ -35,6 +36,8 @@ def plain(model: ModelConfig) -> ModelConfig:
         unused["attention_scale"] = None
     if model.position != "rope":
         unused |= {"rope": RopeConfig(), "local_rope": None}
+    if model.position != "relative":
+        unused["relative"] = RelativeConfig()
     return model.model_copy(
         update={**_windows(model), **_unrotated(model), **_layers(model), **unused, **_mixers(model)}
     )
@@ -54,6 +57,8 @@ def resolved(model: ModelConfig) -> ModelConfig:
         if section := getattr(out, name):
             own = ("norm_eps",) if section.norm_eps == model.norm_eps else ()
             sections[name] = _at_default(section, (*_MIXER_TRAINING, *own))
+    if out.vision:
+        sections["vision"] = _at_default(out.vision, ("mean", "std", "resize", "resample"))
     if out.moe:
         unused = MOE_TRAINING_FIELDS | ({"group_score"} if out.moe.groups == 1 else set())
         sections["moe"] = _at_default(out.moe, unused)

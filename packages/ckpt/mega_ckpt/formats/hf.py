@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from mega_ckpt.families import Family, family_of
+from mega_ckpt.families.dialects import spoken
 from mega_ckpt.families.layouts import DiskTensor
-from mega_ckpt.formats.disk import DiskSource
+from mega_ckpt.formats.disk import DiskSource, Stored
 from mega_ckpt.formats.foreign_state import LATEST, unprefixed
 from mega_ckpt.formats.hf_files import INDEX, TORCH_INDEX, check_file_name, encode_json, open_weights, read_json
 from mega_ckpt.formats.quantised import SCHEME_KEYS, dequantised
 from mega_ckpt.formats.safetensors import Header
 from mega_ckpt.names import some
 from mega_ckpt.pieces import Shape
+from mega_ckpt.training import LOW, MOMENTS, StaysBehindError, Tensors, Training, numbers
 from mega_common.errors import CheckpointError
 from mega_common.log import logger
 from mega_common.model_config import ModelConfig
@@ -43,6 +45,7 @@ _WEIGHTS = (
     ".distcp",
     ".metadata",
 )
+_FOUND = ("*.safetensors", "*.bin", "*.ckpt", "*.pth", "latest", "zero")
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -59,12 +62,16 @@ class HfSource(DiskSource):
         self._raw = read_config(folder)
         self.family, described, self.unread = described_by(folder / CONFIG, self._raw)
         files = open_weights(folder)
-        tensors = unprefixed(files.tensors, set(self.family.table(described))) if files.wrapped else files.tensors
+        self._foreign, tensors = files.foreign, files.tensors
+        self._spoken = spoken(self.family, tensors) if self._foreign else self.family
+        if self._foreign:
+            tensors = unprefixed(tensors, set(self._spoken.table(described)))
         disk, quantised = dequantised(tensors, self._raw, folder)
         self._headers = {} if quantised else files.headers
-        model = self.family.as_held(described, disk)
-        table = checked_table(self.family, model, {name: stored.shape for name, stored in disk.items()}, folder)
+        model = self._spoken.as_held(described, disk)
+        table = checked_table(self._spoken, model, {name: stored.shape for name, stored in disk.items()}, folder)
         super().__init__(folder, model, table, disk, quantised)
+        self._table = table
         self._check_copies(table)
 
     def assets(self) -> Mapping[str, Path | bytes]:
@@ -80,15 +87,44 @@ class HfSource(DiskSource):
             return found
         return {**found, LAYOUT: encode_layout({name: header.text for name, header in self._headers.items()})}
 
+    def training(self, dtype: torch.dtype) -> Training | None:
+        """What a run with weights of type `dtype` goes on from beside them; None where only a model was saved.
+
+        Raises:
+            StaysBehindError: why it cannot be taken from what another trainer saved.
+        """
+        if self._foreign is None:
+            return None
+        steps = self._foreign.steps
+        if not all(self._foreign.moments.get(kind) for kind in MOMENTS):
+            raise StaysBehindError("there are no moments of Adam by the names of the weights")
+        if steps is None:
+            raise StaysBehindError("the moments do not say after how many steps they were saved")
+        tensors: dict[str, Tensors] = {kind: self._moments(self._foreign.moments[kind], kind) for kind in MOMENTS}
+        if dtype in LOW:
+            tensors["main"] = self
+        return Training(steps, numbers(self.model, samples=self._foreign.samples or 0, updates=steps), tensors)
+
+    def _moments(self, saved: Mapping[str, Stored], kind: str) -> DiskSource:
+        """One of the moments, which lie as the weights do."""
+        held = unprefixed(saved, set(self._table))
+        copies = self._spoken.copies(self.model).keys()
+        table = {name: disk for name, disk in self._table.items() if name not in copies}
+        missing = table.keys() - held.keys()
+        if missing:
+            raise StaysBehindError(f"its optimizer has no {kind} of {some(missing)}")
+        check_table(table, {name: held[name].shape for name in table}, self.folder, f"{kind} of a {self.family.name}")
+        return DiskSource(self.folder, self.model, table, held)
+
     def _check_copies(self, table: Mapping[str, DiskTensor]) -> None:
         """A folder may store a tensor twice, such as tied embeddings; the two must then be one."""
-        for copy, name in self.family.copies(self.model).items():
+        for copy, name in self._spoken.copies(self.model).items():
             (place, _), *_ = self._places[name]
             if copy not in table or copy == place.name:
                 continue
             one, other = (self._disk[each].read() for each in (place.name, copy))
             if one.dtype != other.dtype or not torch.equal(one, other):
-                tied = copy == self.family.head
+                tied = copy == self._spoken.head
                 raise CheckpointError(
                     f"{self.folder}: {copy} differs from {place.name}, but {CONFIG} says that they are "
                     + ("tied" if tied else "one"),
@@ -170,8 +206,9 @@ def read_config(folder: Place) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         hint = "expected a mega checkpoint, a run folder, or a HuggingFace folder with config.json and safetensors"
-        if any(folder.glob("*.safetensors")):
-            hint = "there are safetensors files: put the model's config.json beside them"
+        weights = [found.name for pattern in _FOUND for found in folder.glob(pattern)]
+        if weights:
+            hint = f"there are weights ({weights[0]}): put the model's config.json beside them"
         raise CheckpointError(f"{folder}: there is no {CONFIG}", hint=hint)
     return read_json(path)
 

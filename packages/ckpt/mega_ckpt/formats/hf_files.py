@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mega_ckpt.formats.disk import Stored
-from mega_ckpt.formats.foreign_state import foreign_tensors
+from mega_ckpt.formats.foreign_state import foreign_state
+from mega_ckpt.formats.named_state import NamedState
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile
 from mega_ckpt.formats.torch_state import state_tensors
 from mega_common.errors import CheckpointError
@@ -30,12 +31,12 @@ class WeightFiles:
     Attributes:
         tensors: {name: tensor}.
         headers: {file name: header} of safetensors files; empty for other kinds.
-        wrapped: whether another trainer wrote them, with names that all may have something in front.
+        foreign: all that there is, where another trainer wrote them, with names that all may have something in front.
     """
 
     tensors: Mapping[str, Stored]
     headers: Mapping[str, Header] = field(default_factory=dict)
-    wrapped: bool = False
+    foreign: NamedState | None = None
 
 
 def holds_weights(folder: Place) -> bool:
@@ -60,9 +61,9 @@ def open_weights(folder: Place) -> WeightFiles:
         held = {name: state_tensors(folder / name) for name in _names(folder, TORCH_SINGLE, TORCH_INDEX)}
         _check_index(folder, TORCH_SINGLE, TORCH_INDEX, held)
         return WeightFiles(_together(held))
-    foreign = foreign_tensors(folder) if isinstance(folder, Path) else None
+    foreign = foreign_state(folder) if isinstance(folder, Path) else None
     if foreign is not None:
-        return WeightFiles(foreign, wrapped=True)
+        return WeightFiles(foreign.weights, foreign=foreign)
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     raise CheckpointError(
         f"{folder}: there are no weights, neither {SINGLE} nor {INDEX}, nor {TORCH_SINGLE}"

@@ -114,7 +114,7 @@ def plan_folder(
     origin = Origin.of(source)
     described = origin.described(source.model)
     chosen = _choose(source.model, family, described)
-    same = described is not None and described[0] is chosen and same_model(described[1], source.model)
+    same = described is not None and described[0] == chosen and same_model(described[1], source.model)
     headers = origin.headers if same else {}
     held = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
     table = checked_table(chosen, source.model, held, LAYOUT) if held else chosen.table(source.model)

@@ -16,14 +16,17 @@ from mega_ckpt.formats import megatron_dist, megatron_legacy
 from mega_ckpt.formats.megatron_args import read_args
 from mega_ckpt.formats.megatron_contents import Contents
 from mega_ckpt.formats.megatron_names import parts_of
-from mega_ckpt.formats.megatron_optimizer import Training, read_training
+from mega_ckpt.formats.megatron_optimizer import read_training
 from mega_ckpt.formats.megatron_placed import Placed
+from mega_ckpt.formats.megatron_provider import provider_args
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Shape
+from mega_ckpt.training import Training
 from mega_common.errors import CheckpointError
 from mega_common.log import logger
 from mega_common.model_config import ModelConfig
 
+WEIGHTS = "weights"  # of a folder of NeMo 2
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -35,6 +38,7 @@ def is_megatron(folder: Path) -> bool:
     return (
         (folder / TRACKER).exists()
         or ((folder / ".metadata").exists() and not hugging)
+        or (folder / WEIGHTS / ".metadata").exists()
         or any(folder.glob("mp_rank_*/model_optim_rng.pt"))
         or any(folder.glob("mp_rank_*/model_rng.pt"))
         or any(folder.glob("iter_[0-9]*"))
@@ -42,12 +46,14 @@ def is_megatron(folder: Path) -> bool:
 
 
 def iteration_folder(folder: Path) -> Path:
-    """The folder of one iteration: `folder` itself, or the one that its tracker file names.
+    """The folder of one iteration: `folder` itself, or the one that its tracker file names, or in which NeMo has weights.
 
     Raises:
         CheckpointError: when the tracker is empty or names none that is there.
     """
     tracker = folder / TRACKER
+    if (folder / WEIGHTS / ".metadata").exists():
+        return folder / WEIGHTS
     if not tracker.exists():
         found = sorted(path.name for path in folder.glob("iter_[0-9]*") if path.is_dir())
         if not found or (folder / ".metadata").exists():
@@ -96,8 +102,9 @@ class MegatronSource:
     def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self.contents = read_contents(folder)
-        self.model: ModelConfig = read_args(self.contents.args, folder, settings)
-        if not self.contents.args.get("vocab_size") and "vocab_size" not in (settings or {}):
+        args = self.contents.args or provider_args(iteration_folder(folder))
+        self.model: ModelConfig = read_args(args, folder, settings)
+        if not args.get("vocab_size") and "vocab_size" not in (settings or {}):
             rows = self.model.vocab_size
             logger.warning("%s: does not say how many tokens there are; all %d padded rows are taken", folder, rows)
         layers = self.model.num_layers + self.model.mtp_layers

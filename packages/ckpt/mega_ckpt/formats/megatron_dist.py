@@ -23,7 +23,7 @@ from torch import Tensor
 from mega_ckpt.formats import dcp
 from mega_ckpt.formats.dcp import Entries, Saved, Stored
 from mega_ckpt.formats.megatron_contents import Contents, Held, OptimizerHeld
-from mega_ckpt.formats.megatron_names import LAYER, split_layer, usual_name
+from mega_ckpt.formats.megatron_names import LAYER, as_decoder, split_layer, usual_name
 from mega_ckpt.formats.torch_archive import load_archive, namespace
 from mega_ckpt.pieces import Shape, rectangles
 from mega_common.errors import CheckpointError
@@ -42,6 +42,7 @@ _BUCKETS = (
 )
 # Beside the model: optimizer, random numbers, data loader.
 _OTHERS = ("optimizer", "chained_", "rng_state", "rerun_state", "opt_param_scheduler", "run_config", "iteration")
+_WRAPPER = re.compile(r"^((?:chained_\d+\.)?(?:optimizer\.state\.\w+\.)?)module\.")
 _TAPS = re.compile(r"mixer\.conv1d\.weight\.\w+")  # [channels, 1, k] there
 
 
@@ -54,22 +55,29 @@ def read(folder: Path) -> Contents:
     saved = dcp.read(folder)
     held: dict[str, Held] = {}
     with dcp.damage(folder):
-        for key, one in saved.tensors.items():
+        tensors = {_unwrapped(key): one for key, one in saved.tensors.items()}
+        encoder = "lm_head.dense.weight" in tensors  # BERT's, which alone has layers called so and none of a decoder
+        for key, one in tensors.items():
             if not key.startswith(_OTHERS) and not key.endswith("._extra_state"):
-                _add(held, key, one.shape, one.dtype, one.chunks)
-        kinds = _kinds(saved.tensors)
+                _add(held, as_decoder(key) if encoder else key, one.shape, one.dtype, one.chunks)
+        kinds = _kinds(tensors)
     common = _common(folder, saved.entries)
     schedule = common.get("opt_param_scheduler")
     by_rank = {name[1] for key in saved.keys if (name := _OF_LAYOUT.match(key))}.difference(_SAID)
     return Contents(
         "torch_dist",
-        namespace(common.get("args")),
+        namespace(common.get("args")) | ({"is_encoder": True} if encoder else {}),
         _whole(common, "iteration"),
         len(held),
         lambda _: held,
         _whole(schedule, "num_steps"),
         OptimizerHeld(kinds, lambda: _said(common, saved.entries), _BUCKETS if by_rank else ""),
     )
+
+
+def _unwrapped(key: str) -> str:
+    """The name without what NeMo wraps a model in, also as part of the name of its optimizer's state."""
+    return _WRAPPER.sub(r"\1", key, count=1)
 
 
 def _whole(said: Any, name: str) -> int | None:

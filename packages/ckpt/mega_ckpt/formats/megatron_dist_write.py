@@ -26,7 +26,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from mega_ckpt.formats.dcp import METADATA
 from mega_ckpt.formats.megatron_dist import COMMON, FORMAT
-from mega_ckpt.formats.megatron_names import EXPERTS, LAYER, Part, is_hybrid, is_projection, split_layer
+from mega_ckpt.formats.megatron_names import (
+    EXPERTS,
+    LAYER,
+    Part,
+    as_encoder,
+    is_hybrid,
+    is_projection,
+    split_layer,
+)
 from mega_ckpt.formats.megatron_write import RELEASE, Writing, durable
 from mega_ckpt.formats.torch_archive import load_archive
 from mega_ckpt.journal import Finished, Once, entry_of
@@ -148,7 +156,8 @@ def _metadata(
     metadata = Metadata({}, storage_data={})
     for part in writing.parts:
         stack = _Stack.of(part, writing.model)
-        for key in stack.keys(part, latent=writing.model.mla is not None):
+        for there in stack.keys(part, latent=writing.model.mla is not None):
+            key = as_encoder(there, writing.model)
             kind, shape = writing.dtype(part), torch.Size(stack.whole(part.shape))
             fresh = TensorStorageMetadata(TensorProperties(dtype=kind), shape, [])
             one = metadata.state_dict_metadata.setdefault(key, fresh)
@@ -157,10 +166,12 @@ def _metadata(
                 offset = torch.Size(stack.place(slab.offset))
                 one.chunks.append(ChunkStorageMetadata(offset, torch.Size(stack.extent(slab.shape))))
                 metadata.storage_data[MetadataIndex(key, offset)] = info
-            for state in stack.states(key, part):
+            for state in (as_encoder(name, writing.model) for name in stack.states(there, part)):
                 metadata.state_dict_metadata[state] = BytesStorageMetadata()
                 metadata.storage_data[MetadataIndex(state)] = nothing
-    if is_hybrid(writing.model):  # whose loading is strict about this one too, other than a GPT's
+    if (
+        is_hybrid(writing.model) or not writing.model.causal
+    ):  # whose loading is strict about this one too, other than a GPT's
         state = "output_layer._extra_state/shard_0_1"
         metadata.state_dict_metadata[state] = BytesStorageMetadata()
         metadata.storage_data[MetadataIndex(state)] = nothing

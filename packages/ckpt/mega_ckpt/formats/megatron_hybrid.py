@@ -12,6 +12,7 @@ from mega_common.layer_pattern import NORM_EPS, mamba_section, pattern_of
 from mega_common.layers import LETTERS, MambaConfig
 from mega_common.model_config import ModelConfig
 
+_CORE = "Megatron-Core 0.16"  # whose checkpoints these are
 _LETTER = {kind: letter for letter, kind in LETTERS.items()}
 
 
@@ -34,9 +35,9 @@ class Hybrid(Several):
         if pattern is None:
             return {}
         if "G" in pattern.letters:
-            raise MismatchError("hybrid_layer_pattern: G is not supported in checkpoints of Megatron")
+            raise MismatchError(f"hybrid_layer_pattern: the MambaModel of {_CORE} has M, *, - and E, and no G")
         if pattern.further:
-            raise MismatchError("hybrid_layer_pattern: further tokens of a hybrid are not supported in checkpoints")
+            raise MismatchError(f"hybrid_layer_pattern: no MambaModel of {_CORE} predicts further tokens (/)")
         out: dict[str, Any] = {"num_layers": len(pattern.letters), "layers": pattern.layers}
         return {**out, "mamba": mamba_section(raw)} if "M" in pattern.letters else out
 
@@ -46,9 +47,11 @@ class Hybrid(Several):
             return {"is_hybrid_model": False}
         halves = [[half for half in kind if half] for kind in model.kinds[: model.num_layers]]
         if not all(len(half) == 1 for half in halves) or model.delta is not None:
-            raise MismatchError("layers must each be mamba, attention, mlp or moe, and only one of them")
+            raise MismatchError(
+                f"layers must each be mamba, attention, mlp or moe, and only one of them: others are not in {_CORE}"
+            )
         if model.mtp_layers:
-            raise MismatchError("mtp_layers of a hybrid must be 0")
+            raise MismatchError(f"mtp_layers of a hybrid must be 0: {_CORE} has none")
         mamba = model.mamba or MambaConfig(num_heads=1, head_dim=64)
         usual = mamba.model_copy(update={"conv_kernel": 4, "conv_bias": True, "bias": False, "dt_limit": (0.0, None)})
         if mamba != usual or (mamba.norm_eps or model.norm_eps) != NORM_EPS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mega_ckpt.formats.megatron import MegatronSource, iteration_folder
-from mega_ckpt.formats.megatron_optimizer import StaysBehindError
+from mega_ckpt.training import StaysBehindError
 from mega_ckpt.verify import Summary, groups_of
 
 _SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}

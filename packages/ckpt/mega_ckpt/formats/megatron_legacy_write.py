@@ -58,6 +58,10 @@ def write_legacy(writing: Writing, folder: Path, advance: Callable[[int], object
 
 
 def _check(writing: Writing) -> None:
+    if not writing.model.causal:
+        raise CheckpointError(
+            "an encoder is not written in Megatron's older format", hint="--megatron-format torch_dist"
+        )
     layers, groups = writing.model.num_layers, writing.model.kv_heads
     if layers % writing.pp:
         fits = [n for n in range(1, layers + 1) if layers % n == 0]

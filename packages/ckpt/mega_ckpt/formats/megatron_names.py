@@ -24,7 +24,7 @@ from mega_ckpt.pieces import Piece, Shape
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING, HEAD, HEAD_BIAS = "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"
 LAYER = "decoder.layers."
 FURTHER, INNER = "mtp.layers.", "transformer_layer."  # a layer that predicts a further token, the plain one inside it
 EXPERTS = "mlp.experts.experts."
@@ -59,7 +59,7 @@ class Part:
     @property
     def padded(self) -> bool:
         """Whether its rows are the vocabulary, which may have others at its end."""
-        return self.name in (EMBEDDING, HEAD)
+        return self.name in (EMBEDDING, HEAD, HEAD_BIAS)
 
 
 def parts_of(model: ModelConfig, padded_vocab: int | None = None) -> list[Part]:
@@ -83,6 +83,9 @@ def parts_of(model: ModelConfig, padded_vocab: int | None = None) -> list[Part]:
         out.append(_vocabulary(HEAD, "lm_head.weight", shapes, rows))
     for index in range(model.mtp_layers):
         out += _predictor(model, index, shapes)
+    out += [_plain(name, source, shapes) for source, name in _ENCODER.items() if source in shapes]
+    if "lm_head.bias" in shapes:
+        out.append(_vocabulary(HEAD_BIAS, "lm_head.bias", shapes, rows))
     left = shapes.keys() - {piece.name for part in out for piece in part.pieces}
     if left:
         raise CheckpointError(f"Megatron has no place for the tensor {min(left)} of this model")
@@ -111,6 +114,18 @@ _PLAIN: Mapping[str, tuple[str, int | None]] = {
     "mlp.fc1_latent_proj.weight": ("mlp.fc1_latent_proj.weight", None),
     "mlp.fc2_latent_proj.weight": ("mlp.fc2_latent_proj.weight", None),
     "mlp.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight", None),
+}
+# Those of BERT outside its layers.
+_ENCODER: Mapping[str, str] = {
+    "model.embed_types.weight": "embedding.tokentype_embeddings.weight",
+    "lm_head.dense.weight": "lm_head.dense.weight",
+    "lm_head.dense.bias": "lm_head.dense.bias",
+    "lm_head.norm.weight": "lm_head.layer_norm.weight",
+    "lm_head.norm.bias": "lm_head.layer_norm.bias",
+    "model.pooler.weight": "pooler.dense.weight",
+    "model.pooler.bias": "pooler.dense.bias",
+    "pair_head.weight": "binary_head.weight",
+    "pair_head.bias": "binary_head.bias",
 }
 # The same for Mamba-2.
 _MAMBA: Mapping[str, tuple[str, int | None]] = {
@@ -206,8 +221,7 @@ def _plain(name: str, source: str, shapes: Mapping[str, Shape], axis: int | None
 
 
 def _vocabulary(name: str, source: str, shapes: Mapping[str, Shape], rows: int) -> Part:
-    width = shapes[source][1]
-    return Part(name, (rows, width), (Piece.whole(source, shapes[source]),), 0)
+    return Part(name, (rows, *shapes[source][1:]), (Piece.whole(source, shapes[source]),), 0)
 
 
 def _joined(name: str, sources: Sequence[str], shapes: Mapping[str, Shape], axis: int) -> Part:
@@ -232,6 +246,16 @@ def _by_group(name: str, sources: Sequence[str], shapes: Mapping[str, Shape], gr
             pieces.append(Piece(source, shapes[source], (group * share, *tail), (at, *tail), (share, *others)))
             at += share
     return Part(name, (at, *shapes[sources[0]][1:]), tuple(pieces), 0)
+
+
+def as_encoder(name: str, model: ModelConfig) -> str:
+    """What a tensor is called in a file: an encoder's layers are `encoder.layers`, which are `decoder.layers` here."""
+    return name if model.causal else re.sub(r"^decoder\.", "encoder.", name)
+
+
+def as_decoder(name: str) -> str:
+    """The other way."""
+    return re.sub(r"^encoder\.", "decoder.", name)
 
 
 def usual_name(name: str) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +21,11 @@ from mega_ckpt.formats.megatron_names import Part
 from mega_ckpt.formats.megatron_placed import Placed
 from mega_ckpt.formats.torch_archive import StoredTensor
 from mega_ckpt.names import some
+from mega_ckpt.training import LOW, MOMENTS, StaysBehindError, Training, numbers
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAIN = ("fp32_param", "param")
-_LOW = (torch.bfloat16, torch.float16)
-
-
-class StaysBehindError(Exception):
-    """Why the optimizer's state cannot be taken along."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a run goes on from beside its weights.
-
-    Attributes:
-        step: optimizer steps done, skipped ones included.
-        state: the numbers that the trainer resumes from.
-        tensors: by kind, as checkpoints of mega call it: `exp_avg`, `exp_avg_sq`, and `main` beside weights in 16 bits.
-    """
-
-    step: int
-    state: Mapping[str, Any]
-    tensors: Mapping[str, Placed]
 
 
 def read_training(
@@ -64,7 +43,7 @@ def read_training(
     main = next((kinds.pop(kind) for kind in _MAIN if kind in kinds), None)
     if kinds.keys() != {*MOMENTS}:
         raise StaysBehindError(f"its optimizer is not Adam: it keeps {', '.join(sorted(kinds))}")
-    if dtype in _LOW:
+    if dtype in LOW:
         kinds["main"] = main or {}
     for kind, held in kinds.items():
         if missing := {part.name for part in trained} - held.keys():
@@ -74,14 +53,8 @@ def read_training(
     if contents.iteration is None or not samples or len(updates) != 1:
         raise StaysBehindError("the checkpoint does not say after how many steps and samples it was saved")
     scale, good = _numbers(said, "scale"), _numbers(said, "growth_tracker")
-    state = {
-        "consumed_samples": samples[0],
-        "optimizer_steps": int(updates.pop()),
-        "loss_average": 0.0,
-        "loss_seen": 0,
-        "loss_scale": [scale.pop(), int(good.pop())] if dtype == torch.float16 and scale and good else None,
-        "settings": {"model": model.model_dump(mode="json", by_alias=True)},
-    }
+    kept = [scale.pop(), int(good.pop())] if dtype == torch.float16 and scale and good else None
+    state = numbers(model, samples=samples[0], updates=int(updates.pop()), loss_scale=kept)
     return Training(contents.iteration, state, {kind: Placed(trained, held, folder) for kind, held in kinds.items()})
 
 

@@ -20,18 +20,19 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mega_ckpt.adapter import Adapter, checked_modules
+from mega_ckpt.adapter import Adapter, checked_modules, row_lengths
 from mega_ckpt.families import Family, family_for, family_of
 from mega_ckpt.families.layouts import PLAIN, TRANSPOSED, DiskTensor
 from mega_ckpt.formats.hf_files import encode_json, read_json
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile, write_file
-from mega_ckpt.lora import A, B, projections
+from mega_ckpt.lora import MAGNITUDE, A, B, projections
 from mega_ckpt.names import EMBEDDING, some
 from mega_ckpt.pieces import crop
 from mega_common.errors import CheckpointError
@@ -49,7 +50,7 @@ PREFIX = "base_model.model."
 _STACKED = frozenset(["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe"])
 # What an adapter may ask for beside A and B, and what it must say so that it asks for nothing.
 _NOTHING: dict[str, tuple[object, ...]] = {
-    "bias": ("none", None), "use_dora": (False, None), "lora_bias": (False, None), "layer_replication": (None,),
+    "bias": ("none", None), "lora_bias": (False, None), "layer_replication": (None,),
     "trainable_token_indices": (None,), "alora_invocation_tokens": (None,), "use_bdlora": (None, False),
 }  # fmt: skip
 
@@ -81,13 +82,27 @@ class Module:
                 rows[:, columns[part]] = held * (adapter.modules[part].scale / scale)
         return torch.cat(list(a.values())), b, scale
 
-    def taken_apart(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    def magnitude(self, adapter: Adapter, base: Source) -> Tensor:
+        """The magnitudes [N] of all its parts; a part without an adapter keeps its rows as they are."""
+        out = []
+        for slab in self.disk.slabs:
+            part, first, rows = slab.name.removesuffix(".weight"), slab.offset[0], slab.shape[0]
+            if part in adapter.modules:
+                out.append(adapter.read(part + MAGNITUDE, (first,), (rows,)))
+            else:
+                out.append(row_lengths(base, slab.name, first, rows).float())
+        return torch.cat(out)
+
+    def taken_apart(self, a: Tensor, b: Tensor, magnitude: Tensor | None) -> dict[str, Tensor]:
         """The adapters of its parts by canonical name, from those of the module."""
         rows = torch.split(b, [slab.shape[0] for slab in self.disk.slabs])
         out: dict[str, Tensor] = {}
         for part in self.parts:
-            own = [held for slab, held in zip(self.disk.slabs, rows, strict=True) if slab.name == f"{part}.weight"]
-            out |= {part + A: a, part + B: torch.cat(own)}  # slabs of a tensor are in its order
+            own = [slab.name == f"{part}.weight" for slab in self.disk.slabs]  # slabs of a tensor are in its order
+            out |= {part + A: a, part + B: torch.cat([*compress(rows, own)])}
+            if magnitude is not None:
+                lengths = torch.split(magnitude, [len(held) for held in rows])
+                out[part + MAGNITUDE] = torch.cat([*compress(lengths, own)])
         return out
 
 
@@ -98,7 +113,7 @@ def write_peft(adapter: Adapter, base: Source, folder: Path) -> None:
         CheckpointError: when PEFT has no way to say something of it.
     """
     family = _family(base)
-    tensors, ranks, scales = _encoded(adapter, base.model, family)
+    tensors, ranks, scales = _encoded(adapter, base, family)
     saved = {name: _disk_name(name, base.model, family) for name in adapter.shapes if not is_adapter(name)}
     if base.model.tie_embeddings and EMBEDDING in saved:
         raise CheckpointError(
@@ -133,7 +148,8 @@ def read_peft(folder: Place, base: Source) -> Adapter:
     for module in modules_of(base.model, family):
         if module.name + A in left:
             a, b = (file.read(left.pop(module.name + suffix)) for suffix in (A, B))
-            tensors |= module.taken_apart(a, b)
+            magnitude = left.pop(module.name + MAGNITUDE, None)
+            tensors |= module.taken_apart(a, b, file.read(magnitude) if magnitude else None)
             names |= dict.fromkeys(module.parts, module.name)
     for canonical, key in _expert_keys(base.model, family, dict(left), config.get("target_parameters") or []):
         a, b = (file.read(left.pop(key + suffix)) for suffix in (A, B))
@@ -165,18 +181,20 @@ def modules_of(model: ModelConfig, family: Family) -> Iterator[Module]:
 
 
 def _encoded(
-    adapter: Adapter, model: ModelConfig, family: Family
+    adapter: Adapter, base: Source, family: Family
 ) -> tuple[dict[str, Tensor], dict[str, int], dict[str, float]]:
     """Tensors, and ranks and scales of modules, all by their names in transformers."""
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     scales: dict[str, float] = {}
     done: set[str] = set()
-    for module in modules_of(model, family):
+    for module in modules_of(base.model, family):
         if not done.issuperset(own := adapter.modules.keys() & set(module.parts)):
             a, b, scales[module.name] = module.joined(adapter)
             tensors |= {module.name + A: a, module.name + B: b}
             ranks[module.name] = len(a)
+            if adapter.lora.dora:
+                tensors[module.name + MAGNITUDE] = module.magnitude(adapter, base)
             done |= own
     stacked = {part: of for part, of in adapter.modules.items() if of.experts is not None}
     for part, of in stacked.items() if family.name in _STACKED else ():
@@ -202,7 +220,7 @@ def _config(
     stacked = {part for part, of in adapter.modules.items() if of.experts is not None}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": adapter.base.get("path"),
-        "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "use_rslora": root, "use_dora": False,
+        "r": rank, "lora_alpha": alpha, "lora_dropout": adapter.lora.dropout, "bias": "none", "use_rslora": root, "use_dora": adapter.lora.dora,
         "target_modules": sorted(ranks.keys() - stacked), "target_parameters": sorted(stacked) or None,
         "rank_pattern": {re.escape(name): own for name, own in ranks.items() if own != rank},
         "alpha_pattern": {re.escape(name): own for name, own in alphas.items() if own != alpha},
@@ -229,7 +247,8 @@ def _lora(
 
     rank, usual = _commonest(list(ranks.values())), float(config.get("lora_alpha", 8))
     return LoraConfig(
-        rank=rank, alpha=usual, rslora=bool(config.get("use_rslora")), modules=[re.escape(part) for part in ranks],
+        rank=rank, alpha=usual, rslora=bool(config.get("use_rslora")),
+        dora=bool(config.get("use_dora")), dropout=float(config.get("lora_dropout") or 0.0), modules=[re.escape(part) for part in ranks],
         ranks={re.escape(part): own for part, own in ranks.items() if own != rank},
         alphas={re.escape(part): own for part in ranks if (own := alpha(names[part])) != usual},
         modules_to_save=[re.escape(name.rpartition(".")[0]) for name in saved],

@@ -143,6 +143,7 @@ def rebuilding(path: Path) -> dict[str, Any]:
         "torch._utils._rebuild_tensor_v2": tensor,
         "torch._utils._rebuild_tensor_v3": tensor,
         "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+        "torch._tensor._rebuild_from_type_v2": lambda rebuild, kind, args, state: rebuild(*args),  # with attributes
     }
 
 

@@ -12,8 +12,8 @@ from mega_common.log import logger
 from mega_data.chat.encode import HUNDREDTHS, ChatEncoder
 from mega_data.chat.records import LossOn, parse_record
 from mega_data.chat.template import Rendered, load_template
-from mega_data.documents import Document, Rejected
-from mega_data.info import ChatInfo
+from mega_data.files.info import ChatInfo
+from mega_data.reading.documents import Document, Rejected
 from mega_data.tokenizer import Tokenizer
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mega_common.errors import DataError
 from mega_data.chat.records import Conversation, LossOn, Message
-from mega_data.unpack import package
+from mega_data.reading.unpack import package
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARK = "mark answers in the template by {% generation %} ... {% endgeneration %}, and give it as --chat-template FILE"

@@ -12,7 +12,7 @@ from mega_common.log import logger
 from mega_data.cleaning.config import Decontaminate
 from mega_data.cleaning.verdict import Drop, Record, Rule
 from mega_data.cleaning.words import Hashes, Text
-from mega_data.readers import texts
+from mega_data.reading.readers import texts
 
 
 def evaluation_ngrams(limits: Decontaminate) -> Hashes:

@@ -10,7 +10,7 @@ import xxhash
 
 from mega_data.cleaning.config import MinHash
 from mega_data.cleaning.words import Hashes, Text, ngrams
-from mega_data.unpack import package
+from mega_data.reading.unpack import package
 
 Signatures = npt.NDArray[np.uint32]
 

@@ -19,7 +19,7 @@ from mega_data.cleaning.rules import rules
 from mega_data.cleaning.tally import Amount, Sample, Tally, add_counts
 from mega_data.cleaning.verdict import Drop, Record, Rule
 from mega_data.cleaning.words import Text
-from mega_data.documents import Document, Rejected
+from mega_data.reading.documents import Document, Rejected
 
 
 class Settings(NamedTuple):

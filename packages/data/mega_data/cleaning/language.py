@@ -9,7 +9,7 @@ from mega_common.errors import DataError, MissingPackageError
 from mega_data.cleaning.config import Language
 from mega_data.cleaning.verdict import Drop, Record, Rule
 from mega_data.cleaning.words import Text
-from mega_data.unpack import package
+from mega_data.reading.unpack import package
 
 HEAD = 1000  # characters by which a text's language is told; more changes little and costs time
 

@@ -24,7 +24,6 @@ from pydantic import TypeAdapter, ValidationError
 from mega_common.errors import DataError
 from mega_common.files import install_folder, locked, write_json
 from mega_common.log import ProgressBar, logger
-from mega_data.batches import Progress, Reading
 from mega_data.cleaning.config import RULES, CleanConfig
 from mega_data.cleaning.decontaminate import evaluation_ngrams
 from mega_data.cleaning.journal import Journal
@@ -34,9 +33,10 @@ from mega_data.cleaning.lines import SUFFIXES
 from mega_data.cleaning.pool import in_order
 from mega_data.cleaning.split import Names, Split, compare, split
 from mega_data.cleaning.tally import Amount, Tally, total
-from mega_data.documents import Document, Rejected
-from mega_data.preprocess import usable_cores
-from mega_data.sources import LeftOut, Source, find_sources
+from mega_data.making.batches import Progress, Reading
+from mega_data.making.preprocess import usable_cores
+from mega_data.reading.documents import Document, Rejected
+from mega_data.reading.sources import LeftOut, Source, find_sources
 
 BATCH = 1 << 20  # bytes of text judged at once
 PART = 1 << 28  # bytes of text in a file of the output

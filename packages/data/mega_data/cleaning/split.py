@@ -17,8 +17,8 @@ from mega_data.cleaning.duplicates import Numbers, exact_leaders, near_leaders, 
 from mega_data.cleaning.known import Places, load_exact, load_places, load_signatures
 from mega_data.cleaning.lines import SUFFIXES, line, packed
 from mega_data.cleaning.tally import Amount, Sample, Tally
-from mega_data.sources import lookup
-from mega_data.unpack import opened
+from mega_data.reading.sources import lookup
+from mega_data.reading.unpack import opened
 
 EXACT, NEAR = 1, 2
 BLOCK = 1 << 20  # bytes of lines that are packed at once

@@ -6,6 +6,7 @@ from mega_data.kinds.base import Kind
 from mega_data.kinds.bert import bert
 from mega_data.kinds.conversations import conversations
 from mega_data.kinds.fim import fim
+from mega_data.kinds.masked import masked
 from mega_data.kinds.packed import documents
 from mega_data.kinds.pairs import pairs
 from mega_data.kinds.t5 import t5
@@ -21,5 +22,6 @@ def kinds() -> dict[str, Kind]:
         "pairs": pairs,
         "fim": fim,
         "bert": bert,
+        "masked": masked,
         "t5": t5,
     }

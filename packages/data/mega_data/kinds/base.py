@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +12,27 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import ConfigError
+from mega_common.vision import VisionConfig
 from mega_data.config import DataConfig
-from mega_data.parts import Part
+from mega_data.order.parts import Part
 from mega_data.tokenizer import Tokenizer
 
 Made_co = TypeVar("Made_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class SampleImages:
+    """The images of a sample, and which of its tokens stand for them.
+
+    Attributes:
+        pixels: fp32 [3, H, W] of each, normalised.
+        places: int64 [k], of the placeholders.
+        features: int64 [k], of the features of all images, one after another, the one that each placeholder stands for.
+    """
+
+    pixels: Sequence[npt.NDArray[np.float32]]
+    places: npt.NDArray[np.int64]
+    features: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,9 @@ class Sample:
         loss_weights: fp32 [S], the weight of each label in the loss; 0 where none is taken.
         position_ids: int64 [S].
         document_ids: int32 [S], number of the document within the sample, from 0; None where attention is not reset.
+        token_types: int64 [S], which of two segments each token is in, 0 or 1; None where there is one.
+        pair_label: of two segments, 1 when they are swapped.
+        images: those of its documents; None where the data set has none.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -36,6 +55,9 @@ class Sample:
     loss_weights: npt.NDArray[np.float32]
     position_ids: npt.NDArray[np.int64]
     document_ids: npt.NDArray[np.int32] | None
+    token_types: npt.NDArray[np.int64] | None = None
+    pair_label: int | None = None
+    images: SampleImages | None = None
 
 
 class Samples(Protocol[Made_co]):
@@ -64,6 +86,7 @@ class Setting:
         eod: the token that ends a document, if the tokenizer has one.
         cache: a folder for indices.
         known_tokenizer: the tokenizer of the data, where it was found already.
+        vision: what of the model sees the images of the data, if anything does.
     """
 
     config: DataConfig
@@ -71,6 +94,7 @@ class Setting:
     eod: int | None
     cache: Path
     known_tokenizer: Tokenizer | None = None
+    vision: VisionConfig | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

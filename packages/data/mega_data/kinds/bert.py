@@ -8,34 +8,29 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from mega_data.indexed import Tokens
-from mega_data.kinds.base import Setting
+from mega_data.files.indexed import Tokens
+from mega_data.kinds.base import Sample, Setting
 from mega_data.kinds.cuts import Cuts, DrawnCuts, MegatronCuts
 from mega_data.kinds.masking import Random, WholeWords, inverse_ngram, special_token
-from mega_data.parts import Part
+from mega_data.order.parts import Part
 
 Ints = npt.NDArray[np.int64]
 LONGEST = 3  # words that are masked in a row
 
 
-@dataclass(frozen=True)
-class BertSample:
+@dataclass(frozen=True, kw_only=True)
+class BertSample(Sample):
     """One sequence of S tokens: [CLS] A [SEP] B [SEP] and padding with token 0; without pairs [CLS] A [SEP].
 
+    Labels are what a token that is to be guessed was, -1 elsewhere, and weights 1 where one is; types are 1 in B and its
+    [SEP], else 0. Padding is a document by itself.
+
     Attributes:
-        tokens: int64 [S].
-        token_types: int64 [S], 1 in B and its [SEP], else 0.
-        labels: int64 [S], what a token that is to be guessed was; -1 elsewhere.
-        loss_weights: fp32 [S], 1 where a token is to be guessed.
         padding_mask: bool [S], false in the padding.
         is_random: whether B was in front of A in the document.
         truncated: whether tokens were left out to fit.
     """
 
-    tokens: Ints
-    token_types: Ints
-    labels: Ints
-    loss_weights: npt.NDArray[np.float32]
     padding_mask: npt.NDArray[np.bool_]
     is_random: bool
     truncated: bool
@@ -95,9 +90,14 @@ class BertSamples:
             labels[run] = found[run]
             for place in run.tolist():
                 tokens[place] = self._instead(int(found[place]), random)
-        present = (np.arange(self._config.seq_length) < found.size) & (tokens != self._pad)
-        weights = (labels >= 0).astype(np.float32)
-        return BertSample(tokens, types, labels, weights, present, swapped, truncated)
+        places = np.arange(self._config.seq_length)
+        padding = places >= found.size
+        return BertSample(
+            tokens=tokens, labels=labels, loss_weights=(labels >= 0).astype(np.float32), position_ids=places,
+            document_ids=padding.astype(np.int32), token_types=types,
+            pair_label=int(swapped) if self._config.bert.sentence_pairs else None,
+            padding_mask=~padding & (tokens != self._pad), is_random=swapped, truncated=truncated,
+        )  # fmt: skip
 
     def _segments(self, first: int, last: int, random: Random) -> tuple[Tokens, Tokens, bool]:
         """The sentences before and after a place between two, half the time in the other order."""

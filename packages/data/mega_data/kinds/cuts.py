@@ -11,12 +11,12 @@ import numpy.typing as npt
 import xxhash
 
 from mega_common.errors import DataError
-from mega_data.index_cache import Arrays, cached_arrays
 from mega_data.kinds.base import Setting
 from mega_data.kinds.masking import Random, drawn_random, megatron_random
 from mega_data.kinds.sentences import LONG, Sentences
-from mega_data.parts import Part
-from mega_data.permutation import permuted
+from mega_data.order.index_cache import Arrays, cached_arrays
+from mega_data.order.parts import Part
+from mega_data.order.permutation import permuted
 
 
 class Cut(NamedTuple):

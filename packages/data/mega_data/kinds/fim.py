@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import ConfigError
-from mega_data.indexed import IndexedReader, Tokens
+from mega_data.files.indexed import IndexedReader, Tokens
 from mega_data.kinds.base import Sample, Setting
 from mega_data.kinds.masking import Random, drawn_random
 from mega_data.kinds.packed import PackedSamples, Pieces, check_order, document_bounds, pieces_of
-from mega_data.kinds.text import DocumentRules, windows
+from mega_data.kinds.text import DocumentRules, TextSamples, windows
 from mega_data.objectives import ROOM, FimConfig
-from mega_data.parts import Part
+from mega_data.order.parts import Part
 from mega_data.tokenizer import Tokenizer
 
 Ints = npt.NDArray[np.int64]
@@ -98,27 +98,18 @@ class FillInTheMiddle:
         return before, middle, after
 
 
-class FimSamples:
+class FimSamples(TextSamples):
     """Samples of one data set."""
 
     def __init__(self, part: Part, setting: Setting, wanted: int) -> None:
-        self._seq_length, self._rules = setting.config.seq_length, DocumentRules.of(setting)
+        seq_length = setting.config.seq_length
+        super().__init__(windows(part, setting, wanted, seq_length), DocumentRules.of(setting), seq_length)
         self._fim = FillInTheMiddle(setting.config.fim, setting.text_tokenizer, setting.eod)
-        self._windows = windows(part, setting, wanted, self._seq_length)
 
     @cached_property
     def identity(self) -> str:
         """See `Samples`."""
         return f"{self._fim.identity} {self._windows.identity}"
-
-    @property
-    def samples_per_epoch(self) -> float:
-        """See `Samples`."""
-        return self._windows.samples_per_epoch
-
-    def work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """See `Samples`."""
-        return np.full(numbers.size, self._seq_length**2)
 
     def __getitem__(self, k: int, /) -> Sample:
         window = self._windows[k]

@@ -18,13 +18,13 @@ import xxhash
 
 from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
-from mega_data.index_cache import Arrays, cached_arrays
-from mega_data.indexed import IndexedReader, Tokens
+from mega_data.files.indexed import IndexedReader, Tokens
+from mega_data.files.mask import LossWeights
 from mega_data.kinds.base import Sample, Setting
 from mega_data.kinds.best_fit import best_fit
-from mega_data.mask import LossWeights
-from mega_data.parts import Part
-from mega_data.permutation import permuted, permuted_many
+from mega_data.order.index_cache import Arrays, cached_arrays
+from mega_data.order.parts import Part
+from mega_data.order.permutation import permuted, permuted_many
 
 Ints = npt.NDArray[np.int64]
 GROUP = 1 << 20  # documents that are packed together: enough for a close fit
@@ -175,17 +175,24 @@ class PackedSamples:
         return key
 
     def __getitem__(self, k: int, /) -> Sample:
+        starts, sizes = self._place(k)
+        read = self._documents(k, starts, sizes)
+        if self._weights is None:
+            return self._sample(read, None)
+        return self._sample(read, [self._weights_of(at, size) for at, size in zip(starts, sizes, strict=True)])
+
+    def _weights_of(self, at: int, size: int) -> npt.NDArray[np.float32]:
+        """Of the labels of a document whose tokens begin there: its tokens but the first."""
+        assert self._weights is not None
+        return self._weights[at + 1 : at + size + 1]
+
+    def _place(self, k: int) -> tuple[list[int], list[int]]:
+        """Where the documents of sample k begin among the tokens, and the positions that each takes."""
         count = self._index["bins"].size - 1
         epoch, place = divmod(k, count)
         number = permuted(place, count, self._order(epoch))
         first, last = self._index["bins"][number : number + 2].tolist()
-        starts, sizes = (self._index[name][first:last].tolist() for name in ("starts", "sizes"))
-        read = self._documents(k, starts, sizes)
-        if self._weights is None:
-            return self._sample(read, None)
-        return self._sample(
-            read, [self._weights[at + 1 : at + size + 1] for at, size in zip(starts, sizes, strict=True)]
-        )
+        return self._index["starts"][first:last].tolist(), self._index["sizes"][first:last].tolist()
 
     def _documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:
         """The tokens of the documents of sample k."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mega_common.errors import DataError
 from mega_common.log import ProgressBar
 from mega_data.kinds.mersenne import shuffled
-from mega_data.parts import Part
+from mega_data.order.parts import Part
 
 LONG = 512  # tokens of a sentence that Megatron leaves its document out for
 BLOCK = 1 << 16  # numbers drawn, and documents cut, at a time

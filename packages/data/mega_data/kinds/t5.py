@@ -17,9 +17,10 @@ import numpy.typing as npt
 from mega_common.errors import DataError
 from mega_data.kinds.base import Setting
 from mega_data.kinds.cuts import MegatronCuts
-from mega_data.kinds.masking import Random, WholeWords, drawn_random, geometric_ngram, special_token
+from mega_data.kinds.masking import WholeWords, drawn_random, geometric_ngram, special_token
 from mega_data.kinds.text import windows
-from mega_data.parts import Part
+from mega_data.order.parts import Part
+from mega_data.spans import Spans
 from mega_data.tokenizer import Tokenizer
 
 Ints = npt.NDArray[np.int64]
@@ -162,7 +163,7 @@ class T5Samples:
         config, tokenizer = setting.config, setting.tokenizer
         self._config, self._tokenizer = config, tokenizer
         self._spans = Spans.fitting(config.seq_length, config.t5.mask_probability, config.t5.mean_span)
-        room = config.t5.decoder_seq_length or self._spans.hidden + self._spans.count + 1
+        room = config.t5.decoder_length(config.seq_length)
         start = special_token(tokenizer, "<pad>", "[PAD]")
         end = special_token(tokenizer, "</s>", "[EOS]", "<eos>")
         self._corruption = Corruption(tokenizer, start, end, (config.seq_length, room))
@@ -186,46 +187,6 @@ class T5Samples:
     def __getitem__(self, k: int, /) -> T5Sample:
         runs = self._spans.draw(drawn_random(self.identity, k))
         return self._corruption.sample(self._windows[k][:-1], runs, end=True)
-
-
-@dataclass(frozen=True)
-class Spans:
-    """How T5 corrupts `tokens` of text: `hidden` of them, in `count` spans."""
-
-    tokens: int
-    hidden: int
-    count: int
-
-    @classmethod
-    def of(cls, tokens: int, share: float, mean: float) -> Spans:
-        """For a text of `tokens`, at least 2."""
-        hidden = min(max(round(tokens * share), 1), tokens - 1)
-        return cls(tokens, hidden, min(max(round(hidden / mean), 1), tokens - hidden))
-
-    @classmethod
-    def fitting(cls, room: int, share: float, mean: float) -> Spans:
-        """For the longest text that leaves no more than `room` tokens, sentinels and the end token included."""
-        found = cls.of(2, share, mean)
-        while (more := cls.of(found.tokens + 1, share, mean)).left <= room:
-            found = more
-        return found
-
-    @property
-    def left(self) -> int:
-        """Tokens of the encoder."""
-        return self.tokens - self.hidden + self.count + 1
-
-    def draw(self, random: Random) -> list[Ints]:
-        """Positions of each span: text and spans by turns, text first, every way to part them equally likely."""
-        hidden, text = _parted(self.hidden, self.count, random), _parted(self.tokens - self.hidden, self.count, random)
-        ends = np.cumsum(text + hidden)
-        return [np.arange(end - size, end) for end, size in zip(ends.tolist(), hidden.tolist(), strict=True)]
-
-
-def _parted(total: int, parts: int, random: Random) -> Ints:
-    """Sizes of `parts` parts of `total`, one at least each: int64 [parts]."""
-    cuts = np.sort(random.permutation(total - 1)[: parts - 1]) + 1
-    return np.diff(cuts, prepend=0, append=total)
 
 
 def t5(part: Part, setting: Setting, wanted: int) -> MegatronT5Samples | T5Samples:

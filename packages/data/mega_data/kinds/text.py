@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_data.kinds.base import Sample, Setting
-from mega_data.parts import Part
-from mega_data.sample_index import MegatronSamples, ShuffledSamples, StableSamples
+from mega_data.order.parts import Part
+from mega_data.order.sample_index import MegatronSamples, ShuffledSamples, StableSamples
 
 
 class Windows(Protocol):

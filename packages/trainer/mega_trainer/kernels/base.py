@@ -5,12 +5,13 @@ Legend: B batch, S query length, T key length, H query heads, K key/value heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from mega_trainer.kernels.bias import DistanceBias
 from mega_trainer.kernels.chunks import Chunks
 from mega_trainer.kernels.delta_rule import Updates
 from mega_trainer.kernels.grouped import Rows
@@ -26,16 +27,18 @@ class Scores:
         scale: a factor on it.
         softcap: the score then becomes cap tanh(score / cap).
         sinks: [H], a further score of each head in its softmax, which takes no value (arXiv:2309.17453).
+        bias: of this rank's heads, added to it; there is no soft cap then.
     """
 
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    bias: DistanceBias | None = None
 
     @property
     def bent(self) -> bool:
         """Whether something becomes of it that fused kernels do not know."""
-        return self.softcap is not None or self.sinks is not None
+        return any(each is not None for each in (self.softcap, self.sinks, self.bias))
 
 
 class WholeAttention(Protocol):
@@ -120,6 +123,11 @@ class Kernels(Protocol):
         tensor it is boolean, broadcastable to [B, H, S, T], True where a query sees a key.
         """
 
+    def attention_of_rows(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+        """One query of each of N rows to all keys of that row: q [N, H, d], keys [1, K, T_i, d], values [1, K, T_i, e] ->
+        [N, H, e]. Not differentiable: generation's, where what a call costs the host counts.
+        """
+
     def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor]:
         """Attention to some of the keys, for one who merges blocks; without sinks, which belong to the whole.
 
@@ -139,7 +147,7 @@ class Kernels(Protocol):
     def gated(
         self, gate_up: Tensor, activation: str, limit: float | None = None, weights: Tensor | None = None
     ) -> Tensor:
-        """act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu or geglu (arXiv:2002.05202).
+        """act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu, geglu or geglu_erf (arXiv:2002.05202).
 
         With a `limit` it is swiglu as in GPT-OSS: gate sigmoid(1.702 gate) (up + 1), with gate <= limit, |up| <= limit.
         `weights` [..] in at least fp32 are factors of the rows.

@@ -31,30 +31,41 @@ TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 def attention(flash: Flash, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> Tensor:
     """`Kernels.attention` as one block."""
-    y: Tensor = recorded(_Attention, q, k, v, how.sinks, mask, how, flash)
+    values = None if how.bias is None else how.bias.values
+    y: Tensor = recorded(_Attention, q, k, v, how.sinks, values, mask, how, flash)
     return y
 
 
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, how: Scores, flash: Flash
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        mask: Mask,
+        how: Scores,
+        flash: Flash,
     ) -> Tensor:
         y, lse = attend_block(flash, q, k, v, mask, how)
         if sinks is not None:
             y, lse = with_sinks(y, lse, sinks)
         y = y.to(q.dtype)
-        ctx.save_for_backward(q, k, v, y, lse, sinks)
+        ctx.save_for_backward(q, k, v, y, lse, sinks, bias)
         ctx.mask, ctx.how, ctx.flash = mask, how, flash
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, lse, sinks = ctx.saved_tensors
-        grads = attend_block_backward(ctx.flash, dy, q, k, v, y, lse, ctx.mask, ctx.how)
+        q, k, v, y, lse, sinks, bias = ctx.saved_tensors
+        d_bias = None if bias is None else torch.zeros_like(bias, dtype=lse.dtype)
+        grads = attend_block_backward(ctx.flash, dy, q, k, v, y, lse, ctx.mask, ctx.how, d_bias)
         dq, dk, dv = (grad.to(t.dtype) for grad, t in zip(grads, (q, k, v), strict=True))
-        return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, dy, y, lse), None, None, None
+        d_sinks = None if sinks is None else sinks_gradient(sinks, dy, y, lse)
+        return dq, dk, dv, d_sinks, None if d_bias is None else d_bias.to(bias.dtype), None, None, None
 
 
 def with_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,34 +82,47 @@ def sinks_gradient(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tensor) -> Tensor:
 
 def attend_block(flash: Flash, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor]:
     """See `Kernels.attend_block`."""
-    if flash.takes(q, v, mask, how):
+    if how.bias is None and flash.takes(q, v, mask, how):
         return _fused(flash, q, k, v, mask, how)
     if isinstance(mask, Packed):
         each = [attend_block(flash, q1, k1, v1, mask.band, how) for q1, k1, v1 in _documents(mask, q, k, v)]
         y, lse = (torch.cat(part, 1) for part in zip(*each, strict=True))
         return y.view(*q.shape[:2], *y.shape[2:]), lse.view(q.shape[:3])
-    found = [_attend(q[:, rows], k[:, keys], v[:, keys], seen, how) for rows, keys, seen in _tiles(q, k, mask)]
+    ahead = k.shape[1] - q.shape[1]
+    found = [
+        _attend(q[:, rows], k[:, keys], v[:, keys], seen, how, _met(how, rows, keys, ahead))
+        for rows, keys, seen in _tiles(q, k, mask)
+    ]
     return torch.cat([y for y, _ in found], 1), torch.cat([lse for _, lse in found], 1)
 
 
 def attend_block_backward(
-    flash: Flash, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, mask: Mask, how: Scores
+    flash: Flash,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    mask: Mask,
+    how: Scores,
+    d_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Kernels.attend_block_backward`."""
-    if flash.takes(q, v, mask, how):
+    """See `Kernels.attend_block_backward`; that of the bias's values is added to `d_bias` [H, n], in at least fp32."""
+    if how.bias is None and flash.takes(q, v, mask, how):
         return _fused_backward(flash, dy, q, k, v, y, lse, mask, how)
     if isinstance(mask, Packed):
         each = [
-            attend_block_backward(flash, dy1, q1, k1, v1, y1, lse1, mask.band, how)
+            attend_block_backward(flash, dy1, q1, k1, v1, y1, lse1, mask.band, how, d_bias)
             for dy1, q1, k1, v1, y1, lse1 in _documents(mask, dy, q, k, v, y, lse)
         ]
         dq, dk, dv = (torch.cat(part, 1) for part in zip(*each, strict=True))
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
     dk, dv = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
-    delta, parts = (y.to(lse.dtype) * dy).sum(-1), []
+    delta, parts, ahead = (y.to(lse.dtype) * dy).sum(-1), [], k.shape[1] - q.shape[1]
     for rows, keys, seen in _tiles(q, k, mask):
-        queries = dy[:, rows], q[:, rows], lse[:, rows], delta[:, rows]
-        dq_part, dk_part, dv_part = _attend_backward(*queries, k[:, keys], v[:, keys], seen, how)
+        queries, met = (dy[:, rows], q[:, rows], lse[:, rows], delta[:, rows]), _met(how, rows, keys, ahead)
+        dq_part, dk_part, dv_part = _attend_backward(*queries, k[:, keys], v[:, keys], seen, how, met, d_bias)
         parts.append(dq_part)
         dk[:, keys] += dk_part
         dv[:, keys] += dv_part
@@ -149,11 +173,11 @@ def _heads(flash: Flash, q: Tensor, k: Tensor, *values: Tensor) -> list[Tensor]:
 def _tiles(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Some queries at a time, with the keys that they may see and the mask of both; None where all is seen."""
     rows, queries, heads, keys = *q.shape[:3], k.shape[1]
-    span = (
-        keys if band.left is None else min(keys, 2 * band.left + 2)
-    )  # of keys that as many queries as a window has see
+    span = keys  # of which as many queries as a window has see fewer
+    if band.left is not None and band.right is not None:
+        span = min(keys, 2 * band.left + band.right + 2)
     step = max(1, TILE_ELEMENTS.get(q.device.type, 1 << 26) // (rows * heads * span))
-    step = step if band.left is None else min(step, band.left + 1)
+    step = step if band.left is None or band.right is None else min(step, band.left + 1)
     for start in range(0, queries, step):
         some = range(start, min(start + step, queries))
         seen = band.keys(some, queries, keys)
@@ -164,8 +188,16 @@ def _tiles(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, slice, Ten
         )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> tuple[Tensor, Tensor]:
-    scores, _ = _scores(q, k, mask, how)
+def _met(how: Scores, rows: slice, keys: slice, ahead: int) -> Tensor | None:
+    """As `DistanceBias.places`, where there is a bias."""
+    tile = range(rows.start, rows.stop), range(keys.start, keys.stop)
+    return None if how.bias is None else how.bias.places(*tile, ahead)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores, met: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    scores, _ = _scores(q, k, mask, how, met)
     lse = scores.logsumexp(-1)
     p = (scores - lse.unsqueeze(-1)).exp_()
     y = _as_rows(p, k.shape[2]).to(v.dtype) @ v.transpose(1, 2)
@@ -173,15 +205,27 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -
 
 
 def _attend_backward(
-    dy: Tensor, q: Tensor, lse: Tensor, delta: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores
+    dy: Tensor,
+    q: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    how: Scores,
+    met: Tensor | None,
+    d_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, keys = q.shape[2], k.shape[2]
-    scores, slope = _scores(q, k, mask, how)
+    scores, slope = _scores(q, k, mask, how, met)
     p = (scores - lse.transpose(1, 2).unsqueeze(-1)).exp_()
     rows, wide = _rows(dy, keys), p.dtype
     dv = _as_rows(p, keys).to(dy.dtype).transpose(-1, -2) @ rows
     dp = (rows @ v.permute(0, 2, 3, 1)).to(wide).view_as(p)
-    d_scores = p * (dp - delta.transpose(1, 2).unsqueeze(-1)) * how.scale
+    d_scores = p * (dp - delta.transpose(1, 2).unsqueeze(-1))
+    if met is not None and d_bias is not None:
+        d_bias.index_add_(1, met.flatten(), d_scores.sum(0).flatten(1))
+    d_scores *= how.scale
     if slope is not None:
         d_scores *= slope
     ds = _as_rows(d_scores, keys).to(q.dtype)
@@ -189,12 +233,14 @@ def _attend_backward(
     return _from_rows(dq, heads).to(wide), dk.transpose(1, 2).to(wide), dv.transpose(1, 2).to(wide)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, how: Scores) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, how: Scores, met: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Scores [B, H, S, T] in at least fp32, minus infinity where unseen, and the soft cap's derivative, if there is one."""
     product = (_rows(q, k.shape[2]) @ k.permute(0, 2, 3, 1)) * how.scale
     scores = product.view(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
     slope = None
+    if how.bias is not None and met is not None:
+        scores = scores + how.bias.values[:, met]
     if how.softcap is not None:
         bent = torch.tanh(scores / how.softcap)
         scores, slope = how.softcap * bent, 1 - bent.square()

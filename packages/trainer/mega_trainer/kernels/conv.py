@@ -37,7 +37,7 @@ def conv_backward_leaf(
     for j, mask in enumerate(seen):
         here = slice(j, j + x.shape[1])
         gradient = dz if mask is None else dz * mask
-        dweight[:, j] = torch.einsum("bsc,bsc->c", gradient, taps[:, here])
+        dweight[:, j] = (gradient * taps[:, here]).sum((0, 1))  # einsum would be a product a channel
         dpadded[:, here].addcmul_(gradient, factors[:, j])
     first = weight.shape[1] - 1
     dx, dbefore = dpadded[:, first:].to(x.dtype), dpadded[:, :first].to(x.dtype)

@@ -19,6 +19,7 @@ from mega_trainer.kernels.base import Rotation
 from mega_trainer.kernels.leaves import Leaves, recorded
 
 SLOPE = 1.702  # of the gate in GPT-OSS, where its sigmoid is near gelu's
+APPROXIMATE = {"geglu": "tanh", "geglu_erf": "none"}
 
 
 # ------------------------------------------------------------------------------------------------------ gated activations
@@ -30,7 +31,7 @@ def gated_leaf(gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return torch.sigmoid(SLOPE * gate).mul_(gate).mul_(up + 1)
-    return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")).mul_(up)
+    return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate=APPROXIMATE[activation])).mul_(up)
 
 
 def gated_backward_leaf(dy: Tensor, gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
@@ -44,8 +45,8 @@ def gated_backward_leaf(dy: Tensor, gate_up: Tensor, activation: str, limit: flo
         return torch.cat([dgate * inside[0], dy * gate * share * inside[1]], -1)
     if activation == "swiglu":
         return torch.cat([torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)], -1)
-    dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh")
-    return torch.cat([dgate, F.gelu(gate, approximate="tanh").mul_(dy)], -1)
+    dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate=APPROXIMATE[activation])
+    return torch.cat([dgate, F.gelu(gate, approximate=APPROXIMATE[activation]).mul_(dy)], -1)
 
 
 def weighted_leaf(gate_up: Tensor, weights: Tensor, activation: str, limit: float | None) -> Tensor:

@@ -89,7 +89,7 @@ def dense(mask: Mask, shape: Sequence[int], keys: int, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class Part:
-    """Some queries, and keys before them or the same, in which something is seen.
+    """Some queries, and keys before or behind them or the same, in which something is seen.
 
     Attributes:
         rows: of the batch.
@@ -103,17 +103,21 @@ class Part:
     mask: Mask
 
 
-def rectangle(rows: slice, queries: range, keys: range, window: int | None) -> Part | None:
-    """What queries see of keys that all come before them, with `window` keys in all at most: only queries that see any,
-    and keys that are seen; None if there are none.
+def rectangle(rows: slice, queries: range, keys: range, band: Band) -> Part | None:
+    """What queries see of keys that all come before them, or all behind, where a query at place i sees those from i - left to
+    i + right: only queries that see any, and keys that are seen; None if there are none.
     """
-    if window is None:
-        return Part(rows, queries, keys, ALL)
-    queries = range(queries.start, min(queries.stop, keys.stop + window - 1))
-    keys = range(max(keys.start, queries.start - window + 1), keys.stop)
-    if not queries or not keys:
+    apart = len(queries) + len(keys) + abs(queries.start - keys.start)  # more than any two of them are
+    left, right = (apart if side is None else side for side in (band.left, band.right))
+    queries = range(max(queries.start, keys.start - right), min(queries.stop, keys.stop + left))
+    if not queries:
         return None
-    if queries[-1] - keys.start < window:
-        return Part(rows, queries, keys, ALL)
-    # a query at place i sees from i - window + 1 on; the band is counted from where the last query stands at the last key
-    return Part(rows, queries, keys, Band(left=window - 1 - (queries[-1] - keys[-1])))
+    keys = range(max(keys.start, queries.start - left), min(keys.stop, queries.stop + right))
+    ahead = queries.stop - keys.stop  # a band is counted from where the last query stands at the last key
+    return Part(
+        rows, queries, keys,
+        Band(
+            left=None if queries[-1] - keys.start <= left else left - ahead,
+            right=None if keys[-1] - queries.start <= right else right + ahead,
+        ),
+    )  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -106,6 +107,12 @@ class TorchKernels:
             return self.whole(q, k, v, mask, how)
         return blocks.attention(self.flash, q, k, v, mask, how)
 
+    def attention_of_rows(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+        """See `Kernels.attention_of_rows`. Heads that share a key stand as queries of it, so that it is read once."""
+        rows = torch.split(torch.unflatten(q, 1, (keys[0].shape[1], -1)), 1)
+        attend = partial(F.scaled_dot_product_attention, scale=scale)
+        return torch.cat(list(map(attend, rows, keys, values))).flatten(1, 2)
+
     def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor]:
         """See `Kernels.attend_block`."""
         return blocks.attend_block(self.flash, q, k, v, mask, how)
@@ -153,29 +160,22 @@ class TorchKernels:
 
 
 class Sdpa:
-    """Plain causal attention of whole sequences, or of one query to all keys, by whatever kernel torch thinks best."""
+    """Plain attention of whole sequences, causal or to all keys, by whatever kernel torch thinks best."""
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> bool:
         """See `WholeAttention.takes`."""
-        return not how.bent and (q.shape[1] == 1 if mask == ALL else mask == CAUSAL and q.shape[1] == k.shape[1])
+        return not how.bent and (mask == ALL or (mask == CAUSAL and q.shape[1] == k.shape[1]))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> Tensor:
         """See `WholeAttention.__call__`."""
-        return _one_query(q, k, v, how.scale) if mask == ALL else _sdpa(q, k, v, None, how.scale)
+        return _sdpa(q, k, v, None, how.scale, causal=mask == CAUSAL)
 
 
-def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """As `_sdpa` for one query, which sees all keys: heads that share a key stand as queries of it, so that it is read once."""
-    rows = torch.unflatten(q, 2, (k.shape[2], -1)).flatten(0, 1)
-    y = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
-    return y.flatten(1, 2).unsqueeze(1)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """[B, S, H, d], [B, T, K, d] and [B, T, K, e] -> [B, S, H, e]; without a mask causal."""
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool = False) -> Tensor:
+    """[B, S, H, d], [B, T, K, d] and [B, T, K, e] -> [B, S, H, e]."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return y.transpose(1, 2)
 
@@ -195,6 +195,8 @@ def plain_attention(
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(heads // keys, dim=1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) * how.scale
+    if how.bias is not None:
+        scores = scores + how.bias.dense(scores.shape[-2], scores.shape[-1])
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     scores = scores.masked_fill(~mask, float("-inf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,13 +15,18 @@ def activate(x: Tensor, weights: Tensor | None = None, *, config: ModelConfig, k
 
     Each row times its weight, where there are `weights` [..].
     """
-    if config.activation in ("swiglu", "geglu"):
+    if config.gated:
         return kernels.gated(x, config.activation, config.activation_limit, weights)
-    y = _plain(x, config.activation)
+    y = plain(x, config.activation)
     return y if weights is None else y * weights.to(y.dtype).unsqueeze(-1)
 
 
-def _plain(x: Tensor, activation: str) -> Tensor:
+def plain(x: Tensor, activation: str) -> Tensor:
+    """One that has no gate, element by element."""
     if activation == "relu2":  # arXiv:2109.08668
         return F.relu(x).square()
+    if activation == "quick_gelu":  # CLIP's
+        return x * torch.sigmoid(1.702 * x)
+    if activation == "relu":
+        return F.relu(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

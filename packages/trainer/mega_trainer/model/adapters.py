@@ -6,18 +6,19 @@ Gradients are summed over tensor ranks where each sees only a part: of the seque
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from mega_ckpt.lora import A, B
+from mega_ckpt.lora import MAGNITUDE, A, Adapted, B
 from mega_ckpt.pieces import Piece
 from mega_trainer.parallel.linear import Linear, grouped_linear
 from mega_trainer.parallel.lora import Adapter, ExpertAdapter, Update
 from mega_trainer.parallel.tensor import Heads, sum_over, whole_sequence
+from mega_trainer.rng import Dropout
 
 if TYPE_CHECKING:
     from mega_trainer.model.builder import Builder
@@ -28,7 +29,7 @@ def column_adapter(build: Builder, blocks: Sequence[Heads], width: int, *, whole
 
     With `whole`, the layer's input is whole on every tensor rank, and its gradient is summed over them elsewhere.
     """
-    tp, updates, pieces, b = build.groups.tp, [], [], []
+    tp, updates, pieces, b, lengths, drop = build.groups.tp, [], [], [], [], 0.0
     place = start = 0
     for block in blocks:
         of = build.adapts.get(block.name)
@@ -37,13 +38,16 @@ def column_adapter(build: Builder, blocks: Sequence[Heads], width: int, *, whole
             updates.append(Update(place, own, of.rank, of.scale))
             pieces.append(Piece(block.name + A, (of.rank, width), (0, 0), (start, 0), (of.rank, width)))
             b += build.heads([replace(block, name=block.name + B)], (of.rank,))
-            start += of.rank
+            start, drop = start + of.rank, of.dropout
+            lengths += build.heads([replace(block, name=block.name + MAGNITUDE)], fill=1.0) if of.dora else []
         place += own
     if not updates:
         return None
     sync = (tp,) if whole or build.sp else ()
     a = build.parameter((start, width), pieces, std=start_of(width), grad_sync=sync, replicas=(tp,))
-    return Adapter(_linear(build), a, b, updates, _same if whole else partial(whole_sequence, group=tp, sp=build.sp))
+    meet = _same if whole else partial(whole_sequence, group=tp, sp=build.sp)
+    dropping = _drop(drop, blocks[0].name, width, whole=whole)
+    return Adapter(_linear(build), a, b, updates, meet, dropping, lengths, _same)
 
 
 def row_adapter(build: Builder, name: str, width: int) -> Adapter | None:
@@ -55,9 +59,10 @@ def row_adapter(build: Builder, name: str, width: int) -> Adapter | None:
     piece = Piece(name + A, (of.rank, width), (0, tp.rank * own), (0, 0), (of.rank, own))
     a = build.parameter(piece.shape, [piece], std=start_of(width))
     b = build.replicated(name + B, (of.out, of.rank))
-    return Adapter(
-        _linear(build), a, [b], [Update(0, of.out, of.rank, of.scale)], partial(sum_over, group=tp, sp=build.sp)
-    )
+    drop = _drop(of.dropout, name, width, first=tp.rank * own, whole=True)
+    meet = partial(sum_over, group=tp, sp=build.sp)
+    updates, total = [Update(0, of.out, of.rank, of.scale)], partial(sum_over, group=tp, sp=False)
+    return Adapter(_linear(build), a, [b], updates, meet, drop, _lengths(build, name, of), total)
 
 
 def whole_adapter(build: Builder, name: str) -> Adapter | None:
@@ -67,7 +72,9 @@ def whole_adapter(build: Builder, name: str) -> Adapter | None:
         return None
     a = build.replicated(name + A, of.shapes[0], std=start_of(of.into))
     b = build.replicated(name + B, of.shapes[1])
-    return Adapter(_linear(build), a, [b], [Update(0, of.out, of.rank, of.scale)], _same)
+    drop = _drop(of.dropout, name, of.into)
+    updates = [Update(0, of.out, of.rank, of.scale)]
+    return Adapter(_linear(build), a, [b], updates, _same, drop, _lengths(build, name, of), _same)
 
 
 def expert_adapter(build: Builder, name: str, *, parts: int = 1, columns: bool = False) -> ExpertAdapter | None:
@@ -100,6 +107,15 @@ def _shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
 def _linear(build: Builder) -> Linear:
     """In the model's own precision: ranks are no multiples of what fp8 wants."""
     return Linear(build.kernels, build.deferred)
+
+
+def _lengths(build: Builder, name: str, of: Adapted) -> list[nn.Parameter]:
+    """The magnitudes of a projection whose output every tensor rank has whole."""
+    return [build.replicated(name + MAGNITUDE, (of.out,), fill=1.0)] if of.dora else []
+
+
+def _drop(p: float, name: str, width: int, **part: Any) -> Callable[[Dropout, Tensor], Tensor]:
+    return partial(Dropout.inputs, p=p, site=f"{name}.lora", width=width, **part)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -6,12 +6,15 @@ With K < T every key/value head lives on T/K ranks, whose gradients for it are s
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.core import AttentionCore
+from mega_trainer.model.relative import Relative
 from mega_trainer.parallel.tensor import Heads
 
 
@@ -29,6 +32,9 @@ class Attention(nn.Module):
         self.kv_heads = max(1, config.kv_heads // tp.size)
         sinks = build.sinks(f"{name}.sinks") if config.attention_sinks else None
         self.core = AttentionCore(build, layer, scale=config.attention_scale, sinks=sinks)
+        own = config.position == "relative" and config.relative.every_layer
+        self.table = build.relative_table(f"{name}.relative_bias") if own else None
+        self.relative, self.causal = config.relative, not config.encodes(layer)
         self.gated, self.saved = config.attention_gate, build.saved
         counts = {"g": config.num_attention_heads} if self.gated else {}  # first, where it splits no neighbours
         counts |= {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
@@ -40,12 +46,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[B, S or S/T, D] -> the same shape."""
-        gate, qkv = None, self.qkv(x)
+        gate, qkv = None, self.qkv(x, context.dropout)
         if self.gated:
             gate, qkv = torch.tensor_split(qkv, [self.heads * self.size], -1)
         q, k, v = self._rotated(torch.unflatten(qkv, -1, (-1, self.size)), context)
+        if self.table is not None:
+            context = replace(context, relative=Relative(self.table, self.relative, self.causal))
         y = self.core(q, k, v, context).flatten(-2)
-        out: Tensor = self.out(y if gate is None else self.saved.again("activation", _gated, y, gate))
+        y = y if gate is None else self.saved.again("activation", _gated, y, gate)
+        out: Tensor = self.out(y, context.dropout)
         return out
 
     def _rotated(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:

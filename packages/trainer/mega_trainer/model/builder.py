@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mega_ckpt.lora import Adapted
+from mega_ckpt.names import HEAD, SCORE
 from mega_ckpt.pieces import Piece
 from mega_common.model_config import ModelConfig
 from mega_trainer.comm import Group
@@ -164,6 +165,7 @@ class Builder:
         """Standard deviation for projections into the residual stream (GPT-2's scaling, when asked for)."""
         config = self.config
         sums = sum(half is not None for kind in config.kinds[: config.num_layers] for half in kind)
+        sums += sum(map(config.crosses, range(config.num_layers)))
         return config.init_std / (math.sqrt(sums) if config.scale_residual_init else 1.0)
 
     def column(self, blocks: Sequence[Heads], *, bias: bool) -> ColumnLinear:
@@ -320,14 +322,35 @@ class Builder:
         """This rank's part [H/T] of a number for each head."""
         return self.heads([Heads(name, self.config.num_attention_heads)], std=self.config.init_std)[0]
 
+    def relative_table(self, name: str) -> nn.Parameter:
+        """This rank's columns [buckets, H/T] of a table of relative positions, named without `.weight`."""
+        rows, heads, tp = self.config.relative.buckets, self.config.num_attention_heads, self.groups.tp
+        own = heads // tp.size
+        piece = Piece(f"{name}.weight", (rows, heads), (0, tp.rank * own), (0, 0), (rows, own))
+        return self.parameter((rows, own), [piece], std=self.config.init_std)
+
     def vocabulary(self, name: str, *, shared: Sequence[Group] = ()) -> nn.Parameter:
         """A [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""
         # where a backward is cut in two, its gradient comes with the first half and is put in its place with the second
-        straight = not (self.config.tie_embeddings or self.config.mtp_layers or self.deferred)
+        config = self.config
+        straight = not (config.tie_embeddings or config.mtp_layers or config.encoder or self.deferred)
         return vocab_parameter(
             name, self.config.vocab_size, self.config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
             dtype=self.dtype, device=self.device, std=self.config.init_std, grad_sync=shared, replicas=shared,
             parts=self.groups.tp, straight=straight,
+        )  # fmt: skip
+
+    def head(self) -> nn.Parameter:
+        """The output matrix [V/T, D]; of a reward model [1, D], whole on every tensor rank."""
+        if not self.config.score:
+            return self.vocabulary(HEAD)
+        return self.replicated(SCORE, (1, self.config.hidden_size), std=self.config.init_std)
+
+    def vocabulary_bias(self, name: str) -> nn.Parameter:
+        """A [V] parameter, split as the rows of `vocabulary` are."""
+        return vocab_parameter(
+            name, self.config.vocab_size, group=self.groups.tp, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
+            parts=self.groups.tp,
         )  # fmt: skip
 
     def embedding(self, weight: nn.Parameter) -> VocabEmbedding:

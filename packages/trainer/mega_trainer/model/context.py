@@ -14,8 +14,10 @@ from torch import Tensor
 from mega_trainer.comm import Group
 from mega_trainer.device import to_device
 from mega_trainer.kernels.base import Rotation
-from mega_trainer.kernels.masks import Band, Mask, Packed, Part, rectangle
-from mega_trainer.model.routing import Routing
+from mega_trainer.kernels.masks import ALL, Band, Mask, Packed, Part, rectangle
+from mega_trainer.model.relative import Relative
+from mega_trainer.model.routing import Routes, Routing
+from mega_trainer.model.vision.images import Block, image_blocks
 from mega_trainer.parallel.context import place_of_tokens
 from mega_trainer.rng import Dropout
 
@@ -25,14 +27,29 @@ Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
 Recur = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, Sequence[Tensor]]]
 
 
+class AttendCached(Protocol):
+    """Attention by a layer's rule, to what a cache holds."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """Queries [B, S, H, d], keys [B, T, K, d] and values [B, T, K, e] -> [B, S, H, e]."""
+
+    def rows(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """See `Kernels.attention_of_rows`."""
+
+
 class Cache(Protocol):
     """Keeps the keys and values of earlier tokens for generation, or the latents of both, or what tokens leave of a state."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: Attend) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: AttendCached
+    ) -> Tensor:
         """Keep this call's k and v, and let its queries see them and what was kept before, `window` keys at most.
 
         q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are the values, too.
         """
+
+    def cross(self, layer: int, q: Tensor, attend: Attend) -> Tensor:
+        """Let this call's queries [B, S, H, d] see what the encoder made of their texts: [B, S, H, d]."""
 
     def recur(self, layer: int, x: Tensor, step: Recur) -> Tensor:
         """Let this call's tokens x [B, S, c] go on from the states before them, and keep those behind: [B, S, e]."""
@@ -52,35 +69,47 @@ class Outline:
     Attributes:
         lengths: of each sequence, one more than its largest position.
         begins: int64 [B, S], where the document begins that a token belongs to, if attention is closed at its end.
+        blocks: tokens that see those of their block behind them, too: images under `VisionConfig.bidirectional`.
     """
 
     lengths: list[int]
     begins: np.ndarray | None = None
+    blocks: Sequence[Block] = ()
 
     @classmethod
-    def of(cls, positions: np.ndarray, documents: np.ndarray | None) -> Outline:
-        """That of sequences with these positions and documents, int [B, S]."""
+    def of(cls, positions: np.ndarray, documents: np.ndarray | None, images: np.ndarray | None = None) -> Outline:
+        """That of sequences with these positions and documents, int [B, S], and tokens whose blocks are told, bool [B, S]."""
         begins = None
         if documents is not None:
             new = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
             begins = np.maximum.accumulate(np.where(new, np.arange(documents.shape[1]), 0), axis=1)
-        return cls((positions.max(axis=1) + 1).tolist(), begins)
+        blocks = () if images is None else image_blocks(images, begins)
+        return cls((positions.max(axis=1) + 1).tolist(), begins, blocks)
+
+    @classmethod
+    def padded(cls, lengths: np.ndarray, width: int) -> Outline:
+        """That of rows of `width` tokens, of which the first int [B] are no padding: this is a document that no text sees."""
+        positions = np.broadcast_to(np.arange(width), (len(lengths), width))
+        padding = positions >= lengths[:, None]
+        return cls.of(positions, padding.astype(np.int32) if padding.any() else None)
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Whole sequences: a token sees itself and those before it, where documents are closed only those of its own.
+    """Whole sequences: a token sees itself and those before it, or all; where documents are closed only those of its own.
 
     Under context parallelism these are the sequences of all ranks, of which parts are asked for.
 
     Attributes:
         length: S.
-        begins: as in `Outline`.
+        begins, blocks: as in `Outline`. What `mask` says is without the blocks, which `parts` adds.
     """
 
     length: int
     device: torch.device
     begins: np.ndarray | None = None
+    causal: bool = True
+    blocks: Sequence[Block] = ()
     _made: dict[tuple[range, int | None], Mask] = field(default_factory=dict)
     _reach: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -91,21 +120,41 @@ class Sequences:
     def parts(self, queries: range, keys: range, window: int | None) -> list[Part]:
         """Which of the keys at some places the queries at the same places, or at others all before or behind, see."""
         if queries == keys:
-            return [Part(slice(None), queries, keys, self._square(queries, window))]
-        if keys.start > queries.start:
-            return []
+            return [Part(slice(None), queries, keys, self._square(queries, window)), *self._ahead(queries, keys)]
+        if self.causal and keys.start > queries.start:
+            return self._ahead(queries, keys)
+        band = self._band(window)
         if self.begins is None:
-            found = [rectangle(slice(None), queries, keys, window)]
+            found = [rectangle(slice(None), queries, keys, band)]
         else:
-            # of the documents that begin before the queries, the last one alone may reach into them
-            inside = (self.begins[:, queries.start : queries.stop] < keys.stop).sum(1).tolist()
-            first = self.begins[:, queries.start].tolist()
-            found = [
-                rectangle(slice(row, row + 1), queries[:n], keys[max(0, start - keys.start) :], window)
-                for row, (n, start) in enumerate(zip(inside, first, strict=True))
-                if n
-            ]
+            early, late = sorted((queries, keys), key=lambda places: places.start)
+            # of the documents that begin before the later ones, the last one alone may reach into them
+            inside = (self.begins[:, late.start : late.stop] < early.stop).sum(1).tolist()
+            first = self.begins[:, late.start].tolist()
+            found = []
+            for row, (n, start) in enumerate(zip(inside, first, strict=True)):
+                parts = early[max(0, start - early.start) :], late[:n]
+                here, there = parts if early is queries else parts[::-1]
+                found += [rectangle(slice(row, row + 1), here, there, band)] if n else []
         return [part for part in found if part is not None]
+
+    def _ahead(self, queries: range, keys: range) -> list[Part]:
+        """What queries see of keys of their block behind them, which no window hides; the queries are the keys or all before."""
+        found = []
+        for row, block in self.blocks:
+            here, there = (
+                range(max(block.start, places.start), min(block.stop, places.stop)) for places in (queries, keys)
+            )
+            band = ALL
+            if queries == keys:  # each but the last sees from the next one on
+                here, there, band = here[:-1], there[1:], Band(left=0)
+            found += [Part(slice(row, row + 1), here, there, band)] if here and there else []
+        return found
+
+    def _band(self, window: int | None) -> Band:
+        """What a query sees of the sequence."""
+        left = None if window is None else window - 1
+        return Band(left, 0 if self.causal else left)
 
     def reach(self, group: Group) -> Tensor | None:
         """How many tokens of its document stand before each token that a rank of `group` holds: int64 [B, s].
@@ -136,7 +185,7 @@ class Sequences:
     def _square(self, places: range, window: int | None) -> Mask:
         """Of some tokens and themselves. Each is made once."""
         if (places, window) not in self._made:
-            band = Band(None if window is None or window >= len(places) else window - 1, right=0)
+            band = self._band(None if window is None or window >= len(places) else window)
             made: Mask = band
             if self.begins is not None:
                 begins = np.maximum(self.begins[:, places.start : places.stop], places.start)
@@ -157,6 +206,9 @@ class Context:
         cache: keys and values of earlier tokens, or None.
         dropout: the micro-batch's dropout, or None outside training.
         routing: what routers of experts need to know of the training step, or None outside training.
+        relative: the table of relative positions that layers share.
+        source: of a decoder with an encoder, what the encoder reads and makes.
+        routes: experts that are chosen elsewhere, or to be told.
     """
 
     sight: Sight
@@ -165,7 +217,27 @@ class Context:
     cache: Cache | None = None
     dropout: Dropout | None = None
     routing: Routing | None = None
+    relative: Relative | None = None
+    source: Source | None = None
+    routes: Routes | None = None
 
     def rotation_within(self, window: int | None) -> Rotation | None:
         """The angles of a layer whose queries see `window` keys, or all."""
         return self.rotation if window is None else self.local_rotation
+
+
+@dataclass(frozen=True)
+class Source:
+    """The encoder's side of one forward pass.
+
+    Attributes:
+        context: of its layers.
+        length: its tokens in this rank's residual stream.
+        seen: bool [B, 1, 1, E], which of its tokens are no padding, those of each context rank one after another; None: all.
+        memory: what it made, [B, length, D], once it is done.
+    """
+
+    context: Context
+    length: int
+    seen: Tensor | None = None
+    memory: Tensor | None = None

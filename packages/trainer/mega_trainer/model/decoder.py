@@ -5,47 +5,31 @@ Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel rank
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from mega_common.model_config import ModelConfig
-from mega_trainer.batch import MicroBatch
-from mega_trainer.comm import all_gather
+from mega_ckpt.names import EMBEDDING
+from mega_trainer.batch import Ahead, MicroBatch, Targets
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Cache, Context, Outline, Sequences, Sight
-from mega_trainer.model.loss import head_loss
+from mega_trainer.model.embeddings import Inputs, scaled
+from mega_trainer.model.heads import Head, Output
 from mega_trainer.model.mtp import Predictor
 from mega_trainer.model.offload import Offload
 from mega_trainer.model.recompute import Recompute, SavedActivations
 from mega_trainer.model.rope import Rotary
 from mega_trainer.model.routing import Routing
+from mega_trainer.model.stage import Stage
+from mega_trainer.model.vision.images import Images
+from mega_trainer.model.vision.tower import Vision
 from mega_trainer.parallel.grads import Unit
-from mega_trainer.parallel.tensor import embed_tokens, sequence_part, whole_sequence
-from mega_trainer.rng import Dropout
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Which part of the model: layers [first, last), with the embedding before and the head behind where it has them.
-
-    Layers that predict further tokens go with the head. `ends_meet` says that embedding and head, if not in one stage,
-    are in two of the same rank.
-    """
-
-    first: int
-    last: int
-    embeds: bool = True
-    heads: bool = True
-    ends_meet: bool = False
-
-    @classmethod
-    def whole(cls, config: ModelConfig) -> Stage:
-        """All of the model."""
-        return cls(0, config.num_layers)
+from mega_trainer.parallel.tensor import embed_tokens, sequence_part
+from mega_trainer.rng import Dropout, Dropouts
 
 
 class Decoder(nn.Module):
@@ -66,36 +50,36 @@ class Decoder(nn.Module):
         build = replace(build, saved=self.saved)
         self.rotary = Rotary.of(config, config.rope)
         self.local_rotary = None if config.local_rope is None else Rotary.of(config, config.local_rope)
-        self.deferred, self.leaves = build.deferred, build.leaves
+        self.deferred, self.borrows = build.deferred, self.stage.borrows(config)
         further = config.mtp_layers if self.stage.heads else 0
-        apart = (config.tie_embeddings or config.mtp_layers > 0) and not (self.stage.embeds and self.stage.heads)
-        copied = apart and not self.stage.ends_meet
-        copies = (build.groups.embedding,) if copied else ()
-        self.borrows = apart and self.stage.ends_meet and self.stage.heads
+        copied = self.stage.copies(config)
+        table = partial(build.vocabulary, EMBEDDING, shared=(build.groups.embedding,) if copied else ())
         if self.stage.embeds or (further and copied):
-            self.embedding = build.embedding(build.vocabulary("model.embed_tokens.weight", shared=copies))
-        if self.stage.embeds and config.position == "learned":
-            shape = (config.max_position, config.hidden_size)
-            self.positions = build.replicated("model.embed_positions.weight", shape, std=config.init_std)
+            self.embedding = build.embedding(table())
+        if self.stage.embeds:
+            self.inputs = Inputs(build)
+        self.vision = Vision.of(build) if self.stage.embeds else None
         self.layers = nn.ModuleList(Block(build, index) for index in range(self.stage.first, self.stage.last))
+        self.matrix: nn.Parameter | None = None  # of the output, where it is no embedding's that is here
+        self.head_bias = build.vocabulary_bias("lm_head.bias") if self.stage.heads and config.head_bias else None
         if self.stage.heads:
-            self.norm = build.norm("model.norm")
+            self.head = Head(build)
             if not config.tie_embeddings:
-                self.head = build.vocabulary("lm_head.weight")
-            elif copied and not hasattr(self, "embedding"):
-                self.head = build.vocabulary("model.embed_tokens.weight", shared=copies)
+                self.matrix = build.head()
+            elif copied and not further:
+                self.matrix = table()
         self.predictors = nn.ModuleList(Predictor(build, config.num_layers + index) for index in range(further))
 
     def units(self) -> list[Unit]:
         """The parts in the order of a forward, each with the parameters that it is the first to need."""
         found = [Unit(layer, list(layer.parameters())) for layer in self.layers]
         if self.stage.embeds:
-            positions = [self.positions] if hasattr(self, "positions") else []
-            found.insert(0, Unit(self.embedding, [self.embedding.weight, *positions]))
+            seeing = [Unit(self.vision, list(self.vision.parameters()))] if self.vision else []
+            found[:0] = [Unit(self.embedding, [self.embedding.weight, *self.inputs.parameters()]), *seeing]
         if self.stage.heads:
-            head = [self.head] if hasattr(self, "head") else []
-            copy = [self.embedding.weight] if hasattr(self, "embedding") and not self.stage.embeds else []
-            found.append(Unit(self.norm, [*self.norm.parameters(), *head, *copy]))
+            copy = self.embedding.weight if hasattr(self, "embedding") and not self.stage.embeds else None
+            output = [weight for weight in (self.matrix, self.head_bias, copy) if weight is not None]
+            found.append(Unit(self.head.norm, [*self.head.parameters(), *output]))
             found += [Unit(predictor, list(predictor.parameters())) for predictor in self.predictors]
         return found
 
@@ -107,7 +91,12 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """The output matrix [V/T, D], which may be the embedding's."""
-        return self.head if hasattr(self, "head") else self.embedding.weight
+        return self.embedding.weight if self.matrix is None else self.matrix
+
+    def output(self, borrowed: Tensor | None = None) -> Output:
+        """What the head makes logits by; a stage that `borrows` is given the embedding [V/T, D]."""
+        lent = borrowed if self.config.tie_embeddings else None
+        return Output(self.head_weight if lent is None else lent, self.head_bias)
 
     def context(
         self,
@@ -129,27 +118,37 @@ class Decoder(nn.Module):
         if self.config.position == "rope":
             turn = self.rotary.at(positions, self.dtype, lengths)
             local = turn if self.local_rotary is None else self.local_rotary.at(positions, self.dtype, lengths)
-        begins = None if outline is None else outline.begins
-        sight = sight or Sequences(positions.shape[-1] * self.groups.cp.size, positions.device, begins)
+        length, known = positions.shape[-1] * self.groups.cp.size, outline or Outline([])
+        sight = sight or Sequences(length, positions.device, known.begins, self.config.causal, known.blocks)
         return Context(sight, turn, local, cache, dropout, routing)
 
-    def embed(self, tokens: Tensor, positions: Tensor, dropout: Dropout | None = None) -> Tensor:
-        """Tokens and positions, int64 [B, S], to the residual stream [B, S or S/T, D]."""
-        x = self._scaled(self.embedding(tokens))
-        if self.config.position == "learned":
-            part = sequence_part(tokens.shape[1], self.groups.tp, sp=self.sp)
-            x = x + nn.functional.embedding(positions[:, part], self.positions)
-        return self._drop(x, dropout, -1)
+    def context_of(self, batch: MicroBatch, dropout: Dropouts, routing: Routing | None = None) -> Context:
+        """The same for a micro-batch."""
+        drop = dropout(batch.tokens.shape[1], 0)
+        return self.context(batch.positions, dropout=drop, outline=batch.outline, routing=routing)
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        """Embeddings as the layers want them; Gemma's factor is rounded to their dtype, as it was trained."""
-        if self.config.scale_embeddings:
-            x = x * x.new_tensor(math.sqrt(self.config.hidden_size))
-        return x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
+    def begin(self, batch: MicroBatch, context: Context) -> Tensor:
+        """A micro-batch's stream into the first layer."""
+        return self.embed(batch.tokens, batch.positions, context.dropout, batch.types, batch.images)
 
-    def _before_head(self, x: Tensor) -> Tensor:
-        """What the output matrix is multiplied with: `logit_scale` is on this side of it, where it is less to do."""
-        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
+    def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
+        """Of its stream between two stages: [B, S or S/T, D]."""
+        rows, length = batch.tokens.shape
+        return rows, len(range(length)[sequence_part(length, self.groups.tp, sp=self.sp)]), self.config.hidden_size
+
+    def embed(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        dropout: Dropout | None = None,
+        types: Tensor | None = None,
+        images: Images | None = None,
+    ) -> Tensor:
+        """Tokens, positions and types of segment, int64 [B, S], and perhaps images, to the residual stream [B, S or S/T, D]."""
+        x = scaled(self.embedding(tokens), self.config)
+        if self.vision is not None and images is not None:
+            x = self.vision(x, images)
+        return self._drop(self.inputs(x, positions, types), dropout, -1)
 
     def _drop(self, x: Tensor, dropout: Dropout | None, layer: int) -> Tensor:
         """Dropout of embeddings that are for that layer; -1 for those of the model's first."""
@@ -162,54 +161,44 @@ class Decoder(nn.Module):
         return x
 
     def loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Weighted sum of the cross entropies, and each token's [B, S], from the residual stream.
-
-        Args:
-            x: [B, S or S/T, D].
-            labels: int64 [B, S].
-            weights: fp32 [B, S].
-        """
-        return self._head_loss(self.norm(x), labels, weights, self.head_weight)
+        """The sum of the cross entropies of labels int64 [B, S], weighted by fp32 [B, S], and each token's [B, S]."""
+        return self.head.loss(self.head.norm(x), self.output(), Targets(labels, weights))
 
     def objective(
         self, x: Tensor, batch: MicroBatch, context: Context, borrowed: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What training makes small, from the residual stream [B, S or S/T, D], and what it is made of.
 
-        That is not differentiable: the sums of the weighted losses of the next tokens and, in training, of further ones,
-        [2], and the loss of each next token [B, S]. A stage that `borrows` is given the embedding [V/T, D].
+        That is not differentiable: the sums of the weighted losses of the next tokens and, in training, of further ones or of
+        pairs of segments, [2], and the loss of each next token [B, S]. A stage that `borrows` is given the embedding [V/T, D].
         """
-        hidden = self.norm(x)
-        head = borrowed if borrowed is not None and self.config.tie_embeddings else self.head_weight
-        total, each = self._head_loss(hidden, batch.labels, batch.weights, head)
-        further = total.new_zeros(())
-        if not (self.training and self.predictors):
-            return total, torch.stack([total.detach(), further]), each
-        table = self.embedding.weight if borrowed is None else borrowed
-        for index, (predictor, ahead) in enumerate(zip(self.predictors, batch.ahead, strict=True)):
-            embedded = self._scaled(embed_tokens(ahead.tokens, table, self.groups.tp, sp=self.sp))
+        hidden = self.head.norm(x)
+        total, each = self.head.loss(hidden, self.output(borrowed), batch.targets)
+        loss, further = total, total.new_zeros(())
+        if self.training and self.predictors:
+            further = self._further(hidden, batch.ahead, context, borrowed)
+            loss = total + self.config.mtp_loss * further
+        elif self.training and self.head.pooler is not None and batch.pairs is not None:
+            further = self.head.pooler.loss(hidden, batch.pairs)
+            loss = total + further
+        return loss, torch.stack([total.detach(), further.detach()]), each
+
+    def _further(self, hidden: Tensor, ahead: Sequence[Ahead], context: Context, borrowed: Tensor | None) -> Tensor:
+        """The sum of the weighted losses of further tokens, from what has been normed, [B, S or S/T, D]."""
+        table, output = self.embedding.weight if borrowed is None else borrowed, self.output(borrowed)
+        total = hidden.new_zeros(())
+        for index, (predictor, one) in enumerate(zip(self.predictors, ahead, strict=True)):
+            embedded = scaled(embed_tokens(one.tokens, table, self.groups.tp, sp=self.sp), self.config)
             embedded = self._drop(embedded, context.dropout, self.config.num_layers + index)
             hidden = self.saved.layer(len(self.layers) + index, predictor, embedded, hidden, context)
-            loss, _ = self._head_loss(hidden, ahead.labels, ahead.weights, head)
-            further = further + loss
-        return total + self.config.mtp_loss * further, torch.stack([total.detach(), further.detach()]), each
+            total = total + self.head.loss(hidden, output, Targets(one.labels, one.weights))[0]
+        return total
 
     def whole(self, batch: MicroBatch, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """All of a model on one stage, from tokens to `objective`, as one forward: ZeRO-3 gathers weights around it."""
-        x = self.forward(self.embed(batch.tokens, batch.positions, context.dropout), context)
+        x = self.forward(self.begin(batch, context), context)
         return self.objective(x, batch, context)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [B, S, V] of the residual stream, whole on every tensor rank. Not for training."""
-        hidden = whole_sequence(self._before_head(self.norm(x)), self.groups.tp, sp=self.sp)
-        local = nn.functional.linear(hidden, self.head_weight)
-        logits, cap = all_gather(local, self.groups.tp, -1)[..., : self.config.vocab_size], self.config.logit_softcap
-        return logits if cap is None else cap * (logits / cap).tanh()
-
-    def _head_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-        """As `loss`, of what has been normed, through the output matrix [V/T, D]."""
-        total, losses = head_loss(
-            whole_sequence(self._before_head(hidden), self.groups.tp, sp=self.sp).flatten(0, 1), head,
-            labels.flatten(), weights.flatten(), self.groups.tp, self.config.vocab_size, self.config.logit_softcap, self.leaves,
-        )  # fmt: skip
-        return total, losses.view(labels.shape)
+        return self.head.logits(self.head.norm(x), self.output())

@@ -8,7 +8,8 @@ Legend: N tokens, D model width, V vocabulary, R = ceil(V / ranks) rows of the h
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,36 +32,32 @@ class _HeadLoss(Function):
         ctx: Any,
         hidden: Tensor,
         head: Tensor,
-        labels: Tensor,
+        labels: Labels,
         weights: Tensor,
         group: Group,
         vocab_size: int,
-        softcap: float | None,
         differentiable: bool,
-        leaves: Leaves,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         rows = head.shape[0]
         step = max(16, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 27) // rows)
         losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
         d_hidden = torch.empty_like(hidden) if differentiable else None
         d_head = torch.empty_like(head, dtype=losses.dtype) if differentiable and head.requires_grad else None
-        local = labels - group.rank * rows
-        here, target = (local >= 0) & (local < rows), local.clamp(0, rows - 1).unsqueeze(-1)
+        d_bias = None if bias is None else torch.zeros_like(bias, dtype=losses.dtype)
         for start in range(0, hidden.shape[0], step):
             part = slice(start, start + step)
-            logits = _logits(hidden[part], head, group, vocab_size)
-            lse, label_logit = _over_ranks(*leaves(row_sums_leaf, logits, here[part], target[part], softcap), group)
-            torch.sub(lse, label_logit, out=losses[part])
+            logits = logits_of(hidden[part], head, bias, group, vocab_size)
+            lse, losses[part] = labels.losses(logits, part)
             if d_hidden is not None:
-                d_logits, of_label = leaves(
-                    gradient_leaf, logits, lse, here[part], target[part], weights[part], softcap
-                )
-                d_logits.scatter_(1, target[part], of_label)
+                d_logits = labels.gradient(logits, lse, weights[part], part)
                 torch.mm(d_logits, head, out=d_hidden[part])
                 if d_head is not None:
                     products.product(d_logits.t(), hidden[part], d_head, add=start > 0)
+                if d_bias is not None:
+                    d_bias += d_logits.sum(0, dtype=d_bias.dtype)
         if d_hidden is not None:
-            ctx.save_for_backward(d_hidden, d_head)
+            ctx.save_for_backward(d_hidden, d_head, d_bias)
         ctx.dtype, ctx.main = head.dtype, main_grad_of(head)
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
@@ -69,16 +66,54 @@ class _HeadLoss(Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # not in low precision: rounding the scale itself would change all gradients alike
-        d_hidden, d_head = ctx.saved_tensors
+        d_hidden, d_head, d_bias = ctx.saved_tensors
         d_hidden = torch.mul(d_hidden.to(scale.dtype), scale, out=torch.empty_like(d_hidden))
-        if d_head is None:
-            return d_hidden, None, None, None, None, None, None, None, None
-        if ctx.main is None:
+        whole = None
+        if d_head is not None and ctx.main is None:
             whole = torch.mul(d_head, scale, out=torch.empty_like(d_head, dtype=ctx.dtype))
-            return d_hidden, whole, None, None, None, None, None, None, None
-        out, add = ctx.main()
-        products.scaled(d_head, scale, ctx.dtype, out, add=add)
-        return d_hidden, None, None, None, None, None, None, None, None
+        elif d_head is not None:
+            out, add = ctx.main()
+            products.scaled(d_head, scale, ctx.dtype, out, add=add)
+        if d_bias is not None:
+            d_bias = torch.mul(d_bias, scale, out=torch.empty_like(d_bias, dtype=ctx.dtype))
+        return d_hidden, whole, None, None, None, None, None, d_bias
+
+
+class Labels(Protocol):
+    """What the tokens of a vocabulary split over ranks are held against."""
+
+    def losses(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Of this rank's logits [n, R] of some tokens the logarithm of the sum of exponentials over all ranks, and the losses:
+        [n] each, in at least fp32."""
+
+    def gradient(self, logits: Tensor, lse: Tensor, weights: Tensor, part: slice) -> Tensor:
+        """That of the losses, weighted by [n], with respect to the logits: [n, R], as these are."""
+
+
+class OneLabel:
+    """A label for each token, int64 [N], and its cross entropy."""
+
+    def __init__(self, labels: Tensor, rows: int, group: Group, softcap: float | None, leaves: Leaves) -> None:
+        self.here, target = place_of(labels, rows, group)
+        self.target, self.group, self.softcap, self.leaves = target.unsqueeze(-1), group, softcap, leaves
+
+    def losses(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """See `Labels`."""
+        sums = self.leaves(row_sums_leaf, logits, self.here[part], self.target[part], self.softcap)
+        lse, label_logit = over_ranks(*sums, self.group)
+        return lse, lse - label_logit
+
+    def gradient(self, logits: Tensor, lse: Tensor, weights: Tensor, part: slice) -> Tensor:
+        """See `Labels`."""
+        here, target = self.here[part], self.target[part]
+        d_logits, of_label = self.leaves(gradient_leaf, logits, lse, here, target, weights, self.softcap)
+        return d_logits.scatter_(1, target, of_label)
+
+
+def place_of(ids: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
+    """Which of some tokens of the vocabulary are among this rank's rows, and where; elsewhere some row."""
+    local = ids - group.rank * rows
+    return (local >= 0) & (local < rows), local.clamp(0, rows - 1)
 
 
 def head_loss(
@@ -90,6 +125,9 @@ def head_loss(
     vocab_size: int,
     softcap: float | None = None,
     leaves: Leaves | None = None,
+    bias: Tensor | None = None,
+    weigh: Callable[[Tensor], Tensor] | None = None,
+    soft: Labels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy of `hidden` through `head` against `labels`.
 
@@ -102,20 +140,29 @@ def head_loss(
         vocab_size: V, unpadded.
         softcap: logits become cap tanh(logits / cap) (arXiv:2408.00118).
         leaves: compute what is no product.
+        bias: this rank's part [R] of what is added to logits.
+        weigh: makes of the log-probabilities [N] the weights instead; for these the products are made once before.
+        soft: what the tokens are held against in place of their labels.
 
     Returns:
         The weighted sum of the losses (a scalar to differentiate), and each token's loss [N] in at least fp32.
     """
     differentiable = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
+    if weigh is not None:
+        with torch.no_grad():
+            weights = weigh(-head_loss(hidden, head, labels, weights, group, vocab_size, softcap, leaves, bias)[1])
+    against = soft or OneLabel(labels, head.shape[0], group, softcap, leaves or Leaves())
     result: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, head, labels, weights, group, vocab_size, softcap, differentiable, leaves or Leaves()
+        hidden, head, against, weights, group, vocab_size, differentiable, bias
     )
     return result
 
 
-def _logits(hidden: Tensor, head: Tensor, group: Group, vocab_size: int) -> Tensor:
+def logits_of(hidden: Tensor, head: Tensor, bias: Tensor | None, group: Group, vocab_size: int) -> Tensor:
     """[n, R]; minus infinity for rows of padding."""
     logits, own = hidden @ head.t(), vocab_size - group.rank * head.shape[0]
+    if bias is not None:
+        logits += bias
     if own < head.shape[0]:
         logits[:, max(0, own) :] = float("-inf")
     return logits
@@ -128,8 +175,8 @@ def row_sums_leaf(logits: Tensor, here: Tensor, target: Tensor, softcap: float |
     [n], and its logit told as 0.
     """
     # where() rather than a product: a foreign label may point at a padding row, whose logit is minus infinity
-    label = torch.where(here, _capped(logits.gather(1, target), softcap).squeeze(-1), 0.0)
-    return _capped(logits, softcap).logsumexp(-1), label
+    label = torch.where(here, capped(logits.gather(1, target), softcap).squeeze(-1), 0.0)
+    return capped(logits, softcap).logsumexp(-1), label
 
 
 def gradient_leaf(
@@ -141,14 +188,14 @@ def gradient_leaf(
     """
     lse, weights, here = (t.to(lse.dtype).unsqueeze(-1) for t in (lse, weights, here))
     label = logits.gather(1, target)
-    out = (_capped(logits, softcap) - lse).exp_().mul_(weights)
-    of_label = ((_capped(label, softcap) - lse).exp_() - here) * weights
+    out = (capped(logits, softcap) - lse).exp_().mul_(weights)
+    of_label = ((capped(label, softcap) - lse).exp_() - here) * weights
     if softcap is not None:
-        out, of_label = out.mul_(_slope(logits, softcap)), of_label * _slope(label, softcap)
+        out, of_label = out.mul_(slope(logits, softcap)), of_label * slope(label, softcap)
     return out.to(logits.dtype), of_label.to(logits.dtype)
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
     """In at least fp32; what is minus infinity stays so."""
     values = wide(logits)
     if softcap is None:
@@ -156,12 +203,12 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return torch.where(values == float("-inf"), values, torch.tanh(values / softcap) * softcap)
 
 
-def _slope(logits: Tensor, softcap: float) -> Tensor:
+def slope(logits: Tensor, softcap: float) -> Tensor:
     """The derivative of the soft cap."""
     return 1 - torch.tanh(wide(logits) / softcap).square_()
 
 
-def _over_ranks(lse: Tensor, label: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def over_ranks(lse: Tensor, label: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """What `row_sums_leaf` tells of this rank's rows: of those of all ranks."""
     if group.size == 1:
         return lse, label

@@ -32,6 +32,7 @@ from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.rope import yarn_mscale
 from mega_trainer.parallel.linear import Linear
 from mega_trainer.parallel.tensor import Heads, whole_sequence
+from mega_trainer.rng import Dropout
 
 
 class LatentAttention(nn.Module):
@@ -63,7 +64,7 @@ class LatentAttention(nn.Module):
         """[B, S or S/T, D] -> the same shape."""
         rotation = context.rotation_within(self.core.window)
         assert rotation is not None
-        q, latent, k_rot = self._projected(x)
+        q, latent, k_rot = self._projected(x, context.dropout)
         parts = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
         q, q_rot = torch.split(torch.unflatten(q, -1, (-1, self.size)), parts, -1)
         q_rot, k_rot = (self.core.kernels.rotate(x, rotation) for x in (q_rot, k_rot.unsqueeze(-2)))
@@ -71,26 +72,31 @@ class LatentAttention(nn.Module):
             y = self._attend(q, q_rot, latent, k_rot, context)
         else:
             y = self._attend_cached(q, q_rot, latent.unsqueeze(-2), k_rot, context.cache)
-        out: Tensor = self.out(y.flatten(-2))
+        out: Tensor = self.out(y.flatten(-2), context.dropout)
         return out
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, x: Tensor, dropout: Dropout | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, S, H (n + r)], latent [B, S, c] and the shared part of the key [B, S, r], of the whole sequence."""
         widths = [self.mla.kv_lora_rank, self.mla.qk_rope_head_dim]
         if self.mla.q_lora_rank is None:
-            latent, k_rot = torch.split(whole_sequence(self.latent(x), self.tp, sp=self.sp), widths, -1)
-            return self.query(x), latent, k_rot
-        joined = whole_sequence(torch.cat([self.query_latent(x), self.latent(x)], -1), self.tp, sp=self.sp)
+            latent, k_rot = torch.split(whole_sequence(self.latent(x, dropout), self.tp, sp=self.sp), widths, -1)
+            return self.query(x, dropout), latent, k_rot
+        pair = [latent(x, dropout) for latent in (self.query_latent, self.latent)]
+        joined = whole_sequence(torch.cat(pair, -1), self.tp, sp=self.sp)
         q, latent, k_rot = torch.split(joined, [self.mla.q_lora_rank, *widths], -1)
         y = self.linear(q, self.query_heads)
-        return y if self.query_adapter is None else self.query_adapter(q, y), latent, k_rot
+        return (
+            y if self.query_adapter is None else self.query_adapter(q, y, self.query_heads, None, dropout),
+            latent,
+            k_rot,
+        )
 
     def _attend(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, context: Context) -> Tensor:
         """[B, S, H, e], with keys and values of every head."""
         heads, widths = q.shape[-2], [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
         key_value = self.linear(latent, self.key_value_heads)
         if self.key_value_adapter is not None:
-            key_value = self.key_value_adapter(latent, key_value)
+            key_value = self.key_value_adapter(latent, key_value, self.key_value_heads, None, context.dropout)
         k, v = torch.split(torch.unflatten(key_value, -1, (heads, -1)), widths, -1)
         k = torch.cat([k, k_rot.expand(-1, -1, heads, -1)], -1)
         y: Tensor = self.core(torch.cat([q, q_rot], -1), k, v, context)
@@ -121,10 +127,10 @@ class Latent(nn.Module):
         self.adapter = whole_adapter(build, projection)
         self.norm = Norm(build.kernels, build.replicated(f"{norm}.weight", (width,), fill=1.0), None, mla.norm_eps)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dropout: Dropout | None = None) -> Tensor:
         """[B, S or S/T, D] -> [B, S or S/T, width + more]."""
         y = self.linear(x, self.weight, self.bias)
-        y = y if self.adapter is None else self.adapter(x, y)
+        y = y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
         normed: Tensor = self.norm(y[..., : self.width])
         return normed if y.shape[-1] == self.width else torch.cat([normed, y[..., self.width :]], -1)
 

@@ -33,7 +33,8 @@ class Mlp(nn.Module):
         self.down = build.row(f"{name}.down_proj", width, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """[B, S or S/T, D] -> the same shape. Tokens are alike: nothing of the context is asked."""
-        h = self.saved.again("activation", self.activate, self.up(x))
-        y: Tensor = self.down(h)
+        """[B, S or S/T, D] -> the same shape. Tokens are alike: but for an adapter's dropout nothing of the context is asked."""
+        dropout = None if context is None else context.dropout
+        h = self.saved.again("activation", self.activate, self.up(x, dropout))
+        y: Tensor = self.down(h, dropout)
         return y

@@ -61,10 +61,10 @@ class Moe(nn.Module):
         flat = x.flatten(0, 1)
         # every tensor rank has tokens of its own, so that no expert computes anything twice
         own = flat if self.sp else own_share(flat, self.tp)
-        chosen, weights, own = self.router(own, self._tokens(x, context), context.routing)
+        chosen, weights, own = self.router(own, self._tokens(x, context), context.routing, context.routes)
         own = own if self.into_latent is None else self.linear(own, self.into_latent)
         delivery = self.dispatch.send(own, chosen, weights)
-        shared = None if self.shared is None else self._shared(x, self.shared)  # beside the exchange
+        shared = None if self.shared is None else self._shared(x, self.shared, context)  # beside the exchange
         y, lost = through(delivery, self.experts)
         if context.routing is not None:
             context.routing.lose(self.router.layer, lost)
@@ -72,8 +72,8 @@ class Moe(nn.Module):
         y = (y if self.sp else all_shares(y, self.tp, flat.shape[0])).view_as(x)
         return y if shared is None else y + shared
 
-    def _shared(self, x: Tensor, expert: Mlp) -> Tensor:
-        y: Tensor = expert(x)
+    def _shared(self, x: Tensor, expert: Mlp, context: Context) -> Tensor:
+        y: Tensor = expert(x, context)
         return y if self.shared_gate is None else y * torch.sigmoid(nn.functional.linear(x, self.shared_gate))
 
     def _tokens(self, x: Tensor, context: Context) -> Tokens:
@@ -85,7 +85,9 @@ class Moe(nn.Module):
         matter = torch.ones(rows, length, dtype=torch.bool, device=x.device)
         if context.routing is not None:
             matter = matter if context.routing.matters is None else context.routing.matters[:, part]
-            places = places if context.routing.places is None else context.routing.places[part]
+        shared = context.routing or context.routes
+        if shared is not None and shared.places is not None:
+            places = shared.places[part]
         row = torch.arange(rows, device=x.device).repeat_interleave(length)
         fields = [row, places.repeat(rows), matter.flatten()]
         row, place, matter = fields if self.sp else [own_share(field, self.tp) for field in fields]

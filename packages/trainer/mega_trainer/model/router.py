@@ -28,7 +28,7 @@ from mega_common.model_config import MoeConfig
 from mega_trainer.comm import Group, all_gather, all_reduce
 from mega_trainer.kernels.products import wide_product
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.routing import Routing, Tokens
+from mega_trainer.model.routing import Routes, Routing, Tokens
 from mega_trainer.model.sinkhorn import balanced
 from mega_trainer.parallel.param import Kept
 
@@ -55,8 +55,12 @@ class Router(nn.Module):
         )
         self.sequence_groups, self.data_group = (groups.tp, groups.cp), groups.dp
 
-    def forward(self, x: Tensor, tokens: Tokens, routing: Routing | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, tokens: Tokens, routing: Routing | None, routes: Routes | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, D] to the experts of each token, int64 [N, K] with -1 for none, their weights [N, K], and x for those.
+
+        Where the choice is given by `routes`, the weights are those of this router's scores all the same.
 
         The losses' gradients, if there are any, come into the backward with that of the weights.
         """
@@ -65,6 +69,8 @@ class Router(nn.Module):
         scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
         bias = None if self.selection is None else self.selection.values
         chosen = choose(self._choice_scores(logits.detach(), scores.detach(), tokens, routing), self.moe, bias)
+        if routes is not None:
+            chosen = routes.applied(self.layer, chosen, tokens)
         weights = scores.gather(1, chosen)
         if self.moe.normalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)

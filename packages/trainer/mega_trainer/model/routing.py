@@ -48,6 +48,35 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class Routes:
+    """The experts of a micro-batch's tokens, as they were chosen elsewhere, or to be told: of L layers with experts, K each.
+
+    Attributes:
+        layers: numbers of those layers.
+        places: as in `Routing`.
+        given: int64 [B, S, L, K], of whole sequences, -1 where the model is to choose; None: everywhere.
+        told: int64 [B, S, L, K], one more than what is chosen for this rank's tokens in its layers, 0 for others.
+    """
+
+    layers: Sequence[int]
+    places: Tensor | None
+    given: Tensor | None
+    told: Tensor
+
+    def applied(self, layer: int, chosen: Tensor, tokens: Tokens) -> Tensor:
+        """The experts of this rank's tokens, int64 [N, K], where the router's own choice is `chosen`."""
+        if layer not in self.layers:  # one that predicts further tokens
+            return chosen
+        number = self.layers.index(layer)
+        if self.given is not None:
+            given = self.given[tokens.row, tokens.place, number]
+            chosen = torch.where(given >= 0, given, chosen)
+        here = tokens.matter  # rows that fill up a rank's share are no tokens
+        self.told[tokens.row[here], tokens.place[here], number] = chosen[here] + 1
+        return chosen
+
+
+@dataclass(frozen=True)
 class Tokens:
     """This rank's N tokens of a micro-batch.
 

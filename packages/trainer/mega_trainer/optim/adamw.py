@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -25,13 +24,15 @@ class AdamW:
         self.slots = list(slots)
         groups = [
             {
-                "params": [s.main for s in slots if (s.kind.decay, s.kind.decoupled) == (decay, decoupled)],
+                "params": [slot.main for slot in slots if _treatment(slot) == treatment],
                 "weight_decay": weight_decay if decay else 0.0,
                 "decoupled": decoupled,
+                "lr_factor": lr_factor,
             }
-            for decay, decoupled in product((True, False), (False, True))
+            for treatment in dict.fromkeys(map(_treatment, slots))
+            for decay, decoupled, lr_factor in [treatment]
         ]
-        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=eps, fused=True)
+        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         for slot in slots:
             self._adamw.state[slot.main] = {
                 "step": torch.zeros((), dtype=torch.float32, device=slot.main.device),
@@ -41,7 +42,8 @@ class AdamW:
     def step(self, transfers: Transfers, lr: float, decoupled_lr: float | None = None) -> None:
         """See `Rule.step`."""
         for group in self._adamw.param_groups:
-            group["lr"] = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
+            rate = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
+            group["lr"] = rate * group["lr_factor"]
         for slots in [[slot] for slot in self.slots] if transfers.one_by_one else [self.slots]:
             with transfers.around(slots):
                 for slot in slots:
@@ -63,3 +65,8 @@ class AdamW:
     def steps(self, value: int) -> None:
         for slot in self.slots:
             self._adamw.state[slot.main]["step"].fill_(value)
+
+
+def _treatment(slot: Slot) -> tuple[bool, bool, float]:
+    """What AdamW treats alike."""
+    return slot.kind.decay, slot.kind.decoupled, slot.kind.lr_factor

@@ -14,6 +14,7 @@ all-reduce over the tensor ranks. Adding zeros is exact, so the bits do not depe
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -63,9 +64,11 @@ def update_scale(rows: int, columns: int) -> float:
 
 
 def is_hidden_matrix(parameter: nn.Parameter) -> bool:
-    """Whether Muon is for it: a matrix (or a stack of them) of a layer, not embedding, head, convolution, norm or bias."""
+    """Whether Muon is for it: a matrix (or a stack of them) of a layer, not embedding, table, head, convolution, norm or bias."""
     names = [piece.name for piece in info_of(parameter).pieces]
-    inside = all(name.startswith("model.layers.") and ".conv1d." not in name for name in names)
+    inside = all(
+        name.startswith("model.layers.") and not re.search(r"\.(conv1d|relative_bias)\.", name) for name in names
+    )
     return is_matrix(parameter) and bool(names) and inside
 
 
@@ -101,7 +104,7 @@ class Muon:
         """See `Rule.step`."""
         for slot, momentum in zip(self.slots, self.momenta, strict=True):
             with transfers.around([slot]):
-                self._apply(slot, momentum, lr * self.lr_factor)
+                self._apply(slot, momentum, lr * self.lr_factor * slot.kind.lr_factor)
 
     def _apply(self, slot: Slot, momentum: Tensor, lr: float) -> None:
         grads = slot.grads

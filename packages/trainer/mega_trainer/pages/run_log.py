@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
-import re
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +18,10 @@ import yaml
 
 from mega_common.errors import ConfigError
 from mega_common.remote import place
+from mega_trainer.job.job_log import ERRORS, RANKS
 
 METRICS = "metrics.jsonl"
-WORDS = 1 << 16  # bytes at the end of a rank's log in which an error is looked for
-_ERROR = re.compile(r"^(?:[\d:]+ )?(?:\[rank \d+\] )?(?:internal )?error: .*(?:\n  .*)*", re.MULTILINE)
+LAUNCHER = "the launcher"  # where an error is no rank's own
 
 
 @dataclass
@@ -107,6 +107,11 @@ class RunLog:
         found = self.settings.get("train", {}).get("steps")
         return found if isinstance(found, int) else None
 
+    @property
+    def finished(self) -> bool:
+        """Whether its last step is made."""
+        return self.steps is not None and self.last["step"] >= self.steps
+
     @cached_property
     def restarts(self) -> list[tuple[float, float]]:
         """(step, seconds) of each first line after a restart or a rollback, and what that took."""
@@ -125,14 +130,23 @@ class RunLog:
         return found
 
     def errors(self) -> list[tuple[float, str, str]]:
-        """(when, rank, what) of each rank whose log in the run's folder ends with an error, the first one first."""
-        found = []
-        for log in self.folder.glob("logs/*/attempt_*/*/stderr.log"):
-            with open(log, "rb") as stream:
-                stream.seek(max(0, log.stat().st_size - WORDS))
-                if told := _ERROR.search(stream.read().decode(errors="replace")):
-                    found.append((log.stat().st_mtime, log.parent.name, told[0].strip()))
-        return sorted(found)
+        """(when, ranks, what) of each error that ended ranks, the first one first; what several told alike is one."""
+        told = sorted(whole_lines(self.folder / ERRORS, "time"), key=lambda line: float(line["time"]))
+        alike = [list(lines) for _, lines in itertools.groupby(told, key=lambda line: str(line["error"]))]
+        return [(lines[0]["time"], _ranks(lines), lines[0]["error"]) for lines in alike]
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """How each rank was when it was last heard of, as `watch` tells it; none of a run on one rank."""
+        try:
+            found = json.loads((self.folder / RANKS).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return []
+        return list(found)
+
+
+def _ranks(lines: Sequence[dict[str, Any]], most: int = 8) -> str:
+    told = sorted({line["rank"] for line in lines if line["rank"] is not None})
+    return ", ".join(map(str, told[:most])) + (", ..." if len(told) > most else "") or LAUNCHER
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from mega_trainer.config import flat
-from mega_trainer.goodput import REASONS
+from mega_trainer.job.goodput import REASONS
 from mega_trainer.pages.figures import Bar, Event, Series, Write, areas, bars, lines
 from mega_trainer.pages.page import Section, page, table, wide
 from mega_trainer.pages.plan_page import Pipeline, schedule_picture
@@ -124,6 +124,7 @@ def _learning(runs: Sequence[RunLog], names: Sequence[str]) -> Section:
         _each(runs, names, "Learning rate", "lr", zero=True),
         _each(runs, names, "Gradient norm, before the clip", "grad_norm", log_from=30),
         _each(runs, names, "Loss of further tokens", "mtp_loss"),
+        _each(runs, names, "Loss of the order of segments", "pair_loss"),
         _each(runs, names, "Loss scale", "loss_scale", log_from=30),
     ]
     return Section("Learning", figures)

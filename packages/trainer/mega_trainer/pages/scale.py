@@ -69,8 +69,8 @@ def short(value: float) -> str:
 
 
 def of_bytes(value: float) -> str:
-    """12.3 GiB."""
-    power = min(4, int(math.log(max(abs(value), 1.0), 1024)))
+    """12.3 GiB; from 1000 of a unit on it is the next one's, so that three digits suffice."""
+    power = min(4, int(math.log(max(abs(value) * 1.024, 1.0), 1024)))
     return f"{value / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from rich.bar import Bar
 from rich.console import Group, RenderableType
@@ -14,14 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from mega_common.log import human
-from mega_trainer.goodput import REASONS
-from mega_trainer.pages.run_log import RunLog
+from mega_trainer.job.goodput import REASONS
+from mega_trainer.pages.run_log import LAUNCHER, RunLog
 from mega_trainer.pages.run_page import PHASES
 from mega_trainer.pages.scale import of_bytes, of_seconds, percent
 
 TAIL = 1 << 20  # bytes of metrics.jsonl that are read each time: a thousand steps, about
 POINTS = 48  # of a sparkline
 SILENT = 5.0  # as many steps' time without a line, and a run is not called running
+MOST, ERRORS = 8, 3  # ranks and errors that are shown
 LEVELS = "▁▂▃▄▅▆▇█"
 
 
@@ -39,7 +39,7 @@ def view(run: RunLog, now: float) -> RenderableType:
             ProgressBar(total=run.steps, completed=run.last["step"], width=60), percent(run.last["step"] / run.steps)
         )
         parts.append(done)
-    return Group(*parts, facts, *_phases(run), *_words(run.folder))
+    return Group(*parts, facts, *_phases(run), *_ranks(run, now), *_errors(run, now))
 
 
 def sparkline(values: Sequence[float], points: int = POINTS) -> str:
@@ -59,7 +59,7 @@ def sparkline(values: Sequence[float], points: int = POINTS) -> str:
 
 def _state(run: RunLog, now: float) -> str:
     last = run.last
-    if run.steps is not None and last["step"] >= run.steps:
+    if run.finished:
         return "finished"
     if "time" not in last:
         return ""
@@ -108,14 +108,25 @@ def _phases(run: RunLog) -> Iterator[RenderableType]:
         yield table
 
 
-def _words(folder: Path, most: int = 6) -> Iterator[RenderableType]:
-    """The last line of each other rank that has said something: these tell warnings and errors alone."""
-    logs = sorted(folder.glob("logs/*/attempt_*/*/stderr.log"), key=lambda path: path.stat().st_mtime)
-    newest = [path for path in logs if logs and path.parents[2] == logs[-1].parents[2]]
-    for path in sorted(newest, key=lambda path: path.parent.name):
-        lines = (
-            path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.parent.name != "0" else []
-        )
-        if lines and most:
-            most -= 1
-            yield Text(f"rank {path.parent.name}: {lines[-1]}", style="yellow", no_wrap=True, overflow="ellipsis")
+def _ranks(run: RunLog, now: float) -> Iterator[RenderableType]:
+    """Those furthest behind of a run that goes on: what they are at, and how old that is."""
+    if run.finished:
+        return
+    signs = sorted(run.ranks(), key=lambda sign: (sign["step"], sign["heard"] - sign["still"]))
+    table = Table.grid(padding=(0, 2))
+    for sign in signs[:MOST]:
+        at = f"waiting: {sign['waits']}" if sign["waits"] else sign["phase"] or "between phases"
+        still = f"for {of_seconds(sign['still'])}" if sign["still"] >= 1 else ""
+        heard = f"heard of {of_seconds(max(now - sign['heard'], 0))} ago"
+        table.add_row(f"rank {sign['rank']}", sign["host"], f"step {sign['step']:,}", at, still, heard)
+    if signs:
+        more = f", those furthest behind of {len(signs)}" if len(signs) > MOST else ""
+        yield Text(f"ranks{more}", style="bold")
+        yield table
+
+
+def _errors(run: RunLog, now: float) -> Iterator[RenderableType]:
+    """The last ones."""
+    for when, rank, what in run.errors()[-ERRORS:]:
+        who = rank if rank == LAUNCHER else f"rank {rank}"
+        yield Text(f"{of_seconds(max(now - when, 0))} ago, {who}: {what}", style="yellow")

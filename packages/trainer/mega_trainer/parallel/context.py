@@ -1,7 +1,8 @@
 """Context parallelism: the tokens of a sequence split over the ranks of a group, in three ways.
 
 Under causal attention a token has the more to do the later it stands. So a sequence is cut in 2 N chunks, and rank r
-holds the chunks r and 2 N - 1 - r: of the chunks' N (2 N + 1) visible pairs each rank computes as many.
+holds the chunks r and 2 N - 1 - r: of the chunks' N (2 N + 1) visible pairs each rank computes as many. Where all see
+all, each has as many in any order, and this one stays.
 
     ring        k and v go from rank to rank while each computes with those at hand; results are merged by their
                 log-sum-exp, and dK and dV go around with k and v in the backward (arXiv:2310.01889)
@@ -176,32 +177,63 @@ class Blockwise:
     group: Group
     kernels: Kernels
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, how: Scores, see: See, whole: Whole) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, how: Scores, see: See, whole: Whole | None = None) -> Tensor:
         """See `ContextParallel.attention`."""
         y: Tensor = _Blockwise.apply(q, k, v, how.sinks, how, see, self)  # type: ignore[no-untyped-call]
         return y
 
     def blocks(self, length: int, rank: int, see: See) -> Iterator[Block]:
         """The blocks of my queries and the keys of `rank` in which something is seen. My own chunks with themselves come
-        first, so that every query sees some key from then on. A first chunk never sees a second one. Chunks that lie
-        side by side are one block where they can.
+        first, so that every query sees some key from then on. Under causal attention a first chunk never sees a second
+        one. Chunks that lie side by side are one block where they can.
         """
         mine = chunks_of(self.group.rank, length, self.group.size)
         theirs = chunks_of(rank, length, self.group.size)
-        seen = {(i, j): list(see(mine[i], theirs[j])) for i, j in ((0, 0), (1, 1), (1, 0))}
+        seen = {(i, j): list(see(mine[i], theirs[j])) for i, j in ((0, 0), (1, 1), (1, 0), (0, 1))}
         both, half = slice(0, 2 * len(mine[0])), len(mine[0])
         whole = tuple(_whole(parts, mine[i], theirs[j]) for (i, j), parts in seen.items())
-        if whole == (CAUSAL, CAUSAL, ALL):
+        if whole == (CAUSAL, CAUSAL, ALL, None):
             yield Block(slice(None), both, both, CAUSAL, first=True)
-        elif whole == (ALL, None, ALL):
+        elif whole == (ALL, None, ALL, None):
             yield Block(slice(None), both, slice(0, half), ALL)
-        elif whole == (None, ALL, ALL):
+        elif whole == (None, ALL, ALL, None):
             yield Block(slice(None), slice(half, 2 * half), both, ALL)
+        elif whole == (ALL, ALL, ALL, ALL):
+            yield Block(slice(None), both, both, ALL, first=mine == theirs)
         else:
             for (i, j), parts in seen.items():
                 for part in parts:
                     here, there = _within(part.queries, mine[i], i * half), _within(part.keys, theirs[j], j * half)
                     yield Block(part.rows, here, there, part.mask, first=part.queries == part.keys)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Keys and values that no other rank has a part of."""
+
+    def visit(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
+        """See `Passage.visit`."""
+        work(0, mine)
+
+    def collect(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """See `Passage.collect`."""
+        return work(0, mine)
+
+
+@dataclass(frozen=True)
+class InParts(Blockwise):
+    """Attention of whole sequences of which no one mask says what is seen."""
+
+    @classmethod
+    def by(cls, kernels: Kernels) -> InParts:
+        """On one rank."""
+        return cls(Alone(), Group("alone"), kernels)
+
+    def blocks(self, length: int, rank: int, see: See) -> Iterator[Block]:
+        """What is seen, part by part."""
+        for part in see(range(length), range(length)):
+            here, there = (_within(places, range(length), 0) for places in (part.queries, part.keys))
+            yield Block(part.rows, here, there, part.mask, first=part.queries == part.keys)
 
 
 @dataclass(frozen=True)
@@ -323,6 +355,8 @@ class AllToAll:
         own = self.share(q.shape[2])
         if how.sinks is not None:
             how = replace(how, sinks=how.sinks[own])
+        if how.bias is not None:
+            how = replace(how, bias=how.bias.heads(own))
         q, k, v = self.to_heads([q, k, v])
         return self.to_tokens(whole(q, k, v, how, own.start))
 

@@ -30,11 +30,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mega_ckpt.pieces import Piece
-from mega_trainer.comm import Group, Work, all_gather_into, all_reduce, reduce_scatter_into
+from mega_trainer.comm import Group, Pending, Work, all_gather_into, all_reduce, reduce_scatter_into
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.moe import Experts
 from mega_trainer.parallel.param import info_of, kept_of, local_of, trains
-from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
+from mega_trainer.parallel.shared import Buffer, Kind, LrFactor, Part, Shard, by_kind
 
 
 def shard_fully(
@@ -96,7 +96,8 @@ def units_of(model: Decoder, layers: int) -> list[list[nn.Module]]:
     ]
     experts: list[list[nn.Module]] = [[module] for module in model.modules() if isinstance(module, Experts)]
     blocks = [part[start : start + layers] for part in parts for start in range(0, len(part), layers)]
-    return [*experts, *blocks, *([predictor] for predictor in model.predictors), [model]]
+    seeing: list[list[nn.Module]] = [] if model.vision is None else [[model.vision]]
+    return [*experts, *blocks, *([predictor] for predictor in model.predictors), *seeing, [model]]
 
 
 def _handle(group: Group) -> dist.ProcessGroup:
@@ -199,7 +200,13 @@ class FullyShardedStage:
     """A model after `shard_fully`, as `FlatStage` is one with flat buffers."""
 
     def __init__(
-        self, model: Decoder, *, decoupled: bool = False, reduce_dtype: torch.dtype | None = None, layers: int = 1
+        self,
+        model: Decoder,
+        *,
+        decoupled: bool = False,
+        lr_factor: LrFactor = lambda name: 1.0,
+        reduce_dtype: torch.dtype | None = None,
+        layers: int = 1,
     ) -> None:
         self._copies = model.groups.replicate
         self._gradients = []
@@ -207,7 +214,7 @@ class FullyShardedStage:
         for parameters in _parameters(self._units):
             shared = self._copies in info_of(parameters[0]).grad_sync
             self._gradients.append(UnitGradients(parameters, self._copies if shared else Group("copies"), reduce_dtype))
-        kinds = by_kind(model, model.dtype, decoupled=decoupled)
+        kinds = by_kind(model, model.dtype, decoupled=decoupled, lr_factor=lr_factor)
         self.buffers = [RowBuffer(parameters, kind) for kind, parameters in kinds.items()]
 
     def begin_step(self) -> None:
@@ -255,7 +262,7 @@ class _AllGather(_Comm):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Work | None:
-        return all_gather_into(output_tensor, input_tensor, self.group, async_op=async_op)
+        return _torchs(all_gather_into(output_tensor, input_tensor, self.group, async_op=async_op))
 
 
 class _ReduceScatter(_Comm):
@@ -267,4 +274,9 @@ class _ReduceScatter(_Comm):
         op: Any,
         async_op: bool = False,
     ) -> Work | None:
-        return reduce_scatter_into(output_tensor, input_tensor, self.group, async_op=async_op)
+        return _torchs(reduce_scatter_into(output_tensor, input_tensor, self.group, async_op=async_op))
+
+
+def _torchs(work: Work | None) -> Work | None:
+    """FSDP waits for what is torch's own, and takes all else for finished."""
+    return work.work if isinstance(work, Pending) else work

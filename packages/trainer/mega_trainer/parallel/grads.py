@@ -25,7 +25,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from mega_trainer.comm import Work, all_gather_into, all_reduce
 from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
 from mega_trainer.parallel.param import PreparedWeight, info_of, trains
-from mega_trainer.parallel.shared import Buffer, Kind, Part, Shard, by_kind
+from mega_trainer.parallel.shared import Buffer, Kind, LrFactor, Part, Shard, by_kind
 
 BUCKET_ELEMENTS = 40_000_000  # large enough for full bandwidth, small enough that the first starts early
 RANK_ELEMENTS = 1_000_000  # a rank's slice is at least so large: among many ranks smaller messages cost their latency
@@ -49,6 +49,7 @@ class Sharing:
         each_backward: gradients are summed after every micro-batch and not kept whole (ZeRO-2).
         apart: which parameters have buffers of their own, for an optimizer that treats them otherwise.
         decoupled: the input embedding and the output layer have, for a learning rate of their own.
+        lr_factor: so have those of each factor.
         reduce_dtype: the type that gradients are sent and summed over the data ranks in; default: their own.
         bucket_elements: a bucket is closed when it has so many; default: grows with the number of ranks.
         prepares: what a back end prepares of a weight for its products is kept until the next update.
@@ -58,6 +59,7 @@ class Sharing:
     each_backward: bool = False
     apart: Callable[[nn.Parameter], bool] | None = None
     decoupled: bool = False
+    lr_factor: LrFactor = lambda name: 1.0
     reduce_dtype: torch.dtype | None = None
     bucket_elements: int | None = None
     prepares: bool = False
@@ -258,6 +260,6 @@ def flatten(model: nn.Module, sharing: Sharing, units: Sequence[Unit] = ()) -> F
         units: its parts in the order of a forward; by default the whole model is one.
     """
     dtype = next(model.parameters()).dtype
-    kinds = by_kind(model, dtype, sharing.apart, decoupled=sharing.decoupled)
+    kinds = by_kind(model, dtype, sharing.apart, decoupled=sharing.decoupled, lr_factor=sharing.lr_factor)
     buffers = [FlatBuffer(parameters, kind, sharing) for kind, parameters in kinds.items()]
     return FlatStage(model, buffers, sharing, units or [Unit(model, list(model.parameters()))])

@@ -1,5 +1,8 @@
 """Adapters of low rank beside parallel layers (LoRA, arXiv:2106.09685): Y += s (X A^T) B^T.
 
+With magnitudes m (DoRA, arXiv:2402.09353) each output of that, its bias left out, is multiplied by m / |W + s B A|, the length
+of its row, which counts as a constant in the backward (section 4.3 there).
+
 What lies between the two products is narrow, so that is what ranks exchange; A and B are split as the layer beside them is:
 
     column   X [B, S or S/T, D]   A [r, D] whole   U = X A^T, gathered over S under sequence parallelism   B [N/T, r]
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.parallel.linear import Linear
+from mega_trainer.rng import Dropout
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class Adapter(nn.Module):
         b: of each adapter [rows, r].
         updates: what each adds to, in the order of a layer's columns.
         meet: makes of this rank's U what its B are to be multiplied with.
+        drop: drops elements of the layer's input, one mask for all projections side by side.
+        magnitudes: of each adapter [rows], or none.
+        sum_squares: makes whole sums over a row [rows] of what this rank's columns give.
     """
 
     def __init__(
@@ -49,20 +56,43 @@ class Adapter(nn.Module):
         b: Sequence[nn.Parameter],
         updates: Sequence[Update],
         meet: Callable[[Tensor], Tensor],
+        drop: Callable[[Dropout, Tensor], Tensor],
+        magnitudes: Sequence[nn.Parameter],
+        sum_squares: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__()
-        self.linear, self.updates, self.meet = linear, tuple(updates), meet
-        self.a, self.b = a, nn.ParameterList(b)
+        self.linear, self.updates, self.meet, self.drop = linear, tuple(updates), meet, drop
+        self.a, self.b, self.magnitudes = a, nn.ParameterList(b), nn.ParameterList(magnitudes)
+        self.sum_squares = sum_squares
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The layer's input and its output, with the updates added to this."""
-        narrow = torch.split(self.meet(self.linear(x, self.a)), [update.rank for update in self.updates], -1)
+    def forward(
+        self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, dropout: Dropout | None = None
+    ) -> Tensor:
+        """The layer's input and its output, made by `weight` and `bias`: the latter with the updates added."""
+        x = x if dropout is None else self.drop(dropout, x)
+        ranks = [update.rank for update in self.updates]
+        narrow = torch.split(self.meet(self.linear(x, self.a)), ranks, -1)
+        factors = self._factors(weight, ranks) if self.magnitudes else [None] * len(ranks)
         parts, done = [], 0
-        for update, u, b in zip(self.updates, narrow, self.b, strict=True):
+        for update, u, b, factor in zip(self.updates, narrow, self.b, factors, strict=True):
             end = update.first + update.rows
-            parts += [y[..., done : update.first], y[..., update.first : end] + self.linear(u * update.scale, b)]
+            own, more = y[..., update.first : end], self.linear(u * update.scale, b)
+            if factor is not None:
+                plain = own if bias is None else own - bias[update.first : end]
+                more = (factor - 1).to(y.dtype) * plain + factor.to(y.dtype) * more
+            parts += [y[..., done : update.first], own + more]
             done = end
         return torch.cat([*parts, y[..., done:]], -1)
+
+    def _factors(self, weight: Tensor, ranks: list[int]) -> list[Tensor]:
+        """m / |W + s B A| of each adapter [rows], in at least fp32; the gradient goes to m alone."""
+        wide, out = torch.promote_types(weight.dtype, torch.float32), []
+        with torch.no_grad():
+            for update, a, b in zip(self.updates, torch.split(self.a, ranks), self.b, strict=True):
+                held = weight[update.first : update.first + update.rows].to(wide)
+                squares = torch.addmm(held, b.to(wide), a.to(wide), alpha=update.scale).square().sum(1)
+                out.append(self.sum_squares(squares).sqrt())
+        return [m.to(wide) / length for m, length in zip(self.magnitudes, out, strict=True)]
 
 
 class ExpertAdapter(nn.Module):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from mega_common.errors import ConfigError
-from mega_trainer.comm import Group, Work, all_gather
+from mega_trainer.comm import Group, Pending, Work, all_gather
 from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.parallel.exchange import Exchange, start
@@ -176,7 +176,7 @@ def by_gloo(tables: Tables, group: Group, received: Tensor) -> Work:
     """The same on a CPU, of which no rank waits for another's numbers: these it has got."""
     there, here = tables.sent.tolist(), received.tolist()
     own, out = tables.leaving[: sum(there)], tables.arriving[: sum(here)]
-    return dist.all_to_all_single(out, own, here, there, group=group.handle, async_op=True)  # type: ignore[no-any-return]
+    return Pending(dist.all_to_all_single(out, own, here, there, group=group.handle, async_op=True), group)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from mega_ckpt.pieces import Piece, Sharded, share_of
+from mega_common.errors import ConfigError
 from mega_trainer.comm import Group
 from mega_trainer.parallel.buckets import Bucket
 from mega_trainer.parallel.param import ParamInfo, info_of, is_matrix, trains
 
+LrFactor = Callable[[str], float]  # of a tensor, by its canonical name
 EMBEDDING_AND_OUTPUT = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 
 
@@ -28,6 +30,7 @@ class Kind:
         apart: whether an optimizer beside AdamW is for them.
         dtype: that they are computed with.
         decoupled: whether they have a learning rate of their own: the input embedding and the output layer.
+        lr_factor: on their learning rate.
     """
 
     data: Group
@@ -38,6 +41,7 @@ class Kind:
     dtype: torch.dtype
     parts: Group | None = None
     decoupled: bool = False
+    lr_factor: float = 1.0
 
     @property
     def counts_here(self) -> bool:
@@ -65,19 +69,38 @@ def by_kind(
     apart: Callable[[nn.Parameter], bool] | None = None,
     *,
     decoupled: bool = False,
+    lr_factor: LrFactor = lambda name: 1.0,
 ) -> dict[Kind, list[nn.Parameter]]:
     """The parameters of a model (or of one pipeline stage), which computes with `dtype`, sorted.
 
-    Frozen ones are of no kind. With `decoupled` the input embedding and the output layer are kinds of their own.
+    Frozen ones are of no kind. With `decoupled` the input embedding and the output layer are kinds of their own, and those of
+    each `lr_factor` are.
+
+    Raises:
+        ConfigError: when tensors that lie in one parameter have several factors.
     """
     kinds: dict[Kind, list[nn.Parameter]] = {}
     for parameter in filter(trains, model.parameters()):
         info = info_of(parameter)
         special = apart is not None and apart(parameter)
         own_lr = decoupled and any(piece.name in EMBEDDING_AND_OUTPUT for piece in info.pieces)
-        kind = Kind(info.data, info.grad_sync, info.replicas, is_matrix(parameter), special, dtype, info.parts, own_lr)
+        kind = Kind(
+            info.data, info.grad_sync, info.replicas, is_matrix(parameter), special, dtype, info.parts, own_lr,
+            _factor_of(info, lr_factor),
+        )  # fmt: skip
         kinds.setdefault(kind, []).append(parameter)
     return kinds
+
+
+def _factor_of(info: ParamInfo, lr_factor: LrFactor) -> float:
+    factors = {lr_factor(piece.name): piece.name for piece in info.pieces} or {1.0: ""}
+    if len(factors) > 1:
+        names = list(factors.values())
+        raise ConfigError(
+            f"{names[0]} and {names[1]} have different optimizer.lr_factors, and the two are one matrix in memory",
+            hint="give both the same",
+        )
+    return next(iter(factors))
 
 
 @dataclass(frozen=True)

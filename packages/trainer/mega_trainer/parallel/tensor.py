@@ -28,6 +28,7 @@ from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.linear import SEQUENCE, Linear
 from mega_trainer.parallel.lora import Adapter
 from mega_trainer.parallel.param import main_grad_of, make_parameter
+from mega_trainer.rng import Dropout
 
 
 class _SumForward(Function):
@@ -130,12 +131,12 @@ class ColumnLinear(nn.Module):
         self.weights, self.biases = nn.ParameterList(weights), nn.ParameterList(biases)
         self.adapter: Adapter | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S or S/T, D] -> [B, S, N/T]."""
-        weight = joined(self.weights)
+    def forward(self, x: Tensor, dropout: Dropout | None = None) -> Tensor:
+        """[B, S or S/T, D] -> [B, S, N/T]; `dropout` is for the adapter."""
+        weight, bias = joined(self.weights), joined(self.biases)
         assert weight is not None
-        y = self.linear(x, weight, joined(self.biases))
-        return y if self.adapter is None else self.adapter(x, y)
+        y = self.linear(x, weight, bias)
+        return y if self.adapter is None else self.adapter(x, y, weight, bias, dropout)
 
 
 def joined(parts: nn.ParameterList) -> Tensor | None:
@@ -166,10 +167,10 @@ class RowLinear(nn.Module):
         self.weight, self.bias = weight, bias
         self.adapter: Adapter | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, N/T] -> [B, S or S/T, D]."""
+    def forward(self, x: Tensor, dropout: Dropout | None = None) -> Tensor:
+        """[B, S, N/T] -> [B, S or S/T, D]; `dropout` is for the adapter."""
         y = self._summed(x)
-        return y if self.adapter is None else self.adapter(x, y)
+        return y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
 
     def _summed(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -234,13 +235,14 @@ def vocab_rows(vocab_size: int, group: Group) -> int:
     return -(-vocab_size // group.size)
 
 
-def vocab_parameter(name: str, vocab_size: int, width: int, *, group: Group, **kwargs: Any) -> nn.Parameter:
-    """The local part of a [V, D] tensor split by rows; the last ranks' padding rows have no piece."""
+def vocab_parameter(name: str, vocab_size: int, *tail: int, group: Group, **kwargs: Any) -> nn.Parameter:
+    """The local part of a [V, *tail] tensor split by rows; the last ranks' padding rows have no piece."""
     rows = vocab_rows(vocab_size, group)
     first = min(group.rank * rows, vocab_size)
     own = min(rows, vocab_size - first)
-    pieces = [Piece(name, (vocab_size, width), (first, 0), (0, 0), (own, width))] if own else []
-    return make_parameter((rows, width), pieces, **kwargs)
+    zeros = (0,) * len(tail)
+    pieces = [Piece(name, (vocab_size, *tail), (first, *zeros), (0, *zeros), (own, *tail))] if own else []
+    return make_parameter((rows, *tail), pieces, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.batch import MicroBatch
-from mega_trainer.comm import Group, Work
+from mega_trainer.comm import Group, Pending
 from mega_trainer.mesh import Groups
 from mega_trainer.model.context import Context
 from mega_trainer.model.decoder import Decoder
@@ -25,7 +26,6 @@ from mega_trainer.model.routing import Routing, routings, summed_loads
 from mega_trainer.parallel.context import places_of_residual
 from mega_trainer.parallel.deferred import Product, deliver
 from mega_trainer.parallel.param import trains
-from mega_trainer.parallel.tensor import sequence_part
 from mega_trainer.pipeline.schedules import Op, Schedule
 from mega_trainer.rng import Dropout
 
@@ -66,8 +66,8 @@ class Executor:
     _edges: dict[Key, GradientEdge] = field(default_factory=dict)
     _borrowed: dict[int, Tensor] = field(default_factory=dict)
     _put_off: dict[Key, tuple[list[Product], Known]] = field(default_factory=dict)
-    _arriving: dict[tuple[str, Key], tuple[Tensor, Work]] = field(default_factory=dict)
-    _leaving: deque[tuple[Tensor, Work]] = field(default_factory=deque)
+    _arriving: dict[tuple[str, Key], tuple[Tensor, Pending]] = field(default_factory=dict)
+    _leaving: deque[tuple[Tensor, Pending]] = field(default_factory=deque)
     _contexts: dict[int, Context] = field(default_factory=dict)
 
     def run(self, batches: Sequence[MicroBatch], scale: float, loss_scale: float = 1.0) -> Tensor:
@@ -134,11 +134,12 @@ class Executor:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Around forwards that are no training's: this rank's stages in evaluation mode."""
+        training = self.model.training
         for stage in self.stages.values():
             stage.eval()
         yield
         for stage in self.stages.values():
-            stage.train()
+            stage.train(training)
 
     @property
     def last_stage(self) -> int:
@@ -159,7 +160,7 @@ class Executor:
         if self.last_stage == 0:
             return self._ended(key, *model.whole(batch, context), scale)
         if stage == 0:
-            x = model.embed(batch.tokens, batch.positions, context.dropout)
+            x = model.begin(batch, context)
         else:
             if ("F", key) in self._arriving:
                 self._inputs[key] = self._arrived("F", key)
@@ -272,17 +273,14 @@ class Executor:
 
     def _receive(self, what: str, key: Key, from_stage: int, batch: MicroBatch) -> None:
         model = self.stages[key[0]]
-        rows, length = batch.tokens.shape
-        part = sequence_part(length, model.groups.tp, sp=model.sp)
-        shape = (rows, len(range(length)[part]), model.config.hidden_size)
-        tensor = torch.empty(shape, dtype=model.dtype, device=batch.tokens.device)
+        tensor = torch.empty(model.message_shape(batch), dtype=model.dtype, device=batch.tokens.device)
         self.group.count("receive", tensor)
         # Unbatched, messages of two ranks have a communicator and a stream of their own, made by the first of them. So they
         # must stay: `init_process_group` with a `device_id` would put those of all ranks on one stream, where one that
         # waits for its sender holds up all behind it.
         work = dist.irecv(tensor, self.group.ranks[self.schedule.owner(from_stage)], group=self.group.handle)
         assert work is not None
-        self._arriving[what, key] = (tensor, work)
+        self._arriving[what, key] = (tensor, Pending(work, self.group))
 
     def _arrived(self, what: str, key: Key) -> Tensor:
         tensor, work = self._arriving.pop((what, key))
@@ -294,25 +292,24 @@ class Executor:
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self.group.ranks[self.schedule.owner(to_stage)], group=self.group.handle)
         assert work is not None
-        self._leaving.append((tensor, work))
+        self._leaving.append((tensor, Pending(work, self.group)))
         if len(self._leaving) > IN_FLIGHT * self.group.size:
             self._leaving.popleft()[1].wait()  # the common order of messages lets a send block anywhere
 
     def _context(self, microbatch: int, batch: MicroBatch) -> Context:
         """Positions, masks and dropout of a micro-batch, made once for all stages of this rank."""
         if microbatch not in self._contexts:
-            model = self.model
-            dropout = None
-            if self.dropout_seed is not None and model.training:
-                groups = model.groups
-                length = batch.tokens.shape[1] * groups.cp.size
-                places = places_of_residual(length, groups.cp, groups.tp, sp=model.sp)
-                dropout = Dropout(self.dropout_seed, batch.samples, places)
             routing = self._routings[microbatch] if self._routings else None
-            self._contexts[microbatch] = model.context(
-                batch.positions,
-                dropout=dropout,
-                outline=batch.outline,
-                routing=routing,
-            )
+            dropout = partial(self._dropout, batch.samples)
+            self._contexts[microbatch] = replace(self.model.context_of(batch, dropout, routing), routes=batch.routes)
         return self._contexts[microbatch]
+
+    def _dropout(self, samples: Sequence[int], length: int, kind: int) -> Dropout | None:
+        """Of this rank's part of sequences of some samples, each kind of which has masks of its own."""
+        model, groups = self.model, self.groups
+        if self.dropout_seed is None or not model.training:
+            return None
+        places, whole = (
+            places_of_residual(length * groups.cp.size, groups.cp, groups.tp, sp=sp) for sp in (model.sp, False)
+        )
+        return Dropout(self.dropout_seed + kind, samples, places, whole)

@@ -9,14 +9,16 @@ from typing import Any
 from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig
 from mega_trainer.fp8 import layers_kept
-from mega_trainer.plan.memory import RunShape, memory
+from mega_trainer.plan.memory import memory
+from mega_trainer.plan.shape import RunShape
 
 
 def run_shape(config: RunConfig, world_size: int) -> RunShape:
     """How a run on so many ranks is split and fed."""
     parallel, dp = config.parallel, config.data_parallel(world_size)
     return RunShape(
-        seq_length=config.data.seq_length, micro_batch=config.batch.micro, microbatches=config.microbatches(dp), tp=parallel.tp,
+        seq_length=config.data.seq_length, target_length=config.lengths[1],
+        micro_batch=config.batch.micro, microbatches=config.microbatches(dp), tp=parallel.tp,
         sp=parallel.sp, pp=parallel.pp, virtual_stages=parallel.virtual_stages, schedule=parallel.schedule,
         pipeline_layout=tuple(parallel.pipeline_layout) if parallel.pipeline_layout else None,
         cp=parallel.cp, cp_kind=parallel.cp_kind, ep=parallel.ep, expert_tp=parallel.expert_tp,
@@ -26,7 +28,8 @@ def run_shape(config: RunConfig, world_size: int) -> RunShape:
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_min_bytes=config.offload.min_bytes,
         offload_optimizer=config.optimizer.offload, muon=config.optimizer.name == "muon", eight_bits=layers_kept(config),
-        device="cpu" if config.device == "cpu" else "gpu",
+        freeze=tuple(config.train.freeze), lora=None if config.lora is None else config.lora.model_dump_json(),
+        ema=config.train.ema is not None, device="cpu" if config.device == "cpu" else "gpu",
     )  # fmt: skip
 
 

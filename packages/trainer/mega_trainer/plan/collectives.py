@@ -34,6 +34,7 @@ class Wires:
         exchange: the same, when every rank sends to every other.
         hop: seconds from one rank of a ring to the next.
         node: ranks of a node.
+        host: bytes a second between a GPU and host memory, one way.
     """
 
     link: float
@@ -41,13 +42,15 @@ class Wires:
     exchange: float
     hop: float
     node: int
+    host: float
 
     @classmethod
     def of(cls, machine: Machine, efficiency: Efficiency) -> Wires:
         """Those of a machine."""
         link, network = machine.link_gb_s * efficiency.link, machine.network_gb_s * efficiency.network
         exchange = machine.network_gb_s * efficiency.exchange
-        return cls(link * 1e9, network * 1e9, exchange * 1e9, efficiency.hop, machine.ranks_per_node)
+        host = machine.host_gb_s * efficiency.link
+        return cls(link * 1e9, network * 1e9, exchange * 1e9, efficiency.hop, machine.ranks_per_node, host * 1e9)
 
     def ranks(self, size: int, stride: int) -> Ranks:
         """Of a job whose ranks fill node by node, a group of `size` of which each is `stride` ranks from the next."""

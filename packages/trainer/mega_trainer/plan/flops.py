@@ -12,16 +12,17 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
-from mega_ckpt.names import tensors_of
+from mega_ckpt.names import Tensors, tensors_of
 from mega_common.layers import Feed, Mixer
 from mega_common.model_config import ModelConfig
+from mega_common.vision import PROJECTOR, TOWER
 from mega_trainer.plan.layers import feed_elements, feed_width, mixing_flops, projections
+from mega_trainer.plan.shape import RecomputeKind
 
-RecomputeKind = Literal["none", "selective", "full"]
 Convention = Literal["exact", "megatron", "full", "palm", "mosaic"]
 CONVENTIONS: dict[Convention, str] = {
     "exact": "products of matrices, of attention what is not masked",
@@ -57,11 +58,12 @@ class Parameters:
     """Numbers of parameters.
 
     Attributes:
-        embedding: tables of tokens and of learned positions.
-        head: the output matrix; 0 where it is the token table.
-        final_norm: the norm before the head.
+        embedding: tables of tokens, of learned or relative positions, and of types of segment.
+        head: the output matrix; 0 where it is the token table; and what an encoder has beside it.
+        final_norm: the norm before the head, those of embeddings and of an encoder's head, and that behind an encoder.
         layers: of each layer, and behind them of each that predicts further tokens, with the projection and norms that
             it has besides.
+        vision: a vision tower and its projector.
         top_k, num_experts: how many of a layer's experts see a token; 0 of 1 without experts.
     """
 
@@ -69,6 +71,7 @@ class Parameters:
     head: int
     final_norm: int
     layers: tuple[LayerParameters, ...]
+    vision: int = 0
     top_k: int = 0
     num_experts: int = 1
 
@@ -80,29 +83,31 @@ class Parameters:
     @property
     def total(self) -> int:
         """All parameters."""
-        ends = self.embedding + self.final_norm + self.head
+        ends = self.embedding + self.vision + self.final_norm + self.head
         return ends + sum(layer.total for layer in self.layers)
 
     @property
     def active(self) -> int:
-        """Parameters that a token meets: without the experts that it is not sent to."""
-        return self.total - self.experts * (self.num_experts - self.top_k) // self.num_experts
+        """Parameters that a token meets: without the experts that it is not sent to, and what sees images."""
+        return self.total - self.vision - self.experts * (self.num_experts - self.top_k) // self.num_experts
 
 
-def count_parameters(model: ModelConfig) -> Parameters:
-    """Count the parameters of `model`, tensor by tensor."""
+def count_parameters(model: ModelConfig, tensors: Tensors | None = None) -> Parameters:
+    """Count the parameters of `model`, tensor by tensor; of some `tensors` by canonical name, where they are given."""
     ends: Counter[str] = Counter()
     layers = [Counter[str]() for _ in range(model.num_layers + model.mtp_layers)]
-    for name, shape in tensors_of(model).items():
+    for name, shape in (tensors_of(model) if tensors is None else tensors).items():
         within = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if within:
             layers[int(within[1])][_share(within[2])] += math.prod(shape)
         else:
-            ends[name.split(".")[-2]] += math.prod(shape)
+            ends["vision" if name.startswith((TOWER, PROJECTOR)) else name.split(".")[-2]] += math.prod(shape)
+    tables = ends["encoder_relative_bias"] + ends["decoder_relative_bias"]
     return Parameters(
-        embedding=ends["embed_tokens"] + ends["embed_positions"],
-        head=ends["lm_head"],
-        final_norm=ends["norm"],
+        embedding=sum(ends[name] for name in ("embed_tokens", "embed_positions", "embed_types")) + tables,
+        head=sum(ends[name] for name in ("lm_head", "dense", "pooler", "pair_head")),
+        final_norm=ends["norm"] + ends["embed_norm"] + ends["encoder_norm"],
+        vision=ends["vision"],
         layers=tuple(LayerParameters(each["split"], each["whole"], each["experts"]) for each in layers),
         top_k=model.moe.top_k if model.moe else 0,
         num_experts=model.moe.num_experts if model.moe else 1,
@@ -120,12 +125,18 @@ def _share(name: str) -> str:
     )
 
 
-def forward_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> dict[str, float]:
+def forward_flops(
+    model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None
+) -> dict[str, float]:
     """Operations of the forward pass per token, by part, all layers together. Only products of matrices count.
 
     `causal` leaves the masked half of scores out; see `visible_keys`. Layers that predict further tokens
-    are layers like the others, and use the head once more each; what they are fed from is a part by itself.
+    are layers like the others, and use the head once more each; what they are fed from is a part by itself. Of a model
+    with an encoder it is per token of either sequence, `target` being the length of the decoder's (default: the same).
+    A vision tower is counted by image, not by token: see `plan.vision`.
     """
+    if model.encoder is not None:
+        return _two_stacks(model, seq_length, target or seq_length, causal=causal)
     parts = dict.fromkeys(("attention projections", "attention scores", "feed-forward"), 0.0)
     for kind, layers in _kinds(model).items():
         for name, operations in _parts(model, *kind, seq_length, causal=causal).items():
@@ -134,8 +145,38 @@ def forward_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -
     return {
         **parts,
         **({"further tokens": 4.0 * width * width * model.mtp_layers} if model.mtp_layers else {}),
-        "head": 2.0 * width * model.vocab_size * (1 + model.mtp_layers),
+        "head": 2.0 * width * (model.vocab_size * (1 + model.mtp_layers) + (width if model.masked_lm else 0)),
     }
+
+
+def stack_flops(
+    model: ModelConfig, source: int, target: int, *, encodes: bool, causal: bool = True
+) -> dict[str, float]:
+    """Operations of the forward pass of a sample in one layer of the encoder, or of the decoder, by part."""
+    feed, every = model.feed(0), list(itertools.chain(*projections(model, "attention")))
+    own, length = sum(map(math.prod, every)), source if encodes else target
+    parts = {
+        "attention projections": 2.0 * own * length,
+        "attention scores": length * mixing_flops(model, "attention", None, length, causal=causal and not encodes),
+        "feed-forward": 2.0 * feed_elements(model, feed) * length,
+    }
+    if encodes:
+        return parts
+    asked = 2 * model.num_attention_heads * model.head_size * model.hidden_size  # queries and outputs
+    pairs = target * mixing_flops(model, "attention", None, source, causal=False)
+    return {**parts, "cross attention": 2.0 * (asked * target + (own - asked) * source) + pairs}
+
+
+def _two_stacks(model: ModelConfig, source: int, target: int, *, causal: bool) -> dict[str, float]:
+    """As `forward_flops`, of a model with an encoder."""
+    assert model.encoder is not None
+    parts: dict[str, float] = defaultdict(float)
+    layers = {True: model.encoder.num_layers, False: model.num_layers - model.encoder.num_layers}
+    for encodes, count in layers.items():
+        for name, operations in stack_flops(model, source, target, encodes=encodes, causal=causal).items():
+            parts[name] += count * operations
+    parts["head"] = 2.0 * model.hidden_size * model.vocab_size * target
+    return {name: operations / (source + target) for name, operations in parts.items()}
 
 
 def _parts(
@@ -162,9 +203,9 @@ def _kinds(model: ModelConfig) -> Counter[tuple[Mixer | None, Feed | None, int |
     return Counter((*kind, model.window(layer)) for layer, kind in enumerate(model.kinds))
 
 
-def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
+def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None) -> float:
     """Operations of forward and backward per token; the backward is twice the forward. What MFU counts."""
-    return 3 * sum(forward_flops(model, seq_length, causal=causal).values())
+    return 3 * sum(forward_flops(model, seq_length, causal=causal, target=target).values())
 
 
 def hardware_flops(model: ModelConfig, seq_length: int, *, recompute: RecomputeKind, causal: bool = True) -> float:
@@ -178,11 +219,14 @@ def hardware_flops(model: ModelConfig, seq_length: int, *, recompute: RecomputeK
     return 3 * sum(forward.values()) + again
 
 
-def palm_flops(model: ModelConfig, seq_length: int) -> float:
+def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
     """6 N + 12 L H Q S operations per token, forward and backward (arXiv:2204.02311, appendix B).
 
-    N are the active parameters without look-up tables: a tied table counts, once, since it is the head.
+    N are the active parameters without look-up tables: a tied table counts, once, since it is the head. Of a model with an
+    encoder, no token of which meets all of N, it is all products, and attention over the full square.
     """
+    if model.encoder is not None:
+        return model_flops(model, seq_length, causal=False, target=target)
     count = count_parameters(model)
     tables = count.embedding - (model.vocab_size * model.hidden_size if model.tie_embeddings else 0)
     pairs = model.num_attention_heads * (model.head_size + model.value_size) // 2  # H Q, or between keys and values
@@ -190,11 +234,13 @@ def palm_flops(model: ModelConfig, seq_length: int) -> float:
     return float(6 * (count.active - tables) + attention)
 
 
-def published_flops(model: ModelConfig, seq_length: int, convention: Convention) -> float:
+def published_flops(model: ModelConfig, seq_length: int, convention: Convention, target: int | None = None) -> float:
     """Operations per token, forward and backward, as a source of published figures counts them; see `CONVENTIONS`.
 
     They were found by what the sources tell of both FLOP/s and tokens a second (benchmarks/plan_flops.py).
     """
+    if model.encoder is not None:
+        return model_flops(model, seq_length, causal=convention == "exact", target=target)
     match convention:
         case "exact" | "full":
             return model_flops(model, seq_length, causal=convention == "exact")
@@ -221,20 +267,25 @@ def _megatron_flops(model: ModelConfig, seq_length: int) -> float:
     return 3 * (forward - (0.0 if counted or not model.gated else gates))
 
 
-def head_cost(model: ModelConfig, seq_length: int) -> float:
+def head_cost(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
     """The work that comes with the output head, in layers; what `stage_layers` wants to know."""
-    forward = forward_flops(model, seq_length)
+    forward = forward_flops(model, seq_length, target=target)
     last = forward["head"] + forward.get("further tokens", 0.0)
     layer = (sum(forward.values()) - last) / (model.num_layers + model.mtp_layers)
     return last / layer + model.mtp_layers
 
 
-def layer_costs(model: ModelConfig, seq_length: int) -> list[float] | None:
-    """The work of each layer, in mean layers, where `layers` says that they are of several kinds; None: all are alike."""
-    if model.layers is None:
+def layer_costs(model: ModelConfig, seq_length: int, target: int | None = None) -> list[float] | None:
+    """The work of each layer, in mean layers, where `layers` or an encoder make several kinds; None: all are alike."""
+    if model.encoder is not None:
+        sizes = seq_length, target or seq_length
+        stacks = [sum(stack_flops(model, *sizes, encodes=encodes).values()) for encodes in (False, True)]
+        work = [stacks[model.encodes(layer)] for layer in range(model.num_layers)]
+    elif model.layers is None:
         return None
-    kinds = [(*kind, model.window(layer)) for layer, kind in enumerate(model.kinds)][: model.num_layers]
-    work = [sum(_parts(model, *kind, seq_length, causal=True).values()) for kind in kinds]
+    else:
+        kinds = [(*kind, model.window(layer)) for layer, kind in enumerate(model.kinds)][: model.num_layers]
+        work = [sum(_parts(model, *kind, seq_length, causal=True).values()) for kind in kinds]
     return [each * len(work) / sum(work) for each in work]
 
 

@@ -7,10 +7,16 @@ from typing import Any
 
 from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig
+from mega_trainer.plan.candidates import Settings
 from mega_trainer.plan.machine import load_machine
-from mega_trainer.plan.search import NoneFits, Settings, best_layouts, short, with_settings
+from mega_trainer.plan.search import NoneFits, best_layouts, short, with_settings
 
-CHOSEN = ("batch.micro", "recompute", "offload.activations")  # besides `parallel`, where a run does not give them
+CHOSEN = (
+    "batch.micro",
+    "recompute",
+    "offload.activations",
+    "optimizer.offload",
+)  # besides `parallel`, where a run does not give them
 
 
 def laid_out(config: RunConfig, ranks: int, machine: str, saved: Mapping[str, Any] | None) -> tuple[Settings, str]:

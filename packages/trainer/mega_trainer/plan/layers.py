@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from mega_common.layers import Feed, Mixer
 from mega_common.model_config import ModelConfig
+from mega_trainer.plan.shape import RunShape
 
 Shape = tuple[int, int]  # (out, in)
 
@@ -65,6 +66,8 @@ def mixing_flops(
         scores = 2 * key * delta.num_key_heads + heads * (key + 2 * value)
         return 2 * pairs * scores + 6.0 * heads * key * value
     pairs = visible_keys(window, seq_length, causal=causal)
+    if not model.causal:  # as many behind a query as before it
+        pairs = min(2 * pairs - 1, seq_length)
     return 2 * pairs * model.num_attention_heads * (model.head_size + model.value_size)
 
 
@@ -93,3 +96,22 @@ def feed_elements(model: ModelConfig, feed: Feed | None) -> int:
     routed = matrices * moe.top_k * moe.ffn_hidden_size * (moe.latent_size or width)
     around = 2 * width * (moe.latent_size or 0) + width * (moe.num_experts + moe.shared_gate)
     return routed + around + matrices * width * moe.shared_ffn_hidden_size
+
+
+def widest(model: ModelConfig) -> int:
+    """The feed-forward width that a token meets in the layer where it is largest."""
+    return max(feed_width(model, feed) for feed in {kind.feed for kind in model.kinds})
+
+
+def kept_elements(model: ModelConfig, run: RunShape, wide: int) -> float:
+    """Elements of a token that a layer of that feed-forward width keeps from forward to backward on a rank, about: what its
+    products are given.
+    """
+    width = model.hidden_size
+    residual = width / (run.tp if run.sp else 1)
+    if run.recompute == "full":
+        return residual
+    again = run.recompute == "selective"
+    heads = 2 * (model.num_attention_heads + model.kv_heads) * model.head_size
+    rows = width * (model.moe.top_k if model.moe else 0)
+    return (2 if again else 4) * residual + (heads + (2 if again else 3) * wide + rows) / run.tp

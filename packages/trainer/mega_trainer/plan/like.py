@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.pipeline.schedules import make_schedule, peak_activations
 from mega_trainer.plan.flops import Parameters, count_parameters
-from mega_trainer.plan.memory import RunShape, layers_of_stages
+from mega_trainer.plan.memory import layers_of_stages
+from mega_trainer.plan.shape import RunShape
 
 Like = Literal["megatron", "nanotron", "fsdp2"]
 LIKES: tuple[Like, ...] = ("megatron", "nanotron", "fsdp2")
@@ -47,8 +49,10 @@ def memory_like(model: ModelConfig, run: RunShape, like: Like, keeping: Keeping 
     `activations` and `work`, which is the loss and, under FSDP2, gathered weights.
 
     Raises:
-        ConfigError: when the layers do not fit the stages.
+        ConfigError: when the layers do not fit the stages; for a model with an encoder.
     """
+    if model.encoder is not None:
+        raise ConfigError("what other trainers hold is not known for encoder-decoders", hint="leave out --like")
     keeping = keeping or keeping_of(run)
     if like == "fsdp2":
         return [_fsdp2(model, run, keeping)]

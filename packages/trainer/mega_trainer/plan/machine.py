@@ -71,6 +71,7 @@ class Machine(Config):
         description="from a GPU to other nodes, by the name of the network; the first is meant if none is named",
     )
     ranks_per_node: PositiveInt
+    host_gb_s: PositiveFloat = Field(32, description="between a GPU and host memory; PCIe 4.0 x16 if not given")
     price: PositiveFloat | None = Field(None, description="of an hour of one GPU, in any currency")
     tflops: dict[str, PositiveFloat] = Field(
         {}, description="dense peaks by type, of a GPU that is not known by its name"
@@ -83,13 +84,19 @@ class Machine(Config):
         Raises:
             ConfigError: when nothing tells it.
         """
-        for kind in (precision, "bf16"):
-            found = self.tflops[kind] * 1e12 if kind in self.tflops else peak_flops(self.gpu, kind)
-            if found:
-                return found
+        found = self._rate(precision) or self._rate("bf16")
+        if found:
+            return found
         raise ConfigError(
             f"machine: no peak rate of {self.gpu!r} is known", hint="give its dense peaks: tflops: {bf16: ...}"
         )
+
+    def _rate(self, kind: str) -> float | None:
+        return self.tflops[kind] * 1e12 if kind in self.tflops else peak_flops(self.gpu, kind)
+
+    def has(self, precision: str) -> bool:
+        """Whether it has products of that type."""
+        return self._rate(precision) is not None
 
     @property
     def room(self) -> float:

@@ -10,97 +10,19 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.pipeline.schedules import Op, Schedule, make_schedule
 from mega_trainer.pipeline.stages import stage_layers
-from mega_trainer.plan.flops import RecomputeKind, count_parameters, head_cost, layer_costs
+from mega_trainer.plan.flops import count_parameters, head_cost, layer_costs
+from mega_trainer.plan.shape import RunShape
 
 if TYPE_CHECKING:
     from mega_trainer.plan.parts import Part, Parts, Weights
 
 UNIT_ELEMENTS = 350_000  # a gather among many ranks costs its latency: 1,024 take two layers of 8B, 8 take one
 IN_FLIGHT = 4  # messages of a rank, in numbers of ranks, as `pipeline.run` has it
-_ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-
-
-@dataclass(frozen=True)
-class RunShape:
-    """How a model is split and fed.
-
-    Attributes:
-        seq_length: tokens of a sample, before context parallelism splits them.
-        micro_batch: samples of a microbatch.
-        microbatches: microbatches of a step, per data-parallel rank.
-        zero: what data-parallel ranks share: 1 optimizer states, 2 also gradients, 3 also weights.
-        zero3_shard: data and context ranks that share one copy at level 3; None for all.
-        zero3_layers: that are gathered together at level 3; None for as many as make a message worth while.
-        bucket_elements: gradients that are summed at once; None for the trainer's own choice.
-        modules: of each layer that `selective` recomputes.
-        recompute_layers: of each stage, the first ones, that `full` recomputes; None for all.
-        offload: layers of each stage, the first ones, whose activations wait in host memory.
-        offload_min_bytes: smaller tensors of theirs stay.
-        offload_optimizer: what the optimizer works on lies in host memory.
-        muon: hidden matrices have one moment, not two.
-        eight_bits: the layers whose linear weights are kept quantised for a step, too, in two forms.
-        device: what it is planned for. A GPU makes one kernel of what a CPU makes of several.
-    """
-
-    seq_length: int
-    micro_batch: int = 1
-    microbatches: int = 1
-    tp: int = 1
-    sp: bool = False
-    pp: int = 1
-    virtual_stages: int = 1
-    schedule: str = "1f1b"
-    pipeline_layout: tuple[int, ...] | None = None
-    cp: int = 1
-    cp_kind: Literal["ring", "allgather", "alltoall"] = "ring"
-    ep: int = 1
-    expert_tp: int = 1
-    dispatch_bound: float | None = None
-    dp: int = 1
-    zero: int = 0
-    zero3_shard: int | None = None
-    zero3_layers: int | None = None
-    bucket_elements: int | None = None
-    precision: str = "bf16"
-    recompute: RecomputeKind = "none"
-    modules: tuple[str, ...] = ("norm", "activation")
-    recompute_layers: int | None = None
-    offload: int = 0
-    offload_min_bytes: int = 1 << 20
-    offload_optimizer: bool = False
-    muon: bool = False
-    eight_bits: range = range(0)
-    device: Literal["gpu", "cpu"] = "gpu"
-
-    @property
-    def sharers(self) -> int:
-        """Ranks that share one copy of the weights at level 3."""
-        return self.zero3_shard or self.dp * self.cp
-
-    @property
-    def sharded(self) -> bool:
-        """Whether weights are gathered when they are needed."""
-        return self.zero == 3 and self.dp * self.cp > 1
-
-    @property
-    def puts_off(self) -> bool:
-        """Whether products for weight gradients wait."""
-        return self.schedule.startswith("zb")
-
-    @property
-    def element(self) -> int:
-        """Bytes of a weight."""
-        return _ELEMENT[self.precision]
-
-    @property
-    def wide(self) -> int:
-        """Bytes of a gradient."""
-        return max(4, self.element)
 
 
 @dataclass(frozen=True)
@@ -129,7 +51,8 @@ def layers_of_stages(model: ModelConfig, run: RunShape) -> list[range]:
     """
     return stage_layers(
         model.num_layers, run.pp, run.virtual_stages, run.pipeline_layout,
-        head_cost=head_cost(model, run.seq_length), layer_costs=layer_costs(model, run.seq_length),
+        head_cost=head_cost(model, run.seq_length, run.target_length),
+        layer_costs=layer_costs(model, run.seq_length, run.target_length),
     )  # fmt: skip
 
 
@@ -309,16 +232,17 @@ def _states(run: RunShape, stages: Sequence[Weights]) -> dict[str, int]:
         return size * (dense / ranks[0] + experts / ranks[1])
 
     copy = 4 if run.element == 2 and not run.sharded else 0
+    moved = sum(w.moved for w in stages), sum(w.moved_experts for w in stages)
     matrices = sum(w.dense_matrices for w in stages), sum(w.expert_matrices for w in stages)
-    moments = split(2 * run.wide, dense, experts, 1) - run.muon * split(run.wide, *matrices, 1)
-    gradients = split(run.wide, dense, experts, 2)
+    moments = split((2 + run.ema) * run.wide, *moved, 1) - run.muon * split(run.wide, *matrices, 1)
+    gradients = split(run.wide, *moved, 2)
     if run.zero == 1:  # the sum of its slice, beside the whole, where there are several ranks
-        gradients += sum(run.wide * n / ranks for n, ranks in zip((dense, experts), shared, strict=True) if ranks > 1)
+        gradients += sum(run.wide * n / ranks for n, ranks in zip(moved, shared, strict=True) if ranks > 1)
     return {
         "weights": round(split(run.wide if run.sharded else run.element, dense, experts, 3)),
         "gradients": round(gradients),
-        "optimizer": 0 if run.offload_optimizer else round(moments + split(copy, dense, experts, 1)),
-    }
+        "optimizer": 0 if run.offload_optimizer else round(moments + split(copy, *moved, 1)),
+    }  # fmt: skip
 
 
 def _eight_bits(model: ModelConfig, run: RunShape, mine: Sequence[_Chunk]) -> int:
@@ -342,11 +266,14 @@ def _sharing(model: ModelConfig, run: RunShape, held: Sequence[Part], layers: Se
     count = min(len(layers), unit_layers(model, run))
     largest = max((part.weights.dense for part in layers), default=0)
     unit = count * largest + max((part.weights.experts for part in layers), default=0)
-    ends, head = (sum(part.weights.dense for part in parts) for parts in ((held[0], held[-1]), held[-1:]))
-    within = run.element * (ends + 2 * unit), run.element * (ends + 2 * unit + head + (count - 1) * largest)
-    sums = run.wide * unit * (len(layers) > count)
+    ends = held[0].weights.dense + held[-1].weights.dense
+    head = held[-1].weights.moved
+    own = max((part.weights.moved for part in layers), default=0)
+    moved = count * own + max((part.weights.moved_experts for part in layers), default=0)
+    within = run.element * (ends + 2 * unit), run.element * (ends + 2 * unit + head + (count - 1) * own)
+    sums = run.wide * moved * (len(layers) > count)
     out = [(within[0], within[1] + sums)] * len(held)
-    out[0] = 2 * run.element * ends, run.element * (ends + head) + run.wide * max(ends, unit)
+    out[0] = 2 * run.element * ends, run.element * (ends + head) + run.wide * max(held[0].weights.moved + head, moved)
     out[-1] = (run.element * (ends + unit),) * 2
     return out
 
@@ -355,7 +282,7 @@ def _summed_buckets(run: RunShape, mine: Sequence[_Chunk]) -> tuple[int, int]:
     """Bytes of buckets on their way, in a forward and in a backward, where gradients are summed after each micro-batch."""
     if run.zero != 2 or run.dp * run.cp == 1:
         return 0, 0
-    total = sum(chunk.weights.dense + chunk.weights.experts for chunk in mine)
+    total = sum(chunk.weights.moved + chunk.weights.moved_experts for chunk in mine)
     bucket = (
         _bucket_elements(run) + max(chunk.largest for chunk in mine) // 2
     )  # the last of its parameters passes the mark
@@ -375,17 +302,18 @@ def _update_work(run: RunShape, stages: Sequence[Weights]) -> int:
     """Bytes besides in an update: a copy of this rank's new weights, which others are sent."""
     if run.zero not in (1, 2):
         return 0
-    elements = (sum(w.dense for w in stages), sum(w.experts for w in stages))
+    elements = (sum(w.moved for w in stages), sum(w.moved_experts for w in stages))
     shared = zip(elements, _parts_of_copies(run), strict=True)
     return round(sum(run.element * count / ranks for count, ranks in shared if ranks > 1))
 
 
 def _batch_bytes(model: ModelConfig, run: RunShape) -> int:
     """Of a micro-batch: tokens, labels and positions, and weights of the losses."""
-    each = 3 * 8 + 4 + (2 * 8 + 4) * model.mtp_layers + (model.moe is not None)
-    return run.micro_batch * run.seq_length // run.cp * each
+    each = 3 * 8 + 4 + (2 * 8 + 4) * model.mtp_layers + (model.moe is not None) + 8 * (model.token_types > 0)
+    source = 2 * 8 * run.seq_length if run.target_length else 0
+    return run.micro_batch * ((run.target_length or run.seq_length) * each + source) // run.cp
 
 
 def _residual_bytes(model: ModelConfig, run: RunShape) -> int:
-    tokens = run.micro_batch * run.seq_length // run.cp // (run.tp if run.sp else 1)
+    tokens = run.micro_batch * run.tokens // run.cp // (run.tp if run.sp else 1)
     return tokens * run.element * model.hidden_size

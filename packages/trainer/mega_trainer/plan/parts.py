@@ -11,45 +11,45 @@ Experts are given an even load.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mega_ckpt.lora import Adapted, adapted
+from mega_ckpt.names import tensors_of
+from mega_common.lora import is_trained
 from mega_common.model_config import ModelConfig
-from mega_trainer.batch import Ahead, MicroBatch
-from mega_trainer.kernels import products
-from mega_trainer.kernels.base import Factor, Scores
-from mega_trainer.kernels.flash import Call
-from mega_trainer.kernels.grouped import Rows
+from mega_trainer.batch import Ahead, MicroBatch, Pairs, SourceBatch
 from mega_trainer.kernels.leaves import Leaves
-from mega_trainer.kernels.masks import Mask
-from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.layout import Layout
-from mega_trainer.mesh import GroupMaker, build_groups
+from mega_trainer.mesh import build_groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context, Outline
-from mega_trainer.model.decoder import Decoder, Stage
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.encoder_decoder import EncoderDecoder, model_class, remembering
 from mega_trainer.model.recompute import Module, Recompute
 from mega_trainer.model.routing import Routing
+from mega_trainer.model.stage import Stage
+from mega_trainer.model.vision.images import Images
 from mega_trainer.optim.muon import is_hidden_matrix
 from mega_trainer.parallel.context import places_of_residual
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.expert import AllToAll, Dispatcher
-from mega_trainer.parallel.param import info_of
-from mega_trainer.plan.flops import RecomputeKind
+from mega_trainer.parallel.param import freeze, info_of, trains
 from mega_trainer.plan.live import FusedLeaves, Live
+from mega_trainer.plan.shape import RecomputeKind, RunShape
+from mega_trainer.plan.stand_ins import EvenAllToAll, FusedAttention, HollowKernels, Nobody, Source, UndrawnDropout
+from mega_trainer.plan.trained import lora_of
 from mega_trainer.rng import Dropout
-
-if TYPE_CHECKING:
-    from mega_trainer.plan.memory import RunShape
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 
@@ -60,12 +60,15 @@ class Weights:
 
     Attributes:
         dense, experts: all, by whom their gradients are summed over.
-        dense_matrices, expert_matrices: of them, those that Muon is for.
-        largest: of one parameter.
+        moved, moved_experts: of them, those that are trained.
+        dense_matrices, expert_matrices: of these, those that Muon is for.
+        largest: of one parameter that is trained.
     """
 
     dense: int = 0
     experts: int = 0
+    moved: int = 0
+    moved_experts: int = 0
     dense_matrices: int = 0
     expert_matrices: int = 0
     largest: int = 0
@@ -78,14 +81,17 @@ class Weights:
             [parameter for parameter, expert in zip(parameters, apart, strict=True) if expert is which]
             for which in (False, True)
         )
+        moved, moved_experts = (list(filter(trains, those)) for those in (dense, experts))
         return cls(
-            _elements(dense), _elements(experts), _elements(filter(is_hidden_matrix, dense)),
-            _elements(filter(is_hidden_matrix, experts)), max((p.numel() for p in parameters), default=0),
+            _elements(dense), _elements(experts), _elements(moved), _elements(moved_experts),
+            _elements(filter(is_hidden_matrix, moved)), _elements(filter(is_hidden_matrix, moved_experts)),
+            max((p.numel() for p in moved + moved_experts), default=0),
         )  # fmt: skip
 
     def __add__(self, other: Weights) -> Weights:
         return Weights(
-            self.dense + other.dense, self.experts + other.experts, self.dense_matrices + other.dense_matrices,
+            self.dense + other.dense, self.experts + other.experts, self.moved + other.moved,
+            self.moved_experts + other.moved_experts, self.dense_matrices + other.dense_matrices,
             self.expert_matrices + other.expert_matrices, max(self.largest, other.largest),
         )  # fmt: skip
 
@@ -115,75 +121,6 @@ def _elements(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-class _Shapes(TorchKernels):
-    """What a GPU's kernels return, with nothing in it."""
-
-    def grouped_linear(self, x: Tensor, weight: Factor, rows: Rows) -> Tensor:
-        """See `Kernels.grouped_linear`."""
-        return x.new_empty(len(x), weight.shape[1])
-
-    def grouped_dx(self, dy: Tensor, weight: Factor, rows: Rows) -> Tensor:
-        """See `Kernels.grouped_dx`."""
-        return dy.new_empty(len(dy), weight.shape[2])
-
-    def grouped_dw(self, dy: Tensor, x: Tensor, rows: Rows, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """See `Kernels.grouped_dw`."""
-        sums = dy.new_empty(len(rows.ends), dy.shape[1], x.shape[1])
-        return sums if out is None else products.put(out, sums, add=add)
-
-
-class _Fused:
-    """A `Flash` that takes everything, as there is one for every kind of scores on a GPU."""
-
-    def takes(self, q: Tensor, v: Tensor, mask: Mask, how: Scores) -> bool:
-        return True
-
-    def uneven(self, d: int, e: int) -> bool:
-        return True
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        rows, queries, heads, _ = q.shape
-        lse = q.new_empty(rows, heads, queries, dtype=torch.promote_types(q.dtype, torch.float32))
-        return q.new_empty(rows, queries, heads, v.shape[-1]), lse
-
-    def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-class _Even(AllToAll):
-    """Every expert gets as many tokens, and no choice has to do with another."""
-
-    def _capacity(self, tokens: int, choices: int) -> int:
-        passed = math.comb(self.num_experts - self.own, choices) / math.comb(self.num_experts, choices)
-        return math.ceil(tokens * (1 - passed))
-
-
-class _Undrawn(Dropout):
-    """Masks that hold nothing."""
-
-    def _draw(self, x: Tensor, key: Sequence[int | str], shape: Sequence[int]) -> Tensor:
-        return x.new_empty(tuple(shape), dtype=torch.float32)
-
-
-class _Nobody(GroupMaker):
-    def handle(self, ranks: Sequence[int]) -> None:
-        """No process group."""
-
-
-class _Source(Function):
-    """A tensor that an operation has made, not a parameter: nothing keeps it but who needs it."""
-
-    @staticmethod
-    def forward(ctx: Any, seed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return seed.new_empty(tuple(shape), dtype=dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        return None, None, None
-
-
 class Counter:
     """Counts the parts of one model in one layout.
 
@@ -193,16 +130,16 @@ class Counter:
     """
 
     def __init__(self, model: ModelConfig, run: RunShape) -> None:
-        self.model, self.run, self.live = model, run, Live()
+        self.model, self.run, self.live, self.lora = model, run, Live(), lora_of(run)
         self.device = torch.device("cpu" if run.device == "cpu" else "meta")
         layout = Layout(tp=run.tp, cp=run.cp, dp=run.dp, ep=run.ep, expert_tp=run.expert_tp)
-        self.groups = build_groups(layout, 0, heads=model.shared_heads, shard=run.zero3_shard, maker=_Nobody())
+        self.groups = build_groups(layout, 0, heads=model.shared_heads, shard=run.zero3_shard, maker=Nobody())
         leaves = Leaves() if run.device == "cpu" else FusedLeaves(self.live)
-        kernels = _Shapes(leaves) if run.device == "cpu" else _Shapes(leaves, _Fused())
+        kernels = HollowKernels(leaves) if run.device == "cpu" else HollowKernels(leaves, FusedAttention())
         self.build = Builder(
             model, self.groups, kernels, leaves, sp=run.sp, cp_kind=run.cp_kind,
             dispatcher=self._dispatcher(), dtype=DTYPES.get(run.precision, torch.bfloat16), device=self.device,
-            deferred=Deferred() if run.puts_off else None,
+            deferred=Deferred() if run.puts_off else None, adapts={} if self.lora is None else adapted(model, self.lora),
         )  # fmt: skip
 
     def _dispatcher(self) -> Dispatcher | None:
@@ -211,7 +148,7 @@ class Counter:
             return None
         if run.dispatch_bound is not None:
             return AllToAll(moe.num_experts, self.groups.ep, run.expert_tp, run.dispatch_bound)
-        return _Even(moe.num_experts, self.groups.ep, run.expert_tp, 1.0)
+        return EvenAllToAll(moe.num_experts, self.groups.ep, run.expert_tp, 1.0)
 
     def stack(self) -> ExitStack:
         """Within which tensors hold nothing."""
@@ -226,16 +163,26 @@ class Counter:
             kind: RecomputeKind = "full" if whole else "none" if self.run.recompute == "full" else self.run.recompute
             model = self._decoder(Stage(index, index + 1, embeds=False, heads=False), kind)
             context = self._context(model)
-            return self._count(model, lambda x: model(x, context), self.residual, list(model.parameters()))
+            if not isinstance(model, EncoderDecoder):
+                return self._count(model, lambda x: model(x, context), self.residual, list(model.parameters()))
+            encodes, read = self.model.encodes(index), self._stream(encodes=True)
+            rows, memory = (self._given(shape) for shape in ((1, model.table_rows, read[-1]), read))
+            own = model.contexts(context, rows)[0 if encodes else 1]
+            forward = partial(model.saved.layer, 0, model.layers[0])
+            context = own if encodes else remembering(own, memory)
+            shape = self._stream(encodes=encodes)
+            return self._count(model, lambda x: forward(x, context), shape, list(model.parameters()))
 
     def embedding(self, *, alone: bool) -> Part:
-        """Of the stage with the embedding, which has the head too where it is `alone`."""
+        """Of the stage with the embedding, which has the head too where it is `alone`; and with what sees images.
+
+        Of these there are as many as a sequence has room for.
+        """
         with self.stack():
             model = self._decoder(Stage(0, 0, True, alone))
-            parameters = model.units()[0].parameters
-            batch, dropout = self._batch(), self._dropout()
-            embed = partial(model.embed, batch.tokens, batch.positions, dropout)
-            return self._count(model, lambda x: embed(), None, parameters)
+            parameters = [p for unit in model.units()[: 1 + (model.vision is not None)] for p in unit.parameters]
+            begin = partial(model.begin, self._batch(), self._context(model))
+            return self._count(model, lambda x: begin(), None, parameters)
 
     def head(self, *, alone: bool, ends_meet: bool) -> Part:
         """The last norm, the head and its loss, and the layers that predict further tokens."""
@@ -245,7 +192,8 @@ class Counter:
             model = self._decoder(Stage(last, last, alone, True, ends_meet), kind)
             context, batch = self._context(model), self._batch()
             borrowed = self._borrowed() if model.borrows else None
-            own = [p for unit in model.units()[int(alone) :] for p in unit.parameters]
+            before = int(alone) + (model.vision is not None)
+            own = [p for unit in model.units()[before:] for p in unit.parameters]
 
             def objective(x: Tensor) -> Tensor:
                 return model.objective(x, batch, context, borrowed)[0]
@@ -265,41 +213,67 @@ class Counter:
 
     @property
     def tokens(self) -> int:
-        """S of a rank."""
-        return self.run.seq_length // self.run.cp
+        """S of a rank, the decoder's of an encoder-decoder."""
+        return (self.run.target_length or self.run.seq_length) // self.run.cp
 
     @property
     def residual(self) -> tuple[int, ...]:
         """The shape of the residual stream."""
         return self.run.micro_batch, self.tokens // (self.run.tp if self.run.sp else 1), self.model.hidden_size
 
+    def _stream(self, *, encodes: bool) -> tuple[int, ...]:
+        """The shape of what a layer of the encoder works on, or one of the decoder."""
+        rows, length, width = self.residual
+        return (rows, length * self.run.seq_length // (self.run.target_length or 1) if encodes else length, width)
+
     def _decoder(self, stage: Stage, kind: RecomputeKind = "none") -> Decoder:
         modules = cast("tuple[Module, ...]", self.run.modules)
-        return Decoder(self.build, stage, Recompute(kind, modules=modules)).train()
+        decoder = model_class(self.model)(self.build, stage, Recompute(kind, modules=modules)).train()
+        freeze(decoder, partial(is_trained, freeze=self.run.freeze, lora=self.lora))
+        return decoder
 
     def _batch(self) -> MicroBatch:
         shape = (self.run.micro_batch, self.tokens)
         ids, weights = torch.zeros(shape, dtype=torch.int64, device=self.device), torch.zeros(shape, device=self.device)
         ahead = [Ahead(ids, ids, weights)] * self.model.mtp_layers
         outline = Outline([self.run.seq_length] * self.run.micro_batch)
-        return MicroBatch(ids, ids, weights, ids, outline, list(range(self.run.micro_batch)), ahead)
+        pairs = Pairs(ids[:, 0], weights[:, 0]) if self.model.sentence_pairs else None
+        types = ids if self.model.token_types else None
+        samples = list(range(self.run.micro_batch))
+        whole = MicroBatch(
+            ids, ids, weights, ids, outline, samples, ahead, types=types, pairs=pairs, images=self._images(ids)
+        )
+        if not self.model.encoder:
+            return whole
+        read = torch.zeros(shape[0], self.run.seq_length // self.run.cp, dtype=torch.int64, device=self.device)
+        return replace(whole, source=SourceBatch(read, read, outline, None))
+
+    def _images(self, ids: Tensor) -> Images | None:
+        vision = self.model.vision
+        if vision is None:
+            return None
+        count, size = self.run.micro_batch * (self.run.seq_length // vision.tokens), vision.image_size
+        return Images(torch.empty(count, 3, size, size, device=self.device), ids)
 
     def _context(self, model: Decoder) -> Context:
-        batch = self._batch()
         routing = Routing(None, None, 1.0, 1.0) if self.model.moe else None
-        return model.context(batch.positions, dropout=self._dropout(), outline=batch.outline, routing=routing)
+        return model.context_of(self._batch(), self._dropout, routing)
 
-    def _dropout(self) -> Dropout | None:
+    def _dropout(self, length: int, kind: int) -> Dropout | None:
         model = self.model
-        if not (model.embedding_dropout or model.residual_dropout or model.attention_dropout):
+        beside = self.lora is not None and self.lora.dropout
+        if not (model.embedding_dropout or model.residual_dropout or model.attention_dropout or beside):
             return None
-        places = places_of_residual(self.run.seq_length, self.groups.cp, self.groups.tp, sp=self.run.sp)
-        return _Undrawn(0, range(self.run.micro_batch), places)
+        groups, whole = self.groups, length * self.run.cp
+        places = [places_of_residual(whole, groups.cp, groups.tp, sp=sp) for sp in (self.run.sp, False)]
+        return UndrawnDropout(0, range(self.run.micro_batch), *places)
 
     def _borrowed(self) -> Tensor:
         rows = -(-self.model.vocab_size // self.run.tp)
-        shape = (rows, self.model.hidden_size)
-        return torch.empty(shape, dtype=self.build.dtype, device=self.device, requires_grad=True)
+        return self._given((rows, self.model.hidden_size))
+
+    def _given(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(tuple(shape), dtype=self.build.dtype, device=self.device, requires_grad=True)
 
     def _count(
         self, model: Decoder, forward: Callable[[Tensor], Tensor], shape: Sequence[int] | None, own: Sequence[nn.Parameter]
@@ -308,14 +282,14 @@ class Counter:
         seed, live = torch.empty(0, device=self.device, requires_grad=True), self.live
         with live:
             before = live.now
-            x = None if shape is None else _Source.apply(seed, shape, self.build.dtype)  # type: ignore[no-untyped-call]
+            x = None if shape is None else Source.apply(seed, shape, self.build.dtype)  # type: ignore[no-untyped-call]
             live.mark()
             y = forward(x)  # type: ignore[arg-type]
             del x
-            forward_peak, edge, like = live.peak, get_gradient_edge(y), (y.shape, y.dtype)
+            forward_peak, edge, like = live.peak, get_gradient_edge(y) if y.requires_grad else None, (y.shape, y.dtype)
             del y
             kept, sizes = live.now - before, list(live.sizes)
-            backward_peak = self._backward(edge, *like)
+            backward_peak = before if edge is None else self._backward(edge, *like)
             del edge
             left = live.now - before
         del places
@@ -337,7 +311,7 @@ class Counter:
     def _place_gradients(self, model: Decoder) -> list[Tensor]:
         """Give every gradient the place that a bucket has for it, or drop it when it is there, as one that has taken it."""
         places = []
-        for parameter in model.parameters():
+        for parameter in filter(trains, model.parameters()):
             if self.run.zero < 3 and info_of(parameter).straight:
                 place = torch.empty(
                     parameter.shape, dtype=torch.promote_types(self.build.dtype, torch.float32), device=self.device
@@ -387,15 +361,28 @@ def _fewest(run: RunShape) -> int:
     return math.lcm(run.ep * run.expert_tp, run.tp * run.cp) // (run.tp * run.cp)
 
 
+def _trained(model: ModelConfig, run: RunShape, adapts: Mapping[str, Adapted]) -> dict[int, list[object]]:
+    """What distinguishes layers of a kind, where not all of a model is trained: which of their tensors are, and their adapters."""
+    names: dict[int, list[object]] = defaultdict(list)
+    if run.freeze or adapts:
+        moving = [(name, None) for name in tensors_of(model) if is_trained(name, run.freeze, lora_of(run))]
+        for name, rank in [*moving, *((name, of.rank) for name, of in adapts.items())]:
+            if found := re.match(r"model\.layers\.(\d+)\.(.+)", name):
+                names[int(found[1])].append((found[2], rank))
+    return names
+
+
 @lru_cache(maxsize=4096)
 def _parts(text: str, run: RunShape, alone: bool, ends_meet: bool) -> Parts:
     model = ModelConfig.model_validate_json(text)
     counter = Counter(model, run)
+    names = _trained(model, run, counter.build.adapts)
     kinds: dict[object, Part] = {}
     wholes: dict[object, Part] = {}
     layers, whole = [], []
     for index in range(model.num_layers):
-        kind = (model.kind(index), model.window(index), model.rotates(index))
+        normed, own = index > 0 or model.first_norm, names[index] if names else ()
+        kind = (model.kind(index), model.window(index), model.rotates(index), model.encodes(index), normed, *own)
         if kind not in kinds:
             kinds[kind] = counter.layer(index, whole=False)
             wholes[kind] = counter.layer(index, whole=True) if run.recompute == "full" else kinds[kind]

@@ -2,17 +2,20 @@
 
 Every combination of degrees, schedule, micro-batch and recomputation is timed by its work alone; from the fastest on, they are
 then checked as `mega train --check` would, their memory is planned, and their schedule simulated, until enough fit.
-What a run computes stays: its batch, its precision, its model. Memory is what tensors can have of a GPU (`Machine.room`).
+What does not fit is tried with activations in host memory, of as few layers as it takes; where nothing fits that keeps any, all is
+tried with the optimizer's state there. What a run computes stays: its batch, its model, and its precision unless others are asked for. Memory is what
+tensors can have of a GPU (`Machine.room`).
 """
 
 from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice, product
-from typing import Any, Literal
+from itertools import islice
+from typing import Any
 
 import yaml
 
@@ -20,21 +23,20 @@ from mega_common.config import apply_overrides
 from mega_common.errors import ConfigError
 from mega_trainer.config import RunConfig
 from mega_trainer.plan.advice import run_shape
-from mega_trainer.plan.flops import Parameters, RecomputeKind, count_parameters
-from mega_trainer.plan.layers import feed_width
+from mega_trainer.plan.candidates import RECOMPUTE, RoughMemory, Settings, candidates, pipelines
+from mega_trainer.plan.flops import Parameters, count_parameters
 from mega_trainer.plan.machine import Machine
-from mega_trainer.plan.memory import RunShape, memory
+from mega_trainer.plan.memory import memory
+from mega_trainer.plan.shape import RunShape
 from mega_trainer.plan.step_time import Planned, StepTime
 from mega_trainer.plan.work import Habits
 from mega_trainer.sections import ParallelConfig
 
-LEAST_CHUNK = 2048  # tokens of a context rank: with fewer, attention does not hide what travels
 TRIES = 60  # layouts whose memory is planned and whose schedule is simulated, at most
 WORSE = 1.25  # as many times the best one's time: no more is looked for there
 GAIN = 0.01  # of a step's time that a change must gain to be worth telling
 LENIENT = 0.7  # of what the rough estimate was off by at least, where it was tried, when another is left out for it
 ROUGHLY = 1.15  # of a GPU's memory: what the rough estimate may exceed it by
-Settings = dict[str, Any]  # by path, as `--set` takes them
 
 
 class NoneFits(ConfigError):
@@ -158,14 +160,46 @@ def best_layouts(
     keep: int = 8,
     tell: Callable[[str], object] = lambda text: None,
     fixed: Collection[str] = (),
+    precisions: Collection[str] = (),
 ) -> list[Layout]:
     """The fastest layouts of that run that fit, fastest first, at most `keep`; `tell` hears how the search goes.
 
-    Settings whose paths are `fixed` stay as they are.
+    Settings whose paths are `fixed` stay as they are. Other `precisions` than the run's own are looked at where they are given.
 
     Raises:
         NoneFits: when none is legal and fits.
     """
+    kinds: list[Settings] = [{}, *({"precision": name} for name in precisions if name != config.precision)]
+
+    def searched(more: Settings) -> list[Layout]:
+        return [
+            replace(layout, settings={**layout.settings, **kind, **more})
+            for kind in kinds
+            for layout in _found(with_settings(config, {**kind, **more}), ranks, machine, keep, tell, fixed)
+        ]
+
+    found = searched({})
+    best = min(found, key=lambda layout: layout.time.seconds, default=None)
+    short_of_memory = best is None or best.settings.get("recompute") == {"kind": "full"}
+    if short_of_memory and not config.optimizer.offload and "optimizer.offload" not in fixed:
+        found += searched({"optimizer.offload": True})
+    if not found:
+        raise NoneFits(
+            f"no layout of this run fits {ranks} GPUs of {machine.memory_gb:g} GB",
+            hint="more GPUs, a batch.global that more data ranks divide, or a shorter data.seq_length",
+        )
+    return sorted(found, key=lambda layout: layout.time.seconds)[:keep]
+
+
+def _found(
+    config: RunConfig,
+    ranks: int,
+    machine: Machine,
+    keep: int,
+    tell: Callable[[str], object],
+    fixed: Collection[str],
+) -> list[Layout]:
+    """As `best_layouts`, of that precision and that place of the optimizer's state."""
     count = count_parameters(config.model)
     rough = sorted(_rough(config, ranks, machine, count, tell, fixed), key=lambda layout: layout.seconds)
     found: list[Layout] = []
@@ -186,15 +220,28 @@ def best_layouts(
             continue
         share = layout.memory / candidate.memory
         misjudged[candidate.kind] = min(share, misjudged.get(candidate.kind, share))
-        if layout.memory <= machine.room:
-            found.append(layout)
-    if not found:
-        raise NoneFits(
-            f"no layout of this run fits {ranks} GPUs of {machine.memory_gb:g} GB: {len(rough)} came near, "
-            f"{tried} were planned",
-            hint="more GPUs, a batch.global that more data ranks divide, a shorter data.seq_length, or optimizer.offload",
-        )
-    return sorted(found, key=lambda layout: layout.time.seconds)[:keep]
+        if layout.memory > machine.room:
+            layout = _lightened(config, settings, ranks, machine, count)
+        found += [layout] if layout is not None else []
+    return found
+
+
+def _lightened(config: RunConfig, settings: Settings, ranks: int, machine: Machine, count: Parameters) -> Layout | None:
+    """The run with those settings and activations of as few layers in host memory as make it fit, if any do."""
+    if settings.get("offload.activations") != 0 or settings.get("recompute", {}).get("kind") == "full":
+        return None
+    stages = settings["parallel.pp"] * settings["parallel.virtual_stages"]
+
+    def moved(layers: int) -> Layout | None:
+        return _looked_at(config, {**settings, "offload.activations": layers}, ranks, machine, count)
+
+    def fits(layers: int) -> bool:
+        layout = moved(layers)
+        return layout is not None and layout.memory <= machine.room
+
+    numbers = range(1, math.ceil(config.model.num_layers / stages) + 1)
+    least = bisect_left(numbers, True, key=fits)
+    return moved(numbers[least]) if least < len(numbers) else None
 
 
 def _rough(
@@ -209,12 +256,12 @@ def _rough(
     efficiency, habits = machine.reached, habits_of(config)
     given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
     kept = {path: value for path, value in given.items() if path in fixed}
-    timed = 0
+    timed, rough = 0, RoughMemory.of(config.model, count)
     for settings, run in candidates(config, ranks, machine):
-        needed = rough_memory(config, count, run)
+        needed = rough.bytes(run)
         if any(settings[path] != value for path, value in kept.items()) or needed > ROUGHLY * machine.room:
             continue
-        if run.zero == 2 and rough_memory(config, count, replace(run, zero=1)) <= machine.room / ROUGHLY:
+        if run.zero == 2 and rough.bytes(replace(run, zero=1)) <= machine.room / ROUGHLY:
             continue  # whole gradients fit, and are faster
         timed += 1
         if timed % 500 == 0:
@@ -263,7 +310,7 @@ def faster(config: RunConfig, ranks: int, machine: Machine, *, keep: int = 3) ->
 
 
 def _changes(config: RunConfig, machine: Machine) -> Iterator[Settings]:
-    parallel, kinds = config.parallel, list(_RECOMPUTE)
+    parallel, kinds = config.parallel, list(RECOMPUTE)
     if config.precision == "bf16" and machine.peak("fp8") > machine.peak("bf16"):
         yield {"precision": "fp8"}  # which the search leaves alone: it changes what is computed
     yield from ({"recompute": {"kind": kind}} for kind in kinds[: kinds.index(config.recompute.kind)])
@@ -277,7 +324,7 @@ def _changes(config: RunConfig, machine: Machine) -> Iterator[Settings]:
     if parallel.cp > 1:
         yield {"parallel.cp": parallel.cp // 2, "parallel.dp": None}
         yield from ({"parallel.cp_kind": kind} for kind in ("ring", "alltoall") if kind != parallel.cp_kind)
-    for schedule, virtual in _pipelines(config.model.num_layers, parallel.pp):
+    for schedule, virtual in pipelines(config.model.num_layers, parallel.pp):
         if (schedule, virtual) != (parallel.schedule, parallel.virtual_stages):
             yield {
                 "parallel.schedule": schedule, "parallel.virtual_stages": virtual, "parallel.pipeline_layout": None,
@@ -288,84 +335,3 @@ def _changes(config: RunConfig, machine: Machine) -> Iterator[Settings]:
         yield {"parallel.ep": parallel.ep // 2}
     if parallel.zero != 1:
         yield {"parallel.zero": 1, "parallel.zero3_shard": None, "parallel.zero3_layers": None}
-
-
-def candidates(config: RunConfig, ranks: int, machine: Machine) -> Iterator[tuple[Settings, RunShape]]:
-    """Combinations of settings that the numbers allow, with the shapes of their runs. Tensor ranks share a node."""
-    model, batch, length = config.model, config.batch.global_, config.data.seq_length
-    base = run_shape(config.model_copy(update={"parallel": type(config.parallel)()}), 1)
-    experts = model.moe.num_experts if model.moe else 1
-    degrees = [n for n in _divisors(ranks) if n <= max(model.num_layers, machine.ranks_per_node, length // LEAST_CHUNK)]
-    for tp, pp, cp in product(degrees, repeat=3):
-        fits = (
-            model.num_attention_heads % tp == 0
-            and length % (2 * cp * tp) == 0
-            and (cp == 1 or length // cp >= LEAST_CHUNK)
-        )
-        if tp > machine.ranks_per_node or pp > model.num_layers or ranks % (tp * pp * cp) or not fits:
-            continue
-        dp = ranks // (tp * pp * cp)
-        kinds: list[Literal["ring", "alltoall"]] = ["ring", "alltoall"] if cp > 1 else ["ring"]
-        micros = [n for n in sorted({1, 2, 4, 8, config.batch.micro}) if batch % (n * dp) == 0]
-        eps = _divisors(math.gcd(experts, dp * cp * tp))
-        choices = product(
-            micros, eps, _pipelines(model.num_layers, pp), [1, 2, 3] if pp == 1 else [1, 2], _RECOMPUTE, kinds
-        )
-        for micro, ep, (schedule, virtual), zero, recompute, kind in choices:
-            run = replace(
-                base, micro_batch=micro, microbatches=batch // (micro * dp), tp=tp, sp=tp > 1, pp=pp, virtual_stages=virtual,
-                schedule=schedule, pipeline_layout=None, cp=cp, cp_kind=kind, ep=ep, dp=dp, zero=zero, recompute=recompute,
-                recompute_layers=None, offload=0, expert_tp=1, modules=("norm", "activation"),
-            )  # fmt: skip
-            yield settings_of(run), run
-
-
-_RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
-
-
-def settings_of(run: RunShape) -> Settings:
-    """What makes a run of that shape, by path."""
-    return {
-        "parallel.tp": run.tp, "parallel.sp": run.sp, "parallel.pp": run.pp, "parallel.virtual_stages": run.virtual_stages,
-        "parallel.schedule": run.schedule, "parallel.pipeline_layout": None, "parallel.cp": run.cp, "parallel.cp_kind": run.cp_kind,
-        "parallel.ep": run.ep, "parallel.expert_tp": run.expert_tp, "parallel.dp": run.dp, "parallel.zero": run.zero,
-        "parallel.zero3_shard": None, "parallel.zero3_layers": None, "batch.micro": run.micro_batch,
-        "recompute": {"kind": run.recompute}, "offload.activations": 0,
-    }  # fmt: skip
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _pipelines(layers: int, pp: int) -> list[tuple[str, int]]:
-    """Schedules and virtual stages: as few layers a stage as one, by steps of a factor of two."""
-    if pp == 1:
-        return [("1f1b", 1)]
-    most = layers // pp
-    virtual = sorted({1, *(most // part for part in (1, 2, 3, 4, 8) if most // part > 1)})
-    return [*(("1f1b", stages) for stages in virtual), ("zb-h1", 1), *([("zbv", 2)] if most >= 2 else [])]
-
-
-def rough_memory(config: RunConfig, count: Parameters, run: RunShape) -> float:
-    """Bytes of the first pipeline rank, about: enough to leave out what cannot fit before `memory` counts all that is kept."""
-    model, layers = config.model, config.model.num_layers
-    block = run.ep * run.expert_tp
-    dense = sum(layer.split / run.tp + layer.whole for layer in count.layers) / run.pp + count.embedding / run.tp
-    experts = count.experts / block / run.pp
-    apart = 0.0 if config.optimizer.offload else 12.0
-    if run.zero == 3:
-        states = (6 + apart) * (dense / run.sharers + experts / max(1, run.dp * run.cp * run.tp // block))
-    else:
-        sums = 4 / run.sharers if run.zero == 2 else 4
-        states = (2 + sums) * (dense + experts)
-        states += apart * (dense / run.sharers + experts / max(1, run.dp * run.cp * run.tp // block))
-    tokens, width = run.micro_batch * run.seq_length / run.cp, model.hidden_size
-    residual = width / (run.tp if run.sp else 1)
-    split = 2 * (model.num_attention_heads + model.kv_heads) * model.head_size
-    again = run.recompute == "selective"
-    split += (2 if again else 3) * max(feed_width(model, kind.feed) for kind in model.kinds)
-    kept = residual if run.recompute == "full" else (2 if again else 4) * residual + split / run.tp
-    flight = run.pp + (run.virtual_stages - 1) * run.pp / run.virtual_stages if run.pp > 1 else 1
-    one = 4 * residual + split / run.tp if run.recompute == "full" else 0.0
-    return states + 2 * tokens * (kept * layers / run.pp * min(flight, run.microbatches) + one)

@@ -1,8 +1,8 @@
 """How long a training step takes on a machine, and where the time goes: told before any device is touched.
 
 The work of each stage (`work`) goes through the run's own schedule, operation by operation; then come what a step does
-once, sums over data ranks where the last backward does not hide them, and the update. Not counted: activations and optimizer
-states in host memory, checkpoints, evaluations, uneven experts, and ranks that are slower than others.
+once, sums over data ranks where the last backward does not hide them, and the update. Not counted: checkpoints, evaluations,
+uneven experts, and ranks that are slower than others.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mega_common.layers import Layer
+from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.grads import Sharing
 from mega_trainer.pipeline.schedules import Costs, Op, make_schedule, placement, simulate
 from mega_trainer.plan.collectives import Wires
 from mega_trainer.plan.flops import Parameters, count_parameters
 from mega_trainer.plan.machine import Efficiency, Machine
-from mega_trainer.plan.memory import RunShape, layers_of_stages, unit_layers
+from mega_trainer.plan.memory import layers_of_stages, unit_layers
+from mega_trainer.plan.shape import RunShape
+from mega_trainer.plan.trained import Trained
 from mega_trainer.plan.work import Bench, Habits, Pass, Rates, Work, added, times
 
 UPDATE_BYTES = 51  # of AdamW and the norm, for each parameter of a rank's share: benchmarks/results/traffic.json
+HOST_BYTES = 28  # the same in host memory, which is about as fast as the way there: main weight, moments and gradient
 GATHERED_BYTES = 14  # copied for each parameter that ZeRO-3 gathers and whose gradient it scatters, each micro-batch
 HOST_WAIT = 1e-3  # of a step, for the numbers that the host waits for
 
@@ -56,6 +59,7 @@ class Planned:
         run: how it is split and fed.
         bench: what work takes there.
         count: the model's parameters.
+        trained: those of them that are trained, and adapters.
         unit: layers that ZeRO-3 gathers at once.
     """
 
@@ -63,6 +67,7 @@ class Planned:
     run: RunShape
     bench: Bench
     count: Parameters
+    trained: Trained
     unit: int
 
     @classmethod
@@ -75,10 +80,18 @@ class Planned:
         habits: Habits,
         count: Parameters | None = None,
     ) -> Planned:
-        """That run on that machine, by a trainer of those habits; `count` of the model, where it is known."""
+        """That run on that machine, by a trainer of those habits; `count` of the model, where it is known.
+
+        Raises:
+            ConfigError: for a model with an encoder.
+        """
+        if model.encoder is not None:
+            raise ConfigError("the time of a step is not predicted for encoder-decoders", hint="leave out machine")
         wires, rates = Wires.of(machine, efficiency), Rates.of(machine, efficiency, habits)
         unit = unit_layers(model, run) if run.zero == 3 else 1
-        return cls(model, run, Bench(model, run, wires, rates, habits), count or count_parameters(model), unit)
+        count = count or count_parameters(model)
+        trained = Trained.of(model, run, count)
+        return cls(model, run, Bench(model, run, wires, rates, habits, trained), count, trained, unit)
 
     @cached_property
     def layers(self) -> list[range]:
@@ -91,12 +104,13 @@ class Planned:
 
     def _layers(self) -> Callable[[range], Work]:
         """What some layers cost; layers of a kind are looked at once."""
-        model, kinds = self.model, dict[tuple[Layer, int | None], Work]()
+        model, trained, kinds = self.model, self.trained, dict[object, Work]()
 
         def several(indices: range) -> Work:
-            alike: dict[tuple[Layer, int | None], list[int]] = {}
+            alike: dict[object, list[int]] = {}
             for index in indices:
-                alike.setdefault((model.kind(index), model.window(index)), []).append(index)
+                own = trained.shares[index], trained.adapters.get(index, ())
+                alike.setdefault((model.kind(index), model.window(index), own), []).append(index)
             for kind, (first, *_) in alike.items():
                 if kind not in kinds:
                     kinds[kind] = self.bench.layer(first)
@@ -111,7 +125,8 @@ class Planned:
         behind = range(model.num_layers, model.num_layers + model.mtp_layers)
         works[0] = added([works[0], bench.embedding()])
         works[-1] = added([works[-1], several(behind), times(bench.head(), 1 + len(behind))])
-        return works
+        away = [min(len(part), self.run.offload) for part in self.layers]
+        return [added([work, bench.offloaded(layers, work)]) for work, layers in zip(works, away, strict=True)]
 
     def ranks(self) -> list[list[int]]:
         """The stages of each pipeline rank."""
@@ -193,39 +208,41 @@ class Planned:
         run, bench = self.run, self.bench
         backward = sum(cost.inputs + cost.weights for cost in work.values())
         forward = sum(cost.forward for cost in work.values())
-        talk, moved = 0.0, 0.0
-        for held, ranks, stride in self._held(rank):
+        talk, moved, away = 0.0, 0.0, 0.0
+        moving = self._held(rank, self.trained.count)
+        for (held, ranks, stride), (trains, *_) in zip(self._held(rank, self.count), moving, strict=True):
             group = bench.wires.ranks(ranks, stride)
-            share = held / ranks if run.zero else held
-            moved += UPDATE_BYTES * share
-            if ranks == 1:
+            share = trains / ranks if run.zero else trains
+            moved += 0 if run.offload_optimizer else UPDATE_BYTES * share
+            away += HOST_BYTES * share if run.offload_optimizer else 0
+            if ranks == 1 or not (trains or run.zero == 3):
                 continue
             if run.zero == 3:
-                talk += run.microbatches * self._gathered(held, stride, forward, backward)
+                talk += run.microbatches * self._gathered(held, trains, stride, forward, backward)
                 moved += GATHERED_BYTES * held * run.microbatches
                 continue
-            buckets = math.ceil(held / Sharing(slices=True).enough(ranks))
+            buckets = math.ceil(trains / Sharing(slices=True).enough(ranks))
             latency = bench.wires.hop * ranks * (buckets - 1)
-            sums = bench.wires.gather(bench.habits.gradient_bytes * held, group) + latency
+            sums = bench.wires.gather(bench.habits.gradient_bytes * trains, group) + latency
             often = run.microbatches if run.zero == 2 else 1
             talk += often * bench.rates.hidden(sums if run.zero else 2 * sums, backward)
             if run.zero:
-                talk += bench.rates.hidden(bench.wires.gather(bench.element * held, group) + latency, forward)
-        return {"data": talk, "optimizer": moved / bench.rates.memory + HOST_WAIT}
+                talk += bench.rates.hidden(bench.wires.gather(bench.element * trains, group) + latency, forward)
+        return {"data": talk, "optimizer": moved / bench.rates.memory + away / bench.wires.host + HOST_WAIT}
 
-    def _gathered(self, held: float, stride: int, forward: float, backward: float) -> float:
-        """ZeRO-3's gathers before forward and backward, and its sums, of one micro-batch."""
+    def _gathered(self, held: float, trains: float, stride: int, forward: float, backward: float) -> float:
+        """ZeRO-3's gathers before forward and backward, and its sums of what trains, of one micro-batch."""
         run, bench = self.run, self.bench
         group = bench.wires.ranks(run.sharers, stride)
         units = self.model.num_layers / self.unit
         latency = bench.wires.hop * run.sharers * max(0.0, units - 1)
         weights = bench.wires.gather(bench.element * held, group) + latency
-        sums = bench.wires.gather(bench.habits.gradient_bytes * held, group) + latency
+        sums = bench.wires.gather(bench.habits.gradient_bytes * trains, group) + latency
         return bench.rates.hidden(weights, forward) + bench.rates.hidden(weights + sums, backward)
 
-    def _held(self, rank: int) -> list[tuple[float, int, int]]:
-        """Parameters that a pipeline rank holds, data ranks that share them, and how far apart these are: dense, experts."""
-        run, count = self.run, self.count
+    def _held(self, rank: int, count: Parameters) -> list[tuple[float, int, int]]:
+        """Parameters of those that a pipeline rank holds, data ranks that share them, and how far apart these are: dense, experts."""
+        run = self.run
         stages = self.ranks()[rank]
         layers = [count.layers[index] for stage in stages for index in self.layers[stage]]
         ends = count.embedding / run.tp if 0 in stages else 0.0
@@ -236,7 +253,8 @@ class Planned:
         dense = sum(layer.split / run.tp + layer.whole for layer in layers) + ends
         experts = sum(layer.experts for layer in layers) / block
         found = [(dense, run.dp * run.cp, run.tp)]
-        return [*found, (experts, max(1, run.dp * run.cp * run.tp // block), block)] if experts else found
+        mixed = self.count.experts > 0
+        return [*found, (experts, max(1, run.dp * run.cp * run.tp // block), block)] if mixed else found
 
 
 def step_time(

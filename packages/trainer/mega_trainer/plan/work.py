@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mega_common.layers import Layer, Mixer
 from mega_common.model_config import ModelConfig
 from mega_trainer.plan.collectives import Ranks, Wires
-from mega_trainer.plan.layers import feed_width, mixing_flops, projections, state_elements
+from mega_trainer.plan.layers import feed_width, kept_elements, mixing_flops, projections, state_elements, widest
 from mega_trainer.plan.machine import Efficiency, Machine
-from mega_trainer.plan.memory import RunShape
+from mega_trainer.plan.shape import RunShape
+from mega_trainer.plan.trained import Trained
 
 TILE = 128  # rows that a kernel works on at once: a product of fewer costs as much, attention sees half of one too many
 HEAD_BYTES = 7  # that the loss moves for each logit, forward and backward, besides the products
@@ -133,7 +134,8 @@ class Bench:
     run: RunShape
     wires: Wires
     rates: Rates
-    habits: Habits = field(default_factory=Habits)
+    habits: Habits
+    trained: Trained
 
     @property
     def tokens(self) -> float:
@@ -148,8 +150,10 @@ class Bench:
     def layer(self, index: int) -> Work:
         """Of one layer."""
         kind = self.model.kind(index)
-        dense = added(list(self._products(kind)))
-        work = added([dense, self._mixing(kind.mixer, index), self._elementwise(kind), *self._experts(index)])
+        products = added([*self._products(kind), *self._experts(index)])
+        forward, inputs, weights = products.get("products", Pass())
+        products["products"] = Pass(forward, inputs, self.trained.shares[index] * weights)
+        work = added([products, self._mixing(kind.mixer, index), self._elementwise(kind), *self._adapters(index)])
         again = self._again(work)
         talk = added([self._tensor(work, halves=sum(map(bool, kind))), self._context(work, kind.mixer)])
         whole = added([work, again, talk])
@@ -276,6 +280,25 @@ class Bench:
             way = 2 * self._exchange(mine * width * self.element, block)
             yield {"expert": Pass(way, way)}
 
+    def _adapters(self, index: int) -> Iterator[Work]:
+        """The products of adapters of low rank, of which those that see the same have the first in common, and their sums with what
+        they are beside: read, added and written side by side; dY read and scaled.
+        """
+        shared: dict[tuple[int, bool], int] = {}
+        for of in self.trained.adapters.get(index, ()):
+            key = of.into, of.experts is not None
+            rows = self._rows(of.experts is not None)
+            shared[key] = shared.get(key, 0) + of.rank
+            yield {"adapters": self._product(rows, of.out / self.run.tp, of.rank, precision="bf16")}
+            moved = self.habits.passes * rows * of.out / self.run.tp * self.element / self.rates.memory
+            yield {"adapters": Pass(4 * moved, 2 * moved)}
+        for (into, experts), rank in shared.items():
+            yield {"adapters": self._product(self._rows(experts), rank, into / self.run.tp, precision="bf16")}
+
+    def _rows(self, experts: bool) -> float:
+        """Of an adapter's input: tokens, or those of experts."""
+        return self.tokens * self.model.moe.top_k / self.run.tp if experts and self.model.moe else self.tokens
+
     def _exchange(self, size: float, block: Ranks) -> float:
         """Seconds in which a rank's tokens, of `size` bytes, reach the ranks of their experts, or their results come back."""
         moe, run = self.model.moe, self.run
@@ -349,6 +372,15 @@ class Bench:
             return self.wires.all_to_all(exchanged, ranks)
         return self.wires.gather(passed, ranks)
 
+    def offloaded(self, layers: int, beside: Work) -> Work:
+        """What is waited for where activations of some layers go to host memory beside this work of their stage, and come back."""
+        if not layers:
+            return {}
+        kept = kept_elements(self.model, self.run, widest(self.model))
+        way = layers * self.tokens * self.element * kept / self.wires.host
+        forward, backward = (sum(cost[part] for cost in beside.values()) for part in (0, 1))
+        return {"offload": Pass(max(0.0, way - forward), max(0.0, way - backward))}
+
     def embedding(self) -> Work:
         """Rows read and written, and their gradients added to the table's."""
         moved = self.tokens * self.model.hidden_size / (self.run.tp if self.run.sp else 1) / self.rates.memory
@@ -357,6 +389,7 @@ class Bench:
     def head(self) -> Work:
         """Norm, logits and loss, whose forward makes the gradients too."""
         rows = self.model.vocab_size / self.run.tp
-        three = self._product(self.tokens, rows, self.model.hidden_size, precision="bf16").total
+        forward, inputs, weights = self._product(self.tokens, rows, self.model.hidden_size, precision="bf16")
+        three = forward + inputs + (weights if self.trained.head else 0.0)
         moved = HEAD_BYTES * self.habits.passes * self.tokens * rows / self.rates.memory
         return {"head": Pass(three + moved)}

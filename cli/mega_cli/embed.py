@@ -1,0 +1,127 @@
+"""`mega embed`: vectors of texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mega_cli.eval import Device, Model, Precision, PrecisionOption, TokenizerOption
+from mega_common.errors import ConfigError, DataError
+from mega_common.log import logger
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+EXAMPLES = """Examples:
+
+    mega embed out/modernbert texts.jsonl --output vectors.npy
+
+    mega embed runs/bert texts.txt --output vectors.safetensors --pooling cls --normalize --precision bf16
+
+    mega embed out/bert passages.jsonl --text-key passage --id-key number --output passages.npy
+"""
+
+
+class Pooling(StrEnum):
+    """How a text's tokens become one vector."""
+
+    MEAN = "mean"
+    CLS = "cls"
+
+
+def embed_command(
+    model: Model,
+    texts: Annotated[
+        Path,
+        typer.Argument(help="Plain text with a text a line; or JSON lines, JSON, CSV, Parquet with a text a record."),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(help="A .npy file, or a .safetensors file with the tensor `embeddings`: fp32 [texts, width]."),
+    ],
+    pooling: Annotated[
+        Pooling, typer.Option(help="The mean over a text's tokens, or its first token's.")
+    ] = Pooling.MEAN,
+    normalize: Annotated[bool, typer.Option("--normalize", help="Vectors of length 1.")] = False,
+    text_key: Annotated[str, typer.Option(help="Of records: the key of the text.")] = "text",
+    id_key: Annotated[str, typer.Option(help="Of records: the key of what names a text; else its number.")] = "id",
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens after which a text is cut; default: all the model can.")
+    ] = None,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of texts of about one length that are computed together.")
+    ] = 8192,
+    precision: PrecisionOption = Precision.FP32,
+    device: Device = "auto",
+    tokenizer: TokenizerOption = None,
+) -> None:
+    """Make a vector of each text, for search and comparison, from the last hidden states of an encoder.
+
+    Beside OUTPUT a file NAME.ids.jsonl names the texts in the order of the vectors. Of a decoder the mean can be taken.
+    """
+    if output.suffix not in (".npy", ".safetensors"):
+        raise ConfigError(f"--output {output}: is neither .npy nor .safetensors")
+    ids, read = _read(texts, text_key, id_key)
+    from mega_data.tokenizer import Tokenizer
+    from mega_eval.embed import embed
+    from mega_eval.load import PRECISIONS, device_named, load_model, load_tokenizer
+
+    words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(model)
+    loaded = load_model(model, dtype=PRECISIONS[precision], device=device_named(device), kinds=("decoder", "encoder"))
+    tokens = [words.encode(text, add_special_tokens=True) for text in read]
+    vectors = embed(
+        loaded, tokens, pooling=pooling.value, normalize=normalize, max_length=max_length, batch_tokens=batch_tokens
+    )
+    _write(output, vectors, ids)
+    logger.info("%s: %d vectors of %d numbers; %s names them", output, *vectors.shape, _ids_file(output).name)
+
+
+def _read(file: Path, text_key: str, id_key: str) -> tuple[list[Any], list[str]]:
+    """What names each text, and the texts: of plain text its lines, else of what a corpus may be the records."""
+    from mega_data.reading.documents import Rejected
+    from mega_data.reading.readers import read
+    from mega_data.reading.sources import find_sources
+
+    ids: list[Any] = []
+    texts: list[str] = []
+    kinds: list[str] = []
+    for source in find_sources([file], text_key):
+        for item in read(source, text_key, tell_kind=kinds.append, whole=True):
+            if isinstance(item, Rejected):
+                raise DataError(f"{item.file}:{item.line}: {item.reason}", hint="--text-key names the key of the text")
+            own = item.text.splitlines() if kinds[-1] == "text" else [item.text]
+            for number, text in enumerate(own, item.line):
+                if not text.strip():
+                    hint = "leave such out, for a vector stands for a text"
+                    raise DataError(f"{item.file}:{number}: there is no text", hint=hint)
+                ids.append((item.record or {}).get(id_key, number))
+                texts.append(text)
+    if not texts:
+        raise DataError(f"{file}: has no text")
+    return ids, texts
+
+
+def _ids_file(output: Path) -> Path:
+    return output.with_suffix(".ids.jsonl")
+
+
+def _write(output: Path, vectors: npt.NDArray[np.float32], ids: Sequence[Any]) -> None:
+    """The vectors, and what they are of; each file whole or not at all."""
+    import numpy as np
+    from safetensors.numpy import save
+
+    from mega_common.files import atomic_file
+
+    with atomic_file(_ids_file(output), text=True) as stream:
+        stream.writelines(json.dumps(name) + "\n" for name in ids)
+    with atomic_file(output) as stream:
+        if output.suffix == ".npy":
+            np.save(stream, vectors)
+        else:
+            stream.write(save({"embeddings": vectors}, metadata={"format": "pt"}))

@@ -1,0 +1,144 @@
+"""A file of settings, whose keys become keys of a run.yaml or notes; what neither happened to is told at the end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mega_cli.megatron_args.draft import Kind, Note
+from mega_cli.megatron_args.translate import Translation
+from mega_common.errors import ConfigError
+
+AUTO = ("auto", None)  # what DeepSpeed's and HuggingFace's files say where something else decides
+# What has a counterpart that needs no setting: {reason: patterns of keys}.
+Reasons = Mapping[str, str]
+
+
+class Given:
+    """The settings of a file, by dotted keys, and the run that is made of them.
+
+    Raises:
+        ConfigError: when the file cannot be read, or holds no settings.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.path, self._what = path, what
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path}: cannot be read ({error})") from None
+        if not isinstance(values, Mapping) or not values:
+            raise ConfigError(f"{path}: holds no settings", hint=f"give {what}: JSON or YAML")
+        self._values = dict(_flat(values))
+        off = {key for key, value in self._values.items() if key.endswith(".enabled") and value is False}
+        self._left = {key for key, value in self._values.items() if value not in AUTO} - off
+        self._run: dict[str, Any] = {}
+        self._origins: dict[str, str] = {}
+        self._notes: list[Note] = []
+
+    def get(self, *keys: str) -> Any:
+        """The value of the first key that is there and says something, which is then accounted for."""
+        found = [key for key in keys if key in self._left]
+        self._left.difference_update(found)
+        return self._values[found[0]] if found else None
+
+    def number(self, *keys: str) -> float | None:
+        """The same of a number, which YAML takes for a text where it is written as 1e-4.
+
+        Raises:
+            ConfigError: for anything else.
+        """
+        value = self.get(*keys)
+        if value is None or isinstance(value, bool):
+            return None
+        try:
+            found = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{self.path}: {keys[0]} = {value!r}: expected a number") from None
+        return int(found) if found.is_integer() and not isinstance(value, float) else found
+
+    def put(self, key: str, value: Any, origin: str) -> None:
+        """Set a key of the run, unless there is nothing to set."""
+        if value is None:
+            return
+        self._origins[key], node = origin, self._run
+        *parents, last = key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+
+    def ask(self, key: str, text: str) -> None:
+        """Leave a key to be filled in."""
+        self.put(key, "TO BE FILLED IN", "to be filled in")
+        self.tell("open", text, key)
+
+    def tell(self, kind: Kind, text: str, name: str = "") -> None:
+        """Note something, of a key or in general."""
+        self._notes.append(Note(kind, text, name or None))
+
+    def rows(self, table: Mapping[str, str]) -> None:
+        """Settings that keep their value: {key of a run.yaml: keys of the file}."""
+        for key, names in table.items():
+            there = [name for name in names.split() if name in self._left]
+            self.put(key, _plain(self.get(*names.split())), ", ".join(there))
+
+    def defaults(self, values: Mapping[str, Any], whose: str) -> None:
+        """Write out what holds where the file says nothing, for mega's own defaults are others."""
+        for key, value in values.items():
+            if key not in self._origins:
+                self.put(key, value, f"{whose} default")
+
+    def automatic(self, *keys: str) -> bool:
+        """Whether the file leaves one of the keys to a program."""
+        return any(self._values.get(key) == "auto" for key in keys)
+
+    def finish(self, reasons: Mapping[Kind, Reasons], launch: str) -> Translation:
+        """The run, with a note for every key that is left."""
+        auto = sorted(key for key, value in self._values.items() if value == "auto")
+        if auto:
+            self.tell("open", "is left to the program, or to HuggingFace's arguments (--from-hf-args)", ", ".join(auto))
+        for key in sorted(self._left):
+            found = (
+                (kind, why)
+                for kind, rows in reasons.items()
+                for why, patterns in rows.items()
+                if any(fnmatchcase(key, pattern) for pattern in patterns.split())
+            )
+            kind, why = next(found, ("open", "not known here; see whether it changes the model or the run"))
+            self.tell(kind, why, f"{key}: {self._values[key]}")
+        return Translation(self._run, self._notes, self._origins, launch, self._what)
+
+
+def batch(
+    given: Given, micro: float | None, accumulation: float | None, whole: float | None, ranks: int | None
+) -> None:
+    """Set `batch` from what other trainers say of it: rows of a rank at once, times accumulation, times ranks."""
+    if whole is None and micro is not None:
+        whole = micro * (accumulation or 1) * (ranks or 1)
+        if ranks is None:
+            given.tell(
+                "open",
+                "is for one rank: elsewhere it is multiplied by the number of ranks; --nproc says it",
+                "batch.global",
+            )
+    given.put("batch.micro", None if micro is None else int(micro), "rows of a rank at once")
+    given.put("batch.global", None if whole is None else int(whole), "micro x accumulation x ranks")
+
+
+def _plain(value: Any) -> Any:
+    """A number that YAML takes for a text, as it does 1e-4."""
+    number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", value, re.IGNORECASE)
+    return float(value) if number else value
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value

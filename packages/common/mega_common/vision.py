@@ -1,0 +1,111 @@
+"""A vision tower and a projector before a decoder, as pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from mega_common.config import Config, Problem
+
+TOWER, PROJECTOR = "model.vision_tower.", "model.projector."  # what the names of their tensors begin with
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+Colours = tuple[float, float, float]
+
+
+class VisionConfig(Config):
+    """A vision transformer (arXiv:2010.11929) of square images, and the projector that makes tokens of its patches.
+
+    A CLIP tower (arXiv:2103.00020) has a class token and a norm before the first layer, a SigLIP one (arXiv:2303.15343)
+    neither, and a bias of its patches. The projector of two matrices is LLaVA 1.5's (arXiv:2310.03744), the one behind a
+    norm Gemma 3's (arXiv:2503.19786).
+    """
+
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    ffn_hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    image_size: PositiveInt = Field(336, description="pixels of a side")
+    patch_size: PositiveInt = Field(14, description="likewise")
+    activation: Literal["quick_gelu", "gelu", "gelu_tanh"] = "quick_gelu"
+    norm_eps: float = Field(1e-5, gt=0)
+    class_token: bool = True
+    patch_bias: bool = False
+    pre_norm: bool = Field(True, description="a norm before the first layer, as in CLIP")
+    feature_layer: int = Field(
+        -2, description="whose output is projected: 0 are the embedded patches, -1 the last layer"
+    )
+    feature_norm: bool = Field(False, description="the norm behind the last layer is before the projector")
+    feature_class: bool = Field(False, description="the class token is a feature too")
+    projector: Literal["mlp", "norm"] = Field(
+        "mlp", description="mlp: two matrices; norm: an RMS norm that multiplies by 1 + weight, and one matrix"
+    )
+    pool: PositiveInt = Field(1, description="a feature is the mean of a square of pool x pool patches")
+    projector_activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
+    projector_bias: bool = True
+    image_token: NonNegativeInt = Field(description="the placeholder, of which a text has one for each feature")
+    begin_token: NonNegativeInt | None = Field(
+        None, description="what a text has for an image, which is then put before its placeholders"
+    )
+    end_token: NonNegativeInt | None = Field(None, description="what is put behind them")
+    bidirectional: bool = Field(
+        False, description="placeholders side by side see one another in the decoder, not only those before them"
+    )
+    resize: Literal["crop", "stretch"] = Field(
+        "crop", description="crop: the shorter side to image_size, and the middle; stretch: both sides"
+    )
+    resample: Literal["bicubic", "bilinear"] = "bicubic"
+    mean: Annotated[Colours, Field(description="of red, green and blue, from 0 to 1")] = CLIP_MEAN
+    std: Colours = CLIP_STD
+
+    @property
+    def used_layers(self) -> int:
+        """Layers up to the one whose output is projected; those behind it compute nothing."""
+        return self.feature_layer if self.feature_layer >= 0 else self.num_layers + 1 + self.feature_layer
+
+    @property
+    def patches(self) -> int:
+        """Of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def tokens(self) -> int:
+        """Placeholders of an image in a text."""
+        return self.patches // self.pool**2 + self.feature_class
+
+    @property
+    def encoder(self) -> dict[str, Any]:
+        """The tower's layers as the fields of a `ModelConfig`."""
+        return {
+            "num_layers": self.num_layers, "hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size,
+            "num_attention_heads": self.num_attention_heads, "vocab_size": 1, "norm": "layernorm",
+            "norm_eps": self.norm_eps, "activation": self.activation, "position": "none", "qkv_bias": True,
+            "attention_out_bias": True, "mlp_bias": True,
+        }  # fmt: skip
+
+    def computes(self, name: str) -> bool:
+        """Whether a tensor of a model with this tower, by its canonical name, is for anything."""
+        layer = name.removeprefix(f"{TOWER}layers.") if name.startswith(f"{TOWER}layers.") else None
+        if layer is not None:
+            return int(layer.partition(".")[0]) < self.used_layers
+        return self.feature_norm or not name.startswith(f"{TOWER}norm.")
+
+    def problems(self) -> Iterator[Problem]:
+        """Rules between sizes."""
+        if self.image_size % self.patch_size:
+            yield Problem("image_size", f"must be a multiple of patch_size = {self.patch_size}", self.image_size)
+        if self.hidden_size % self.num_attention_heads:
+            heads = self.num_attention_heads
+            yield Problem("hidden_size", f"must be a multiple of num_attention_heads = {heads}", self.hidden_size)
+        if not 0 <= self.used_layers <= self.num_layers:
+            yield Problem("feature_layer", f"is none of the tower's {self.num_layers}", self.feature_layer)
+        if self.feature_class and not self.class_token:
+            yield Problem("feature_class", "the tower has no class token", hint="feature_class: false")
+        if self.image_size // self.patch_size % self.pool or (self.pool > 1 and self.feature_class):
+            yield Problem("pool", "must divide the patches of a side, and leaves out the class token", self.pool)
+        if (self.begin_token is None) != (self.end_token is None):
+            yield Problem("begin_token", "and end_token go together", hint="give both")
+        if self.feature_norm and self.used_layers != self.num_layers:
+            yield Problem("feature_norm", "is of the last layer's output", hint="feature_layer: -1")

@@ -1,0 +1,307 @@
+"""Conversations about images to a data set: LLaVA's JSON and a folder, webdataset shards, tables with images in them.
+
+    [{"image": "coco/1.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, ...]}, ...]
+
+`image` or `images` are paths, or as Parquet and `datasets` have them {"bytes", "path"}; messages in parts may have
+{"type": "image"} where the placeholder belongs. A sample of a shard is an image with such a record (.json), or with its
+caption (.txt). Bytes of images that are in a table are put into `PREFIX.images.tar`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_common.errors import DataError
+from mega_common.files import sha256_file
+from mega_common.log import ProgressBar, human, logger
+from mega_data.chat.encode import ChatEncoder
+from mega_data.chat.prepare import ChatOptions, Chats
+from mega_data.files.indexed import best_dtype, data_prefix, images_prefix
+from mega_data.files.indexed_writer import IndexedWriter
+from mega_data.files.info import (
+    DataInfo,
+    ImagesInfo,
+    Skipped,
+    TokenizerInfo,
+    little_endian,
+    prepare_output,
+    quarantine_path,
+    write_info,
+)
+from mega_data.images.references import Reference, encoded, read_image, shard_samples, write_shard_member
+from mega_data.making.commit import commit
+from mega_data.reading.documents import Document, Rejected
+from mega_data.reading.readers import read
+from mega_data.reading.sources import LeftOut, find_sources
+from mega_data.tokenizer import Tokenizer
+
+BATCH = 256  # conversations that are encoded at once
+IMAGE = "<image>"  # what stands for one in texts of LLaVA
+CAPTION = "Describe the image."
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Where images are, and what stands for one.
+
+    Attributes:
+        folder: what paths begin at.
+        placeholder: a text that is one token; `tokens` of it stand for each image.
+        text: what <image> becomes in a text, a placeholder and what a model wants around it; by default that alone.
+    """
+
+    folder: Path
+    tokens: int
+    placeholder: str = IMAGE
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A conversation as it is read: JSON, its images, and where it stands."""
+
+    raw: dict[str, Any]
+    images: list[Reference | bytes]
+    file: str
+    line: int
+
+
+def prepare_images(
+    inputs: Sequence[str | Path],
+    tokenizer_path: Path,
+    output_prefix: Path,
+    chat: ChatOptions,
+    images: ImageOptions,
+    *,
+    on_bad_line: Literal["error", "skip"] = "error",
+    overwrite: bool = False,
+) -> DataInfo:
+    """Tokenize conversations with images: `PREFIX.bin` and what else `preprocess` makes of conversations, and `PREFIX.images`.
+
+    Each placeholder of a text becomes as many as an image has features. An image that is not there is a bad line, as is a
+    text with another number of placeholders than images. What is cut by `max_length` may be an image, too.
+
+    Raises:
+        DataError: naming file and line of a bad record, or what cannot be read or written.
+    """
+    prefix, folder = data_prefix(Path(output_prefix)), images.folder.resolve()
+    prepare_output(prefix, overwrite)
+    tokenizer = Tokenizer(Path(tokenizer_path))
+    token = tokenizer.backend.token_to_id(images.placeholder)
+    if token is None:
+        raise DataError(
+            f"{tokenizer.path}: {images.placeholder!r} is no token of it", hint="--image-token names the placeholder"
+        )
+    if images.text and images.text.count(images.placeholder) != 1:
+        raise DataError(f"{images.text!r} has not one {images.placeholder}", hint="--image-text: with one placeholder")
+    with ExitStack() as stack:
+        made = stack.enter_context(_Made(prefix, tokenizer, Chats(chat, tokenizer), images, token))
+        left_out, bar = LeftOut(), stack.enter_context(ProgressBar("reading conversations", unit="conversations"))
+        items = records(inputs, left_out)
+        while batch := list(islice(items, BATCH)):
+            for item in made.add(batch, folder):
+                if on_bad_line == "error":
+                    hint = f"--on-bad-line skip goes on, and puts such lines into {quarantine_path(prefix)}"
+                    raise DataError(f"{item.file}:{item.line}: {item.reason}", hint=hint)
+                made.bad.append(item)
+            bar.advance(len(batch))
+        left_out.tell()
+        return made.finish(ImagesInfo(folder=str(folder), token=token, tokens=images.tokens))
+
+
+class _Made:
+    """The data set under way."""
+
+    def __init__(self, prefix: Path, tokenizer: Tokenizer, chats: Chats, images: ImageOptions, token: int) -> None:
+        self.prefix, self.tokenizer, self.chats, self.images, self.token = prefix, tokenizer, chats, images, token
+        self.dtype = best_dtype(tokenizer.vocab_size)
+        self.encoder = ChatEncoder(tokenizer, chats.info.one, None)  # the limit is of what placeholders become
+        self.bad: list[Rejected] = []
+        self.documents = self.tokens = self.bytes = self.empty = self.cut = 0
+
+    def __enter__(self) -> _Made:
+        self.writer = IndexedWriter(self.prefix, self.dtype, masked=True)
+        self.beside = IndexedWriter(images_prefix(self.prefix), np.uint8)
+        self._shard: tarfile.TarFile | None = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shard is not None:
+            self._shard.close()
+        self.beside.abort()
+        self.writer.abort()
+
+    def add(self, batch: Sequence[Record | Rejected], folder: Path) -> Iterator[Rejected]:
+        """Write what can be of some records; what cannot is handed back."""
+        good: list[tuple[Record, Document]] = []
+        for item in batch:
+            made = item if isinstance(item, Rejected) else self._prepared(item, folder)
+            if isinstance(made, Rejected):
+                yield made
+            else:
+                assert isinstance(item, Record)
+                good.append((item, made))
+        texts, _ = self.encoder.encode([document.chats for _, document in good], self.dtype)
+        for (record, document), arrays in zip(good, texts, strict=True):
+            expanded = self._expanded(record, document, arrays)
+            if isinstance(expanded, Rejected):
+                yield expanded
+            elif expanded is not None:
+                self._write(record, expanded)
+                self.bytes += document.size
+
+    def _prepared(self, record: Record, folder: Path) -> Document | Rejected:
+        """The rendered conversation of a record whose images are there."""
+        written = json.dumps(self.images.text or self.images.placeholder)[1:-1]
+        text = json.dumps(in_words(record.raw)).replace(IMAGE, written)
+        for image in record.images:
+            if not isinstance(image, bytes):
+                try:
+                    read_image((image if isinstance(image, str) else image[0], 0, 1), folder)
+                except DataError as error:
+                    return Rejected(error.message, text, record.file, record.line)
+        return self.chats.prepare(Document(text, len(text), record.file, record.line))
+
+    def _expanded(
+        self, record: Record, document: Document, arrays: list[npt.NDArray[Any]]
+    ) -> npt.NDArray[Any] | Rejected | None:
+        """The tokens of a conversation, as many placeholders for each image as it has features; None where nothing counts."""
+        if not arrays:
+            self.empty += 1
+            return None
+        (array,) = arrays
+        here = array["token"] == self.token
+        if int(here.sum()) != len(record.images):
+            reason = f"{len(record.images)} image(s), and {int(here.sum())} times {self.images.placeholder} in the text"
+            return Rejected(reason, document.text or json.dumps(record.raw, default=str), record.file, record.line)
+        whole = np.repeat(array, np.where(here, self.images.tokens, 1))
+        kept = whole[: self.chats.info.max_length]
+        self.cut += bool(whole["mask"][kept.size :].any())
+        if not kept["mask"][1:].any():
+            self.empty += 1
+            return None
+        return kept
+
+    def _write(self, record: Record, array: npt.NDArray[Any]) -> None:
+        references = [self._kept(image) if isinstance(image, bytes) else image for image in record.images]
+        self.writer.add_documents(
+            np.ascontiguousarray(array["token"]), [array.size], np.ascontiguousarray(array["mask"])
+        )
+        self.beside.add_document(encoded(references))
+        self.documents += 1
+        self.tokens += array.size
+
+    def _kept(self, content: bytes) -> Reference:
+        """Where the bytes of an image that is in a table are put."""
+        path = self.prefix.with_name(self.prefix.name + ".images.tar")
+        if self._shard is None:
+            self._shard = tarfile.open(path, "w")  # noqa: SIM115 - closed on leaving
+        offset = self._shard.offset + tarfile.BLOCKSIZE
+        write_shard_member(self._shard, f"{self.documents:09d}.{hashlib.sha256(content).hexdigest()[:8]}", content)
+        return str(path.resolve()), offset, len(content)
+
+    def finish(self, images: ImagesInfo) -> DataInfo:
+        """Make the data set appear, all its files together."""
+        if not self.documents:
+            raise DataError(f"{self.prefix}: not one conversation", hint=f"{len(self.bad)} bad, {self.empty} empty")
+        self.writer.finish()
+        self.beside.finish()
+        folder = self.writer.folder
+        for name in ("bin", "idx"):
+            os.replace(self.beside.folder / name, folder / f"images.{name}")
+        if self.bad:
+            lines = [{"file": i.file, "line": i.line, "reason": i.reason, "content": i.content} for i in self.bad]
+            (folder / "quarantine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        sums = {name: sha256_file(folder / name) for name in ("bin", "mask.bin")}
+        info = write_info(
+            self.prefix, folder=folder, tokenizer=TokenizerInfo.of(self.tokenizer), append_eod=False,
+            dtype=little_endian(self.dtype), documents=self.documents, tokens=self.tokens, text_bytes=self.bytes,
+            skipped=Skipped(bad=len(self.bad), empty=self.empty), bin_sha256=sums["bin"],
+            chat=self.chats.info.model_copy(update={"cut": self.cut, "mask_sha256": sums["mask.bin"]}), images=images,
+        )  # fmt: skip
+        commit(self.writer, "images")
+        logger.info("%s: %s conversations, %s tokens", self.prefix, human(self.documents), human(self.tokens))
+        if self.cut:
+            logger.warning("%d answers were cut by the limit of %s tokens", self.cut, self.chats.info.max_length)
+        return info
+
+
+def records(inputs: Sequence[str | Path], left_out: LeftOut) -> Iterator[Record | Rejected]:
+    """The records of all inputs, in order."""
+    for name in inputs:
+        if str(name).endswith(".tar"):
+            yield from _of_shard(Path(name))
+            continue
+        for source in find_sources([name], "", left_out):
+            for item in read(source, "", whole=True):
+                if isinstance(item, Rejected):
+                    yield item
+                else:
+                    assert item.record is not None
+                    yield _of_record(item.record, item.file, item.line)
+
+
+def _of_shard(path: Path) -> Iterator[Record | Rejected]:
+    for number, (name, texts, others) in enumerate(shard_samples(path), 1):
+        where = str(path), number
+        if "json" in texts:
+            try:
+                raw = json.loads(texts["json"])
+            except ValueError as error:
+                yield Rejected(f"{name}.json: not JSON ({error})", "", *where)
+                continue
+        elif "txt" in texts:
+            said = [{"from": "human", "value": f"{IMAGE}\n{CAPTION}"}]
+            raw = {"conversations": [*said, {"from": "gpt", "value": texts["txt"].decode(errors="replace").strip()}]}
+        else:
+            yield Rejected(f"{name}: has no .json and no .txt", "", *where)
+            continue
+        yield Record(raw, list(others.values()), *where)
+
+
+def _of_record(raw: dict[str, Any], file: str, line: int) -> Record | Rejected:
+    given = raw.get("images", raw.get("image"))
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    images: list[Reference | bytes] = []
+    for one in listed:
+        found = one.get("bytes") or one.get("path") if isinstance(one, dict) else one
+        if hasattr(found, "save"):  # an image of Pillow's, as `datasets` decodes it
+            found = _png(found)
+        if not isinstance(found, str | bytes):
+            return Rejected(f"an image is {type(one).__name__}, not a path", "", file, line)
+        images.append(found)
+    return Record({key: value for key, value in raw.items() if key not in ("image", "images")}, images, file, line)
+
+
+def _png(image: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "png")
+    return out.getvalue()
+
+
+def in_words(raw: dict[str, Any]) -> dict[str, Any]:
+    """A record whose messages have LLaVA's placeholder where they had a part that is an image."""
+    messages = raw.get("messages")
+    if not isinstance(messages, list):
+        return raw
+    return {**raw, "messages": [{**one, "content": _worded(one.get("content"))} for one in messages]}
+
+
+def _worded(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    word = {"type": "text", "text": IMAGE + "\n"}
+    return [word if isinstance(part, dict) and part.get("type") == "image" else part for part in content]

@@ -1,0 +1,131 @@
+"""Where the images of a data set lie: `PREFIX.images`, a data set of bytes with a document for each of its documents.
+
+A document is a list in JSON, with an entry for each image in the order of its placeholders: a path, or the place of one
+in a tar shard as [path, offset, size]. Paths are relative to a folder that `PREFIX.info` names, or absolute.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from mega_common.errors import DataError
+from mega_data.files.indexed import IndexedReader, idx_path, images_prefix
+
+Reference = str | tuple[str, int, int]
+
+
+def has_images(prefix: Path) -> bool:
+    """Whether a data set has images beside it."""
+    return idx_path(images_prefix(prefix)).exists()
+
+
+def refuse_images(readers: Iterable[IndexedReader], what: str, hint: str) -> None:
+    """Refuse to do with data sets what would lose their images.
+
+    Raises:
+        DataError: naming one that has some.
+    """
+    for reader in readers:
+        if has_images(reader.prefix):
+            raise DataError(f"{reader.prefix}: has images, which are not {what}", hint=hint)
+
+
+def encoded(references: Sequence[Reference]) -> np.ndarray:
+    """A document of `PREFIX.images`: uint8 [bytes]."""
+    return np.frombuffer(json.dumps(list(references)).encode(), np.uint8)
+
+
+class References:
+    """The images of a data set's documents. Opened when something is asked of it.
+
+    Raises:
+        DataError: on opening, when it is of another data set.
+    """
+
+    def __init__(self, reader: IndexedReader, folder: Path) -> None:
+        self._reader, self.folder = reader, folder
+
+    @cached_property
+    def _opened(self) -> IndexedReader:
+        opened = IndexedReader(images_prefix(self._reader.prefix))
+        if len(opened.document_index) != len(self._reader.document_index):
+            raise DataError(f"{opened.prefix}: not the images of {self._reader.prefix}", hint="make both anew")
+        return opened
+
+    @property
+    def fingerprint(self) -> str:
+        """Of where the images are, not of what is in them."""
+        return self._opened.fingerprint
+
+    def of(self, document: int) -> list[Reference]:
+        """Those of a document."""
+        entries = json.loads(self._opened.read(document).tobytes())
+        return [entry if isinstance(entry, str) else tuple(entry) for entry in entries]
+
+    def read(self, reference: Reference) -> bytes:
+        """The file of an image, as it lies there.
+
+        Raises:
+            DataError: when it cannot be read.
+        """
+        return read_image(reference, self.folder)
+
+
+def read_image(reference: Reference, folder: Path) -> bytes:
+    """The bytes of an image's file.
+
+    Raises:
+        DataError: when it cannot be read.
+    """
+    path, offset, size = reference if isinstance(reference, tuple) else (reference, 0, -1)
+    try:
+        with open(folder / path, "rb") as stream:
+            stream.seek(offset)
+            return stream.read(size)
+    except OSError as error:
+        raise DataError(f"{folder / path}: cannot be read ({error.strerror})") from None
+
+
+def shard_samples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, Reference]]]:
+    """The samples of a webdataset shard: neighbours that share a name up to its first point.
+
+    Yields each one's name, the content of its small files (json, txt) by their endings, and where the others lie.
+
+    Raises:
+        DataError: when it is no tar archive.
+    """
+    name, texts, others = "", dict[str, bytes](), dict[str, Reference]()
+    try:
+        with tarfile.open(path, "r:") as shard:
+            for member in filter(tarfile.TarInfo.isfile, shard):
+                folder, _, file = member.name.rpartition("/")
+                stem, _, ending = file.partition(".")
+                key = f"{folder}/{stem}"
+                if key != name and (texts or others):
+                    yield name, texts, others
+                    texts, others = {}, {}
+                name = key
+                if ending.lower() in ("json", "txt"):
+                    stream = shard.extractfile(member)
+                    assert stream is not None
+                    texts[ending.lower()] = stream.read()
+                else:
+                    others[ending.lower()] = (str(path.resolve()), member.offset_data, member.size)
+    except (tarfile.TarError, OSError) as error:
+        raise DataError(f"{path}: no tar archive that can be read to its end ({error})") from None
+    if texts or others:
+        yield name, texts, others
+
+
+def write_shard_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:
+    """Put a file into a tar archive that is being written."""
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    shard.addfile(member, io.BytesIO(content))

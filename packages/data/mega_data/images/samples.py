@@ -1,0 +1,101 @@
+"""Samples of conversations with images: packed as others are, the placeholders of each image in the tokens already."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_common.errors import DataError
+from mega_common.log import logger
+from mega_common.vision import VisionConfig
+from mega_data.files.info import read_info
+from mega_data.files.mask import LossWeights
+from mega_data.images.references import References
+from mega_data.kinds.base import Sample, SampleImages, Setting
+from mega_data.kinds.packed import PackedSamples, document_bounds
+from mega_data.order.parts import Part
+
+
+class SeeingSamples(PackedSamples):
+    """See `PackedSamples`. What a sample's images are is a function of its number too, as long as their files stay.
+
+    Raises:
+        DataError: when the images are not those that the model sees; for a sample with an image that cannot be read,
+            where `data.on_bad_sample` is not skip.
+    """
+
+    def __init__(self, part: Part, setting: Setting, *, weights: LossWeights) -> None:
+        super().__init__(part, setting, weights=weights)
+        info, prefix = read_info(part.reader.prefix), part.reader.prefix
+        told = None if info is None else info.images
+        if told is None or setting.vision is None:
+            raise DataError(
+                f"{prefix}: has images, "
+                + ("which its .info says nothing of" if told is None else "and the model sees none"),
+                hint="model.vision says what a model sees with",
+            )
+        self._vision: VisionConfig = setting.vision
+        if (told.token, told.tokens) != (self._vision.image_token, self._vision.tokens):
+            raise DataError(
+                f"{prefix}: {told.tokens} placeholders {told.token} stand for an image, and the model has "
+                f"{self._vision.tokens} features and vision.image_token = {self._vision.image_token}",
+                hint="prepare the data for this model: mega data preprocess --images",
+            )
+        self._references = References(part.reader, setting.config.image_folder or Path(told.folder))
+
+    @property
+    def _rule(self) -> str:
+        vision = self._vision
+        bilinear = "" if vision.resample == "bicubic" else f" {vision.resample}"
+        return (
+            f"packed images={self._references.fingerprint} {vision.image_size} {vision.resize} {vision.mean} {vision.std}"
+            + bilinear
+        )
+
+    @cached_property
+    def _begins(self) -> npt.NDArray[np.int64]:
+        """Where each document of the data set begins among the tokens."""
+        return document_bounds(self._part.reader, 0, len(self._part.reader))[0]
+
+    def __getitem__(self, k: int, /) -> Sample:
+        sample = super().__getitem__(k)
+        try:
+            return replace(sample, images=self._images(*self._place(k)))
+        except DataError as error:
+            told = f"sample {k} of {self._part.reader.prefix}: {error.message}"
+            if self._setting.config.on_bad_sample == "stop":
+                raise DataError(
+                    told, hint="mend the image, or data.on_bad_sample: skip leaves such samples out"
+                ) from None
+            logger.warning("%s; nothing of the sample counts", told)
+            return replace(sample, loss_weights=np.zeros_like(sample.loss_weights))
+
+    def _images(self, starts: list[int], sizes: list[int]) -> SampleImages | None:
+        """The images of the documents that begin at some tokens; of a document that is cut those of the piece."""
+        from mega_data.images.pixels import pixels_of  # here: text wants no Pillow
+
+        tokens, each = self._part.reader.tokens, self._vision.tokens
+        pixels: list[npt.NDArray[np.float32]] = []
+        places, features = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        at = 0
+        for start, size in zip(starts, sizes, strict=True):
+            here = np.flatnonzero(tokens[start : start + size] == self._vision.image_token)
+            if here.size:
+                document = int(np.searchsorted(self._begins, start, side="right")) - 1
+                before = int((tokens[self._begins[document] : start] == self._vision.image_token).sum())
+                numbers = before + np.arange(here.size)
+                first, last = int(numbers[0]) // each, int(numbers[-1]) // each
+                places.append(at + here)
+                features.append(numbers + (len(pixels) - first) * each)
+                for number, reference in enumerate(self._references.of(document)[first : last + 1], first):
+                    try:
+                        pixels.append(pixels_of(self._references.read(reference), self._vision))
+                    except DataError as error:
+                        where = f"image {number} of document {document}, {reference}"
+                        raise DataError(f"{where}: {error.message}") from None
+            at += size
+        return SampleImages(pixels, np.concatenate(places), np.concatenate(features)) if pixels else None

@@ -1,0 +1,92 @@
+"""Prompts with images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mega_common.errors import DataError
+from mega_common.vision import VisionConfig
+from mega_eval.text import Text
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.vision.images import Images, image_blocks
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """A text with a placeholder for each of some images, which are the content of their files."""
+
+    text: str
+    pictures: Sequence[bytes]
+
+    def read(self, model: Decoder, tokenizer: Text) -> tuple[list[int], Images]:
+        """Its tokens, with as many placeholders as images have features, and these.
+
+        Raises:
+            DataError: when the model sees nothing, an image cannot be read, or there are more or fewer than placeholders.
+        """
+        from mega_data.images.pixels import pixels_of  # here: text wants no Pillow
+
+        vision = model.config.vision
+        if vision is None:
+            raise DataError(
+                "the model sees no images", hint="one that does has a section `vision` in its configuration"
+            )
+        text = _framed(self.text, vision, tokenizer)
+        tokens = np.array(tokenizer.encode(text, add_special_tokens=True), np.int64)
+        here = tokens == vision.image_token
+        if here.sum() != len(self.pictures):
+            name = tokenizer.decode([vision.image_token if vision.begin_token is None else vision.begin_token])
+            raise DataError(
+                f"{len(self.pictures)} image(s), and {here.sum()} placeholders {name} in the text",
+                hint=f"write {name} where an image belongs",
+            )
+        pixels = np.stack([pixels_of(one, vision) for one in self.pictures])
+        tokens = np.repeat(tokens, np.where(here, vision.tokens, 1))
+        rows = np.where(tokens == vision.image_token, np.cumsum(tokens == vision.image_token) - 1, -1)
+        return tokens.tolist(), seen(model, Images(torch.from_numpy(pixels), torch.from_numpy(rows)[None]))
+
+
+def _framed(text: str, vision: VisionConfig, tokenizer: Text) -> str:
+    """A text in which each image has its placeholder between what begins and what ends an image, where the model wants that:
+    as Gemma 3's processor writes it, with two ends of lines around.
+    """
+    if vision.begin_token is None or vision.end_token is None:
+        return text
+    begin, image, end = (tokenizer.decode([one]) for one in (vision.begin_token, vision.image_token, vision.end_token))
+    return text if image in text else text.replace(begin, f"\n\n{begin}{image}{end}\n\n")
+
+
+@torch.inference_mode()
+def seen(model: Decoder, images: Images) -> Images:
+    """The same with their features, where the model's stage has the tower."""
+    return images if model.vision is None else images.known(model.vision.see(images, model.device))
+
+
+def seen_together(tokens: Sequence[int], vision: VisionConfig) -> list[range]:
+    """The places of a row's images, where their tokens see one another and not only those before them."""
+    places = np.array([tokens]) == vision.image_token
+    return [block for _, block in image_blocks(places)] if vision.bidirectional else []
+
+
+def columns(parts: Sequence[tuple[Images | None, int, int]], device: torch.device) -> Images | None:
+    """What some tokens of several rows see, each of them a row of its own: of each row the images, the first token, how many."""
+    every = [one for one, _, _ in parts if one is not None and one.features is not None]
+    if not every:
+        return None
+    rows: list[Tensor] = []
+    features: list[Tensor] = []
+    count = 0
+    for one, first, number in parts:
+        own = torch.full((number,), -1)
+        if one is not None and one.features is not None:
+            there = one.rows[0, first : first + number]
+            own[: len(there)] = torch.where(there < 0, there, there + count)
+            features.append(one.features)
+            count += len(one.features)
+        rows.append(own)
+    return Images(every[0].pixels, torch.cat(rows)[:, None].to(device)).known(torch.cat(features))

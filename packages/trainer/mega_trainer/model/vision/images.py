@@ -1,0 +1,100 @@
+"""The images of a forward pass: which rank computes which, and where their features stand among the tokens.
+
+Legend: n images, P features of an image, B batch, S sequence, R ranks that share a micro-batch's images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from mega_trainer.comm import Group, all_gather, reduce_scatter
+
+Block = tuple[int, range]  # a row, and tokens of it that see one another
+
+IMAGES = 0  # the axis of [n, P, D] that ranks share
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a micro-batch, all of them, and where tokens find their features.
+
+    Attributes:
+        pixels: fp32 [n, 3, H, W] in host memory, normalised.
+        rows: int64 [B, S], of all features [n P] the one that stands at a token; -1 at tokens of text.
+        features: [n P, D], where they are known already, as in generation.
+    """
+
+    pixels: Tensor
+    rows: Tensor
+    features: Tensor | None = None
+
+    def known(self, features: Tensor) -> Images:
+        """The same images, whose features are known."""
+        return replace(self, features=features)
+
+    def part(self, places: Any) -> Images:
+        """The same images, for the tokens at some places of the sequences."""
+        return replace(self, rows=self.rows[:, places])
+
+    def dealt(self, groups: Sequence[Group]) -> Tensor:
+        """Those that this rank of `groups`, the last of which counts fastest, computes: as many on each, the last ones black.
+
+        One at least, for where one rank has a gradient of the tower, all must have one.
+        """
+        rank, ranks = 0, 1
+        for group in groups:
+            rank, ranks = rank * group.size + group.rank, ranks * group.size
+        share = max(1, -(-len(self.pixels) // ranks))
+        own = self.pixels[rank * share : (rank + 1) * share]
+        return F.pad(own, (0, 0, 0, 0, 0, 0, 0, share - len(own)))
+
+
+def image_blocks(images: np.ndarray, begins: np.ndarray | None = None) -> list[Block]:
+    """Where tokens of images stand side by side, two at least: of `images`, bool [B, S], those with the same of `begins`."""
+    found: list[Block] = []
+    for row, own in enumerate(np.where(images, 0 if begins is None else begins, -1)):
+        cuts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
+        found += [(row, range(a, b)) for a, b in pairwise(cuts) if own[a] >= 0 and b - a > 1]
+    return found
+
+
+def placed(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
+    """Embeddings x [B, S, D] with those at placeholders overwritten by `features` [n P, D]; `rows` as in `Images`."""
+    return torch.where((rows < 0).unsqueeze(-1), x, features[rows.clamp(min=0)].to(x.dtype))
+
+
+def gathered(features: Tensor, group: Group, *, partial: bool) -> Tensor:
+    """The features of all ranks' images: [n/R, P, D] -> [n, P, D].
+
+    `partial` says that each rank's gradient is that of its own tokens, to be summed; else all ranks have the same one.
+    """
+    if group.size == 1:
+        return features
+    y: Tensor = _Gather.apply(features, group, partial)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, group: Group, partial: bool) -> Tensor:
+        ctx.group, ctx.partial = group, partial
+        return all_gather(features, group, IMAGES)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        group: Group = ctx.group
+        if ctx.partial:
+            return reduce_scatter(dy, group, IMAGES), None, None
+        share = len(dy) // group.size
+        return dy[group.rank * share : (group.rank + 1) * share].contiguous(), None, None

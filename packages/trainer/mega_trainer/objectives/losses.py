@@ -1,0 +1,105 @@
+"""Losses of preference pairs, as functions of the log-probabilities of whole answers.
+
+Each is given what the model and a reference make of P pairs, and tells the loss of each pair and its rewards, whose
+difference between the answers is what it moves.
+
+Legend: P pairs; 2: the chosen answer, the rejected one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from mega_trainer.objectives.config import ObjectiveConfig
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Log-probabilities of the answers of P pairs, summed over the tokens that count.
+
+    Attributes:
+        policy: [P, 2], by the model that is trained.
+        reference: [P, 2], by the reference model; zero for a loss that has none.
+        tokens: [P, 2], how many count.
+        kl: how far the model is from the reference, a scalar: mean log ratio of answers to other questions. Of `kto`.
+    """
+
+    policy: Tensor
+    reference: Tensor
+    tokens: Tensor
+    kl: Tensor
+
+
+Loss = Callable[[Pairs], tuple[Tensor, Tensor]]
+"""Makes of pairs their losses [P] and rewards [P, 2]."""
+
+
+def dpo(pairs: Pairs, beta: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """-log sigmoid(r_chosen - r_rejected), rewards r = beta log(policy / reference) (arXiv:2305.18290)."""
+    rewards = beta * (pairs.policy - pairs.reference)
+    return _logistic(rewards[:, 0] - rewards[:, 1], label_smoothing), rewards
+
+
+def ipo(pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
+    """(h_chosen - h_rejected - 1 / (2 beta))^2, h the mean log ratio of a token (arXiv:2310.12036, equation 17)."""
+    ratios = pairs.policy - pairs.reference
+    means = ratios / pairs.tokens.clamp(min=1)
+    return (means[:, 0] - means[:, 1] - 1 / (2 * beta)).square(), beta * ratios
+
+
+def simpo(pairs: Pairs, beta: float, gamma: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """-log sigmoid(r_chosen - r_rejected - gamma), r = beta times the mean log-probability (arXiv:2405.14734)."""
+    rewards = beta * pairs.policy / pairs.tokens.clamp(min=1)
+    return _logistic(rewards[:, 0] - rewards[:, 1] - gamma, label_smoothing), rewards
+
+
+def kto(pairs: Pairs, beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Half of w (1 - sigmoid(r - beta kl)) of the chosen and w' (1 - sigmoid(beta kl - r)) of the rejected answer, so that
+    the mean over pairs is that over answers (arXiv:2402.01306)."""
+    rewards = beta * (pairs.policy - pairs.reference)
+    gain = rewards - beta * pairs.kl
+    return (desirable * (-gain[:, 0]).sigmoid() + undesirable * gain[:, 1].sigmoid()) / 2, rewards
+
+
+def reward(pairs: Pairs, margin: float = 0.0, center: float = 0.0) -> tuple[Tensor, Tensor]:
+    """-log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2, r the scores (Bradley and Terry 1952)."""
+    scores = pairs.policy
+    loss = -logsigmoid(scores[:, 0] - scores[:, 1] - margin)
+    return loss + center * scores.sum(1).square(), scores
+
+
+def _logistic(margin: Tensor, smoothing: float) -> Tensor:
+    return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+
+
+def loss_of(config: ObjectiveConfig) -> Loss:
+    """The loss that a run asks for."""
+    smoothing = config.label_smoothing
+    losses: Mapping[str, Loss] = {
+        "dpo": partial(dpo, label_smoothing=smoothing, beta=config.strength),
+        "ipo": partial(ipo, beta=config.strength),
+        "simpo": partial(simpo, beta=config.strength, gamma=config.gamma, label_smoothing=smoothing),
+        "kto": partial(
+            kto, beta=config.strength, desirable=config.desirable_weight, undesirable=config.undesirable_weight
+        ),
+        "reward": partial(reward, margin=config.margin, center=config.center),
+    }
+    return losses[config.kind]
+
+
+NAMES = (
+    "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected", "kl",
+)  # fmt: skip
+
+
+def figures(pairs: Pairs, rewards: Tensor) -> Tensor:
+    """What is told of P pairs, under TRL's names, which `NAMES` are: [7, P]."""
+    (good, bad), kl = rewards.unbind(1), pairs.kl.expand(len(rewards))
+    right = (good > bad).to(good.dtype)
+    return torch.stack([good, bad, good - bad, right, *pairs.policy.unbind(1), kl])

@@ -1,0 +1,36 @@
+"""Launch scripts of Megatron's T5."""
+
+from __future__ import annotations
+
+import yaml
+
+from mega_cli.megatron_args import to_yaml, translate
+from mega_trainer.config import RunConfig, resolve
+
+SCRIPT = """
+torchrun --nproc-per-node 8 pretrain_t5.py --encoder-num-layers 12 --decoder-num-layers 6 --hidden-size 768 --num-attention-heads 12
+    --kv-channels 64 --ffn-hidden-size 3072 --encoder-seq-length 512 --decoder-seq-length 128 --max-position-embeddings 512
+    --micro-batch-size 16 --global-batch-size 512 --train-iters 1000 --lr 0.0001 --bf16 --vocab-extra-ids 100 --vocab-size 29056
+    --data-path text_sentence --tokenizer-type BertWordPieceCase --short-seq-prob 0.2
+"""
+
+
+def test_a_script_of_t5() -> None:
+    told = to_yaml(translate(SCRIPT.replace("\n    ", " ")))
+    config = RunConfig.parse(resolve(yaml.safe_load(told)), source="run.yaml")
+    model, data = config.model, config.data
+    assert (model.num_layers, model.encoder and model.encoder.num_layers, model.position) == (18, 12, "learned")
+    assert model.head_bias  # of a tied embedding
+    assert (data.kind, data.seq_length, data.t5.decoder_seq_length) == ("t5", 512, 128)
+    assert data.t5.short_probability == 0.2
+    assert "--vocab-extra-ids 100: the tokenizer's folder has to have the sentinels" in told
+
+
+def test_relative_positions() -> None:
+    flags = (
+        "--position-embedding-type relative --relative-attention-num-buckets 16 --untie-embeddings-and-output-weights"
+    )
+    told = to_yaml(translate(SCRIPT.replace("\n    ", " ").replace("--bf16", f"--bf16 {flags}")))
+    model = RunConfig.parse(resolve(yaml.safe_load(told)), source="run.yaml").model
+    assert (model.position, model.relative.buckets, model.relative.max_distance) == ("relative", 16, 128)
+    assert not model.head_bias

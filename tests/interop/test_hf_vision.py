@@ -1,0 +1,248 @@
+"""Models that see against transformers: logits, losses and gradients, folders that go to mega and back, greedy text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SiglipVisionConfig,
+)
+
+from mega_ckpt.convert import convert
+from mega_common.errors import DataError
+from mega_common.vision import VisionConfig
+from mega_data.images.pixels import pixels_of
+from mega_eval import generate as generating
+from mega_eval.engine import Engine
+from mega_eval.generate import generate
+from mega_eval.load import load_model
+from mega_eval.pictured import Pictured
+from mega_eval.text import Limits
+from mega_trainer.model.context import Outline
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.vision.images import Images
+
+BEGIN, IMAGE, VOCAB = 48, 50, 64
+TOWER = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 12,
+    "patch_size": 4,
+}  # fmt: skip
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB,
+    "initializer_range": 0.2,
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "llava 1.5": {"tower": CLIPVisionConfig(**TOWER), "text": "llama"},
+    "class token, another layer, other activations": {
+        "tower": CLIPVisionConfig(**TOWER, hidden_act="gelu", layer_norm_eps=1e-3), "text": "qwen2",
+        "vision_feature_layer": 1, "vision_feature_select_strategy": "full", "projector_hidden_act": "gelu_pytorch_tanh",
+        "multimodal_projector_bias": False,
+    },
+    "a tied gemma, an early layer": {
+        "tower": CLIPVisionConfig(**TOWER), "text": "gemma", "vision_feature_layer": -3,
+    },
+    "gemma 3": {
+        "tower": SiglipVisionConfig(**TOWER | {"image_size": 16}, vision_use_head=False), "text": "gemma3_text",
+        "mm_tokens_per_image": 4, "boi_token_index": BEGIN, "eoi_token_index": BEGIN + 1,
+    },
+    "siglip": {
+        "tower": SiglipVisionConfig(**TOWER), "text": "phi3", "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    },
+}  # fmt: skip
+
+
+def reference(name: str, folder: Path) -> Any:
+    """One of the models, drawn and saved."""
+    given = dict(CASES[name])
+    kind = given.pop("text")
+    more: dict[str, Any] = {"pad_token_id": 0} if kind == "phi3" else {}
+    more |= {"head_dim": 8} if kind.startswith("gemma") else {}
+    more |= {"sliding_window": 7, "sliding_window_pattern": 2} if kind == "gemma3_text" else {}
+    text = AutoConfig.for_model(kind, **TEXT, **more, num_key_value_heads=2)
+    torch.manual_seed(0)
+    whole = (
+        (Gemma3Config, Gemma3ForConditionalGeneration)
+        if kind == "gemma3_text"
+        else (LlavaConfig, LlavaForConditionalGeneration)
+    )
+    model = whole[1](
+        whole[0](vision_config=given.pop("tower"), text_config=text, image_token_index=IMAGE, **given)
+    ).eval()
+    with torch.no_grad():  # numbers by which each part is seen in the result
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return model
+
+
+def told(name: str, tokens: Tensor) -> dict[str, Tensor]:
+    """What else transformers is told: where tokens of images are, that see one another."""
+    return {"token_type_ids": (tokens == IMAGE).long()} if name == "gemma 3" else {}
+
+
+def inputs(vision: VisionConfig) -> tuple[Tensor, Tensor, Images]:
+    """Two rows of tokens, with one image and with two, their pixels, and what the house is given of them."""
+    tokens_of_image, size = vision.tokens, vision.image_size
+    draw = torch.Generator().manual_seed(3)
+    tokens = torch.randint(1, BEGIN, (2, 2 * tokens_of_image + 7), generator=draw)
+    tokens[0, 2 : 2 + tokens_of_image] = IMAGE
+    tokens[1, 1 : 1 + tokens_of_image] = tokens[1, 3 + tokens_of_image : 3 + 2 * tokens_of_image] = IMAGE
+    pixels = torch.randn(3, 3, size, size, generator=draw)
+    rows = torch.full(tokens.shape, -1)
+    rows[tokens == IMAGE] = torch.arange(3 * tokens_of_image)
+    return tokens, pixels, Images(pixels, rows)
+
+
+def logits_of(model: Decoder, tokens: Tensor, images: Images) -> Tensor:
+    positions = torch.arange(tokens.shape[1])[None]
+    context = model.context(positions, outline=outline_of(model, tokens))
+    return model.logits(model(model.embed(tokens, positions, images=images), context))
+
+
+def outline_of(model: Decoder, tokens: Tensor) -> Outline:
+    together = model.config.vision is not None and model.config.vision.bidirectional
+    places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    return Outline.of(places, None, tokens.numpy() == IMAGE if together else None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_a_round_trip(tmp_path: Path, name: str) -> None:
+    theirs = reference(name, tmp_path / "hf")
+    ours = load_model(tmp_path / "hf")
+    assert ours.config.vision is not None
+    tokens, pixels, images = inputs(ours.config.vision)
+    more = told(name, tokens)
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens, pixel_values=pixels, **more).logits
+        found = logits_of(ours, tokens, images)
+        blind = theirs(input_ids=tokens, pixel_values=torch.zeros_like(pixels), **more).logits
+    assert (expected - blind).abs().max() > 0.1, "images that say nothing"
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    convert(tmp_path / "hf", tmp_path / "mega", to="mega")
+    convert(tmp_path / "mega", tmp_path / "back", to="hf")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
+
+
+def test_a_folder_with_published_names_and_few_keys(tmp_path: Path) -> None:
+    """As llava-hf/llava-1.5-7b-hf has it: a level of names more, and absent keys that mean transformers' defaults."""
+    theirs = reference("llava 1.5", tmp_path / "new")
+    renamed = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in load_file(tmp_path / "new" / "model.safetensors").items()
+    }
+    renamed["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(10)[None]
+    config = theirs.config.to_dict()
+    for key in ("hidden_act", "layer_norm_eps", "num_channels"):
+        del config["vision_config"][key]
+    for key in ("image_seq_length", "multimodal_projector_bias", "vision_feature_layer"):
+        del config[key]
+    (tmp_path / "old").mkdir()
+    theirs.config.from_dict(config).save_pretrained(tmp_path / "old")
+    save_file(renamed, tmp_path / "old" / "model.safetensors", {"format": "pt"})
+    ours = load_model(tmp_path / "old")
+    tokens, pixels, images = inputs(ours.config.vision)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            logits_of(ours, tokens, images), theirs(input_ids=tokens, pixel_values=pixels).logits, rtol=0, atol=1e-5
+        )
+    convert(tmp_path / "old", tmp_path / "mega", to="mega")
+    convert(tmp_path / "mega", tmp_path / "back", to="hf")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (
+        tmp_path / "old" / "model.safetensors"
+    ).read_bytes()
+
+
+class Numbers:
+    """A tokenizer of no text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(f" {one} " for one in ids)
+
+
+def picture(number: int) -> bytes:
+    noise, stream = np.random.default_rng(number).integers(0, 256, (20, 15, 3), np.uint8), io.BytesIO()
+    PIL.Image.fromarray(noise).save(stream, "png")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("name", ["llava 1.5", "gemma 3"])
+def test_greedy_text_image_by_image(tmp_path: Path, name: str) -> None:
+    """Several prompts at once, in chunks that cut images where these may be, which share no pages though their tokens are the same."""
+    theirs = reference(name, tmp_path)
+    model = load_model(tmp_path)
+    vision = model.config.vision
+    assert vision is not None
+    mark = IMAGE if vision.begin_token is None else vision.begin_token
+    text = " ".join(map(str, [*range(1, 20), mark, 3, 4]))
+    prompts = [Pictured(text, [picture(number)]) for number in (1, 2, 3)] + [
+        Pictured(f"{text} {mark} 7", [picture(4), picture(5)])
+    ]
+    found = generate(model, Numbers(), [*prompts, [5, 6, 7]], Limits(12))
+    with mock.patch.object(generating, "Engine", partial(Engine, chunk_tokens=5)):
+        chunked = generate(model, Numbers(), prompts, Limits(12), draft="none")
+    assert [one.tokens for one in chunked] == [one.tokens for one in found[:-1]]
+    for prompt, one in zip(prompts, found, strict=False):
+        tokens, _ = prompt.read(model, Numbers())
+        pixels = torch.from_numpy(np.stack([pixels_of(each, vision) for each in prompt.pictures]))
+        assert (vision.begin_token in tokens) == (name == "gemma 3")
+        row = theirs.generate(
+            torch.tensor([tokens]), pixel_values=pixels, do_sample=False, max_new_tokens=12, eos_token_id=None,
+            **told(name, torch.tensor([tokens])),
+        )  # fmt: skip
+        assert one.tokens == row[0, len(tokens) :].tolist()
+    assert len({tuple(one.tokens) for one in found[:3]}) > 1, "images that say nothing"
+    with pytest.raises(DataError, match=r"prompt 1 .*2 image.s., and 1 placeholders  \d+  in the text"):
+        generate(model, Numbers(), [Pictured(text, [picture(1), picture(2)])], Limits(1))
+
+
+@pytest.mark.parametrize("name", ["llava 1.5", "gemma 3"])
+def test_loss_and_gradients_without_the_layer_that_is_for_nothing(tmp_path: Path, name: str) -> None:
+    theirs = reference(name, tmp_path / "hf")
+    ours = load_model(tmp_path / "hf").requires_grad_(True)
+    assert ours.config.vision is not None
+    assert ours.vision is not None
+    tokens, pixels, images = inputs(ours.config.vision)
+    labels = torch.where(tokens == IMAGE, -100, tokens)
+    expected = theirs(input_ids=tokens, pixel_values=pixels, labels=labels, **told(name, tokens)).loss
+    expected.backward()
+    positions = torch.arange(tokens.shape[1] - 1)[None]
+    weights = (labels[:, 1:] >= 0).float()
+    context = ours.context(positions, outline=outline_of(ours, tokens[:, :-1]))
+    x = ours(ours.embed(tokens[:, :-1], positions, images=images.part(slice(-1))), context)
+    loss, _ = ours.loss(x, tokens[:, 1:], weights / weights.sum())
+    loss.backward()
+    projector = theirs.model.multi_modal_projector
+    found = {
+        "patches": (ours.vision.tower.patches.weight, theirs.model.vision_tower.embeddings.patch_embedding.weight),
+        "embedding": (ours.embedding.weight, theirs.model.language_model.embed_tokens.weight),
+        "projector": (ours.vision.projector.out.weight, projector.mm_input_projection_weight)
+        if name == "gemma 3"
+        else (ours.vision.projector.into.weight, projector.linear_1.weight),
+    }
+    for part, (mine, other) in found.items():
+        gradient = other.grad.T if (part, name) == ("projector", "gemma 3") else other.grad.flatten(1)
+        torch.testing.assert_close(mine.grad, gradient, rtol=1e-4, atol=1e-6)
+    assert np.isclose(loss.item(), expected.item(), rtol=1e-5)
+    assert (ours.vision.tower.norm.weight.grad is None) == (name != "gemma 3")

@@ -1,0 +1,104 @@
+"""Bugs of encoders, for `mutations`: of attention to both sides, of segments and of the heads behind the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from parity.cases import VARIANTS, Case, case
+from parity.recurrence_mutations import Patch
+from torch import Tensor
+
+from mega_trainer import step
+from mega_trainer.kernels.masks import Band
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Sequences
+from mega_trainer.model.embeddings import Inputs
+from mega_trainer.model.heads import Pooler
+
+swap = mock.patch.object
+WINDOW = VARIANTS["encoder"][2]
+TP, SP = (case("encoder", 2, parallel={"tp": 2, "sp": sp}) for sp in (False, True))
+RING = case("encoder", 2, parallel={"cp": 2})
+RING_WINDOW = case("encoder", 2, parallel={"cp": 2}, variant=WINDOW)
+DP = case("encoder", 2, micro=2)
+
+
+def _short_behind() -> AbstractContextManager[Any]:
+    """A query sees one key fewer behind it than before it."""
+    real = Sequences._band
+
+    def band(self: Sequences, window: int | None) -> Band:
+        whole = real(self, window)
+        return whole if whole.right is None else replace(whole, right=whole.right - 1)
+
+    return swap(Sequences, "_band", band)
+
+
+def _parts(change: Callable[[Sequences], Sequences]) -> Patch:
+    """What context ranks see of each other's tokens, of other sequences than they have."""
+    real = Sequences.parts
+
+    def parts(self: Sequences, queries: range, keys: range, window: int | None) -> Any:
+        return real(self if queries == keys else change(self), queries, keys, window)
+
+    return lambda: swap(Sequences, "parts", parts)
+
+
+def _types_of_the_first_rank_alone() -> AbstractContextManager[Any]:
+    real = Inputs.forward
+
+    def forward(self: Inputs, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+        return real(self, x, positions, None if self.tp.rank else types)
+
+    return swap(Inputs, "forward", forward)
+
+
+def _first_token_on_every_rank() -> AbstractContextManager[Any]:
+    """Each takes the first of its tokens for that of the sample."""
+    real = Pooler.loss
+
+    def loss(self: Pooler, x: Tensor, pairs: Any) -> Tensor:
+        self.has_first = True
+        return real(self, x, pairs)
+
+    return swap(Pooler, "loss", loss)
+
+
+def _pair_head_summed() -> AbstractContextManager[Any]:
+    """Tensor ranks that each have the whole gradient of the pair head add theirs up."""
+    real = Builder.replicated
+
+    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        parts = {"partial_grad": True} if name.startswith("pair_head") else {}
+        return real(self, name, shape, **{**options, **parts})
+
+    return swap(Builder, "replicated", replicated)
+
+
+def _output_bias_of_the_first_rank() -> AbstractContextManager[Any]:
+    """Each takes its part of the vocabulary's bias for the first rank's."""
+    real = Builder.vocabulary_bias
+
+    def vocabulary_bias(self: Builder, name: str) -> torch.nn.Parameter:
+        first = replace(self, groups=replace(self.groups, tp=replace(self.groups.tp, rank=0)))
+        return real(first, name)
+
+    return swap(Builder, "vocabulary_bias", vocabulary_bias)
+
+
+ENCODERS: list[tuple[str, Case, Patch]] = [
+    ("encoder: a window one too short behind", RING_WINDOW, _short_behind),
+    ("encoder: keys behind a chunk are not seen", RING, _parts(lambda it: replace(it, causal=True))),
+    ("encoder: documents are open between chunks", RING, _parts(lambda it: replace(it, begins=None))),
+    ("encoder: types of segments on the first rank alone", SP, _types_of_the_first_rank_alone),
+    ("encoder: every sequence part has a first token", SP, _first_token_on_every_rank),
+    ("encoder: every context part has a first token", RING, _first_token_on_every_rank),
+    ("encoder: whole gradients of the pair head are summed", TP, _pair_head_summed),
+    ("encoder: the output's bias is the first rank's", TP, _output_bias_of_the_first_rank),
+    ("encoder: pairs weigh as tokens do", DP, lambda: swap(step, "weigh_ahead", lambda batches, tokens: batches)),
+]

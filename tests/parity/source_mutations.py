@@ -1,0 +1,128 @@
+"""Bugs of encoder-decoders, for `mutations`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from parity.cases import VARIANTS, Case, case
+from torch import Tensor
+
+from mega_trainer import batch as batches
+from mega_trainer.kernels.bias import DistanceBias
+from mega_trainer.model import builder, cross, encoder_decoder, relative
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Sequences
+from mega_trainer.model.cross import CrossAttention
+from mega_trainer.model.encoder_decoder import EncoderDecoder
+
+Patch = Callable[[], AbstractContextManager[Any]]
+swap = mock.patch.object
+
+PP = case("t5", 4, layers=4, parallel={"tp": 2, "sp": True, "pp": 2, "schedule": "zb-h1"}, micro=4)
+EXCHANGED = case("t5", 2, parallel={"cp": 2, "cp_kind": "alltoall"})
+RING = case("t5", 2, parallel={"cp": 2}, variant=VARIANTS["t5"][3])
+
+
+def _without_gradient(method: str) -> Patch:
+    """What a method is given in the second stage gets no gradient there."""
+
+    def patch() -> AbstractContextManager[Any]:
+        owner: Any = EncoderDecoder if hasattr(EncoderDecoder, method) else CrossAttention
+        real = getattr(owner, method)
+        return swap(
+            owner,
+            method,
+            lambda self, *given: real(self, *given[:-1], given[-1].detach() if self.groups.pp.rank else given[-1]),
+        )
+
+    return patch
+
+
+def _bucket_off_by_one() -> AbstractContextManager[Any]:
+    real = relative.buckets
+
+    def buckets(distances: Tensor, count: int, most: int, *, causal: bool) -> Tensor:
+        return real(distances - 1 if causal else distances, count, most, causal=causal)
+
+    return swap(relative, "buckets", buckets)
+
+
+def _padding_seen() -> AbstractContextManager[Any]:
+    real = batches.source_batch
+    return swap(batches, "source_batch", lambda *args: replace(real(*args), seen=None))
+
+
+def _padding_in_order_of_tokens() -> AbstractContextManager[Any]:
+    """Padding told in the order of the sequence, of keys in the order of the ranks."""
+
+    def source(tokens: Any, lengths: Any, device: Any, context: Any) -> Any:
+        alone = replace(context, ranks=(0,), rank=0)
+        return replace(real(tokens, lengths, device, context), seen=real(tokens, lengths, device, alone).seen)
+
+    real = batches.source_batch
+    return swap(batches, "source_batch", source)
+
+
+def _encoder_sees_before_alone() -> AbstractContextManager[Any]:
+    return swap(encoder_decoder, "Sequences", lambda *args, causal: Sequences(*args))
+
+
+def _bias_of_the_first_heads() -> AbstractContextManager[Any]:
+    return swap(DistanceBias, "heads", lambda self, own: DistanceBias(self.values[: own.stop - own.start], self.zero))
+
+
+def _table_of_the_first_rank() -> AbstractContextManager[Any]:
+    real = Builder.relative_table
+
+    def table(self: Builder, name: str) -> Any:
+        groups = replace(self.groups, tp=replace(self.groups.tp, rank=0))
+        return real(replace(self, groups=groups), name)
+
+    return swap(Builder, "relative_table", table)
+
+
+def _gathered_without_sum() -> AbstractContextManager[Any]:
+    """The gradient of gathered keys is that of this rank's queries alone."""
+    real = cross.whole_sequence
+
+    def gathered(x: Tensor, group: Any, *, sp: bool) -> Tensor:
+        parts = list(real(x.detach(), group, sp=sp).chunk(group.size, 1))
+        parts[group.rank] = x
+        return torch.cat(parts, 1)
+
+    return swap(cross, "whole_sequence", gathered)
+
+
+def _norm_without_sync() -> AbstractContextManager[Any]:
+    real = builder.make_parameter
+
+    def make(shape: Any, pieces: Any, **options: Any) -> Any:
+        alone = pieces[0].name == "model.encoder_norm.weight"
+        return real(shape, pieces, **(options | {"grad_sync": ()} if alone else options))
+
+    return swap(builder, "make_parameter", make)
+
+
+SOURCES: list[tuple[str, Case, Patch]] = [
+    (
+        "encoder-decoder: gradient of the tables in the second stage lost",
+        PP, _without_gradient("contexts"),
+    ),
+    (
+        "encoder-decoder: gradient of what the encoder made lost in the second stage",
+        PP, _without_gradient("keys"),
+    ),
+    ("encoder-decoder: buckets of the causal side off by one", PP, _bucket_off_by_one),
+    ("encoder-decoder: cross attention sees padding", PP, _padding_seen),
+    ("encoder-decoder: the encoder sees only what is before", PP, _encoder_sees_before_alone),
+    ("encoder-decoder: every rank has the first heads' table", PP, _table_of_the_first_rank),
+    ("encoder-decoder: gradient of the encoder's norm not summed", PP, _norm_without_sync),
+    ("encoder-decoder: exchanged heads have the first heads' table", EXCHANGED, _bias_of_the_first_heads),
+    ("encoder-decoder: padding in the order of tokens, keys in that of ranks", RING, _padding_in_order_of_tokens),
+    ("encoder-decoder: gradient of gathered keys not summed", RING, _gathered_without_sum),
+]  # fmt: skip

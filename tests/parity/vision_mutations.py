@@ -1,0 +1,99 @@
+"""Bugs of a model that sees, of who computes which image above all, for `mutations`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from parity.cases import VARIANTS, Case, case
+from parity.recurrence_mutations import Patch
+from torch import Tensor
+
+from mega_common.vision import PROJECTOR, TOWER
+from mega_trainer.batch import MicroBatch
+from mega_trainer.comm import Group
+from mega_trainer.kernels.masks import Part
+from mega_trainer.model.context import Sequences
+from mega_trainer.model.vision import tower
+from mega_trainer.model.vision.images import Images, placed
+
+swap = mock.patch.object
+TP = case("vision", 2, parallel={"tp": 2, "zero": 0})
+SP = case("vision", 2, parallel={"tp": 2, "sp": True}, freeze=["model.vision_tower.*"])
+CP = case("vision", 4, parallel={"tp": 2, "cp": 2, "zero": 3}, variant={"tie_embeddings": True})
+PIPED = case("vision", 4, layers=4, parallel={"tp": 2, "pp": 2, "schedule": "zb-h1"}, micro=2)
+
+
+RING = case("vision", 2, parallel={"cp": 2}, variant=VARIANTS["vision"][-1])
+
+
+def _within_a_chunk(self: Sequences, queries: range, keys: range) -> list[Part]:
+    """An image's tokens see none of it in a chunk behind."""
+    return _ahead(self, queries, keys) if queries == keys else []
+
+
+_ahead = Sequences._ahead
+
+
+def _one_dealt_twice(self: Images, groups: Sequence[Group]) -> Tensor:
+    """The last rank computes the first one's images too."""
+    count = len(self.pixels)
+    return _dealt(
+        replace(self, pixels=torch.cat([self.pixels[: count // 2], self.pixels[: count - count // 2]])), groups
+    )
+
+
+_dealt = Images.dealt
+
+
+def _one_place_off(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
+    return placed(x, features, rows.roll(1, -1))
+
+
+def _gradient(partial: bool, axis: str) -> Patch:
+    """Say of the features that the ranks of an axis have other gradients, or the same."""
+    real = tower.gathered
+
+    def gathered(features: Tensor, group: Group, **options: Any) -> Tensor:
+        return real(features, group, partial=partial if group.name == axis else options["partial"])
+
+    return lambda: swap(tower, "gathered", gathered)
+
+
+def _stays(prefix: str) -> Patch:
+    """Gradients of some tensors stay with the tensor rank."""
+    real = tower.make_parameter
+
+    def make(shape: Any, pieces: Any, **options: Any) -> Any:
+        return real(shape, pieces, **(options | {"grad_sync": ()} if pieces[0].name.startswith(prefix) else options))
+
+    return lambda: swap(tower, "make_parameter", make)
+
+
+def _places_of_the_first_chunk() -> AbstractContextManager[Any]:
+    """A context rank looks for its tokens' features at the begin of the sequence."""
+    real = MicroBatch.part
+
+    def part(self: MicroBatch, places: Tensor) -> MicroBatch:
+        own = real(self, places)
+        assert self.images is not None
+        return replace(own, images=self.images.part(slice(len(places))))
+
+    return swap(MicroBatch, "part", part)
+
+
+VISIONS: list[tuple[str, Case, Patch]] = [
+    ("vision: an image is dealt twice", TP, lambda: swap(Images, "dealt", _one_dealt_twice)),
+    ("vision: features one place off under sp", SP, lambda: swap(tower, "placed", _one_place_off)),
+    ("vision: the projector's gradient stays on its rank", SP, _stays(PROJECTOR)),
+    ("vision: the tower's gradient stays on its rank", PIPED, _stays(TOWER)),
+    ("vision: features' gradients of tensor ranks are summed without sp", TP, _gradient(True, "tp")),
+    ("vision: features' gradients of tensor ranks are not summed under sp", SP, _gradient(False, "tp")),
+    ("vision: features' gradients of context ranks are not summed", CP, _gradient(False, "cp")),
+    ("vision: an image ends with its chunk", RING, lambda: swap(Sequences, "_ahead", _within_a_chunk)),
+    ("vision: context ranks look at the first places", CP, _places_of_the_first_chunk),
+]

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from mega_common.errors import TrainingError
+from mega_trainer.job import guard as guard_module
+from mega_trainer.job.guard import WARM, Guard, StopSignal
+from mega_trainer.sections import TrainConfig
+from mega_trainer.step import StepResult
+
+
+def good(loss: float = 2.0) -> StepResult:
+    return StepResult(loss, 1.0, 10, True)
+
+
+BAD = StepResult(float("nan"), float("inf"), 10, False)
+
+
+def test_stops_at_the_first_bad_step_by_default() -> None:
+    with pytest.raises(TrainingError, match="step 7: loss nan"):
+        Guard(TrainConfig()).check(7, BAD)
+
+
+def test_skips_some_bad_steps_but_not_many_in_a_row() -> None:
+    guard = Guard(TrainConfig(on_nan="skip", max_skips=3))
+    for step in (1, 2):
+        guard.check(step, BAD)
+    guard.check(3, good())
+    guard.check(4, BAD)
+    guard.check(5, BAD)
+    with pytest.raises(TrainingError, match="3 times in a row") as told:
+        guard.check(6, BAD)
+    assert "on_nan=skip" not in str(told.value)
+    with pytest.raises(TrainingError, match=r"or set train\.on_nan=skip"):
+        Guard(TrainConfig()).check(1, BAD)
+
+
+def test_a_spike_is_told_or_stops_after_the_average_has_settled() -> None:
+    guard = Guard(TrainConfig(spike_factor=2.0, on_spike="stop"))
+    guard.check(1, good(100.0))
+    guard.check(2, good(1000.0))  # too early to judge
+    guard = Guard(TrainConfig(spike_factor=2.0, on_spike="stop"))
+    for step in range(WARM):
+        guard.check(step, good())
+    guard.check(WARM, good(3.9))
+    with pytest.raises(TrainingError, match="over 2 times its average"):
+        guard.check(WARM + 1, good(5.0))
+
+
+def test_the_average_follows_the_loss() -> None:
+    guard = Guard(TrainConfig())
+    for step in range(1000):
+        guard.check(step, good(3.0 if step < 500 else 1.0))
+    assert guard.average == pytest.approx(1.0, abs=1e-3)
+
+
+def test_signals_after_the_first_change_nothing_but_a_later_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    ended: list[str] = []
+    with StopSignal(told.append, again=lambda: ended.append("at once")) as stop:
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert (stop.name, told) == ("SIGHUP", [signal.SIGHUP])
+        monkeypatch.setattr(guard_module, "AGAIN_SECONDS", 0.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not ended
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended == ["at once"]
+    with pytest.raises(KeyboardInterrupt):  # as before
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.name is None
+    finally:
+        signal.signal(signal.SIGHUP, before)

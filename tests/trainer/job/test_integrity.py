@@ -1,0 +1,110 @@
+"""A bit that changes on one rank is found, the rank is named, and nothing is saved after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from mega_ckpt.store import latest
+from mega_common.errors import ConfigError, TrainingError
+from mega_trainer import loop
+from mega_trainer import train as train_module
+from mega_trainer.config import RunConfig
+from mega_trainer.model.mlp import Mlp
+from mega_trainer.parallel.buckets import StepBucket
+from mega_trainer.ranks import Ranks
+
+Settings = Callable[..., dict[str, Any]]
+BAD, STEP = 1, 4  # the rank and the step of the fault
+
+
+def flip(tensor: Tensor) -> None:
+    """One bit of the first element."""
+    tensor[:1].view(torch.int32).bitwise_xor_(1 << 20)
+
+
+def run_with(raw: dict[str, Any], fault: str) -> str:
+    """What ends a run on this rank in which one bit changes on one rank; or that it did not end before its last step."""
+    rank, size, done = dist.get_rank(), dist.get_world_size(), [0]
+    real_step, real_settle, real_assemble = loop.train_step, StepBucket.settle, train_module.assemble
+
+    def step(executor: Any, optimizer: Any, batches: Any, **more: Any) -> Any:
+        done[0] += 1
+        if rank == BAD and done[0] == STEP and fault.startswith(("weight", "moment")):
+            _, values = optimizer.state()[0]
+            flip(values[0][1] if fault.startswith("moment") else values[0][0].shard.weights)
+        return real_step(executor, optimizer, batches, **more)
+
+    def settle(bucket: Any) -> None:
+        real_settle(bucket)
+        if rank == BAD and done[0] == STEP and fault == "gradient":
+            flip(bucket.grads)
+
+    def assemble(*args: Any) -> Any:
+        state, executor = real_assemble(*args)
+        if rank == BAD and fault == "activation":  # a device that computes wrongly, from some step on
+            mlp = next(module for module in state.stages[0].modules() if isinstance(module, Mlp))
+            mlp.register_forward_hook(lambda module, given, out: out * (1 + 2**-20) if done[0] >= STEP - 1 else out)
+        return state, executor
+
+    with (
+        mock.patch.object(loop, "train_step", step),
+        mock.patch.object(train_module, "assemble", assemble),
+        mock.patch("mega_trainer.parallel.buckets.StepBucket.settle", settle),
+    ):
+        try:
+            parsed = RunConfig.parse({**raw, "output": f"{raw['output']}-{fault}"})
+            train_module.run(parsed, Ranks(rank, size, rank))
+        except TrainingError as error:
+            return str(error)
+    return "not found"
+
+
+def sweep(raw: dict[str, Any], faults: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {fault: run_with({**raw, **more}, fault) for fault, more in faults.items()}
+
+
+def test_a_flipped_bit_is_found_the_rank_named_and_nothing_saved(settings: Settings, tmp_path: Path) -> None:
+    raw = settings(
+        batch={"micro": 1, "global": 6}, parallel={"zero": 0}, train={"steps": 5}, checkpoint={"every": 5},
+        fault={"hash_every": 2},
+    )  # fmt: skip
+    faults: dict[str, dict[str, Any]] = {
+        "none": {"fault": {"hash_every": 1, "recompute_every": 1}, "parallel": {"zero": 1}},
+        "weight": {}, "moment": {}, "gradient": {},
+        "weight of zero 1": {"fault": {"hash_every": 1}, "parallel": {"zero": 1}},
+        "moment of zero 1": {"fault": {"hash_every": 1}, "parallel": {"zero": 1}},
+        "activation": {"fault": {"recompute_every": 2}, "parallel": {"zero": 1}},
+    }  # fmt: skip
+    for told in run_ranks(sweep, 3, raw, faults):
+        assert told.pop("none") == "not found"
+        for fault, name in (("weight of zero 1", "weight"), ("moment of zero 1", "exp_avg")):
+            words = told.pop(fault)
+            assert words.startswith(f"in step {STEP} bits have changed where nothing has written\n  rank {BAD} on ")
+            assert name in words
+        assert set(told) == {"weight", "moment", "gradient", "activation"}
+        for fault, words in told.items():
+            assert f"  rank {BAD} on " in words, (fault, words)
+            assert "rank 0" not in words
+            assert "where 2 other ranks agree" in words
+            assert f"step {STEP}" in words
+            assert latest(tmp_path / f"run-{fault}" / "checkpoints") is None
+        assert "weight" in told["gradient"]
+        assert "moment" not in told["weight"]
+        assert "exp_avg" in told["moment"]
+        assert "the gradient of" in told["activation"]
+
+
+def test_gradients_that_are_not_kept_are_not_compared(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"fault\.recompute_every.*parallel\.zero = 2"):
+        RunConfig.parse(settings(parallel={"zero": 2}, fault={"recompute_every": 2}))
+    with pytest.raises(ConfigError, match=r"fault\.recompute_every.*deterministic"):
+        RunConfig.parse(settings(device="cuda", fault={"recompute_every": 2}))

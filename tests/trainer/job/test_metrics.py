@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mega_trainer.config import RunConfig
+from mega_trainer.job import metrics as metrics_module
+from mega_trainer.job.metrics import Metrics, Speed, forget_after
+from mega_trainer.step import StepResult
+
+
+def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"step": 6, "lo')
+    assert forget_after(path, 3) == ({"step": 1}, {"step": 3}, {"step": 5})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_nothing_is_rewritten_when_nothing_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    before = path.stat().st_ino
+    assert forget_after(path, 1) == ({"step": 1}, {"step": 1}, {"step": 1})
+    assert forget_after(tmp_path / "missing.jsonl", 1) is None
+    assert path.stat().st_ino == before
+
+
+def test_the_screen_has_a_line_a_second_at_most_and_the_file_every_step(
+    settings: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(monotonic=lambda: 0.3 * next(clock), time=time.time))
+    config = RunConfig.parse(settings(train={"steps": 9}))
+    Path(config.output).mkdir()
+    with caplog.at_level("INFO", "mega"), Metrics(config, Speed(1.0, 1.0, 1.0), 0, 0, writes=True) as metrics:
+        for step in range(1, 10):
+            more = {"valid_loss": 1.0} if step == 6 else {}
+            metrics.step(
+                step, 4 * step, 1e-3, StepResult(2.0, 1.0, 64.0, updated=True), phases={"forward": 0.1}, **more
+            )
+    told = [int(found) for found in re.findall(r"step +(\d+)/9", caplog.text)]
+    assert told == [1, 5, 6, 9]
+    lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, 10)]
+    assert "forward 33 %  goodput" in caplog.text

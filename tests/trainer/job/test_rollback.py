@@ -1,0 +1,147 @@
+"""What a run does about bad steps: it skips them, or goes back and past the samples that led there."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_ckpt.store import Checkpoint, committed
+from mega_common.errors import ConfigError, TrainingError
+from mega_trainer import loop
+from mega_trainer import step as step_module
+from mega_trainer.config import RunConfig
+from mega_trainer.job import guard as guard_module
+from mega_trainer.job import rollback
+from mega_trainer.job.rollback import LeftOut
+from mega_trainer.ranks import Ranks
+from mega_trainer.state import TrainState
+from mega_trainer.train import run
+
+Settings = Callable[..., dict[str, Any]]
+NAN, HIGH = float("nan"), 1e6
+
+
+def trained(raw: dict[str, Any]) -> TrainState:
+    return run(RunConfig.parse(raw), Ranks())
+
+
+def weights(state: TrainState) -> dict[str, list[torch.Tensor]]:
+    return {name: [box.tensor.clone() for box in held.boxes] for name, held in state.tensors().items()}
+
+
+def same(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(a, b) for key in one for a, b in zip(one[key], other[key], strict=True)
+    )
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Fills with the first token of each sample that a step reads, step by step."""
+    seen: list[tuple[int, ...]] = []
+    real = loop.micro_batches
+
+    def noted(batch: Any, *more: Any) -> Any:
+        seen.append(tuple(map(tuple, batch.tokens)))
+        return real(batch, *more)
+
+    monkeypatch.setattr(loop, "micro_batches", noted)
+    return seen
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, samples: tuple[int, ...], loss: float) -> None:
+    """Each step that reads these samples has that sum of losses, whenever it comes."""
+    real, at_hand = step_module.sum_over_ranks, []
+    batches = step_module.weigh_ahead
+
+    def look(given: Any, tokens: Any) -> Any:
+        at_hand[:] = [tuple(row.tolist()) for batch in given for row in batch.tokens]
+        return batches(given, tokens)
+
+    def poisoned(*args: Any) -> Any:
+        told, table = real(*args)
+        if tuple(at_hand) == samples:
+            told[0] = loss
+        return told, table
+
+    monkeypatch.setattr(step_module, "weigh_ahead", look)
+    monkeypatch.setattr(step_module, "sum_over_ranks", poisoned)
+
+
+def test_a_rollback_goes_past_the_samples_and_every_way_there_has_the_same_bits(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, read: list[Any], caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Bad is the 5th step's data; with checkpoints at 2 and 4 and two steps back, steps 3 to 5 are left out."""
+    monkeypatch.setattr(guard_module, "WARM", 2)
+    policy = {"steps": 8, "on_spike": "rollback", "rollback_steps": 2, "spike_factor": 3.0}
+    asked: dict[str, Any] = {"checkpoint": {"every": 2}, "lr_schedule": {"decay_steps": 8}}
+    trained(settings(train={"steps": 11}, output=str(tmp_path / "plain"), **asked))
+    plain = list(read)
+    poison(monkeypatch, plain[4], HIGH)
+    raw = settings(train=policy, **asked)
+    read.clear()
+    whole = trained(raw)
+    assert read == [*plain[:5], *plain[5:11]]  # steps 1 to 5, then 3 to 8 on what comes after the bad one
+    assert "step 5: loss" in caplog.text
+    assert "samples 16 to 19" in caplog.text
+    assert "back to step 2; left out: samples 8 to 19" in caplog.text
+    assert (whole.step, whole.consumed_samples, whole.left_out) == (8, 32, LeftOut(((8, 12),)))
+    assert whole.read is not None
+    assert sum(Checkpoint.open(committed(whole.config.checkpoints)[-1]).state["read"].values()) == 44
+    lines = [json.loads(line) for line in (Path(raw["output"]) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    halves = {**raw, "output": str(tmp_path / "halves")}
+    trained({**halves, "train": {**policy, "steps": 6}})
+    read.clear()
+    assert same(weights(whole), weights(trained(halves)))
+    assert read == plain[9:11]
+
+
+def test_a_spike_can_be_skipped_and_leaves_weights_and_average_alone(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, read: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guard_module, "WARM", 2)
+    raw = settings(train={"steps": 6, "on_spike": "skip", "spike_factor": 3.0})
+    trained({**raw, "output": raw["output"] + "-plain"})
+    poison(monkeypatch, read[3], HIGH)
+    state = trained(raw)
+    assert (state.step, state.optimizer.steps, state.guard.seen) == (6, 5, 5)
+    assert state.guard.average < 10
+    assert "samples 12 to 15; the weights were not updated" in caplog.text
+
+
+def test_a_rollback_without_a_checkpoint_or_that_never_helps_ends_the_run(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = {"steps": 4, "on_nan": "rollback", "max_skips": 2}
+    real = step_module.sum_over_ranks
+
+    def poisoned(*args: Any) -> Any:
+        told, table = real(*args)
+        return told * (NAN if len(done) >= 2 else 1), table
+
+    done: list[int] = []
+    monkeypatch.setattr(step_module, "sum_over_ranks", poisoned)
+    advance = TrainState.advance
+    monkeypatch.setattr(TrainState, "advance", lambda self, result: (done.append(1), advance(self, result)))
+    with pytest.raises(TrainingError, match=r"step 3: loss nan .* no checkpoint in .*"):
+        trained(settings(train=policy))
+    done.clear()
+    with pytest.raises(TrainingError, match="going back to step 2 did not help 2 times in a row"):
+        trained(settings(train=policy, checkpoint={"every": 1}, output=settings()["output"] + "-saves"))
+
+
+def test_megatrons_order_has_no_other_samples_to_read(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"train\.on_spike.*data\.order = megatron"):
+        RunConfig.parse(settings(data={"order": "megatron"}, train={"on_spike": "rollback"}))
+
+
+def test_its_examples_hold() -> None:
+    assert doctest.testmod(rollback).failed == 0
