@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -29,8 +30,8 @@ limit, end = int(sys.argv[1]), sys.argv[2]
 size = int(re.search(r"batch={micro: (\\d+), global: \\d+}", " ".join(sys.argv))[1])
 output = next(word for word in sys.argv if word.startswith("--set=output=")).split("=", 2)[2]
 if size > limit:
-    if end == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if end in ("killed", "crashed"):
+        os.kill(os.getpid(), signal.SIGKILL if end == "killed" else signal.SIGSEGV)
     sys.exit("rank 0: out of memory on cuda:0" if end == "told" else "no such file")
 open(output + "/metrics.jsonl", "w").write(json.dumps({"memory_bytes": 1e9 * size, "tokens_per_second": 10.0}))
 """
@@ -46,6 +47,14 @@ def test_a_trial_that_ends_for_its_memory_is_a_finding(end: str) -> None:
     assert found(5, end) == 4
     with pytest.raises(ConfigError, match=r"not even batch\.micro = 1 fits"):
         found(0, end)
+
+
+def test_a_crash_is_one_where_a_smaller_size_trains(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="mega")
+    assert found(5, "crashed") == 4
+    assert "batch.micro = 6: ended with signal 11 (SIGSEGV) where a smaller one trains" in caplog.text
+    with pytest.raises(TrainingError, match="exit status -11"):
+        found(0, "crashed")
 
 
 def test_a_trial_that_fails_otherwise_ends_the_search() -> None:
@@ -85,5 +94,5 @@ def test_a_limit_of_memory_is_found(tmp_path: Path) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (1400 << 20, 1400 << 20)), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout == f"mega train {tmp_path}/run.yaml --set batch.micro=2\n", done.stderr
-    assert "batch.micro = 4: out of memory" in done.stderr
+    assert re.search(r"batch\.micro = 4: .*out of memory", done.stderr)
     assert not (tmp_path / "run").exists()

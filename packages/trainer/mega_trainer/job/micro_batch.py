@@ -6,6 +6,8 @@ Each trial is a `mega train` of its own, so that a rank which the kernel ends fo
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,6 +20,8 @@ from mega_trainer.config import RunConfig
 
 STEPS = 3  # the first makes the optimizer's state, and the second has it beside the activations
 OUT_OF_MEMORY = ("out of memory", "signal 9")
+# A library that does not look at what malloc gave it ends like this, where memory ends.
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,9 @@ class Trial:
 
     memory: int
     rate: float
+
+    def __str__(self) -> str:
+        return f"fits: {self.memory / 2**30:.2f} GiB, {self.rate:.0f} tokens/s"
 
 
 def candidates(config: RunConfig, world_size: int) -> list[int]:
@@ -64,17 +71,16 @@ def find_micro_batch(
         ConfigError: when not even a micro-batch of one sample fits.
         TrainingError: when a trial fails for another reason.
     """
-    found: dict[int, Trial] = {}
+    found: set[int] = set()
     sizes = candidates(config, world_size)
     logger.info("batch.micro: trying some of %s, %d steps each", sizes, STEPS)
 
     def fits(size: int) -> bool:
-        trial = _tried([*command, str(run), *_options(config, overrides, size, world_size)])
-        if trial is not None:
-            found[size] = trial
-        told = "out of memory" if trial is None else f"fits: {trial.memory / 2**30:.2f} GiB, {trial.rate:.0f} tokens/s"
-        logger.info("batch.micro = %d: %s", size, told)
-        return trial is not None
+        trial = _tried([*command, str(run), *_options(config, overrides, size, world_size)], bool(found))
+        logger.info("batch.micro = %d: %s", size, trial)
+        if isinstance(trial, Trial):
+            found.add(size)
+        return size in found
 
     best = largest(sizes, fits)
     if best is None:
@@ -97,14 +103,17 @@ def _options(config: RunConfig, overrides: Sequence[str], size: int, world_size:
     return [f"--set={setting}" for setting in [*overrides, *settings]]
 
 
-def _tried(command: Sequence[str]) -> Trial | None:
-    """What came of a trial; None when it ran out of memory."""
+def _tried(command: Sequence[str], smaller_fits: bool) -> Trial | str:
+    """What came of a trial; how it ran out of memory, where it did: a crash is taken for that if a smaller one trained."""
     with tempfile.TemporaryDirectory(prefix="mega-trial-") as folder:
         done = subprocess.run([*command, f"--set=output={folder}"], capture_output=True, text=True, check=False)
         if done.returncode == 0:
             last = json.loads((Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
             return Trial(int(last["memory_bytes"]), last["tokens_per_second"])
-    if done.returncode == -9 or any(words in done.stderr for words in OUT_OF_MEMORY):
-        return None
+    if done.returncode == -signal.SIGKILL or any(words in done.stderr for words in OUT_OF_MEMORY):
+        return "out of memory"
+    for crash in CRASHES:
+        if smaller_fits and (done.returncode == -crash or re.search(rf"signal {crash:d}\b", done.stderr)):
+            return f"ended with signal {crash:d} ({crash.name}) where a smaller one trains: taken for out of memory"
     words = "\n".join(f"  | {line}" for line in done.stderr.strip().splitlines()[-12:])
     raise TrainingError(f"a trial ended with exit status {done.returncode}:\n{words}")
