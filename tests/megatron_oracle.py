@@ -43,7 +43,7 @@ BASE: dict[str, Any] = {
     "attention_dropout": 0.0, "moe_router_pre_softmax": False, "multi_latent_attention": False, "quick_geglu": False,
     "activation_func_clamp_value": None, "glu_linear_offset": 0.0, "softmax_type": "vanilla", "window_size": None,
     "window_attn_skip_freq": None, "rotary_interleaved": False, "layernorm_zero_centered_gamma": False,
-    "mtp_num_layers": None, "squared_relu": False, "is_hybrid_model": False,
+    "mtp_num_layers": None, "squared_relu": False, "is_hybrid_model": False, "attention_output_gate": False,
 }  # fmt: skip
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 EXPERTS = {
@@ -195,6 +195,7 @@ def _config(args: Namespace) -> Any:
         softmax_type=args.softmax_type, window_size=args.window_size, window_attn_skip_freq=args.window_attn_skip_freq,
         rotary_interleaved=args.rotary_interleaved,
         add_bias_linear=args.add_bias_linear, add_qkv_bias=args.add_qkv_bias, qk_layernorm=args.qk_layernorm,
+        attention_output_gate=args.attention_output_gate,
         hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, bias_activation_fusion=False,
         bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
         gradient_accumulation_fusion=False, pipeline_dtype=torch.float32,

@@ -34,6 +34,7 @@ SETTINGS: tuple[Entry, ...] = (
     Activation(),
     Biases(),
     Key("qk_layernorm", "qk_norm", False),
+    Key("attention_output_gate", "attention_gate", False),
     Key("softmax_type", "attention_sinks", "vanilla", SINKS),
     Window(),
     Positions(),
@@ -49,7 +50,6 @@ SETTINGS: tuple[Entry, ...] = (
         {
             "apply_residual_connection_post_layernorm": (False, None),
             "qk_l2_norm": (False, None),
-            "attention_output_gate": (False, None),
             "experimental_attention_variant": (None,),
             "no_rope_freq": (None, 0),
             "moe_apply_probs_on_input": (False, None),

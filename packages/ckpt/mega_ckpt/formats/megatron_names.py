@@ -4,6 +4,7 @@ A `Part` is one tensor of one layer as a single rank would hold it (tp = pp = ep
 which rectangle of a canonical tensor. Legend: V vocabulary, D width, F feed-forward width, E experts, G key/value groups.
 
     linear_qkv   group by group: the queries of the group, its key, its value      [(H + 2G) d, D]
+                 with gates of attention those after the queries                   [(2H + 2G) d, D]
     linear_fc1   all gate rows, then all up rows                                   [2F, D], of experts [E, 2F, D]
     eh_proj      the columns of the embedding, then those of the layer before      [D, 2D]
     in_proj      of Mamba-2, a tensor for each of z, x, B, C and dt; in files of ranks one, of the rank's rows of each
@@ -180,8 +181,8 @@ def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape], theirs: 
             yield _joined(theirs + name, names, shapes, axis)
 
     for kind in ("weight", "bias"):
-        names = [f"{ours}self_attn.{one}_proj.{kind}" for one in "qkv"]
-        if names[2] in shapes:
+        names = [f"{ours}self_attn.{one}_proj.{kind}" for one in ("qgkv" if model.attention_gate else "qkv")]
+        if names[-1] in shapes:
             yield _by_group(f"{theirs}self_attention.linear_qkv.{kind}", names, shapes, model.kv_heads)
     mamba = model.mixer(index) == "mamba"
     yield from _blocks(ours, theirs, shapes) if mamba else ()
