@@ -17,6 +17,7 @@ from torch import Tensor
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
 from mega_common.log import ProgressBar
 from mega_common.vision import VisionConfig
+from mega_data.images.tiles import features_of
 from mega_data.kinds.base import SampleImages
 from mega_data.loader import SourceTokens, StepBatch
 from mega_trainer import build, step, train
@@ -148,15 +149,24 @@ def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool 
 
 
 def drawn_images(rng: np.random.Generator, tokens: np.ndarray, vision: VisionConfig) -> SampleImages | None:
-    """None to two images somewhere in a sample, the first one perhaps cut by its begin; `tokens` get the placeholders."""
+    """None to two images somewhere in a sample, the first one perhaps cut by its begin; `tokens` get the placeholders.
+
+    Those in tiles are of several sizes, and so have other numbers of tiles and placeholders.
+    """
     count, size = int(rng.integers(3)), vision.image_size
     if not count:
         return None
     cut = int(rng.integers(2))
-    features = np.arange(cut, count * vision.tokens)
+    squares, features = 0, np.zeros(0, np.int64)
+    for _ in range(count):
+        sides = rng.integers(1, 9, 2) if vision.pinpoints else (size, size)
+        found = features_of(vision, int(sides[0]), int(sides[1]))
+        features = np.append(features, squares * vision.rows + found)
+        squares += 1 + (found.max() // vision.rows)
+    features = features[cut:][: len(tokens)]
     places = np.sort(rng.choice(len(tokens), len(features), replace=False))
     tokens[places] = vision.image_token
-    return SampleImages(list(rng.standard_normal((count, 3, size, size), np.float32)), places, features)
+    return SampleImages(list(rng.standard_normal((squares, 3, size, size), np.float32)), places, features)
 
 
 def _source(config: RunConfig, step: int, own: slice, count: int) -> SourceTokens:

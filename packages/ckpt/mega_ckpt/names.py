@@ -78,6 +78,7 @@ def _projector(config: ModelConfig, vision: VisionConfig) -> Tensors:
     return {
         **_linear(f"{PROJECTOR}linear_1", config.hidden_size, vision.hidden_size, vision.projector_bias),
         **_linear(f"{PROJECTOR}linear_2", config.hidden_size, config.hidden_size, vision.projector_bias),
+        **({f"{PROJECTOR}newline": (config.hidden_size,)} if vision.pinpoints is not None else {}),
     }
 
 

@@ -214,7 +214,7 @@ def _images(batch: StepBatch, part: slice, vision: VisionConfig, device: torch.d
     seen: list[np.ndarray] = []
     for row, sample in zip(rows, batch.images[part], strict=False):
         if sample is not None:
-            row[sample.places] = len(seen) * vision.tokens + sample.features
+            row[sample.places] = len(seen) * vision.rows + sample.features
             seen += sample.pixels
     pixels = np.stack(seen) if seen else np.empty((0, 3, size, size), np.float32)
     return Images(torch.from_numpy(pixels), to_device(torch.from_numpy(rows), device))

@@ -21,7 +21,7 @@ from mega_data.config import DataConfig
 from mega_data.dataset import BlendedDataset, build_datasets, sequential
 from mega_data.files.info import DataInfo
 from mega_data.files.merge import merge
-from mega_data.images.pixels import pixels_of
+from mega_data.images.pixels import picture_of
 from mega_data.images.prepare import ImageOptions, prepare_images
 from mega_data.kinds.base import Sample
 
@@ -91,7 +91,9 @@ def check(sample: Sample, colours: dict[str, bytes]) -> int:
             document = sample.document_ids == sample.document_ids[place]  # type: ignore[index]
             first = at[int(np.flatnonzero(document & (sample.tokens == 1))[0])]
             seen[word] = first
-            np.testing.assert_array_equal(sample.images.pixels[first // EACH], pixels_of(colours[word], VISION))
+            np.testing.assert_array_equal(
+                sample.images.pixels[first // EACH], picture_of(colours[word], VISION).pixels[0]
+            )
     assert seen
     return len(sample.images.pixels)
 
