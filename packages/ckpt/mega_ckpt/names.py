@@ -207,10 +207,7 @@ def _neighbor_encoder(config: ModelConfig, index: int) -> Tensors:
     if encoder is None or index != config.retro_layers[0]:
         return {}
     layers = range(encoder.num_layers)
-    every = {
-        f"{neighbor_encoder(index)}{i}.{name}": shape for i in layers for name, shape in _layer(encoder, i).items()
-    }
-    return every
+    return {f"{neighbor_encoder(index)}{i}.{name}": shape for i in layers for name, shape in _layer(encoder, i).items()}
 
 
 def neighbor_encoder(layer: int) -> str:
