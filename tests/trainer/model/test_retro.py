@@ -109,7 +109,9 @@ def test_what_stands_where_there_is_no_token_changes_no_bit() -> None:
     """There it is token 0, which these texts have nowhere else."""
     model, batch = made(retro=RETRO), samples()
     assert batch.neighbors is not None
-    one = replace(batch, tokens=np.maximum(batch.tokens, 1), neighbors=np.where(batch.neighbors == 0, 1, batch.neighbors))
+    one = replace(
+        batch, tokens=np.maximum(batch.tokens, 1), neighbors=np.where(batch.neighbors == 0, 1, batch.neighbors)
+    )
     before = logits(model, one)
     model.embedding.weight.data[0] += 1.0
     assert torch.equal(before, logits(model, one))
