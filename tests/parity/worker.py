@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
 from mega_common.log import ProgressBar
+from mega_common.retro import RetroConfig
 from mega_common.vision import VisionConfig
 from mega_data.images.tiles import features_of
 from mega_data.kinds.base import SampleImages
@@ -145,6 +146,7 @@ def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool 
         source=_source(config, step, own, count) if config.model.encoder else None,
         token_types=types,
         pair_labels=pairs,
+        neighbors=None if model.retro is None else _neighbors(config, model.retro, step, count)[own],
     )
 
 
@@ -175,6 +177,15 @@ def _source(config: RunConfig, step: int, own: slice, count: int) -> SourceToken
     length = config.data.seq_length
     tokens = rng.integers(0, config.model.vocab_size, (count, length))
     return SourceTokens(tokens[own], rng.integers(length // 4, length + 1, count)[own])
+
+
+def _neighbors(config: RunConfig, retro: RetroConfig, step: int, count: int) -> np.ndarray:
+    """What was retrieved: some chunks have nothing, and some neighbours are short."""
+    rng = np.random.default_rng([9, step])
+    shape = (count, config.data.seq_length // retro.chunk_length, retro.neighbors, retro.neighbor_length)
+    tokens = rng.integers(0, config.model.vocab_size, shape)
+    lengths = rng.integers(1, 2 * retro.neighbor_length, shape[:-1]) * (rng.random((*shape[:2], 1)) < 0.7)
+    return np.where(np.arange(retro.neighbor_length) < lengths[..., None], tokens, -1)
 
 
 def clone(tensors: Held) -> dict[str, Sharded]:

@@ -45,6 +45,7 @@ class StepBatch:
         images: of each sample that has any; none at all where no data set has.
         source: of samples for an encoder-decoder, whose decoder the rest is about.
         pair_labels: int64 [n].
+        neighbors: int64 [n, chunks, neighbours, tokens], what was retrieved for each chunk, -1 where there is no token.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -57,6 +58,7 @@ class StepBatch:
     source: SourceTokens | None = None
     token_types: npt.NDArray[np.int64] | None = None
     pair_labels: npt.NDArray[np.int64] | None = None
+    neighbors: npt.NDArray[np.int64] | None = None
 
 
 class Loader:
