@@ -106,6 +106,12 @@ def family_of(raw: Raw, source: str = "config.json") -> Family:
     if seeing is not None:
         return replace(seeing, text=family_of(seeing.text_of(raw), f"{source}: text_config"))
     whole = next((family for family in FAMILIES if family.whole and family.whole == raw["model_type"]), None)
+    if whole is None and "vision_config" in raw:
+        known = ", ".join(family.name for family in SEEING)
+        raise CheckpointError(
+            f"{source}: model_type {raw['model_type']!r} sees images in a way that mega does not know",
+            hint=f"models that see: {known}",
+        )
     return whole or family_named(raw["model_type"], source)
 
 
