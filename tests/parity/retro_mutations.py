@@ -56,12 +56,12 @@ def _causal_encoder() -> AbstractContextManager[Any]:
 
 def _without_gradient(stage: int) -> Patch:
     """What a stage is given of the neighbours gets no gradient there."""
-    real = Retro.reading
+    real = Retro.rows
 
-    def reading(self: Retro, context: Context, memory: Tensor) -> Context:
-        return real(self, context, memory.detach() if self.groups.pp.rank == stage else memory)
+    def rows(self: Retro, neighbors: Tensor) -> Tensor:
+        return real(self, neighbors.detach() if self.groups.pp.rank == stage else neighbors)
 
-    return lambda: swap(Retro, "reading", reading)
+    return lambda: swap(Retro, "rows", rows)
 
 
 def _chunk_without_gradient() -> AbstractContextManager[Any]:

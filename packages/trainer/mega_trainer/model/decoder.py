@@ -70,7 +70,7 @@ class Decoder(nn.Module):
                 self.matrix = table()
         self.predictors = nn.ModuleList(Predictor(build, config.num_layers + index) for index in range(further))
 
-    def _layer(self, build: Builder, index: int) -> Block:
+    def _layer(self, build: Builder, index: int) -> nn.Module:
         return Block(build, index)
 
     def units(self) -> list[Unit]:

@@ -62,37 +62,36 @@ class EncoderBuilder(Builder):
         return super().parameter(shape, own, **start)
 
 
-class EncodingBlock(Block):
+class EncodingBlock(nn.Module):
     """The first layer that attends to neighbours, with their encoder."""
 
     def __init__(self, build: Builder, layer: int) -> None:
-        super().__init__(build, layer)
+        super().__init__()
         own = EncoderBuilder.of(build, layer)
+        self.block = Block(build, layer)
         self.encoder = nn.ModuleList(Block(own, index) for index in range(own.config.num_layers))
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """The stream [B, S or S/T, D] and, in `context.source.memory`, neighbours [B L K, 2 m or 2 m/T, D] -> the stream, one
-        layer further, and behind it the encoded neighbours: [B, both, D].
-        """
-        assert self.mixer is not None
-        assert self.cross is not None
-        assert self.feed is not None
-        assert context.source is not None
-        x, normed = self.mixer.normed(x)
-        x, normed = self.cross.normed(x, self.mixer(normed, context))
-        memory, within = context.source.memory, context.source.context
-        assert memory is not None
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """The stream [B, S or S/T, D] one layer further, and the encoded neighbours: of `context.source.memory`, as that is."""
+        mixer, cross, feed, source = self.block.mixer, self.block.cross, self.block.feed, context.source
+        assert mixer is not None
+        assert cross is not None
+        assert feed is not None
+        assert source is not None
+        x, normed = mixer.normed(x)
+        x, normed = cross.normed(x, mixer(normed, context))
+        memory = source.memory
         for layer in self.encoder:
-            memory = layer(memory, remembering(within, normed))
-        x, normed = self.feed.normed(x, self.cross(normed, remembering(context, memory)))
-        x = x + self.feed(normed, context)
-        return torch.cat([x, memory.reshape(len(x), -1, x.shape[-1])], 1)
+            memory = layer(memory, remembering(source.context, normed))
+        assert memory is not None
+        x, normed = feed.normed(x, cross(normed, remembering(context, memory)))
+        return x + feed(normed, context), memory
 
 
 class Retro(Decoder):
     """What of a model with retrieval `stage` has; after its last layer the stream is the text's tokens alone."""
 
-    def _layer(self, build: Builder, index: int) -> Block:
+    def _layer(self, build: Builder, index: int) -> nn.Module:
         return (EncodingBlock if index == build.config.retro_layers[0] else Block)(build, index)
 
     def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
@@ -142,21 +141,22 @@ class Retro(Decoder):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """The stream, and the neighbours behind it, through this stage's layers."""
         assert context.source is not None
-        assert context.source.chunks is not None
         behind = context.source.length
-        x, memory = torch.split(x, [x.shape[1] - behind, behind], 1)
+        x, neighbors = torch.split(x, [x.shape[1] - behind, behind], 1)
+        memory = self.rows(neighbors)
         for index, layer in enumerate(self.layers):
-            x = self.saved.layer(index, layer, x, self.reading(context, memory))
+            own = remembering(context, memory)
             if isinstance(layer, EncodingBlock):
-                x, memory = torch.split(x, [x.shape[1] - behind, behind], 1)
-        return x if self.stage.heads else torch.cat([x, memory], 1)
+                x, memory = self.saved.layer(index, layer, x, own)
+            else:
+                x = self.saved.layer(index, layer, x, own)
+        return x if self.stage.heads else torch.cat([x, memory.reshape(neighbors.shape)], 1)
 
-    def reading(self, context: Context, memory: Tensor) -> Context:
-        """The context of a layer that is given neighbours [B, 2 m L K or that/T, D], read or not."""
+    def rows(self, neighbors: Tensor) -> Tensor:
+        """Those of a message, [B, 2 m L K or that/T, D], as layers take them: [B L K, 2 m or 2 m/T, D]."""
         assert self.config.retro is not None
         length = self.config.retro.neighbor_length
-        own = length // self.groups.tp.size if self.sp else length
-        return remembering(context, memory.reshape(-1, own, memory.shape[-1]))
+        return neighbors.reshape(-1, length // self.groups.tp.size if self.sp else length, neighbors.shape[-1])
 
 
 def _parts(samples: Sequence[int], count: int) -> list[int]:

@@ -37,7 +37,7 @@ from mega_trainer.model.context import Context, Outline, remembering
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoder, model_class
 from mega_trainer.model.recompute import Module, Recompute
-from mega_trainer.model.retro import Retro
+from mega_trainer.model.retro import EncodingBlock, Retro
 from mega_trainer.model.routing import Routing
 from mega_trainer.model.stage import Stage
 from mega_trainer.model.vision.images import Images
@@ -177,12 +177,21 @@ class Counter:
             return self._count(model, lambda x: forward(x, context), shape, list(model.parameters()))
 
     def _reading_layer(self, model: Retro, context: Context) -> Part:
-        """Of a model with retrieval: what it is given of neighbours is the stage's."""
+        """Of a model with retrieval: a stage has the neighbours once, as it is given them and as they are encoded."""
         assert context.source is not None
         rows, _, width = self.residual
-        own = model.reading(context, self._given((rows, context.source.length, width)))
-        forward = partial(model.saved.layer, 0, model.layers[0])
-        return self._count(model, lambda x: forward(x, own), self.residual, list(model.parameters()))
+        given = self._given((rows, context.source.length, width))
+        own = remembering(context, model.rows(given))
+
+        def forward(x: Tensor) -> Tensor:
+            made: Tensor | tuple[Tensor, Tensor] = model.saved.layer(0, model.layers[0], x, own)
+            return made[0] if isinstance(made, tuple) else made
+
+        part = self._count(model, forward, self.residual, list(model.parameters()))
+        if not isinstance(model.layers[0], EncodingBlock):
+            return part
+        more = given.numel() * given.element_size()
+        return replace(part, kept=part.kept + more, forward=part.forward + more, backward=part.backward + more)
 
     def embedding(self, *, alone: bool) -> Part:
         """Of the stage with the embedding, which has the head too where it is `alone`; and with what sees images.
