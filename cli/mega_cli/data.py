@@ -11,6 +11,8 @@ import typer
 
 from mega_cli.data_options import Input, JsonKey, MoreInput, Overwrite, TokenizerPath
 from mega_cli.data_preprocess import preprocess
+from mega_cli.data_retrieve import EXAMPLES as RETRIEVE_EXAMPLES
+from mega_cli.data_retrieve import retrieve
 from mega_cli.data_show import show
 from mega_common.errors import DataError, MegaError
 from mega_common.log import human
@@ -189,6 +191,9 @@ def _report(found: Inspection) -> list[str]:
 app.command(
     epilog="Examples: mega data show data/chat --sample 7\n\nmega data show --run run.yaml --sample 7 --json | jq"
 )(show)
+
+
+app.command(epilog=RETRIEVE_EXAMPLES)(retrieve)
 
 
 @app.command(epilog="Example: mega data report data/wiki data/code clean/ --output report.html")

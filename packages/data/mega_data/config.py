@@ -13,7 +13,7 @@ from mega_common.config import Config, Problem
 from mega_data.objectives import ROOM, BertConfig, FimConfig, T5Config
 
 Order = Literal["shuffled", "stable", "megatron"]
-KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert", "masked", "t5"]
+KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert", "masked", "t5", "retro"]
 
 
 class Source(Config):
@@ -28,6 +28,10 @@ class Source(Config):
         None, gt=0, allow_inf_nan=False, description="share of the samples, relative to the others; default: 1"
     )
     kind: KindName | None = Field(None, description="what kind of data it is, where that is not data.kind")
+    neighbors: Path | None = Field(
+        None,
+        description="of kind retro: the folder that mega data retrieve made of it, where that is not PATH.neighbors",
+    )
     max_epochs: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="passes after which it is read no more, and the others go on"
     )
@@ -87,7 +91,8 @@ class DataConfig(Config):
         "text",
         description="text: windows of running text; documents: whole ones, packed; conversations: those, with the weights of "
         "their mask; pairs: a chosen and a rejected answer; fim: text with middles to fill in; bert: masked words of sentences "
-        "in pairs; masked: running text with masked tokens; t5: spans for a decoder to tell",
+        "in pairs; masked: running text with masked tokens; t5: spans for a decoder to tell; retro: text in chunks, with those "
+        "that mega data retrieve found for each",
     )
     fim: FimConfig = FimConfig()
     bert: BertConfig = BertConfig()
@@ -161,6 +166,12 @@ class DataConfig(Config):
         for tokens in sorted({tokens for each in curricula for tokens in each}) if sources else []:
             if not any(weight_at(each, tokens) for each in curricula):
                 yield Problem(name, f"no data set has a weight from {tokens} tokens on")
+        for i, source in enumerate(sources):
+            if source.neighbors and (source.kind or self.kind) != "retro":
+                yield Problem(f"{name}.{i}.neighbors", "is of the kind retro", source.neighbors, "kind: retro")
+            elif source.neighbors and source.is_glob:
+                rule = "is of one data set, and the path is a glob"
+                yield Problem(f"{name}.{i}.neighbors", rule, source.neighbors, "PREFIX.neighbors beside each")
         if self.order != "megatron":
             return
         missing = [i for i, source in enumerate(sources) if source.weight is None]

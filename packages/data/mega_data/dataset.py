@@ -19,6 +19,7 @@ from mega_data.files.indexed import IndexedReader
 from mega_data.images.references import refuse_images
 from mega_data.kinds import kinds
 from mega_data.kinds.base import Sample, Samples, Setting
+from mega_data.kinds.retro import RetroSamples
 from mega_data.kinds.text import DocumentRules
 from mega_data.order.blend import MegatronBlend, StableBlend
 from mega_data.order.curriculum import fixed_blend, names_of, training_blend
@@ -140,6 +141,7 @@ def _blended(parts: Sequence[Part], setting: Setting, wanted: int, *, training: 
     config, known = setting.config, kinds()
     if config.sample_order != "megatron":
         sources = [known[part.kind](part, setting, wanted) for part in parts]
+        _check_chunks(parts, sources)
         each = [partial(getattr, source, "samples_per_epoch") for source in sources]
         limits = [part.limit(passes) for part, passes in zip(parts, each, strict=True)]
         mixed = training_blend(parts, config, limits) if training else fixed_blend(parts)
@@ -152,6 +154,19 @@ def _blended(parts: Sequence[Part], setting: Setting, wanted: int, *, training: 
         sizes = blend.sizes
     sources = [known[part.kind](part, setting, size) for part, size in zip(parts, sizes, strict=True)]
     return BlendedDataset(parts, sources, blend, DocumentRules.of(setting), config.seq_length)
+
+
+def _check_chunks(parts: Sequence[Part], sources: Sequence[Samples[Any]]) -> None:
+    """Refuse data sets of chunks that no one batch takes."""
+    shapes = {
+        source.shape: part.name for part, source in zip(parts, sources, strict=True) if isinstance(source, RetroSamples)
+    }
+    if len(shapes) > 1:
+        told = "; ".join(f"{name}: {count} of chunks of {width // 2}" for (_, count, width), name in shapes.items())
+        raise ConfigError(
+            f"the data sets of a blend have other neighbours than each other ({told})",
+            hint="mega data retrieve with one -k and one --chunk-length for all",
+        )
 
 
 class SequentialDataset:

@@ -45,7 +45,8 @@ class StepBatch:
         images: of each sample that has any; none at all where no data set has.
         source: of samples for an encoder-decoder, whose decoder the rest is about.
         pair_labels: int64 [n].
-        neighbors: int64 [n, chunks, neighbours, tokens], what was retrieved for each chunk, -1 where there is no token.
+        neighbors: int64 [n, S / m, K, 2m], as in `Sample`; all -1 for samples that nothing is retrieved for, and None where
+            there are no others.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -139,6 +140,7 @@ class Loader:
             token_types=self._stacked(types) if types else None,
             pair_labels=np.array(labels) if labels else None,
             images=[sample.images for sample in samples],
+            neighbors=_neighbors(samples),
         )
 
     def _own(self, step: range) -> npt.NDArray[np.int64]:
@@ -153,6 +155,15 @@ class Loader:
 
     def _stacked(self, rows: list[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
         return np.stack(rows, out=np.empty((len(rows), self._seq_length), rows[0].dtype))
+
+
+def _neighbors(samples: Sequence[Sample]) -> npt.NDArray[np.int64] | None:
+    """See `StepBatch`."""
+    found = [sample.neighbors for sample in samples]
+    some = next((each for each in found if each is not None), None)
+    if some is None:
+        return None
+    return np.stack([np.full_like(some, -1) if each is None else each for each in found])
 
 
 def _two_sequences(samples: Sequence[T5Sample], ids: npt.NDArray[np.int64]) -> StepBatch:

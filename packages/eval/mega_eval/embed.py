@@ -5,7 +5,8 @@ Legend: N texts, B rows of a batch, S tokens of its longest, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -31,6 +32,7 @@ def embed(
     normalize: bool = False,
     max_length: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
+    advance: Callable[[int], None] | None = None,
 ) -> npt.NDArray[np.float32]:
     """A vector for each text, fp32 [N, D], in the order given. It does not depend on the others but for rounding.
 
@@ -41,6 +43,7 @@ def embed(
         normalize: to length 1.
         max_length: tokens after which a text is cut; default: those that the model was made for.
         batch_tokens: of texts of about one length that are computed together, padding included.
+        advance: is told of texts that are done; default: a bar of its own.
 
     Raises:
         DataError: when a text has no tokens, or one that the model does not know.
@@ -60,11 +63,12 @@ def embed(
     if cut := sum(len(text) > most for text in texts):
         logger.warning("%d of %d texts are cut to %d tokens", cut, len(texts), most)
     out = np.empty((len(texts), model.config.hidden_size), np.float32)
-    with ProgressBar("embedding", total=len(texts), unit="texts") as bar:
+    with contextlib.ExitStack() as stack:
+        tell = advance or stack.enter_context(ProgressBar("embedding", total=len(texts), unit="texts")).advance
         for rows in _batches([min(len(text), most) for text in texts], batch_tokens):
             found = _pooled(model, [texts[row][:most] for row in rows], pooling)
             out[rows] = torch.nn.functional.normalize(found, dim=-1).numpy() if normalize else found.numpy()
-            bar.advance(len(rows))
+            tell(len(rows))
     return out
 
 

@@ -9,6 +9,7 @@ from mega_data.kinds.fim import fim
 from mega_data.kinds.masked import masked
 from mega_data.kinds.packed import documents
 from mega_data.kinds.pairs import pairs
+from mega_data.kinds.retro import retro
 from mega_data.kinds.t5 import t5
 from mega_data.kinds.text import text
 
@@ -24,4 +25,5 @@ def kinds() -> dict[str, Kind]:
         "bert": bert,
         "masked": masked,
         "t5": t5,
+        "retro": retro,
     }

@@ -48,6 +48,8 @@ class Sample:
         token_types: int64 [S], which of two segments each token is in, 0 or 1; None where there is one.
         pair_label: of two segments, 1 when they are swapped.
         images: those of its documents; None where the data set has none.
+        neighbors: int64 [S / m, K, 2m], the tokens of the K neighbours of each of its chunks, -1 where there is none; None:
+            nothing is retrieved for it.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -58,6 +60,7 @@ class Sample:
     token_types: npt.NDArray[np.int64] | None = None
     pair_label: int | None = None
     images: SampleImages | None = None
+    neighbors: npt.NDArray[np.int64] | None = None
 
 
 class Samples(Protocol[Made_co]):

@@ -1,4 +1,4 @@
-"""The documents of a data set in an order drawn by a seed: where the tokens lie, without a list of all documents."""
+"""The documents of a data set in an order: where the tokens lie, without a list of all documents."""
 
 from __future__ import annotations
 
@@ -25,12 +25,19 @@ class DocumentOrder:
     """The tokens of the sequences [first, last), their documents in an order drawn by (seed, content, range).
 
     Of a document that these bounds cut it has the part within. See `ShuffledSamples` for what is kept and read.
+
+    Args:
+        seed: None: in the order of the file.
+        unit: tokens that places are counted in; a document takes whole units.
     """
 
-    def __init__(self, reader: IndexedReader, first: int, last: int, *, seed: int, cache: Path) -> None:
-        self._reader, self._first, self._last = reader, first, last
+    def __init__(
+        self, reader: IndexedReader, first: int, last: int, *, seed: int | None, cache: Path, unit: int = 1
+    ) -> None:
+        self._reader, self._first, self._last, self._unit, self._drawn = reader, first, last, unit, seed is not None
         identity = f"documents seed={seed} data={reader.fingerprint} range={first}:{last}"
         self._key = xxhash.xxh3_64_intdigest(identity.encode())
+        identity += f" unit={unit}" if unit > 1 else ""
         bounds = reader.document_index
         self._from = int(np.searchsorted(bounds, first, "right")) - 1
         self.count = int(np.searchsorted(bounds, last, "left")) - self._from
@@ -42,32 +49,48 @@ class DocumentOrder:
         with ProgressBar("drawing the order of documents", total=self.count, unit="documents") as bar:
             for first in range(0, self.count, CHUNK):
                 begins, ends = self.bounds(first, min(first + CHUNK, self.count))
-                starts = total + np.cumsum(ends - begins) - (ends - begins)
+                sizes = -(-(ends - begins) // self._unit)
+                starts = total + np.cumsum(sizes) - sizes
                 parts.append(starts[::EVERY])
-                total = int(starts[-1] + ends[-1] - begins[-1])
+                total = int(starts[-1] + sizes[-1])
                 bar.advance(ends.size)
         return {"starts": np.concatenate(parts)}
 
+    def documents(self, first: int, last: int) -> Ints:
+        """The numbers in the file of the documents that stand at [first, last) in the order."""
+        places = np.arange(first, last)
+        return self._from + (permuted_many(places, self.count, self._key) if self._drawn else places)
+
     def bounds(self, first: int, last: int) -> tuple[Ints, Ints]:
         """The tokens [begin, end) in the file of the documents that stand at [first, last) in the order."""
-        documents = self._from + permuted_many(np.arange(first, last), self.count, self._key)
-        index = self._reader.document_index
+        documents, index = self.documents(first, last), self._reader.document_index
         sequences = np.clip(np.stack([index[documents], index[documents + 1]]), self._first, self._last)
         begins, ends = token_positions(self._reader, sequences)
         return begins, ends
 
-    def read(self, at: int, count: int) -> Iterator[Tokens]:
-        """The tokens [at, at + count) of the order, in parts; there must be as many."""
+    def find(self, at: int, count: int) -> Iterator[tuple[int, range, range]]:
+        """What of which documents the units [at, at + count) of the order are; there must be as many.
+
+        Returns:
+            Of one after another: its number in the file, its tokens, and which of its units.
+        """
         block = int(np.searchsorted(self._starts, at, "right")) - 1
         skip = at - int(self._starts[block])
         while count:
-            begins, ends = self.bounds(block * EVERY, min((block + 1) * EVERY, self.count))
-            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-                own = range(begin, end)[skip : skip + count]
-                skip, count = max(0, skip - (end - begin)), count - len(own)
+            span = block * EVERY, min((block + 1) * EVERY, self.count)
+            begins, ends = self.bounds(*span)
+            for document, *tokens in zip(self.documents(*span).tolist(), begins.tolist(), ends.tolist(), strict=True):
+                units = -(-(tokens[1] - tokens[0]) // self._unit)
+                own = range(units)[skip : skip + count]
+                skip, count = max(0, skip - units), count - len(own)
                 if own:
-                    yield self._reader.tokens[own.start : own.stop]
+                    yield document, range(*tokens), own
             block += 1
+
+    def read(self, at: int, count: int) -> Iterator[Tokens]:
+        """The tokens [at, at + count) of the order, of units of one token, in parts; there must be as many."""
+        for _, tokens, own in self.find(at, count):
+            yield self._reader.tokens[tokens.start + own.start : tokens.start + own.stop]
 
 
 def token_positions(reader: IndexedReader, sequences: Ints) -> Ints:

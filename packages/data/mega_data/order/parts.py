@@ -29,7 +29,8 @@ OF_SEVERAL = (
     "bert",
     "t5",
     "pairs",
-)  # kinds whose documents have several sequences: their data sets are cut between those
+    "retro",
+)  # kinds whose documents may have several sequences: their data sets are cut between those
 Bounds = tuple[float, float]
 
 

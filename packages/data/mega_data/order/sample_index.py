@@ -61,9 +61,7 @@ class StableSamples:
 
     def start(self, k: int) -> int:
         """Position of the first token of sample `k` in the circle."""
-        epoch, window = divmod(k, self._per_epoch)
-        key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
-        return (mix(key) + permuted(window, self._per_epoch, key) * self._seq_length) % self._count
+        return window_start(k, self._count, self._seq_length, self.identity)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         """int64 [S + 1]."""
@@ -146,6 +144,14 @@ class MegatronSamples:
             length = end + 1 - offset if row == last else None
             parts.append(self._reader.read(int(self._documents[row]), offset, length))
         return np.concatenate(parts, dtype=np.int64)
+
+
+def window_start(k: int, count: int, width: int, identity: str) -> int:
+    """Where window k of `width` places begins in a circle of `count`, as `StableSamples` draws it by what all depends on."""
+    per_epoch = max(1, count // width)
+    epoch, window = divmod(k, per_epoch)
+    key = xxhash.xxh3_64_intdigest(f"{identity} epoch={epoch}".encode())
+    return (mix(key) + permuted(window, per_epoch, key) * width) % count
 
 
 def megatron_indices(

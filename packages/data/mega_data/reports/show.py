@@ -64,7 +64,7 @@ def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> lis
 def show_sample(sample: Sample | BertSample | T5Sample, tokenizer: Tokenizer | None) -> list[Part]:
     """What the model gets as a sample, document by document; of each also the last label, which is no input.
 
-    Of BERT's the segments, and what is to be guessed where; of T5's what encoder and decoder get, and the labels.
+    Of chunks with neighbours also these; of BERT's the segments, and what is to be guessed where; of T5's what encoder and decoder get, and the labels.
     """
     if isinstance(sample, BertSample):
         return _bert(sample, tokenizer)
@@ -79,6 +79,18 @@ def show_sample(sample: Sample | BertSample | T5Sample, tokenizer: Tokenizer | N
         padding = not sample.loss_weights[own].any() and np.array_equal(sample.tokens[own], sample.labels[own])
         name = "padding" if padding else f"document {number}"
         parts.append(_part(name, tokens, sample.loss_weights[own], tokenizer, sample.position_ids[own]))
+    return parts if sample.neighbors is None else [*parts, *_neighbors(sample.neighbors, tokenizer)]
+
+
+def _neighbors(found: npt.NDArray[np.int64], tokenizer: Tokenizer | None) -> list[Part]:
+    """Those of each chunk that has any."""
+    width = found.shape[2] // 2
+    parts = []
+    for (chunk, number), first in np.ndenumerate(found[:, :, 0]):
+        if first >= 0:
+            ids = found[chunk, number][found[chunk, number] >= 0]
+            name = f"neighbour {number} of the chunk at {chunk * width}-{(chunk + 1) * width - 1}"
+            parts.append(_part(name, ids, np.zeros(ids.size - 1), tokenizer))
     return parts
 
 
