@@ -30,7 +30,7 @@ Written by `make parity`; do not edit. {models} models train in every combinatio
 sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV), interleaved stages (vp), data
 parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), {context} of them also with context
 parallelism of each kind (cp), {experts} with expert parallelism (ep), experts split as well (expert-tp), on up to {ranks}
-ranks, in fp64 on gloo, with uneven documents and loss masks: three steps, or one where there are both cp and experts.
+ranks, in fp64 on gloo, with uneven documents and loss masks: three steps, or one where there are both cp and experts or many delta nets.
 Recomputation, uneven pipelines, micro-batch and bucket sizes, AdamW and Muon are drawn for each. Loss, gradient norm,
 every gradient after the clip, every weight and every optimizer moment are held against one process: the largest
 difference, relative to the largest element of each tensor, must be below {tolerance:g}.
