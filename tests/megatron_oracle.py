@@ -551,6 +551,9 @@ def _train(job: dict[str, Any]) -> None:
 def _save_as_weights(job: dict[str, Any], args: Namespace, model: Any, tensors: dict[str, Any], what: str) -> None:
     state = {name: value for name, value in model.state_dict().items() if name not in tensors}
     found = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)  # T5 has some under two names
+    found |= {name: found[first[id(parameter)]] for name, parameter in every if first[id(parameter)] in found}
     _save_legacy({"legacy": f"{job['memory']}-{what}"}, args, {"args": args, "iteration": 3, "model": state | found})
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mega_ckpt.convert import Options, convert
 from mega_ckpt.source import open_source
+from mega_ckpt.store import Checkpoint
 from mega_data.dataset import build_datasets
 from mega_data.loader import Loader
 from mega_eval.load import load_model
@@ -96,6 +97,10 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
         [
             {"do": "save", "args": args, "tp": tp, "folder": str(root / name / "iter_0000007"), "legacy": str(root / name / "ranks")}
             for name, (args, tp, _) in KINDS.items()
+        ]
+        + [
+            {"do": "train", "args": T5, "tp": 2, "pp": 1, "ep": 1, "bf16": False, "sharding": None,
+             "folder": str(root / "trained" / "theirs"), "memory": str(root / "trained" / "memory")}
         ],
         root / "a",
     )  # fmt: skip
@@ -144,3 +149,14 @@ def test_files_of_ranks_hold_the_same(theirs: Theirs, name: str) -> None:
     assert one.model == other.model
     assert one.keys() == other.keys()
     assert all(torch.equal(one.read(tensor), other.read(tensor)) for tensor in one.keys())  # noqa: SIM118
+
+
+def test_moments_come_along(theirs: Theirs) -> None:
+    """Those of a T5 that Megatron trained are what it had in memory."""
+    place = theirs.root / "trained"
+    convert(place / "theirs", place / "ours", "mega", verify=True)
+    ours = Checkpoint.open(place / "ours")
+    for moment in ("exp_avg", "exp_avg_sq"):
+        memory = open_source(f"{place}/memory-{moment}")
+        for tensor in memory.keys():  # noqa: SIM118
+            assert torch.equal(ours.read(f"optimizer/{moment}/{tensor}"), memory.read(tensor)), tensor

@@ -156,12 +156,12 @@ VARIANTS["vision"] = [
             "activation": "gelu_tanh", "projector_bias": False,
         },
     },
+    {"vision": MODELS["vision"]["vision"] | {"pinpoints": [[4, 8], [8, 4], [4, 4]], "resize": "stretch"}},
     {
         "sliding_window": 5, "full_attention_layers": [1], "vision": MODELS["vision"]["vision"] | {
             "image_size": 8, "projector": "norm", "pool": 2, "bidirectional": True, "feature_layer": -1,
         },
     },
-    {"vision": MODELS["vision"]["vision"] | {"pinpoints": [[4, 8], [8, 4], [4, 4]], "resize": "stretch"}},
 ]  # fmt: skip
 # What may be frozen of a model.
 FROZEN: dict[str, list[list[str]]] = {"vision": [[], ["model.vision_tower.*"], ["model.projector.*"]]}

@@ -44,8 +44,7 @@ def test_images_in_different_numbers_of_tiles() -> None:
     shapes: list[dict[str, Any]] = [
         {"tp": 4}, {"tp": 2, "sp": True, "cp": 2}, {"tp": 2, "zero": 3},
     ]  # fmt: skip
-    tiles = next(one for one in VARIANTS["vision"] if "pinpoints" in one.get("vision", {}))
-    cases = [case("vision", 4, layers=2, parallel=shape, micro=2, variant=tiles) for shape in shapes]
+    cases = [case("vision", 4, parallel=shape, micro=2, variant=VARIANTS["vision"][2]) for shape in shapes]
     assert not problems(cases, 4)
 
 

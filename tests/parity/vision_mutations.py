@@ -29,6 +29,7 @@ PIPED = case("vision", 4, layers=4, parallel={"tp": 2, "pp": 2, "schedule": "zb-
 
 
 RING = case("vision", 2, parallel={"cp": 2}, variant=VARIANTS["vision"][-1])
+TILES = case("vision", 2, parallel={"tp": 2}, variant=VARIANTS["vision"][2])
 
 
 def _within_a_chunk(self: Sequences, queries: range, keys: range) -> list[Part]:
@@ -90,6 +91,7 @@ VISIONS: list[tuple[str, Case, Patch]] = [
     ("vision: an image is dealt twice", TP, lambda: swap(Images, "dealt", _one_dealt_twice)),
     ("vision: features one place off under sp", SP, lambda: swap(tower, "placed", _one_place_off)),
     ("vision: the projector's gradient stays on its rank", SP, _stays(PROJECTOR)),
+    ("vision: the gradient of lines' ends stays on its rank", TILES, _stays(f"{PROJECTOR}newline")),
     ("vision: the tower's gradient stays on its rank", PIPED, _stays(TOWER)),
     ("vision: features' gradients of tensor ranks are summed without sp", TP, _gradient(True, "tp")),
     ("vision: features' gradients of tensor ranks are not summed under sp", SP, _gradient(False, "tp")),
