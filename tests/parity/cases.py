@@ -275,7 +275,7 @@ class Case:
     def kind(self) -> str:
         """What kind of data its model is for."""
         if self.model.get("causal", True):
-            return "text"
+            return "retro" if "retro" in self.model else "text"
         return "bert" if self.model.get("sentence_pairs") else "masked"
 
     @property

@@ -50,6 +50,14 @@ def _t5(layers: int, width: int, ffn: int, heads: int, head_dim: int) -> dict[st
     }  # fmt: skip
 
 
+def _retro(layers: int, width: int, ffn: int, heads: int) -> dict[str, Any]:
+    """NVIDIA's Retro (arXiv:2310.07713): its GPT, with neighbours."""
+    return {
+        "num_layers": layers, "hidden_size": width, "ffn_hidden_size": ffn, "num_attention_heads": heads, "vocab_size": 256_000,
+        "max_position": 4096, "norm": "layernorm", "zero_centered_norm": True, "rope": {"fraction": 0.5}, "retro": {},
+    }  # fmt: skip
+
+
 def _bert(layers: int, width: int, heads: int, vocab_size: int) -> dict[str, Any]:
     return {
         "num_layers": layers, "hidden_size": width, "ffn_hidden_size": 4 * width, "num_attention_heads": heads,
@@ -226,6 +234,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "flan-t5-xl": {
         **_t5(24, 2048, 5120, 32, 64), "activation": "geglu", "tie_embeddings": False, "logit_scale": 1.0,
     },
+    # the feed-forward width is what Megatron takes for SwiGLU: 8/3 of the width, to a multiple of 64
+    "retro-8b": _retro(32, 4096, 10_880, 32),
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),
     "gpt3-1.3b": _gpt3(24, 2048, 16),

@@ -33,7 +33,7 @@ PRECISIONS: Mapping[str, torch.dtype] = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
 
-Kind = Literal["decoder", "encoder", "encoder-decoder", "reward model"]
+Kind = Literal["decoder", "encoder", "encoder-decoder", "reward model", "retrieval"]
 # What a model is that cannot be asked this, and what it can be asked.
 _ELSEWHERE: Mapping[Kind, tuple[str, str]] = {
     "decoder": ("a decoder, whose tokens see none behind them", "mega eval, mega generate and mega serve ask it"),
@@ -48,6 +48,10 @@ _ELSEWHERE: Mapping[Kind, tuple[str, str]] = {
         "a reward model, which scores texts and tells no tokens",
         "mega eval --data with preference pairs tells how often it is right",
     ),
+    "retrieval": (
+        "a model that reads neighbours of its text, which no prompt brings",
+        "mega train evaluates it on data with neighbours (train.eval_every)",
+    ),
 }  # fmt: skip
 
 
@@ -55,6 +59,8 @@ def kind_of(model: ModelConfig) -> Kind:
     """What can be asked of a model."""
     if model.score:
         return "reward model"
+    if model.retro:
+        return "retrieval"
     if model.encoder:
         return "encoder-decoder"
     return "decoder" if model.causal else "encoder"

@@ -37,6 +37,14 @@ def source_problems(config: RunConfig) -> Iterator[Problem]:
 def retrieval_problems(config: RunConfig) -> Iterator[Problem]:
     """What does not fit a model that reads neighbours."""
     retro, parallel, length = config.model.retro, config.parallel, config.data.seq_length
+    if (retro is not None) != ("retro" in config.data.kinds):
+        if retro is None:
+            yield Problem(
+                "data.kind", "brings neighbours, which the model does not read", "retro", "text, or model.retro"
+            )
+        else:
+            told = sorted(config.data.kinds)[0]
+            yield Problem("data.kind", "has no neighbours, which model.retro reads", told, "retro (mega data retrieve)")
     if retro is None:
         return
     if length % retro.chunk_length:
@@ -50,6 +58,8 @@ def retrieval_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.cp", rule, parallel.cp, "1, with tp and sp, or recompute")
     if config.precision == "fp8":
         yield Problem("precision", "is not for model.retro", "fp8", "bf16")
+    if config.eval.tasks:
+        yield Problem("eval.tasks", "have no neighbours, which model.retro reads", config.eval.tasks, "leave them out")
     if config.lora is not None:
         yield Problem("lora", "is not for model.retro", hint="leave it out: all weights, or train.freeze")
 

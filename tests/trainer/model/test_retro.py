@@ -51,7 +51,7 @@ def samples() -> StepBatch:
 def parsed(model: dict[str, Any], **more: Any) -> RunConfig:
     raw = {
         "model": model,
-        "data": {"train": ["none"], "seq_length": S},
+        "data": {"train": ["none"], "seq_length": S, "kind": "retro" if model.get("retro") else "text"},
         "batch": {"micro": 2, "global": 2},
         "precision": "fp64",
     }
@@ -159,7 +159,13 @@ def test_samples_without_the_models_neighbours_are_refused(neighbors: Any, told:
         ({}, {"parallel": {"cp": 2}}, "parallel.cp = 2: splits the text at places that no chunk of model.retro ends at"),
         ({}, {"parallel": {"tp": 3, "sp": True}}, "must divide the 8 tokens of a neighbour"),
         ({}, {"precision": "fp8"}, "precision = 'fp8': is not for model.retro"),
-        ({}, {"data": {"train": ["none"], "seq_length": 18}}, "data.seq_length = 18: must be a multiple of model.retro.chunk_length = 4"),
+        ({}, {"data": {"train": ["none"], "seq_length": 18, "kind": "retro"}}, "data.seq_length = 18: must be a multiple of model.retro.chunk_length = 4"),
+        ({}, {"data": {"train": ["none"], "seq_length": S}}, "data.kind = 'text': has no neighbours, which model.retro reads"),
+        (
+            {"retro": None}, {"data": {"train": ["none"], "seq_length": S, "kind": "retro"}},
+            "data.kind = 'retro': brings neighbours, which the model does not read",
+        ),
+        ({}, {"eval": {"tasks": ["piqa"]}}, "eval.tasks = ['piqa']: have no neighbours, which model.retro reads"),
         ({"moe": {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 8}}, {}, "model.moe: does not go with retro"),
         ({"retro": {"layers": [3]}}, {}, "model.retro.layers = 3: names a layer past the last, 2"),
         ({"retro": {}}, {}, "model.retro.layers: names none of the 3 layers"),

@@ -40,7 +40,8 @@ def model(name: str, **fields: object) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    "name", ["tiny", "llama3-8b", "qwen3-0.6b", "qwen3-32b", "gpt3-125m", "gpt3-175b", "bert-large", "t5-base"]
+    "name",
+    ["tiny", "llama3-8b", "qwen3-0.6b", "qwen3-32b", "gpt3-125m", "gpt3-175b", "bert-large", "t5-base", "retro-8b"],
 )
 def test_parameters_are_those_of_the_model_that_is_built(name) -> None:
     built = model_class(model(name))(Builder(model(name), device=torch.device("meta")))

@@ -121,6 +121,10 @@ def family_for(model: ModelConfig) -> Family:
     Raises:
         CheckpointError: when none can, with the settings that prevent those that come nearest.
     """
+    if model.retro is not None:
+        raise CheckpointError(
+            "no HuggingFace family reads neighbours of its text (retro)", hint="keep mega's own format"
+        )
     known = [replace(family, text=family_for(text_model(model))) for family in SEEING] if model.vision else FAMILIES
     found = [(family, family.problems(model)) for family in known]
     for family, problems in found:

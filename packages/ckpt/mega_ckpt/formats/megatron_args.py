@@ -68,6 +68,11 @@ def read_args(args: Raw, source: object, extra: Raw | None = None) -> ModelConfi
     Raises:
         CheckpointError: naming what is missing, and what `ModelConfig` cannot express.
     """
+    if args.get("retro_add_retriever"):
+        raise CheckpointError(
+            f"{source}: a model of Megatron's Retro, which mega does not read",
+            hint="model.retro trains one from its start",
+        )
     fields, found = _fields(args, (extra or {}).keys()) if args else ({}, [])
     if found:
         raise CheckpointError(
@@ -108,6 +113,9 @@ def write_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     Raises:
         CheckpointError: naming every setting that Megatron has not.
     """
+    if model.retro is not None:
+        told = "it reads neighbours (retro), and mega writes no checkpoints of Megatron's Retro"
+        raise CheckpointError(f"Megatron cannot express this model: {told}", hint="--to mega")
     out, model = dict[str, Any](), plain(model)
     for entry in SETTINGS:
         try:

@@ -1,0 +1,95 @@
+"""A run of a model with retrieval, from a data set and its neighbours on disk to a checkpoint, and what that is not for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from chunked_data import documents, found
+from ranks import run_ranks
+
+from mega_ckpt.convert import convert
+from mega_ckpt.formats.megatron_args import read_args
+from mega_ckpt.names import tensors_of
+from mega_ckpt.source import open_source
+from mega_common.errors import CheckpointError, ConfigError
+from mega_eval.load import load_model
+from mega_trainer.config import RunConfig
+from mega_trainer.ranks import Ranks
+from mega_trainer.train import run
+
+M, S = 8, 32
+MODEL = {
+    "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "vocab_size": 207,
+    "retro": {"chunk_length": M, "layers": [0, 1]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("faiss", reason="neighbours are searched by faiss")
+    folder = tmp_path_factory.mktemp("data")
+    documents(folder / "d", np.random.default_rng(3).integers(0, 60, (40, 21)).tolist())
+    found(folder, folder / "d", split=(1,))
+    return folder / "d"
+
+
+def settings(data: Path, output: Path, steps: int, **parallel: Any) -> dict[str, Any]:
+    return {
+        "model": MODEL, "precision": "fp64", "train": {"steps": steps}, "output": str(output), "parallel": parallel,
+        "data": {
+            "train": [str(data)], "kind": "retro", "seq_length": S, "split": [1], "tokenizer": str(data.parent / "words"),
+        },
+        "batch": {"micro": 2, "global": 4}, "checkpoint": {"every": 2}, "lr_schedule": {"name": "constant"},
+    }  # fmt: skip
+
+
+def resumed(raw: dict[str, Any]) -> None:
+    run(RunConfig.parse(raw), Ranks(dist.get_rank(), dist.get_world_size()))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    source = open_source(folder)
+    return {name: source.read(name).clone() for name in tensors_of(source.model)}
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps in one process."""
+    output = tmp_path_factory.mktemp("whole")
+    run(RunConfig.parse(settings(data, output, 4)), Ranks(0, 1))
+    return output
+
+
+def test_a_run_resumes_in_another_layout(data: Path, whole: Path, tmp_path: Path) -> None:
+    run(RunConfig.parse(settings(data, tmp_path, 2)), Ranks(0, 1))
+    run_ranks(resumed, 2, settings(data, tmp_path, 4, pp=2))
+    one, other = weights(whole), weights(tmp_path)
+    assert "model.layers.0.encoder.1.self_attn.q_proj.weight" in one
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-8, atol=1e-10)
+
+
+def test_megatrons_own_is_refused() -> None:
+    """NVIDIA's published folders say so in their arguments."""
+    with pytest.raises(CheckpointError, match="retro-8b: a model of Megatron's Retro, which mega does not read"):
+        read_args({"num_layers": 32, "retro_add_retriever": True}, "retro-8b")
+
+
+def test_what_asks_without_neighbours_is_refused(whole: Path) -> None:
+    with pytest.raises(ConfigError, match="reads neighbours of its text, which no prompt brings"):
+        load_model(whole, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
+
+
+@pytest.mark.parametrize(
+    ("to", "told"),
+    [("hf", "no HuggingFace family reads neighbours"), ("megatron", "reads neighbours .retro., and mega writes no")],
+)
+def test_others_formats_are_refused(whole: Path, tmp_path: Path, to: str, told: str) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        convert(whole, tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
