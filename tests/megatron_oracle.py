@@ -9,6 +9,7 @@ Jobs, over four ranks with gloo:
     {"do": "load", "folder": ..., "tp": 1}        leaves what it makes of `tokens` in <folder>.pt: "logits", those of
                                                   "further" tokens, and with tp 1 what their "loss" adds to the main one
     {"do": "bert", "folder": ..., "samples": ...}  leaves the losses of a BERT on them in <folder>.pt: "lm" [B, S], "pairs"
+    {"do": "t5", "folder": ..., "samples": ...}  leaves the losses [B, S] of a T5 on them in <folder>.pt, and its weights
     {"do": "load legacy", "folder": ..., "tp": 2, "pp": 2, "like": a torch_dist folder}
 
 A process by itself: Megatron's writer starts processes, which those of the tests' fork server may not.
@@ -43,7 +44,7 @@ BASE: dict[str, Any] = {
     "attention_dropout": 0.0, "moe_router_pre_softmax": False, "multi_latent_attention": False, "quick_geglu": False,
     "activation_func_clamp_value": None, "glu_linear_offset": 0.0, "softmax_type": "vanilla", "window_size": None,
     "window_attn_skip_freq": None, "rotary_interleaved": False, "layernorm_zero_centered_gamma": False,
-    "mtp_num_layers": None, "squared_relu": False, "is_hybrid_model": False,
+    "mtp_num_layers": None, "squared_relu": False, "is_hybrid_model": False, "attention_output_gate": False,
 }  # fmt: skip
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 EXPERTS = {
@@ -195,6 +196,7 @@ def _config(args: Namespace) -> Any:
         softmax_type=args.softmax_type, window_size=args.window_size, window_attn_skip_freq=args.window_attn_skip_freq,
         rotary_interleaved=args.rotary_interleaved,
         add_bias_linear=args.add_bias_linear, add_qkv_bias=args.add_qkv_bias, qk_layernorm=args.qk_layernorm,
+        attention_output_gate=args.attention_output_gate,
         hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, bias_activation_fusion=False,
         bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
         gradient_accumulation_fusion=False, pipeline_dtype=torch.float32,
@@ -265,6 +267,8 @@ def _models(args: Namespace) -> list[Any]:
     _form_groups(args)
     if args.is_hybrid_model:
         return [_hybrid(args)]
+    if getattr(args, "decoder_num_layers", None) is not None:
+        return [_t5(args)]
     if getattr(args, "bert_binary_head", None) is not None:
         return [_bert(args)]
     spec = get_gpt_layer_local_spec(
@@ -357,6 +361,51 @@ def _bert(args: Namespace) -> Any:
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, parallel_output=False,
         add_binary_head=args.bert_binary_head,
     ).eval()  # fmt: skip
+
+
+def _t5(args: Namespace) -> Any:
+    """This rank's part of a T5."""
+    from megatron.core.models.T5 import t5_spec
+    from megatron.core.models.T5.t5_model import T5Model
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    t5_spec.LNImpl = WrappedTorchNorm
+    makers = t5_spec.encoder_model_with_local_spec, t5_spec.decoder_model_with_local_spec
+    layers = args.encoder_num_layers, args.decoder_num_layers
+    configs = [_config(Namespace(**{**vars(args), "num_layers": count})) for count in layers]
+    specs = [
+        TransformerBlockSubmodules([make()] * count, layer_norm=WrappedTorchNorm)
+        for make, count in zip(makers, layers, strict=True)
+    ]
+    return T5Model(
+        configs[1], configs[0], *specs, args.padded_vocab_size, args.max_position_embeddings, parallel_output=False,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
+        relative_attention_num_buckets=args.relative_attention_num_buckets,
+        relative_attention_max_distance=args.relative_attention_max_distance,
+    ).eval()  # fmt: skip
+
+
+def _losses_of_t5(job: dict[str, Any]) -> None:
+    """Where there are samples; none of a T5 with relative positions, which need Transformer Engine's attention."""
+    (model,), _, state = _loaded(Path(job["folder"]), 1, 1)
+    model.load_state_dict(state["model"])
+    found = {"weights": dict(model.named_parameters()), "losses": None}
+    if job["samples"]:
+        samples = torch.load(job["samples"])
+        seen, read = samples["seen"], samples["read"]
+        later = torch.ones(read.shape[1], read.shape[1], dtype=torch.bool).triu(1)
+        masks = _hidden(seen, seen), _hidden(read, read) | later, _hidden(read, seen)
+        with torch.no_grad():
+            found["losses"] = model(samples["encoder"], samples["decoder"], *masks, lm_labels=samples["labels"])
+    if dist.get_rank() == 0:
+        torch.save(found, Path(job["folder"]).with_suffix(".pt"))
+
+
+def _hidden(queries: Any, keys: Any) -> Any:
+    """As Megatron's data sets have it, of bool [B, S] and [B, T] without padding: [B, 1, S, T], true where nothing is seen."""
+    return ~(queries[:, None, :, None] & keys[:, None, None, :])
 
 
 def _losses_of_bert(job: dict[str, Any]) -> None:
@@ -570,9 +619,14 @@ def _rank(rank: int, jobs: list[dict[str, Any]], store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     for job in jobs:
         with _OnCpu():
-            {"save": _save, "train": _train, "load": _load, "bert": _losses_of_bert, "load legacy": _load_legacy}[
-                job["do"]
-            ](job)
+            {
+                "save": _save,
+                "train": _train,
+                "load": _load,
+                "bert": _losses_of_bert,
+                "t5": _losses_of_t5,
+                "load legacy": _load_legacy,
+            }[job["do"]](job)
         dist.barrier()
     dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ from mega_cli.data_options import Input, JsonKey, MoreInput, OnBadLine, Overwrit
 from mega_common.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mega_common.vision import VisionConfig
     from mega_data.chat.prepare import ChatOptions
 
 CHAT = "Conversations"
@@ -85,6 +86,14 @@ def preprocess(
         int | None,
         typer.Option(min=1, help="Features of an image: 576 of LLaVA 1.5.", rich_help_panel=CHAT, show_default="576"),
     ] = None,
+    image_model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="A model, which says how many features an image has, by its size where that is cut in tiles (LLaVA-NeXT).",
+            rich_help_panel=CHAT,
+        ),
+    ] = None,
     image_token: Annotated[
         str | None,
         typer.Option(help="What stands for an image in a text.", rich_help_panel=CHAT, show_default="<image>"),
@@ -133,7 +142,8 @@ def preprocess(
     in the text where it belongs. Input may also be shards of webdataset (.tar): an image and, by the same name, a record
     (.json) or its caption (.txt); or tables with the images in them. Where images lie is written, to PREFIX.images. For
     Gemma 3: --image-tokens 256 --image-token '<image_soft_token>' --image-text
-    $'\\n\\n<start_of_image><image_soft_token><end_of_image>\\n\\n'.
+    $'\\n\\n<start_of_image><image_soft_token><end_of_image>\\n\\n'. For LLaVA-NeXT, whose images have features by their sizes:
+    --image-model FOLDER.
 
     A run that was ended goes on where it was when it is started again. Files for an object store are made in
     ~/.cache/mega, and are gone there when they are in the store.
@@ -167,14 +177,17 @@ def preprocess(
             f"--kind {kind}: takes no --append-eod, --parse-special-tokens, --split-sentences or --json-key",
             hint="a conversation ends as its template says, and is read from a whole record",
         )
-    if images is None and (image_tokens or image_token or image_text):
-        raise ConfigError("--image-tokens, --image-token and --image-text: are about images", hint="give --images too")
+    if images is None and (image_tokens or image_token or image_text or image_model):
+        told = "--image-tokens, --image-model, --image-token and --image-text: are about images"
+        raise ConfigError(told, hint="give --images too")
     if images is not None:
         if chat is None or chat.kind != "conversations" or shard is not None or engine != "threads":
             raise ConfigError("--images: is for --kind conversations, made by one process", hint="--kind conversations")
         from mega_data.images.prepare import ImageOptions, prepare_images
 
-        options = ImageOptions(images, image_tokens or 576, image_token or "<image>", image_text or "")
+        vision = None if image_model is None else _sight_of(image_model, image_tokens)
+        features = vision.tokens if vision else image_tokens or 576
+        options = ImageOptions(images, features, image_token or "<image>", image_text or "", vision)
         info = prepare_images(
             [*input, *(more or [])], tokenizer, output, chat, options, on_bad_line=on_bad_line, overwrite=overwrite
         )
@@ -199,6 +212,18 @@ def preprocess(
     )
     made = as_given(output) + (f", part {info.shard.number} of {info.shard.of}" if info.shard else "")
     typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
+
+
+def _sight_of(folder: Path, image_tokens: int | None) -> VisionConfig:
+    """What the model in a folder sees with."""
+    from mega_ckpt.source import model_at
+
+    if image_tokens is not None:
+        raise ConfigError("--image-tokens: --image-model says it", hint="leave one of both out")
+    vision = model_at(str(folder)).vision
+    if vision is None:
+        raise ConfigError(f"--image-model {folder}: sees no images", hint="a model with a section `vision`")
+    return vision
 
 
 def _chat_options(

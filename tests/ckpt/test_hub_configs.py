@@ -80,6 +80,18 @@ HUB: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1, "rope_local_base_freq": 10000, "rope_theta": 1000000, "sliding_window": 512,
         "sliding_window_pattern": 6, "vocab_size": 262144,
     },
+    "llava-1.6-mistral-7b": {
+        "model_type": "llava_next", "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+        "image_token_index": 32000, "projector_hidden_act": "gelu", "use_image_newline_parameter": True,
+        "vision_feature_layer": -2, "vision_feature_select_strategy": "default", "text_config": {
+            "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral", "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "vocab_size": 32064,
+        },
+        "vision_config": {
+            "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model",
+            "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+        },
+    },
     "gemma3-4b": {  # with as few keys as published
         "model_type": "gemma3", "boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144,
         "mm_tokens_per_image": 256, "initializer_range": 0.02, "text_config": {
@@ -99,6 +111,13 @@ def test_a_folder_of_the_hub_is_the_preset(name: str) -> None:
     model = ModelConfig.parse(preset(name))
     assert same_model(family_of(HUB[name]).read_config(HUB[name]), model)
     assert family_for(model).name == HUB[name]["model_type"]
+
+
+def test_another_way_of_seeing_is_refused() -> None:
+    raw = {"model_type": "qwen2_5_vl", "hidden_size": 2048, "vision_config": {"depth": 32, "window_size": 112}}
+    with pytest.raises(CheckpointError, match="'qwen2_5_vl' sees images in a way that mega does not know") as error:
+        family_of(raw)
+    assert error.value.hint == "models that see: llava, llava_next, gemma3"
 
 
 def test_what_gemma3_cannot_be_with_its_eyes() -> None:

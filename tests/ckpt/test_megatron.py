@@ -136,6 +136,40 @@ def test_hybrids_there_and_back(changes: dict[str, Any], kind: str, tp: int, pp:
         assert resolved(open_source(tmp_path / implementation).model) == resolved(open_source(source).model)
 
 
+ENCODERS: dict[str, dict[str, Any]] = {
+    "t5": {"encoder": {"num_layers": 1, "start_token": 3}, "num_kv_heads": None, "position": "relative", "relative": {"buckets": 8}},
+    "tied t5": {
+        "encoder": {"num_layers": 3, "head_bias": True}, "num_kv_heads": None, "tie_embeddings": True, "position": "learned",
+    },
+    "bert": {
+        "causal": False, "token_types": 2, "masked_lm": {}, "pooler": True, "sentence_pairs": True, "position": "learned",
+        "norm": "layernorm", "activation": "gelu", "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize(("kind", "tp", "pp"), [("torch_dist", 1, 1), ("torch", 2, 1), ("torch", 2, 2)])
+def test_encoders_there_and_back(name: str, kind: str, tp: int, pp: int, tmp_path: Path) -> None:
+    source, pp = mega(tmp_path / "mega", ENCODERS[name]), pp if name == "bert" else 1
+    for implementation in ("transformer_engine", "local"):
+        options = Options(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
+        convert(source, tmp_path / implementation, "megatron", options=options, verify=True)
+        assert same(source, tmp_path / implementation)
+        assert resolved(open_source(tmp_path / implementation).model) == resolved(open_source(source).model)
+
+
+def test_no_t5_in_stages(tmp_path: Path) -> None:
+    source = mega(tmp_path / "mega", ENCODERS["t5"])
+    with pytest.raises(CheckpointError, match="pp = 2: Megatron has no T5 in stages"):
+        convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", pp=2))
+    convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch"))
+    (tmp_path / "out/release/mp_rank_00").rename(tmp_path / "out/release/mp_rank_00_000")
+    shutil.copytree(tmp_path / "out/release/mp_rank_00_000", tmp_path / "out/release/mp_rank_00_001")
+    with pytest.raises(CheckpointError, match="a T5 in stages of a pipeline"):
+        open_source(tmp_path / "out")
+
+
 def test_files_of_ranks_join_the_parts_of_a_mamba_layer(tmp_path: Path) -> None:
     """Rows of each part, rank by rank; a convolution has an axis more, and its name an underscore in newer versions."""
     source = mega(tmp_path / "mega", HYBRID)
@@ -513,7 +547,14 @@ NOT_MEGATRON: dict[str, dict[str, Any]] = {
     "rope.fraction = 0.5": {"rope": {"scaling": "yarn", "factor": 2.0, "original_max_position": 16, "fraction": 0.5}},
     r"moe\.layers = \[1, 3, 4\], but .* if layer 3": {"moe": EXPERTS | {"layers": [1, 3, 4]}, "mtp_layers": 2},
     r"moe\.layers = \[0, 4\], but": {"moe": EXPERTS | {"layers": [0, 4]}, "mtp_layers": 1},
-    "it has an encoder": {"encoder": {"num_layers": 1}},
+    "num_kv_heads must be 4": {"encoder": {"num_layers": 1, "head_bias": True}, "tie_embeddings": True},
+    "head_bias must be True": {"encoder": {"num_layers": 1}, "num_kv_heads": 4, "tie_embeddings": True},
+    "every_layer": {
+        "encoder": {"num_layers": 1},
+        "num_kv_heads": 4,
+        "position": "relative",
+        "relative": {"every_layer": True},
+    },
     "no residual_multiplier = 0.5": {"residual_multiplier": 0.5},
     "no embedding_multiplier = 4.0, no logit_scale = 0.25": {"embedding_multiplier": 4.0, "logit_scale": 0.25},
     r"no_rope_layers = \[1\]": {"no_rope_layers": [1]},

@@ -14,7 +14,9 @@ from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
+from mega_ckpt.families import family_for
 from mega_cli.main import build_app
+from mega_common.model_config import ModelConfig
 from mega_eval.language_model import LanguageModel
 from mega_eval.pictured import Pictured
 
@@ -70,10 +72,11 @@ def tokenizer(folder: Path) -> Path:
     return folder
 
 
-def config(tmp_path: Path, steps: int, batch: int) -> dict[str, Any]:
+def config(tmp_path: Path, steps: int, batch: int, **more: Any) -> dict[str, Any]:
     vision = {
         "num_layers": 3, "hidden_size": 48, "ffn_hidden_size": 96, "num_attention_heads": 4, "image_size": SIZE,
         "patch_size": 4, "image_token": 1, "feature_layer": -2, "activation": "gelu",
+        **more,
     }  # fmt: skip
     return {
         "model": {
@@ -87,26 +90,35 @@ def config(tmp_path: Path, steps: int, batch: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def trained(tmp_path: Path, images: int, steps: int, batch: int) -> Path:
+def trained(tmp_path: Path, images: int, steps: int, batch: int, **more: Any) -> Path:
     """The folder for transformers of a model that was trained on so many images."""
     words, pictures = tokenizer(tmp_path / "tok"), tmp_path / "seen"
+    run, features = config(tmp_path, steps, batch, **more), ("--image-tokens", 36)
+    if more:
+        model = ModelConfig.parse(run["model"])
+        (tmp_path / "config.json").write_text(json.dumps(family_for(model).write_config(model)))
+        features = ("--image-model", tmp_path)
     (tmp_path / "seen.json").write_text(json.dumps(records(pictures, images, 1)))
     said = mega(
         "data", "preprocess", "--input", tmp_path / "seen.json", "--tokenizer", words, "--output", tmp_path / "shapes",
-        "--kind", "conversations", "--images", pictures, "--image-tokens", 36,
+        "--kind", "conversations", "--images", pictures, *features,
     )  # fmt: skip
     assert f"{images:,} conversations" in said
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config(tmp_path, steps, batch)))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     assert "what is it" in mega("data", "show", "--run", tmp_path / "run.yaml")
     mega("train", tmp_path / "run.yaml")
     mega("ckpt", "convert", tmp_path / "run", tmp_path / "hf", "--to", "hf")
     return tmp_path / "hf"
 
 
-def test_the_whole_way(tmp_path: Path) -> None:
-    hf = trained(tmp_path, 8, 2, 4)
+TILES = {"image_size": 12, "pinpoints": [[12, 24], [24, 12]], "resize": "stretch"}
+
+
+@pytest.mark.parametrize(("kind", "more", "features"), [("llava", {}, 36), ("llava_next", TILES, 9)])
+def test_the_whole_way(tmp_path: Path, kind: str, more: dict[str, Any], features: int) -> None:
+    hf = trained(tmp_path, 8, 2, 4, **more)
     described = json.loads((hf / "config.json").read_text())
-    assert (described["model_type"], described["image_seq_length"]) == ("llava", 36)
+    assert (described["model_type"], described["image_seq_length"]) == (kind, features)
     prompt = ("--prompt", "<user> <image> what is it ", "--max-new-tokens", 3, "--device", "cpu")
     said = json.loads(mega("generate", hf, "--image", tmp_path / "seen" / "0.png", *prompt, "--json"))
     assert len(said["tokens"]) <= 3

@@ -11,7 +11,7 @@ from mega_common.presets import PRESETS, preset
 PUBLISHED = {
     "tiny": 0.000623, "tiny-10m": 0.01024,
     "llama3-8b": 8.03, "llama3-70b": 70.55, "llama3-405b": 405.85,
-    "llava-1.5-7b": 7.063, "llava-1.5-13b": 13.351,
+    "llava-1.5-7b": 7.063, "llava-1.5-13b": 13.351, "llava-1.6-mistral-7b": 7.567,
     "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
     "mixtral-8x7b": 46.70, "qwen3-30b-a3b": 30.532, "gpt-oss-20b": 20.915, "gemma2-2b": 2.614, "gemma3-1b": 0.9999,
     "gemma3-4b": 4.30008,

@@ -22,13 +22,17 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
     SiglipVisionConfig,
 )
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 from mega_ckpt.convert import convert
 from mega_common.errors import DataError
 from mega_common.vision import VisionConfig
-from mega_data.images.pixels import pixels_of
+from mega_data.images.pixels import picture_of
+from mega_data.images.tiles import features_of
 from mega_eval import generate as generating
 from mega_eval.engine import Engine
 from mega_eval.generate import generate
@@ -40,6 +44,7 @@ from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.vision.images import Images
 
 BEGIN, IMAGE, VOCAB = 48, 50, 64
+SIZES = [(30, 17), (9, 31), (14, 13)]  # heights and widths of images
 TOWER = {
     "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 12,
     "patch_size": 4,
@@ -48,6 +53,7 @@ TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB,
     "initializer_range": 0.2,
 }  # fmt: skip
+GRIDS = [[12, 24], [24, 12], [24, 24], [36, 12], [12, 36]]
 CASES: dict[str, dict[str, Any]] = {
     "llava 1.5": {"tower": CLIPVisionConfig(**TOWER), "text": "llama"},
     "class token, another layer, other activations": {
@@ -61,6 +67,12 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma 3": {
         "tower": SiglipVisionConfig(**TOWER | {"image_size": 16}, vision_use_head=False), "text": "gemma3_text",
         "mm_tokens_per_image": 4, "boi_token_index": BEGIN, "eoi_token_index": BEGIN + 1,
+    },
+    "llava next": {"tower": CLIPVisionConfig(**TOWER), "text": "mistral", "image_grid_pinpoints": GRIDS},
+    "next, siglip, another layer, no biases": {
+        "tower": SiglipVisionConfig(**TOWER), "text": "qwen2", "image_grid_pinpoints": [[12, 24], [36, 24]],
+        "vision_feature_layer": -1, "vision_feature_select_strategy": "full", "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu_pytorch_tanh",
     },
     "siglip": {
         "tower": SiglipVisionConfig(**TOWER), "text": "phi3", "vision_feature_layer": -1,
@@ -78,11 +90,11 @@ def reference(name: str, folder: Path) -> Any:
     more |= {"sliding_window": 7, "sliding_window_pattern": 2} if kind == "gemma3_text" else {}
     text = AutoConfig.for_model(kind, **TEXT, **more, num_key_value_heads=2)
     torch.manual_seed(0)
-    whole = (
-        (Gemma3Config, Gemma3ForConditionalGeneration)
-        if kind == "gemma3_text"
-        else (LlavaConfig, LlavaForConditionalGeneration)
-    )
+    whole: tuple[Any, Any] = LlavaConfig, LlavaForConditionalGeneration
+    if kind == "gemma3_text":
+        whole = Gemma3Config, Gemma3ForConditionalGeneration
+    if "image_grid_pinpoints" in given:
+        whole = LlavaNextConfig, LlavaNextForConditionalGeneration
     model = whole[1](
         whole[0](vision_config=given.pop("tower"), text_config=text, image_token_index=IMAGE, **given)
     ).eval()
@@ -93,21 +105,40 @@ def reference(name: str, folder: Path) -> Any:
     return model
 
 
-def told(name: str, tokens: Tensor) -> dict[str, Tensor]:
-    """What else transformers is told: where tokens of images are, that see one another."""
-    return {"token_type_ids": (tokens == IMAGE).long()} if name == "gemma 3" else {}
+def told(name: str, tokens: Tensor, pixels: Tensor, sizes: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+    """What transformers is told of images [n, 3, H, W]: of those in tiles all of one after another, with black ones behind;
+    and where tokens are that see one another.
+    """
+    if name == "gemma 3":
+        return {"pixel_values": pixels, "token_type_ids": (tokens == IMAGE).long()}
+    if "image_grid_pinpoints" not in CASES[name]:
+        return {"pixel_values": pixels}
+    parts = pixels.split([squares_of(CASES[name]["image_grid_pinpoints"], size) for size in sizes])
+    return {
+        "pixel_values": torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True),
+        "image_sizes": torch.tensor(sizes),
+    }
+
+
+def squares_of(grids: Any, size: tuple[int, int]) -> int:
+    """The whole and its tiles, as transformers counts them."""
+    return int(image_size_to_num_patches(list(size), grids, TOWER["image_size"]))
 
 
 def inputs(vision: VisionConfig) -> tuple[Tensor, Tensor, Images]:
     """Two rows of tokens, with one image and with two, their pixels, and what the house is given of them."""
-    tokens_of_image, size = vision.tokens, vision.image_size
+    size = vision.image_size
     draw = torch.Generator().manual_seed(3)
-    tokens = torch.randint(1, BEGIN, (2, 2 * tokens_of_image + 7), generator=draw)
-    tokens[0, 2 : 2 + tokens_of_image] = IMAGE
-    tokens[1, 1 : 1 + tokens_of_image] = tokens[1, 3 + tokens_of_image : 3 + 2 * tokens_of_image] = IMAGE
-    pixels = torch.randn(3, 3, size, size, generator=draw)
+    found = [torch.from_numpy(features_of(vision, *sides)) for sides in SIZES]
+    squares = [1 if vision.pinpoints is None else squares_of([*map(list, vision.pinpoints)], sides) for sides in SIZES]
+    a, b, c = map(len, found)
+    tokens = torch.randint(1, BEGIN, (2, max(a, b + c) + 7), generator=draw)
+    tokens[0, 2 : 2 + a] = IMAGE
+    tokens[1, 1 : 1 + b] = tokens[1, 3 + b : 3 + b + c] = IMAGE
+    pixels = torch.randn(sum(squares), 3, size, size, generator=draw)
     rows = torch.full(tokens.shape, -1)
-    rows[tokens == IMAGE] = torch.arange(3 * tokens_of_image)
+    before = [sum(squares[:number]) * vision.rows for number in range(3)]
+    rows[tokens == IMAGE] = torch.cat([one + first for one, first in zip(found, before, strict=True)])
     return tokens, pixels, Images(pixels, rows)
 
 
@@ -129,11 +160,10 @@ def test_logits_and_a_round_trip(tmp_path: Path, name: str) -> None:
     ours = load_model(tmp_path / "hf")
     assert ours.config.vision is not None
     tokens, pixels, images = inputs(ours.config.vision)
-    more = told(name, tokens)
     with torch.no_grad():
-        expected = theirs(input_ids=tokens, pixel_values=pixels, **more).logits
+        expected = theirs(input_ids=tokens, **told(name, tokens, pixels, SIZES)).logits
         found = logits_of(ours, tokens, images)
-        blind = theirs(input_ids=tokens, pixel_values=torch.zeros_like(pixels), **more).logits
+        blind = theirs(input_ids=tokens, **told(name, tokens, torch.zeros_like(pixels), SIZES)).logits
     assert (expected - blind).abs().max() > 0.1, "images that say nothing"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     convert(tmp_path / "hf", tmp_path / "mega", to="mega")
@@ -181,13 +211,13 @@ class Numbers:
         return "".join(f" {one} " for one in ids)
 
 
-def picture(number: int) -> bytes:
-    noise, stream = np.random.default_rng(number).integers(0, 256, (20, 15, 3), np.uint8), io.BytesIO()
+def picture(number: int, size: tuple[int, int] = (20, 15)) -> bytes:
+    noise, stream = np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8), io.BytesIO()
     PIL.Image.fromarray(noise).save(stream, "png")
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("name", ["llava 1.5", "gemma 3"])
+@pytest.mark.parametrize("name", ["llava 1.5", "llava next", "gemma 3"])
 def test_greedy_text_image_by_image(tmp_path: Path, name: str) -> None:
     """Several prompts at once, in chunks that cut images where these may be, which share no pages though their tokens are the same."""
     theirs = reference(name, tmp_path)
@@ -197,19 +227,20 @@ def test_greedy_text_image_by_image(tmp_path: Path, name: str) -> None:
     mark = IMAGE if vision.begin_token is None else vision.begin_token
     text = " ".join(map(str, [*range(1, 20), mark, 3, 4]))
     prompts = [Pictured(text, [picture(number)]) for number in (1, 2, 3)] + [
-        Pictured(f"{text} {mark} 7", [picture(4), picture(5)])
+        Pictured(f"{text} {mark} 7", [picture(4), picture(5, SIZES[1])])
     ]
+    sizes = [[(20, 15)]] * 3 + [[(20, 15), SIZES[1]]]
     found = generate(model, Numbers(), [*prompts, [5, 6, 7]], Limits(12))
     with mock.patch.object(generating, "Engine", partial(Engine, chunk_tokens=5)):
         chunked = generate(model, Numbers(), prompts, Limits(12), draft="none")
     assert [one.tokens for one in chunked] == [one.tokens for one in found[:-1]]
-    for prompt, one in zip(prompts, found, strict=False):
+    for prompt, one, each_size in zip(prompts, found, sizes, strict=False):
         tokens, _ = prompt.read(model, Numbers())
-        pixels = torch.from_numpy(np.stack([pixels_of(each, vision) for each in prompt.pictures]))
+        pixels = torch.from_numpy(np.concatenate([picture_of(each, vision).pixels for each in prompt.pictures]))
         assert (vision.begin_token in tokens) == (name == "gemma 3")
         row = theirs.generate(
-            torch.tensor([tokens]), pixel_values=pixels, do_sample=False, max_new_tokens=12, eos_token_id=None,
-            **told(name, torch.tensor([tokens])),
+            torch.tensor([tokens]), do_sample=False, max_new_tokens=12, eos_token_id=None,
+            **told(name, torch.tensor([tokens]), pixels, each_size),
         )  # fmt: skip
         assert one.tokens == row[0, len(tokens) :].tolist()
     assert len({tuple(one.tokens) for one in found[:3]}) > 1, "images that say nothing"
@@ -217,7 +248,7 @@ def test_greedy_text_image_by_image(tmp_path: Path, name: str) -> None:
         generate(model, Numbers(), [Pictured(text, [picture(1), picture(2)])], Limits(1))
 
 
-@pytest.mark.parametrize("name", ["llava 1.5", "gemma 3"])
+@pytest.mark.parametrize("name", ["llava 1.5", "llava next", "gemma 3"])
 def test_loss_and_gradients_without_the_layer_that_is_for_nothing(tmp_path: Path, name: str) -> None:
     theirs = reference(name, tmp_path / "hf")
     ours = load_model(tmp_path / "hf").requires_grad_(True)
@@ -225,7 +256,7 @@ def test_loss_and_gradients_without_the_layer_that_is_for_nothing(tmp_path: Path
     assert ours.vision is not None
     tokens, pixels, images = inputs(ours.config.vision)
     labels = torch.where(tokens == IMAGE, -100, tokens)
-    expected = theirs(input_ids=tokens, pixel_values=pixels, labels=labels, **told(name, tokens)).loss
+    expected = theirs(input_ids=tokens, labels=labels, **told(name, tokens, pixels, SIZES)).loss
     expected.backward()
     positions = torch.arange(tokens.shape[1] - 1)[None]
     weights = (labels[:, 1:] >= 0).float()
@@ -241,6 +272,10 @@ def test_loss_and_gradients_without_the_layer_that_is_for_nothing(tmp_path: Path
         if name == "gemma 3"
         else (ours.vision.projector.into.weight, projector.linear_1.weight),
     }
+    if name == "llava next":
+        torch.testing.assert_close(
+            ours.vision.projector.newline.grad, theirs.model.image_newline.grad, rtol=1e-4, atol=1e-6
+        )
     for part, (mine, other) in found.items():
         gradient = other.grad.T if (part, name) == ("projector", "gemma 3") else other.grad.flatten(1)
         torch.testing.assert_close(mine.grad, gradient, rtol=1e-4, atol=1e-6)

@@ -38,7 +38,13 @@ HYBRID: dict[str, Any] = {
 # name: what differs from BASE, and the layout that Megatron saves it in
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "grouped-bias-odd-vocabulary": ({**GROUPED, "add_qkv_bias": True, "vocab_size": 61}, {"tp": 2, "pp": 2}),
-    "tied-normed": ({**GROUPED, "untie_embeddings_and_output_weights": False, "qk_layernorm": True}, {"tp": 2, "pp": 2}),
+    "tied-normed-gated": (
+        {
+            **GROUPED, "untie_embeddings_and_output_weights": False, "qk_layernorm": True, "attention_output_gate": True,
+            "add_qkv_bias": True,
+        },
+        {"tp": 2, "pp": 2},
+    ),
     "gpt": (
         {
             "normalization": "LayerNorm", "swiglu": False, "add_bias_linear": True, "kv_channels": 10,

@@ -1,125 +1,146 @@
-"""T5 of Megatron's own samples and weights: the losses are Megatron-Core's."""
+"""Megatron-Core's T5: its checkpoints both ways, and its losses on its own samples."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import megatron_t5
 import numpy as np
 import pytest
 import torch
 from masked_data import sentences, word_piece_tokenizer
+from megatron_oracle import BASE, run
 from torch import Tensor
 
+from mega_ckpt.convert import Options, convert
+from mega_ckpt.source import open_source
 from mega_data.dataset import build_datasets
-from mega_data.loader import Loader, StepBatch
-from mega_trainer.batch import micro_batches
+from mega_data.loader import Loader
+from mega_eval.load import load_model
+from mega_trainer.batch import MicroBatch, micro_batches
 from mega_trainer.config import RunConfig, resolve
-from mega_trainer.model.builder import Builder
 from mega_trainer.model.encoder_decoder import EncoderDecoder
-from mega_trainer.parallel.param import info_of
 
-HEADS, WIDTH = 4, 32
-MODEL = {
-    "num_layers": 5, "encoder": {"num_layers": 2, "head_bias": True}, "hidden_size": WIDTH, "ffn_hidden_size": 48,
-    "num_attention_heads": HEADS, "vocab_size": 207, "max_position": 64, "norm": "layernorm", "activation": "gelu",
-    "position": "learned", "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "tie_embeddings": True,
+pytest.importorskip("megatron.core", reason="the reference implementation")
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+T5: dict[str, Any] = {
+    **BASE, "num_layers": 2, "encoder_num_layers": 2, "decoder_num_layers": 2, "normalization": "LayerNorm", "swiglu": False,
+    "add_bias_linear": True, "position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False,
+    "vocab_size": 256, "padded_vocab_size": 256, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
 }  # fmt: skip
-KINDS: list[Mapping[str, Any]] = [
-    {}, {"position": "rope", "tie_embeddings": False, "encoder": {"num_layers": 2}},
-]  # fmt: skip
-NAMES = {
-    "input_layernorm": "input_layernorm", "self_attn.o_proj": "self_attention.linear_proj",
-    "cross_attn_layernorm": "pre_cross_attn_layernorm", "cross_attn.q_proj": "cross_attention.linear_q",
-    "cross_attn.o_proj": "cross_attention.linear_proj", "post_attention_layernorm": "pre_mlp_layernorm",
-    "mlp.up_proj": "mlp.linear_fc1", "mlp.down_proj": "mlp.linear_fc2",
+# By name: args, layout of Megatron's save, and that of the way back.
+KINDS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "tied": (T5, 2, 2),
+    "untied": (
+        {**T5, "untie_embeddings_and_output_weights": True, "position_embedding_type": "rope", "add_bias_linear": False,
+         "decoder_num_layers": 3, "num_layers": 3, "normalization": "RMSNorm", "swiglu": True}, 1, 2,
+    ),
+    "relative": ({**T5, "position_embedding_type": "relative", "relative_attention_num_buckets": 8}, 4, 1),
 }  # fmt: skip
-FUSED = {
-    "self_attention.linear_qkv": [f"self_attn.{x}_proj" for x in "qkv"],
-    "cross_attention.linear_kv": [f"cross_attn.{x}_proj" for x in "kv"],
-}
+SAMPLES, S, DECODER = 6, 40, 32
 
 
-def weights_of(model: EncoderDecoder) -> dict[str, Tensor]:
-    """By canonical name."""
-    found: dict[str, Tensor] = {}
-    for parameter in model.parameters():
-        found |= {piece.name: piece.view(parameter.detach()) for piece in info_of(parameter).pieces}
-    return found
-
-
-def as_megatron(ours: Mapping[str, Tensor], layers: tuple[int, int]) -> dict[str, Tensor]:
-    """The same by Megatron's names, heads of queries, keys and values in turns."""
-    out = {
-        "embedding.word_embeddings.weight": ours["model.embed_tokens.weight"],
-        "embedding.position_embeddings.weight": ours.get("model.embed_positions.weight"),
-        "lm_head.output_layer.weight": ours.get("lm_head.weight"),
-        "lm_head.output_layer.bias": ours.get("lm_head.bias"),
+def megatrons_samples(folder: Path) -> MicroBatch:
+    """In Megatron's order, which tests/data/kinds/test_t5.py holds against its own; the same goes to `samples.pt`."""
+    data = {"train": [str(sentences(folder / "d", 3, longest=20))], "seq_length": S, "order": "megatron"}
+    model = {
+        "encoder": {"num_layers": 1},
+        "num_layers": 2,
+        "hidden_size": 8,
+        "ffn_hidden_size": 8,
+        "num_attention_heads": 1,
+        "vocab_size": 207,
     }
-    for kind in ("weight", "bias"):
-        out[f"encoder.final_layernorm.{kind}"] = ours[f"model.encoder_norm.{kind}"]
-        out[f"decoder.final_layernorm.{kind}"] = ours[f"model.norm.{kind}"]
-        for index in range(sum(layers)):
-            stack, number = ("encoder", index) if index < layers[0] else ("decoder", index - layers[0])
-            there, here = f"{stack}.layers.{number}", f"model.layers.{index}"
-            for mine, other in NAMES.items():
-                out[f"{there}.{other}.{kind}"] = ours.get(f"{here}.{mine}.{kind}")
-            for other, parts in FUSED.items():
-                if f"{here}.{parts[0]}.{kind}" in ours:
-                    heads = [ours[f"{here}.{part}.{kind}"].unflatten(0, (HEADS, -1)) for part in parts]
-                    out[f"{there}.{other}.{kind}"] = torch.cat(heads, 1).flatten(0, 1)
-    return {name: tensor for name, tensor in out.items() if tensor is not None}
-
-
-def job_of(config: RunConfig, batch: StepBatch) -> tuple[Tensor, dict[str, Any]]:
-    """Our losses of a batch [B, S], by weights that are drawn, and the same as a job for Megatron."""
+    raw = {
+        "model": model,
+        "data": {**data, "t5": {"decoder_seq_length": DECODER}},
+        "batch": {"micro": SAMPLES, "global": SAMPLES},
+    }
+    config = RunConfig.parse(resolve(raw), source="test")
+    words = word_piece_tokenizer(folder)
+    samples, *_ = build_datasets(config.data, seed=1, samples={"train": SAMPLES}, eod=None, tokenizer=words)
+    batch = next(iter(Loader(samples, global_batch=SAMPLES, seq_length=S)))
     (micro,) = micro_batches(batch, config, torch.device("cpu"))
-    torch.manual_seed(4)
-    model = EncoderDecoder(Builder(config.model)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    with torch.no_grad():
-        _, _, ours = model.whole(micro, model.context_of(micro, lambda *_: None))
     assert batch.source is not None
-    shape = {
-        "hidden_size": WIDTH, "ffn_hidden_size": 48, "num_attention_heads": HEADS, "normalization": "LayerNorm",
-        "add_bias_linear": True, "layernorm_epsilon": 1e-5,
-    }  # fmt: skip
-    made = {
-        "vocab_size": config.model.vocab_size, "max_sequence_length": 64,
-        "share_embeddings_and_output_weights": config.model.tie_embeddings,
-        "position_embedding_type": {"learned": "learned_absolute"}.get(config.model.position, "rope"),
-    }  # fmt: skip
-    return ours, {
-        "args": {"config": shape, "model": made, "layers": [2, 3]}, "weights": as_megatron(weights_of(model), (2, 3)),
+    assert np.unique(batch.source.lengths).size > 1
+    theirs = {
         "encoder": torch.from_numpy(batch.source.tokens), "decoder": micro.tokens, "labels": micro.labels,
         "read": torch.from_numpy(batch.loss_weights > 0),
-        "seen": torch.arange(40) < torch.from_numpy(batch.source.lengths)[:, None],
+        "seen": torch.arange(S) < torch.from_numpy(batch.source.lengths)[:, None],
     }  # fmt: skip
+    torch.save(theirs, folder / "samples.pt")
+    return micro
 
 
-@pytest.mark.long
-def test_losses_are_megatrons(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core", reason="the oracle is not installed")
-    prefix = sentences(tmp_path / "d", 3, longest=20)
-    found = []
-    for kind in KINDS:
-        raw = {
-            "model": {**MODEL, **kind}, "batch": {"micro": 6, "global": 6}, "precision": "fp32",
-            "data": {"train": [str(prefix)], "seq_length": 40, "order": "megatron", "t5": {"decoder_seq_length": 32}},
-        }  # fmt: skip
-        config = RunConfig.parse(resolve(raw), source="test")
-        words = word_piece_tokenizer(tmp_path)
-        data, *_ = build_datasets(config.data, seed=1, samples={"train": 6}, eod=None, tokenizer=words)
-        found.append(job_of(config, next(iter(Loader(data, global_batch=6, seq_length=40)))))
-    assert np.unique(found[0][1]["seen"].sum(1)).size > 1
-    torch.save([job for _, job in found], tmp_path / "jobs.pt")
-    command = [sys.executable, megatron_t5.__file__, str(tmp_path / "jobs.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for (ours, job), theirs in zip(found, torch.load(tmp_path / "jobs.pt.losses"), strict=True):
-        torch.testing.assert_close(ours[job["read"]], theirs[job["read"]], rtol=1e-5, atol=1e-5)
+@dataclass(frozen=True)
+class Theirs:
+    """Folders: what Megatron saved, of each kind, and what came back to it; and the micro-batch of samples that both read."""
+
+    root: Path
+    micro: MicroBatch
+
+    def found(self, name: str, folder: str) -> dict[str, Any]:
+        """Megatron's weights and losses of a folder."""
+        found: dict[str, Any] = torch.load(self.root / name / f"{folder}.pt")
+        return found
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
+    """Megatron's folders through mega and back, in both formats, one of which comes from the files of its ranks."""
+    root = tmp_path_factory.mktemp("t5")
+    micro = megatrons_samples(root)
+    run(
+        [
+            {"do": "save", "args": args, "tp": tp, "folder": str(root / name / "iter_0000007"), "legacy": str(root / name / "ranks")}
+            for name, (args, tp, _) in KINDS.items()
+        ],
+        root / "a",
+    )  # fmt: skip
+    jobs = []
+    for name, (args, _, tp) in KINDS.items():
+        place = root / name
+        samples = None if args["position_embedding_type"] == "relative" else str(root / "samples.pt")
+        convert(place, place / "mega", "mega", verify=True)
+        convert(place / "ranks", place / "from-ranks", "mega", verify=True)
+        convert(place / "mega", place / "back", "megatron", options=Options(tp=2, implementation="local"))
+        older = Options(tp=tp, implementation="local", megatron_format="torch")
+        convert(place / "mega", place / "older", "megatron", options=older, verify=True)
+        jobs += [
+            {"do": "t5", "folder": str(place / "iter_0000007"), "samples": samples},
+            {"do": "t5", "folder": str(place / "back" / "release"), "samples": samples},
+            {"do": "load legacy", "folder": str(place / "older" / "release"), "tp": tp, "pp": 1, "like": str(place / "iter_0000007")},
+        ]  # fmt: skip
+    run(jobs, root / "b")
+    return Theirs(root, micro)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "relative"])
+def test_losses_on_megatrons_samples_are_megatrons(theirs: Theirs, name: str) -> None:
+    micro, model = theirs.micro, load_model(str(theirs.root / name / "mega"), kinds=("encoder-decoder",))
+    assert isinstance(model, EncoderDecoder)
+    with torch.no_grad():
+        _, _, ours = model.whole(micro, model.context_of(micro, lambda *_: None))
+    read = torch.load(theirs.root / "samples.pt")["read"]
+    assert read.sum() > 20
+    losses: Tensor = theirs.found(name, "iter_0000007")["losses"]
+    torch.testing.assert_close(ours[read], losses[read], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_mega_writes_is_what_megatron_wrote(theirs: Theirs, name: str) -> None:
+    one, other = theirs.found(name, "iter_0000007"), theirs.found(name, "back/release")
+    assert one["weights"].keys() == other["weights"].keys()
+    for tensor in one["weights"]:
+        assert torch.equal(one["weights"][tensor], other["weights"][tensor]), tensor
+    assert one["losses"] is None or torch.equal(one["losses"], other["losses"])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_files_of_ranks_hold_the_same(theirs: Theirs, name: str) -> None:
+    one, other = open_source(theirs.root / name / "mega"), open_source(theirs.root / name / "from-ranks")
+    assert one.model == other.model
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one.read(tensor), other.read(tensor)) for tensor in one.keys())  # noqa: SIM118

@@ -90,6 +90,10 @@ MODELS["vision"] = {
         "patch_size": 2, "image_token": 60,
     },
 }  # fmt: skip
+# Chunks of which some have no neighbours, and neighbours of which some are short.
+MODELS["retro"] = {
+    "num_attention_heads": 8, "vocab_size": 61, "retro": {"chunk_length": 4, "neighbors": 2, "encoder_layers": 2},
+}  # fmt: skip
 LENGTHS = {"long": 32, "hybrid": 48, "t5": 32}
 TARGET = 16  # tokens of a decoder that has an encoder
 WITH_CONTEXT = ("mla", "long", "moe", "deepseek", "hybrid", "t5", "encoder", "vision")
@@ -157,6 +161,7 @@ VARIANTS["vision"] = [
             "image_size": 8, "projector": "norm", "pool": 2, "bidirectional": True, "feature_layer": -1,
         },
     },
+    {"vision": MODELS["vision"]["vision"] | {"pinpoints": [[4, 8], [8, 4], [4, 4]], "resize": "stretch"}},
 ]  # fmt: skip
 # What may be frozen of a model.
 FROZEN: dict[str, list[list[str]]] = {"vision": [[], ["model.vision_tower.*"], ["model.projector.*"]]}
@@ -181,6 +186,16 @@ VARIANTS["encoder"] = [
         "attention_out_bias": False, "mlp_bias": False, "masked_lm": {"dense_bias": False}, "pooler": False,
         "sentence_pairs": False, "sliding_window": 4, "full_attention_layers": [0],
     },
+]  # fmt: skip
+VARIANTS["retro"] = [
+    {},
+    {
+        "tie_embeddings": True, "norm": "layernorm", "activation": "gelu", "position": "learned", "max_position": 16,
+        "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "num_kv_heads": 4, "embedding_dropout": 0.1,
+        "residual_dropout": 0.1, "attention_dropout": 0.1,
+        "retro": {"chunk_length": 8, "neighbors": 1, "encoder_layers": 1, "attention_dropout": 0.2},
+    },
+    {"num_kv_heads": 2, "qk_norm": True, "sliding_window": 5, "retro": {"chunk_length": 4, "neighbors": 3}},
 ]  # fmt: skip
 # A start far from zero, so that attention is not uniform and no gradient is too small to show an error.
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
@@ -300,6 +315,9 @@ def case(name: str, ranks: int, *, layers: int = 2, variant: Mapping[str, Any] |
         chosen["layers"] = [chosen["layers"][layer % len(chosen["layers"])] for layer in range(layers)]
     if "encoder" in chosen:
         chosen["encoder"] = {**chosen["encoder"], "num_layers": layers // 2}
+    if "retro" in chosen:  # some of the later layers
+        attending = list(range((layers - 1) // 3, layers, 1 + layers // 4))
+        chosen["retro"] = {**chosen["retro"], "layers": attending}
     return Case(name, chosen, ranks, **fields)
 
 

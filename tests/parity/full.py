@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parity.cases import RANKS, Case, all_layouts, covering
+from parity.cases import MODELS, RANKS, WITH_CONTEXT, Case, all_layouts, covering
 from parity.journal import Journal
 from parity.worker import Verdict, sweep, verdicts
 from ranks import run_ranks
@@ -26,10 +26,10 @@ SMALLEST = 1e-11  # errors below it are rounding, which differs from machine to 
 INTRODUCTION = """\
 # Any layout computes what one process computes
 
-Written by `make parity`; do not edit. Nine models train in every combination of tensor parallelism (tp),
+Written by `make parity`; do not edit. {models} models train in every combination of tensor parallelism (tp),
 sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV), interleaved stages (vp), data
-parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), five of them also with context
-parallelism of each kind (cp), three with expert parallelism (ep), experts split as well (expert-tp), on up to {ranks}
+parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), {context} of them also with context
+parallelism of each kind (cp), {experts} with expert parallelism (ep), experts split as well (expert-tp), on up to {ranks}
 ranks, in fp64 on gloo, with uneven documents and loss masks: three steps, or one where there are both cp and experts.
 Recomputation, uneven pipelines, micro-batch and bucket sizes, AdamW and Muon are drawn for each. Loss, gradient norm,
 every gradient after the clip, every weight and every optimizer moment are held against one process: the largest
@@ -47,7 +47,9 @@ difference, relative to the largest element of each tensor, must be below {toler
 - `deepseek`: `mla` with such experts, by sigmoid scores and within groups of them
 - `hybrid`: layers of Mamba-2, gated delta nets, attention, dense and expert feed-forwards, or of one of these alone; groups
   and key heads fewer than tensor ranks, states passed or heads exchanged over context ranks, experts in a latent space
-- `vision`: a vision tower (as CLIP's or SigLIP's), frozen or not, and a projector, whole on ranks that share the images
+- `vision`: a vision tower (as CLIP's or SigLIP's), frozen or not, and a projector, whole on ranks that share the images,
+  in tiles or whole
+- `retro`: a decoder that attends to retrieved neighbours by chunks, with their encoder; some chunks without any
 
 {count} layouts. The table has a row for each set of dimensions larger than one; errors are rounded up to a power of ten.
 
@@ -94,7 +96,10 @@ def page(results: Sequence[Verdict]) -> str:
     rows: dict[str, list[Verdict]] = {}
     for result in results:
         rows.setdefault(dimensions(result.case), []).append(result)
-    head = INTRODUCTION.format(ranks=RANKS, tolerance=TOLERANCE, count=len(results))
+    head = INTRODUCTION.format(
+        ranks=RANKS, tolerance=TOLERANCE, count=len(results), models=len(MODELS), context=len(WITH_CONTEXT),
+        experts=sum("moe" in fields for fields in MODELS.values()),
+    )  # fmt: skip
     return head + "".join(
         f"| {name} | {len(held)} | {bound(max(max(one.errors.values()) for one in held))} |\n"
         for name, held in sorted(rows.items(), key=lambda row: (row[0].count("+"), row[0]))

@@ -25,6 +25,7 @@ from parity.encoder_mutations import ENCODERS
 from parity.expert_mutations import EXPERTS
 from parity.mamba_mutations import MAMBAS
 from parity.recurrence_mutations import RECURRENCES
+from parity.retro_mutations import RETROS
 from parity.source_mutations import SOURCES
 from parity.vision_mutations import VISIONS
 from parity.worker import Found, References, Trainer, compare, make_groups, places
@@ -679,7 +680,9 @@ MUTATIONS = [
     Mutation("further tokens: embedding gradients not summed over the stages", AHEAD_PP, _tied_without_sync),
     Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
 ]
-MUTATIONS += [Mutation(*one) for one in [*EXPERTS, *EIGHT_BITS, *MAMBAS, *RECURRENCES, *SOURCES, *ENCODERS, *VISIONS]]
+MUTATIONS += [
+    Mutation(*one) for one in [*EXPERTS, *EIGHT_BITS, *MAMBAS, *RECURRENCES, *SOURCES, *ENCODERS, *VISIONS, *RETROS]
+]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)
 MUON = case("gqa", 2, parallel={"tp": 2}, optimizer="muon")

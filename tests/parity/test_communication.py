@@ -132,6 +132,8 @@ def pipeline(one: Case, rank: int) -> Traffic:
     if "encoder" in one.model:  # its tokens, the decoder's, and two tables of relative positions
         table = one.model["relative"]["buckets"] * one.model["num_attention_heads"] // layout["tp"]
         rows = (one.length + TARGET) // share + math.ceil(2 * table / D)
+    if "retro" in one.model:  # of each chunk, neighbours of twice its length
+        rows += 2 * one.model["retro"]["neighbors"] * S // share
     theory.expect("pp", "receive", arrivals, one.micro * rows * D * BYTES[one.precision])
     theory.expect("pp", "all_gather", 1, pp * NORM)
     return theory.traffic()
@@ -271,6 +273,10 @@ PIPELINE += [
     for pp, tp, more in [
         (4, 1, {}), (2, 2, {"schedule": "zb-h1"}), (2, 1, {"virtual_stages": 2}), (2, 1, {"virtual_stages": 2, "schedule": "zbv"}),
     ]
+]  # fmt: skip
+PIPELINE += [
+    case("retro", pp * tp, layers=4, micro=2, precision="bf16", parallel={"pp": pp, "tp": tp, "sp": tp > 1, **more})
+    for pp, tp, more in [(2, 2, {"schedule": "zb-h1"}), (2, 1, {"virtual_stages": 2})]
 ]  # fmt: skip
 DATA = [
     case("dense", dp, parallel={"zero": zero, **more}, micro=1, precision=precision)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from parity.cases import MODELS, SINKHORN, Case, all_layouts, case, covering
+from parity.cases import MODELS, SINKHORN, VARIANTS, Case, all_layouts, case, covering
 from parity.worker import Verdict, sweep, verdicts
 from ranks import run_ranks
 
@@ -36,6 +36,16 @@ def test_a_growing_batch_and_rates_of_embedding_and_output_and_by_name() -> None
         case(name, 4, layers=shape.get("pp", 1) * 2, parallel=shape, micro=micro, **more)
         for name, shape, micro in shapes
     ]
+    assert not problems(cases, 4)
+
+
+def test_images_in_different_numbers_of_tiles() -> None:
+    """The row behind lines of patches is on every rank, whether these share a sequence or have all of it."""
+    shapes: list[dict[str, Any]] = [
+        {"tp": 4}, {"tp": 2, "sp": True, "cp": 2}, {"tp": 2, "zero": 3},
+    ]  # fmt: skip
+    tiles = next(one for one in VARIANTS["vision"] if "pinpoints" in one.get("vision", {}))
+    cases = [case("vision", 4, layers=2, parallel=shape, micro=2, variant=tiles) for shape in shapes]
     assert not problems(cases, 4)
 
 

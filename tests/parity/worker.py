@@ -16,7 +16,9 @@ from torch import Tensor
 
 from mega_ckpt.pieces import Box, Sharded, copy_overlap
 from mega_common.log import ProgressBar
+from mega_common.retro import RetroConfig
 from mega_common.vision import VisionConfig
+from mega_data.images.tiles import features_of
 from mega_data.kinds.base import SampleImages
 from mega_data.loader import SourceTokens, StepBatch
 from mega_trainer import build, step, train
@@ -144,19 +146,29 @@ def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool 
         source=_source(config, step, own, count) if config.model.encoder else None,
         token_types=types,
         pair_labels=pairs,
+        neighbors=None if model.retro is None else _neighbors(config, model.retro, step, count)[own],
     )
 
 
 def drawn_images(rng: np.random.Generator, tokens: np.ndarray, vision: VisionConfig) -> SampleImages | None:
-    """None to two images somewhere in a sample, the first one perhaps cut by its begin; `tokens` get the placeholders."""
+    """None to two images somewhere in a sample, the first one perhaps cut by its begin; `tokens` get the placeholders.
+
+    Those in tiles are of several sizes, and so have other numbers of tiles and placeholders.
+    """
     count, size = int(rng.integers(3)), vision.image_size
     if not count:
         return None
     cut = int(rng.integers(2))
-    features = np.arange(cut, count * vision.tokens)
+    squares, features = 0, np.zeros(0, np.int64)
+    for _ in range(count):
+        sides = rng.integers(1, 9, 2) if vision.pinpoints else (size, size)
+        found = features_of(vision, int(sides[0]), int(sides[1]))
+        features = np.append(features, squares * vision.rows + found)
+        squares += 1 + (found.max() // vision.rows)
+    features = features[cut:][: len(tokens)]
     places = np.sort(rng.choice(len(tokens), len(features), replace=False))
     tokens[places] = vision.image_token
-    return SampleImages(list(rng.standard_normal((count, 3, size, size), np.float32)), places, features)
+    return SampleImages(list(rng.standard_normal((squares, 3, size, size), np.float32)), places, features)
 
 
 def _source(config: RunConfig, step: int, own: slice, count: int) -> SourceTokens:
@@ -165,6 +177,15 @@ def _source(config: RunConfig, step: int, own: slice, count: int) -> SourceToken
     length = config.data.seq_length
     tokens = rng.integers(0, config.model.vocab_size, (count, length))
     return SourceTokens(tokens[own], rng.integers(length // 4, length + 1, count)[own])
+
+
+def _neighbors(config: RunConfig, retro: RetroConfig, step: int, count: int) -> np.ndarray:
+    """What was retrieved: some chunks have nothing, and some neighbours are short."""
+    rng = np.random.default_rng([9, step])
+    shape = (count, config.data.seq_length // retro.chunk_length, retro.neighbors, retro.neighbor_length)
+    tokens = rng.integers(0, config.model.vocab_size, shape)
+    lengths = rng.integers(1, 2 * retro.neighbor_length, shape[:-1]) * (rng.random((*shape[:2], 1)) < 0.7)
+    return np.where(np.arange(retro.neighbor_length) < lengths[..., None], tokens, -1)
 
 
 def clone(tensors: Held) -> dict[str, Sharded]:

@@ -37,6 +37,7 @@ def tensors_of(config: ModelConfig) -> Tensors:
         if config.encoder and index == config.encoder.num_layers:
             out |= _norm(config, "model.encoder_norm")
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _layer(config, index).items()}
+        out |= _neighbor_encoder(config, index)
     out |= _norm(config, "model.norm") if config.norm_position != "sum" else {}
     out |= _encoder_heads(config)
     if config.score:
@@ -78,6 +79,7 @@ def _projector(config: ModelConfig, vision: VisionConfig) -> Tensors:
     return {
         **_linear(f"{PROJECTOR}linear_1", config.hidden_size, vision.hidden_size, vision.projector_bias),
         **_linear(f"{PROJECTOR}linear_2", config.hidden_size, config.hidden_size, vision.projector_bias),
+        **({f"{PROJECTOR}newline": (config.hidden_size,)} if vision.pinpoints is not None else {}),
     }
 
 
@@ -196,8 +198,22 @@ def _cross(config: ModelConfig) -> Tensors:
         **_linear("cross_attn.q_proj", queries, width, config.qkv_bias),
         **_linear("cross_attn.k_proj", keys, width, config.qkv_bias),
         **_linear("cross_attn.v_proj", keys, width, config.qkv_bias),
-        **_linear("cross_attn.o_proj", width, queries, config.attention_out_bias),
+        **_linear("cross_attn.o_proj", width, queries, config.attention_out_bias and not config.retro),
     }
+
+
+def _neighbor_encoder(config: ModelConfig, index: int) -> Tensors:
+    """What reads retrieved neighbours, which lies in the first layer that attends to them."""
+    encoder = config.neighbor_encoder
+    if encoder is None or index != config.retro_layers[0]:
+        return {}
+    layers = range(encoder.num_layers)
+    return {f"{neighbor_encoder(index)}{i}.{name}": shape for i in layers for name, shape in _layer(encoder, i).items()}
+
+
+def neighbor_encoder(layer: int) -> str:
+    """What the names of the encoder's tensors begin with, before the number of one of its layers; it lies in `layer`."""
+    return f"model.layers.{layer}.encoder."
 
 
 def _latent_attention(config: ModelConfig) -> Tensors:

@@ -25,6 +25,7 @@ from mega_common.layers import (
     spelled,
 )
 from mega_common.model_rules import model_problems
+from mega_common.retro import RetroConfig
 from mega_common.vision import VisionConfig
 
 GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_erf"})
@@ -234,6 +235,7 @@ class ModelConfig(Config):
     delta: DeltaConfig | None = None
     vision: VisionConfig | None = None
     encoder: EncoderConfig | None = None
+    retro: RetroConfig | None = None
     score: bool = Field(
         False,
         description="a reward model: a head of one row scores a text at its last token, in place of the vocabulary's",
@@ -309,8 +311,30 @@ class ModelConfig(Config):
         return self.encoder is not None and layer < self.encoder.num_layers
 
     def crosses(self, layer: int) -> bool:
-        """Whether that layer sees what the encoder made, too."""
+        """Whether that layer sees what an encoder made, too."""
+        if self.retro is not None:
+            return layer in self.retro_layers
         return self.encoder is not None and layer >= self.encoder.num_layers
+
+    @property
+    def retro_layers(self) -> list[int]:
+        """Layers that attend to retrieved neighbours; before the first one's attention to them an encoder reads these."""
+        return [] if self.retro is None else self.retro.layers_of(self.num_layers)
+
+    @property
+    def neighbor_encoder(self) -> ModelConfig | None:
+        """The layers of that encoder, the first of which sees the chunk."""
+        retro = self.retro
+        if retro is None:
+            return None
+        residual, attention = retro.residual_dropout, retro.attention_dropout
+        fields = {
+            "num_layers": retro.encoder_layers, "retro": retro.model_copy(update={"layers": [0]}), "causal": False,
+            "sliding_window": None, "full_attention_layers": None, "no_rope_layers": None,
+            "residual_dropout": self.residual_dropout if residual is None else residual,
+            "attention_dropout": self.attention_dropout if attention is None else attention,
+        }  # fmt: skip
+        return self.model_copy(update=fields)
 
     def rotates(self, layer: int) -> bool:
         """Whether that layer turns queries and keys by their positions."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mega_common.config import Problem
 from mega_common.encoder import encoder_problems
 from mega_common.layers import section_problems, spelled
+from mega_common.retro import retro_problems
 
 if TYPE_CHECKING:
     from mega_common.model_config import ModelConfig, RopeConfig
@@ -39,6 +40,7 @@ def model_problems(model: ModelConfig) -> Iterator[Problem]:
         yield Problem("attention_gate", "is not for latent attention", hint="leave out mla")
     yield from _layer_problems(model) if model.layers is not None else ()
     yield from encoder_problems(model)
+    yield from retro_problems(model)
 
 
 def _vision_problems(model: ModelConfig) -> Iterator[Problem]:

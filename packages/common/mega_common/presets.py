@@ -111,11 +111,20 @@ def _llava(layers: int, width: int, ffn: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _llava_next() -> dict[str, Any]:
+    """LLaVA 1.6 around Mistral 7B v0.2: images in up to four tiles of 336 pixels."""
+    whole = _llava(32, 4096, 14_336, 32)
+    tiles = {"pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]], "resize": "stretch"}
+    text = {"num_kv_heads": 8, "max_position": 32_768, "rope": {"theta": 1e6}}
+    return {**whole, **text, "vision": whole["vision"] | tiles}
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _tiny(2, 64, 192, 4, 2),
     "tiny-10m": _tiny(6, 320, 896, 5, 5),
     "llava-1.5-7b": _llava(32, 4096, 11_008, 32),
     "llava-1.5-13b": _llava(40, 5120, 13_824, 40),
+    "llava-1.6-mistral-7b": _llava_next(),
     "llama3-8b": _llama3(32, 4096, 14_336, 32),
     "llama3-70b": _llama3(80, 8192, 28_672, 64),
     "llama3-405b": {**_llama3(126, 16_384, 53_248, 128)},

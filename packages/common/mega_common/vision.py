@@ -13,6 +13,7 @@ TOWER, PROJECTOR = "model.vision_tower.", "model.projector."  # what the names o
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 Colours = tuple[float, float, float]
+Resolution = tuple[PositiveInt, PositiveInt]
 
 
 class VisionConfig(Config):
@@ -20,7 +21,7 @@ class VisionConfig(Config):
 
     A CLIP tower (arXiv:2103.00020) has a class token and a norm before the first layer, a SigLIP one (arXiv:2303.15343)
     neither, and a bias of its patches. The projector of two matrices is LLaVA 1.5's (arXiv:2310.03744), the one behind a
-    norm Gemma 3's (arXiv:2503.19786).
+    norm Gemma 3's (arXiv:2503.19786). With `pinpoints` an image is several squares, as in LLaVA-NeXT.
     """
 
     num_layers: PositiveInt
@@ -53,6 +54,11 @@ class VisionConfig(Config):
     bidirectional: bool = Field(
         False, description="placeholders side by side see one another in the decoder, not only those before them"
     )
+    pinpoints: Annotated[tuple[Resolution, ...], Field(min_length=1)] | None = Field(
+        None,
+        description="heights and widths in pixels, to the best of which an image is resized, to be cut in tiles of image_size; "
+        "their lines of patches, each with a learned row behind it, follow those of the whole image",
+    )
     resize: Literal["crop", "stretch"] = Field(
         "crop", description="crop: the shorter side to image_size, and the middle; stretch: both sides"
     )
@@ -72,8 +78,13 @@ class VisionConfig(Config):
 
     @property
     def tokens(self) -> int:
-        """Placeholders of an image in a text."""
+        """Placeholders of an image in a text; of one in tiles those of the whole, which come first."""
         return self.patches // self.pool**2 + self.feature_class
+
+    @property
+    def rows(self) -> int:
+        """What the projector makes of a square: its features, and where images have tiles the end of a line."""
+        return self.tokens + (self.pinpoints is not None)
 
     @property
     def encoder(self) -> dict[str, Any]:
@@ -105,6 +116,12 @@ class VisionConfig(Config):
             yield Problem("feature_class", "the tower has no class token", hint="feature_class: false")
         if self.image_size // self.patch_size % self.pool or (self.pool > 1 and self.feature_class):
             yield Problem("pool", "must divide the patches of a side, and leaves out the class token", self.pool)
+        if self.pinpoints is not None:
+            if self.projector != "mlp" or self.pool > 1 or self.feature_class or self.bidirectional:
+                rule = "go with projector mlp, and neither with pool, feature_class nor bidirectional"
+                yield Problem("pinpoints", rule, hint="leave these out")
+            if any(side % self.image_size for one in self.pinpoints for side in one):
+                yield Problem("pinpoints", f"must be multiples of image_size = {self.image_size}", self.pinpoints)
         if (self.begin_token is None) != (self.end_token is None):
             yield Problem("begin_token", "and end_token go together", hint="give both")
         if self.feature_norm and self.used_layers != self.num_layers:

@@ -29,7 +29,7 @@ class Pictured:
         Raises:
             DataError: when the model sees nothing, an image cannot be read, or there are more or fewer than placeholders.
         """
-        from mega_data.images.pixels import pixels_of  # here: text wants no Pillow
+        from mega_data.images.pixels import picture_of  # here: text wants no Pillow
 
         vision = model.config.vision
         if vision is None:
@@ -45,9 +45,16 @@ class Pictured:
                 f"{len(self.pictures)} image(s), and {here.sum()} placeholders {name} in the text",
                 hint=f"write {name} where an image belongs",
             )
-        pixels = np.stack([pixels_of(one, vision) for one in self.pictures])
-        tokens = np.repeat(tokens, np.where(here, vision.tokens, 1))
-        rows = np.where(tokens == vision.image_token, np.cumsum(tokens == vision.image_token) - 1, -1)
+        pictures = [picture_of(one, vision) for one in self.pictures]
+        times = np.ones(tokens.size, np.int64)
+        times[here] = [one.features.size for one in pictures]
+        tokens = np.repeat(tokens, times)
+        rows = np.full(tokens.size, -1)
+        before = np.cumsum([0, *(len(one.pixels) for one in pictures)]) * vision.rows
+        rows[tokens == vision.image_token] = np.concatenate(
+            [one.features + first for one, first in zip(pictures, before, strict=False)]
+        )
+        pixels = np.concatenate([one.pixels for one in pictures])
         return tokens.tolist(), seen(model, Images(torch.from_numpy(pixels), torch.from_numpy(rows)[None]))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_common.errors import DataError
+from mega_common.model_config import ModelConfig
 from mega_common.vision import VisionConfig
 from mega_data.loader import StepBatch
 from mega_trainer.comm import Group
@@ -81,6 +82,21 @@ class SourceBatch:
 
 
 @dataclass(frozen=True)
+class NeighborBatch:
+    """What was retrieved for each of the L chunks of each sample: K neighbours of 2 m tokens.
+
+    Attributes:
+        tokens: int64 [B, L, K, 2 m], 0 where there is none.
+        outline: of the neighbours, B L K rows; what is no token is a document of its own, so that no token sees it.
+        seen: bool [B L, 1, 1, 2 m K], where there is a token; None: everywhere.
+    """
+
+    tokens: Tensor
+    outline: Outline
+    seen: Tensor | None
+
+
+@dataclass(frozen=True)
 class Pairs:
     """Samples of two segments.
 
@@ -113,6 +129,7 @@ class MicroBatch:
         routes: of a model with experts, those that are chosen elsewhere, or to be told.
         images: of a model that sees, even where there are none.
         source: of an encoder-decoder, whose decoder the rest is about.
+        neighbors: of a model with retrieval.
         types: int64 [B, S], of their segments; None: all are 0.
         pairs: for a model that tells the order of segments, where there are two.
     """
@@ -131,6 +148,7 @@ class MicroBatch:
     routes: Routes | None = None
     images: Images | None = None
     source: SourceBatch | None = None
+    neighbors: NeighborBatch | None = None
     types: Tensor | None = None
     pairs: Pairs | None = None
 
@@ -162,6 +180,7 @@ def micro_batches(
         DataError: for a token that the model's vocabulary does not have.
     """
     known = [batch.tokens, batch.labels, *([] if batch.source is None else [batch.source.tokens])]
+    known += [] if batch.neighbors is None else [batch.neighbors]
     size, top = config.batch.micro, max(tokens.max() for tokens in known)
     if top >= config.model.vocab_size:
         raise DataError(
@@ -174,6 +193,7 @@ def micro_batches(
         matters = np.ones_like(matters)
     vision = config.model.vision
     further = [_ahead(batch, places) for places in range(1, config.model.mtp_layers + 1)]
+    retrieved = _retrieved(batch, config.model)
     own = None
     if context is not None and context.size > 1:
         own = to_device(place_of_tokens(batch.tokens.shape[1], context), device)
@@ -200,6 +220,7 @@ def micro_batches(
             source=None
             if batch.source is None
             else source_batch(batch.source.tokens[part], batch.source.lengths[part], device, context or Group("cp")),
+            neighbors=None if retrieved is None else neighbor_batch(retrieved[part], device),
             types=None if batch.token_types is None or not config.model.token_types else tensor(batch.token_types),
             pairs=_pairs(tensor(batch.pair_labels))
             if batch.pair_labels is not None and config.model.sentence_pairs
@@ -214,7 +235,7 @@ def _images(batch: StepBatch, part: slice, vision: VisionConfig, device: torch.d
     seen: list[np.ndarray] = []
     for row, sample in zip(rows, batch.images[part], strict=False):
         if sample is not None:
-            row[sample.places] = len(seen) * vision.tokens + sample.features
+            row[sample.places] = len(seen) * vision.rows + sample.features
             seen += sample.pixels
     pixels = np.stack(seen) if seen else np.empty((0, 3, size, size), np.float32)
     return Images(torch.from_numpy(pixels), to_device(torch.from_numpy(rows), device))
@@ -230,6 +251,36 @@ def source_batch(found: np.ndarray, lengths: np.ndarray, device: torch.device, c
     return SourceBatch(
         to_device(tokens[:, own], device), to_device(own.expand(len(tokens), -1).contiguous(), device), outline, seen
     )
+
+
+def neighbor_batch(found: np.ndarray, device: torch.device) -> NeighborBatch:
+    """From neighbours int64 [B, L, K, 2 m], -1 where there is no token."""
+    rows, there = found.reshape(-1, found.shape[-1]), found >= 0
+    documents = np.cumsum(np.diff(rows >= 0, axis=1, prepend=rows[:, :1] >= 0), axis=1, dtype=np.int32)
+    positions = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
+    return NeighborBatch(
+        to_device(torch.from_numpy(np.maximum(found, 0)), device),
+        Outline.of(positions, documents if documents.any() else None),
+        None if there.all() else to_device(torch.from_numpy(there.reshape(-1, 1, 1, found[0, 0].size)), device),
+    )
+
+
+def _retrieved(batch: StepBatch, model: ModelConfig) -> np.ndarray | None:
+    """The neighbours of a model with retrieval, int64 [n, L, K, 2 m]."""
+    retro, found = model.retro, batch.neighbors
+    if retro is None:
+        return None
+    if found is None:
+        raise DataError(
+            "the samples have no neighbours, which model.retro reads", hint="data with neighbours, or no model.retro"
+        )
+    shape = (len(batch.tokens), batch.tokens.shape[1] // retro.chunk_length, retro.neighbors, retro.neighbor_length)
+    if found.shape != shape:
+        raise DataError(
+            f"the samples have neighbours of shape {found.shape}, but model.retro reads {shape}: samples, chunks, neighbours, tokens",
+            hint="retrieve with the model's chunk_length and neighbors",
+        )
+    return found
 
 
 def _pairs(labels: Tensor) -> Pairs:

@@ -37,7 +37,7 @@ from mega_trainer.sections import (
     RecomputeConfig,
     TrainConfig,
 )
-from mega_trainer.source_rules import source_problems
+from mega_trainer.source_rules import retrieval_problems, source_problems
 
 UNFINISHED = re.compile(r"\$[A-Za-z_{(\d]|<[^<>]+>")
 
@@ -207,6 +207,7 @@ class RunConfig(Config):
         yield from model_problems(self)
         yield from fp8_problems(self)
         yield from source_problems(self)
+        yield from retrieval_problems(self)
         if self.kernels.linear == "te" and self.precision == "fp8":
             if self.fp8.recipe == "rowwise":
                 rule = "is no recipe of Transformer Engine, which kernels.linear = te asks for"

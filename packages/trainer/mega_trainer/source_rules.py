@@ -1,4 +1,4 @@
-"""What a run with an encoder-decoder asks of its other settings. No torch."""
+"""What a run with an encoder-decoder, or with retrieval, asks of its other settings. No torch."""
 
 from __future__ import annotations
 
@@ -32,6 +32,26 @@ def source_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.cp", rule, config.parallel.cp, "1, or model.attention_dropout: 0")
     if config.precision == "fp8":
         yield Problem("precision", "is not for encoder-decoders", "fp8", "bf16")
+
+
+def retrieval_problems(config: RunConfig) -> Iterator[Problem]:
+    """What does not fit a model that reads neighbours."""
+    retro, parallel, length = config.model.retro, config.parallel, config.data.seq_length
+    if retro is None:
+        return
+    if length % retro.chunk_length:
+        rule = f"must be a multiple of model.retro.chunk_length = {retro.chunk_length}"
+        yield Problem("data.seq_length", rule, length, str(-(-length // retro.chunk_length) * retro.chunk_length))
+    if parallel.sp and retro.neighbor_length % parallel.tp:
+        rule = f"must divide the {retro.neighbor_length} tokens of a neighbour, which sp splits"
+        yield Problem("parallel.tp", rule, parallel.tp, "a power of two, or sp: false")
+    if parallel.cp > 1:
+        rule = "splits the text at places that no chunk of model.retro ends at"
+        yield Problem("parallel.cp", rule, parallel.cp, "1, with tp and sp, or recompute")
+    if config.precision == "fp8":
+        yield Problem("precision", "is not for model.retro", "fp8", "bf16")
+    if config.lora is not None:
+        yield Problem("lora", "is not for model.retro", hint="leave it out: all weights, or train.freeze")
 
 
 def _length_problems(config: RunConfig) -> Iterator[Problem]:

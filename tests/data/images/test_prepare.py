@@ -21,7 +21,7 @@ from mega_data.config import DataConfig
 from mega_data.dataset import BlendedDataset, build_datasets, sequential
 from mega_data.files.info import DataInfo
 from mega_data.files.merge import merge
-from mega_data.images.pixels import pixels_of
+from mega_data.images.pixels import picture_of
 from mega_data.images.prepare import ImageOptions, prepare_images
 from mega_data.kinds.base import Sample
 
@@ -91,7 +91,9 @@ def check(sample: Sample, colours: dict[str, bytes]) -> int:
             document = sample.document_ids == sample.document_ids[place]  # type: ignore[index]
             first = at[int(np.flatnonzero(document & (sample.tokens == 1))[0])]
             seen[word] = first
-            np.testing.assert_array_equal(sample.images.pixels[first // EACH], pixels_of(colours[word], VISION))
+            np.testing.assert_array_equal(
+                sample.images.pixels[first // EACH], picture_of(colours[word], VISION).pixels[0]
+            )
     assert seen
     return len(sample.images.pixels)
 
@@ -161,6 +163,45 @@ def test_a_document_that_is_cut_has_the_images_of_its_pieces(tmp_path: Path, tok
             pixels = sample.images.pixels[sample.images.features[0] // EACH]
             found += [(int(sample.images.features[0]), "red" if pixels[0].mean() > pixels[2].mean() else "blue")]
     assert sorted(found) == [(0, "red"), (1, "blue"), (3, "red")]  # later pieces begin within an image
+
+
+def test_images_in_tiles_have_placeholders_by_their_sizes(tmp_path: Path, tokenizer: Path) -> None:
+    """Whole and cut documents stand for the features of their images, one after another; an image that changed is named."""
+    vision = VISION.model_copy(update={"pinpoints": ((8, 16), (24, 8)), "resize": "stretch"})
+    options = ImageOptions(tmp_path / "pictures", EACH, vision=vision)
+    source = llava(tmp_path, [{"image": ["red.png", "wide.png"], "conversations": asked("red and blue", 2)}])
+    pictures = [RED, picture((0, 0, 255), (31, 9))]
+    (tmp_path / "pictures/wide.png").write_bytes(pictures[1])
+    info = prepare_images([source], tokenizer, tmp_path / "data", ChatOptions(), options)
+    assert info.images is not None
+    assert info.images.pinpoints == vision.pinpoints
+    seen = [picture_of(content, vision) for content in pictures]
+    assert len({len(one.pixels) for one in seen}) == len({one.features.size for one in seen}) == 2
+    whole = [
+        (one.pixels[row // vision.rows].tobytes(), row % vision.rows) for one in seen for row in one.features.tolist()
+    ]
+    for length, samples in ((64, 1), (6, 6)):
+        data, found = opened(tmp_path, vision, seq_length=length), []
+        for number in range(samples):
+            images = data[number].images
+            if images is not None:
+                rows = images.features.tolist()
+                own = [(images.pixels[row // vision.rows].tobytes(), row % vision.rows) for row in rows]
+                found += [at for at in range(len(whole)) if whole[at : at + len(own)] == own][:1]
+                assert (data[number].tokens[images.places] == 1).all()
+        assert len(found) > samples // 2
+        assert len(found) == sum(data[number].images is not None for number in range(samples))
+    with pytest.raises(DataError, match="or other tiles: None"):
+        opened(tmp_path, VISION)[0]
+    (tmp_path / "pictures/wide.png").write_bytes(RED)
+    with pytest.raises(DataError, match=r"wide\.png: it has another size now"):
+        opened(tmp_path, vision, seq_length=64)[0]
+
+
+def test_the_placeholder_is_the_models(tmp_path: Path, tokenizer: Path) -> None:
+    options = ImageOptions(tmp_path, EACH, vision=VISION.model_copy(update={"image_token": 5}))
+    with pytest.raises(DataError, match="'<image>' is token 1, and the model's placeholder 5"):
+        prepare_images([llava(tmp_path, [])], tokenizer, tmp_path / "data", ChatOptions(), options)
 
 
 def test_what_is_bad_is_named(tmp_path: Path, tokenizer: Path) -> None:

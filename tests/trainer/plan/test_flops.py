@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from encoder_decoders import published
@@ -13,6 +14,7 @@ from mega_ckpt.names import num_parameters
 from mega_ckpt.source import open_source
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
+from mega_trainer.batch import MicroBatch, neighbor_batch
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder
@@ -30,6 +32,7 @@ from mega_trainer.plan.flops import (
     published_flops,
 )
 from mega_trainer.plan.layers import visible_keys
+from mega_trainer.rng import Dropout
 
 
 def model(name: str, **fields: object) -> ModelConfig:
@@ -270,6 +273,37 @@ def test_operations_of_t5_are_those_that_torch_counts_in_transformers(tmp_path: 
         theirs(input_ids=torch.ones(2, 17, dtype=torch.int64), decoder_input_ids=torch.ones(2, 9, dtype=torch.int64))
     parts = forward_flops(config, 17, causal=False, target=9)
     assert sum(parts.values()) * 2 * (17 + 9) == pytest.approx(counted.get_total_flops())
+
+
+RETRO = {
+    "num_layers": 4, "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 61,
+    "retro": {"chunk_length": 4, "neighbors": 3, "layers": [1, 3]},
+}  # fmt: skip
+
+
+def test_operations_of_retrieval_are_those_that_torch_counts() -> None:
+    """Two texts of four chunks, with dropout, by which attention goes product by product."""
+    config = ModelConfig.parse({**RETRO, "attention_dropout": 0.1})
+    built = model_class(config)(Builder(config)).eval()
+    tokens, places = torch.ones(2, 16, dtype=torch.int64), torch.arange(16).expand(2, -1)
+    found = neighbor_batch(np.ones((2, 4, 3, 8), np.int64), torch.device("cpu"))
+    batch = MicroBatch(tokens, tokens, torch.ones(2, 16), places, Outline([16, 16]), [0, 1], neighbors=found)
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        context = built.context_of(batch, lambda length, _: Dropout(0, [0, 1], [range(length)]))
+        built.logits(built(built.begin(batch, context), context))
+    assert sum(forward_flops(config, 16, causal=False).values()) * 2 * 16 == pytest.approx(counted.get_total_flops())
+
+
+def test_the_layer_with_the_neighbours_encoder_is_the_most_work() -> None:
+    config = ModelConfig.parse(RETRO)
+    costs = layer_costs(config, 16)
+    assert costs is not None
+    assert costs[1] > costs[3] > costs[0] == costs[2]
+    assert sum(costs) == pytest.approx(4)
+    built = model_class(config)(Builder(config, device=torch.device("meta")))
+    count = count_parameters(config)
+    assert count.total == sum(p.numel() for p in built.parameters())
+    assert count.layers[1].total == sum(p.numel() for p in built.layers[1].parameters())
 
 
 def test_stages_of_an_encoder_decoder_are_cut_by_the_work_of_each_stack() -> None:

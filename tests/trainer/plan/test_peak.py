@@ -39,6 +39,7 @@ RECURRENT = {
 PAIR = {
     "num_layers": 4, "encoder": {"num_layers": 2}, "position": "relative", "activation": "relu", "tie_embeddings": True,
 }  # fmt: skip
+RETRO = {"retro": {"chunk_length": 32, "layers": [1, 3]}}
 ALLOCATOR = "c10::alloc_cpu(unsigned long)"
 SELECTIVE, FULL = {"kind": "selective"}, {"kind": "full"}
 
@@ -74,6 +75,8 @@ ONE = {
     "experts": layout(1, {}, model={"moe": EXPERTS}),
     "recurrences": layout(1, {}, model=RECURRENT),
     "encoder-decoder": layout(1, {}, model=PAIR),
+    "retrieval": layout(1, {}, model=RETRO),
+    "retrieval, full": layout(1, {}, model=RETRO, recompute=FULL),
     "recurrences, again": layout(1, {}, model=RECURRENT, recompute={"kind": "selective", "modules": ["norm", "attention"]}),
 }  # fmt: skip
 SEVERAL = {
@@ -104,6 +107,8 @@ SEVERAL = {
     "experts on ranks": layout(2, {"ep": 2}, model={"moe": EXPERTS}),
     "experts in parts": layout(4, {"tp": 2, "ep": 2, "expert_tp": 2}, model={"moe": EXPERTS}),
     "encoder-decoder, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=PAIR),
+    "retrieval, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=RETRO),
+    "retrieval, tp": layout(2, {"tp": 2, "sp": True}, model=RETRO),
     "experts, full": layout(2, {"ep": 2}, model={"moe": EXPERTS}, recompute=FULL),
 }  # fmt: skip
 CASES = {**ONE, **SEVERAL}

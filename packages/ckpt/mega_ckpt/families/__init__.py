@@ -30,6 +30,7 @@ from mega_ckpt.families.jais2 import JAIS2
 from mega_ckpt.families.keys import Raw
 from mega_ckpt.families.llama import LLAMA
 from mega_ckpt.families.llava import LLAVA
+from mega_ckpt.families.llava_next import LLAVA_NEXT
 from mega_ckpt.families.mamba2 import MAMBA2
 from mega_ckpt.families.ministral import MINISTRAL
 from mega_ckpt.families.mistral import MISTRAL
@@ -70,7 +71,7 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 # Models that see, around a text model of one of these families.
-SEEING: tuple[SeeingFamily, ...] = (LLAVA, GEMMA3_VISION)
+SEEING: tuple[SeeingFamily, ...] = (LLAVA, LLAVA_NEXT, GEMMA3_VISION)
 
 _NEAREST = 8  # families that are named where none fits
 
@@ -105,6 +106,12 @@ def family_of(raw: Raw, source: str = "config.json") -> Family:
     if seeing is not None:
         return replace(seeing, text=family_of(seeing.text_of(raw), f"{source}: text_config"))
     whole = next((family for family in FAMILIES if family.whole and family.whole == raw["model_type"]), None)
+    if whole is None and "vision_config" in raw:
+        known = ", ".join(family.name for family in SEEING)
+        raise CheckpointError(
+            f"{source}: model_type {raw['model_type']!r} sees images in a way that mega does not know",
+            hint=f"models that see: {known}",
+        )
     return whole or family_named(raw["model_type"], source)
 
 

@@ -75,6 +75,7 @@ GEMMA3_VISION = SeeingFamily(
                 "feature_layer": -1,
                 "feature_norm": True,
                 "feature_class": False,
+                "pinpoints": None,
             }
         ),
     ),

@@ -50,7 +50,16 @@ LLAVA = SeeingFamily(
         Key("vision_feature_layer", "feature_layer", -2),
         Selected(),
         Only({"vision_feature_layers": (None,)}),
-        Fixed({"projector": "mlp", "pool": 1, "bidirectional": False, "begin_token": None, "end_token": None}),
+        Fixed(
+            {
+                "projector": "mlp",
+                "pool": 1,
+                "bidirectional": False,
+                "begin_token": None,
+                "end_token": None,
+                "pinpoints": None,
+            }
+        ),
     ),
     projector=tuple(
         Rule(f"multi_modal_projector.{part}.{kind}", (f"{PROJECTOR}{part}.{kind}",))

@@ -11,7 +11,8 @@ from typing import Any
 
 from mega_ckpt.families.keys import Entry, Key, MismatchError, Only, Raw
 from mega_ckpt.families.plain import plain, resolved
-from mega_ckpt.formats.megatron_entries import Activation, Biases, Encoder, Experts, Further, Not, Sizes, Window
+from mega_ckpt.formats.megatron_encoders import Encoder, EncoderDecoder
+from mega_ckpt.formats.megatron_entries import Activation, Biases, Experts, Further, Not, Sizes, Window
 from mega_ckpt.formats.megatron_hybrid import Hybrid
 from mega_ckpt.formats.megatron_rope import Latent, Positions
 from mega_common.errors import CheckpointError, ConfigError
@@ -34,6 +35,7 @@ SETTINGS: tuple[Entry, ...] = (
     Activation(),
     Biases(),
     Key("qk_layernorm", "qk_norm", False),
+    Key("attention_output_gate", "attention_gate", False),
     Key("softmax_type", "attention_sinks", "vanilla", SINKS),
     Window(),
     Positions(),
@@ -42,6 +44,7 @@ SETTINGS: tuple[Entry, ...] = (
     Experts(),
     Further(),
     Encoder(),
+    EncoderDecoder(),
     Key("hidden_dropout", "residual_dropout", 0.1),
     Key("attention_dropout", "attention_dropout", 0.1),
     Key("init_method_std", "init_std", 0.02),
@@ -49,7 +52,6 @@ SETTINGS: tuple[Entry, ...] = (
         {
             "apply_residual_connection_post_layernorm": (False, None),
             "qk_l2_norm": (False, None),
-            "attention_output_gate": (False, None),
             "experimental_attention_variant": (None,),
             "no_rope_freq": (None, 0),
             "moe_apply_probs_on_input": (False, None),
@@ -106,9 +108,6 @@ def write_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     Raises:
         CheckpointError: naming every setting that Megatron has not.
     """
-    if model.encoder is not None:
-        told = "it has an encoder, and mega neither writes nor reads checkpoints of Megatron's own T5"
-        raise CheckpointError(f"Megatron cannot express this model: {told}", hint="--to hf")
     out, model = dict[str, Any](), plain(model)
     for entry in SETTINGS:
         try:

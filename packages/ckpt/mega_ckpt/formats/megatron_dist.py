@@ -23,7 +23,7 @@ from torch import Tensor
 from mega_ckpt.formats import dcp
 from mega_ckpt.formats.dcp import Entries, Saved, Stored
 from mega_ckpt.formats.megatron_contents import Contents, Held, OptimizerHeld
-from mega_ckpt.formats.megatron_names import LAYER, as_decoder, split_layer, usual_name
+from mega_ckpt.formats.megatron_names import STACKS, split_layer, told_by, usual_name
 from mega_ckpt.formats.torch_archive import load_archive, namespace
 from mega_ckpt.pieces import Shape, rectangles
 from mega_common.errors import CheckpointError
@@ -56,17 +56,16 @@ def read(folder: Path) -> Contents:
     held: dict[str, Held] = {}
     with dcp.damage(folder):
         tensors = {_unwrapped(key): one for key, one in saved.tensors.items()}
-        encoder = "lm_head.dense.weight" in tensors  # BERT's, which alone has layers called so and none of a decoder
         for key, one in tensors.items():
             if not key.startswith(_OTHERS) and not key.endswith("._extra_state"):
-                _add(held, as_decoder(key) if encoder else key, one.shape, one.dtype, one.chunks)
+                _add(held, key, one.shape, one.dtype, one.chunks)
         kinds = _kinds(tensors)
     common = _common(folder, saved.entries)
     schedule = common.get("opt_param_scheduler")
     by_rank = {name[1] for key in saved.keys if (name := _OF_LAYOUT.match(key))}.difference(_SAID)
     return Contents(
         "torch_dist",
-        namespace(common.get("args")) | ({"is_encoder": True} if encoder else {}),
+        namespace(common.get("args")) | told_by(held),
         _whole(common, "iteration"),
         len(held),
         lambda _: held,
@@ -139,7 +138,7 @@ def _add(held: dict[str, Held], key: str, shape: Shape, dtype: torch.dtype, chun
     head, tail = split_layer(key)
     if _TAPS.fullmatch(tail) and len(shape) == 3:
         chunks, shape = [_without_middle(chunk) for chunk in chunks], (shape[0], shape[2])
-    stacked = head == LAYER
+    stacked = head in STACKS
     if stacked and shape[0] > MAX_LAYERS:
         raise CheckpointError(f"{key}: {shape[0]} layers, which no model has")
     if stacked and shape[0] > len(chunks) * max((chunk.shape[0] for chunk in chunks), default=0):

@@ -28,9 +28,10 @@ from mega_ckpt.formats.dcp import METADATA
 from mega_ckpt.formats.megatron_dist import COMMON, FORMAT
 from mega_ckpt.formats.megatron_names import (
     EXPERTS,
-    LAYER,
+    HEAD_STATES,
+    STACKS,
     Part,
-    as_encoder,
+    depth,
     is_hybrid,
     is_projection,
     split_layer,
@@ -107,19 +108,22 @@ class _Stack:
     layer: int | None
     layers: int
     taps: bool
+    name: str
 
     @classmethod
     def of(cls, part: Part, model: ModelConfig) -> _Stack:
         head, _ = split_layer(part.name)
         alike = len(set(model.kinds[: model.num_layers])) == 1 and not is_hybrid(model)
-        layer = int(head.split(".")[2]) if head.startswith(LAYER) and alike else None
-        return cls(layer, model.num_layers, part.taps)
+        stack = next((stack for stack in STACKS if head.startswith(stack)), "") if alike else ""
+        layer = int(head.split(".")[2]) if stack else None
+        return cls(layer, depth(model, stack), part.taps, stack)
 
     def keys(self, part: Part, *, latent: bool) -> list[str]:
         """The names of a tensor: some have another in other kinds of layers, and get both."""
         head, tail = split_layer(part.name)
         tails = dict.fromkeys([tail, part.te or tail, *([part.local or tail] if latent else [])])
-        return [(head if self.layer is None else LAYER) + name for name in tails]
+        names = [(self.name or head) + name for name in tails]
+        return [*names, part.also] if part.also else names
 
     def whole(self, shape: Shape) -> Shape:
         return self._with(self.layers, 1, shape)
@@ -157,22 +161,23 @@ def _metadata(
     for part in writing.parts:
         stack = _Stack.of(part, writing.model)
         for there in stack.keys(part, latent=writing.model.mla is not None):
-            key = as_encoder(there, writing.model)
             kind, shape = writing.dtype(part), torch.Size(stack.whole(part.shape))
             fresh = TensorStorageMetadata(TensorProperties(dtype=kind), shape, [])
-            one = metadata.state_dict_metadata.setdefault(key, fresh)
+            one = metadata.state_dict_metadata.setdefault(there, fresh)
             assert isinstance(one, TensorStorageMetadata)
             for slab, info in chunks[part.name]:
                 offset = torch.Size(stack.place(slab.offset))
                 one.chunks.append(ChunkStorageMetadata(offset, torch.Size(stack.extent(slab.shape))))
-                metadata.storage_data[MetadataIndex(key, offset)] = info
-            for state in (as_encoder(name, writing.model) for name in stack.states(there, part)):
+                metadata.storage_data[MetadataIndex(there, offset)] = info
+            for state in stack.states(there, part):
                 metadata.state_dict_metadata[state] = BytesStorageMetadata()
                 metadata.storage_data[MetadataIndex(state)] = nothing
+    model = writing.model
     if (
-        is_hybrid(writing.model) or not writing.model.causal
-    ):  # whose loading is strict about this one too, other than a GPT's
-        state = "output_layer._extra_state/shard_0_1"
-        metadata.state_dict_metadata[state] = BytesStorageMetadata()
-        metadata.storage_data[MetadataIndex(state)] = nothing
+        is_hybrid(model) or model.encoder or not model.causal
+    ):  # whose loading, other than a GPT's, is strict about these too
+        for name in HEAD_STATES if model.encoder else HEAD_STATES[:1]:
+            state = f"{name}/shard_0_1"
+            metadata.state_dict_metadata[state] = BytesStorageMetadata()
+            metadata.storage_data[MetadataIndex(state)] = nothing
     return metadata

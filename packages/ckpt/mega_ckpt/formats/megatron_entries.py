@@ -313,26 +313,6 @@ class Further(Several):
 
 
 @dataclass(frozen=True)
-class Encoder(Several):
-    """BERT, which args do not tell from GPT: who reads the tensors says so by `is_encoder`."""
-
-    keys: frozenset[str] = frozenset({"is_encoder", "bert_binary_head"})
-    fields: frozenset[str] = frozenset({"causal", "token_types", "masked_lm", "pooler", "sentence_pairs"})
-
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """With the head that tells the order of sentences go two types of segment."""
-        if not raw.get("is_encoder"):
-            return {}
-        pairs = bool(raw.get("bert_binary_head", True))
-        types = 2 if pairs else 0
-        return {"causal": False, "token_types": types, "masked_lm": {}, "pooler": pairs, "sentence_pairs": pairs}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The switch."""
-        return {} if model.causal else {"is_encoder": True, "bert_binary_head": model.sentence_pairs}
-
-
-@dataclass(frozen=True)
 class Not:
     """A switch that is off where the field is on."""
 

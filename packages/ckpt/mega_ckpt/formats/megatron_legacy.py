@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mega_ckpt.formats.dcp import Stored
 from mega_ckpt.formats.megatron_contents import Contents, Held, OptimizerHeld
-from mega_ckpt.formats.megatron_names import EMBEDDING, EXPERTS, HEAD, LAYER, Part, split_layer, usual_name
+from mega_ckpt.formats.megatron_names import EMBEDDING, EXPERTS, HEAD, Part, split_layer, told_by, usual_name
 from mega_ckpt.formats.torch_archive import StoredTensor, load_archive, namespace
 from mega_ckpt.pieces import Shape
 from mega_common.errors import CheckpointError
@@ -32,6 +32,7 @@ _NO_NAMES = (
     "in the format torch the optimizer's tensors have numbers of each rank's own and no names "
     "(Megatron saves it otherwise with --ckpt-format torch_dist)"
 )
+_NUMBER = re.compile(r"^((?:encoder|decoder)\.layers\.)(\d+)")
 _NO_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq")
 _BY_EXPERT = (
     r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.*)",
@@ -85,6 +86,12 @@ def read(folder: Path) -> Contents:
     if missing or not ranks:
         tp, pp, ep = missing or (0, 0, 0)
         raise CheckpointError(f"{folder}: the file of tp rank {tp}, pp rank {pp}, ep rank {ep} is missing")
+    args = args | told_by(name for rank in ranks for chunk in rank.chunks for name in chunk)
+    if args.get("is_encoder_decoder") and sizes[1] > 1:
+        raise CheckpointError(
+            f"{folder}: a T5 in stages of a pipeline, which Megatron no longer has",
+            hint="save it with --ckpt-format torch_dist",
+        )
     iteration = states[0][1].get("iteration")
     tensors = sum(len(chunk) for rank in ranks for chunk in rank.chunks)
     has_optimizer = "optimizer" in states[0][1] or any(folder.glob(f"mp_rank_*/{BUCKETS}"))
@@ -129,6 +136,8 @@ def _gather(ranks: Sequence[_Rank], sizes: Sequence[int], parts: Sequence[Part])
         joined[one.inside].append(one)
     for rank, chunk, before in _numbered(ranks):
         for name, stored in chunk.items():
+            if usual_name(name) != name and usual_name(name) in chunk:  # one tensor under two names
+                continue
             if (name == HEAD and name not in known) or (name == EMBEDDING and rank.pp):  # the last stage's copies of it
                 continue
             full, local = _as_part(_moved(name, before), stored, known, sizes[2])
@@ -167,13 +176,13 @@ def _numbered(ranks: Sequence[_Rank]) -> Iterator[tuple[_Rank, Chunk, int]]:
         for chunks in itertools.zip_longest(*(rank.chunks for rank in stages), fillvalue={}):
             for rank, chunk in zip(stages, chunks, strict=True):
                 yield rank, chunk, before
-                layers = {int(found[1]) for name in chunk if (found := re.match(rf"{re.escape(LAYER)}(\d+)", name))}
+                layers = {int(found[2]) for name in chunk if (found := _NUMBER.match(name))}
                 before += 1 + max(layers, default=-1)
 
 
 def _moved(name: str, layers: int) -> str:
     """The name with that many layers more before it."""
-    return re.sub(rf"^{re.escape(LAYER)}(\d+)", lambda found: f"{LAYER}{int(found[1]) + layers}", name)
+    return _NUMBER.sub(lambda found: f"{found[1]}{int(found[2]) + layers}", name)
 
 
 def _as_part(name: str, stored: StoredTensor, known: Mapping[str, Part], ep: int) -> tuple[str, _Local]:

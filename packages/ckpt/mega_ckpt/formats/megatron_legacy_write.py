@@ -18,7 +18,16 @@ from typing import Any
 import torch
 
 from mega_ckpt.formats.megatron_legacy import FILE
-from mega_ckpt.formats.megatron_names import EMBEDDING, EXPERTS, HEAD, LAYER, Part, is_projection, split_layer
+from mega_ckpt.formats.megatron_names import (
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    HEAD_STATES,
+    STACKS,
+    Part,
+    is_projection,
+    split_layer,
+)
 from mega_ckpt.formats.megatron_write import RELEASE, Writing, durable
 from mega_ckpt.formats.torch_archive import load_archive
 from mega_ckpt.journal import Finished, Once, entry_of
@@ -58,10 +67,8 @@ def write_legacy(writing: Writing, folder: Path, advance: Callable[[int], object
 
 
 def _check(writing: Writing) -> None:
-    if not writing.model.causal:
-        raise CheckpointError(
-            "an encoder is not written in Megatron's older format", hint="--megatron-format torch_dist"
-        )
+    if writing.model.encoder and writing.pp > 1:
+        raise CheckpointError(f"pp = {writing.pp}: Megatron has no T5 in stages of a pipeline", hint="--pp 1")
     layers, groups = writing.model.num_layers, writing.model.kv_heads
     if layers % writing.pp:
         fits = [n for n in range(1, layers + 1) if layers % n == 0]
@@ -85,7 +92,7 @@ def _write_rank(
         if is_projection(one.name):
             model[one.name.removesuffix("weight") + "_extra_state"] = None
     if last:
-        model["output_layer._extra_state"] = None
+        model |= dict.fromkeys(HEAD_STATES if writing.model.encoder else HEAD_STATES[:1])
     state = {"args": Namespace(**writing.args), "checkpoint_version": 3.0, "iteration": 0, "model": model}
     with torch.serialization.skip_data(), durable(path) as stream:
         torch.save(state, stream)
@@ -109,14 +116,17 @@ def _locals(writing: Writing, tp: int, pp: int) -> Iterator[_Local]:
     for parts in _together(writing.parts):
         part, *others = parts
         head, tail = split_layer(part.name)
-        if head.startswith(LAYER):
-            layer = int(head.split(".")[2]) - pp * own
+        if head.startswith(STACKS):
+            stack, _, number = head[:-1].rpartition(".")
+            layer = int(number) - pp * own
             if 0 <= layer < own and others:
-                yield _fused(f"{LAYER}{layer}.{split_layer(part.inside)[1]}", parts, tp, writing.tp)
+                yield _fused(f"{stack}.{layer}.{split_layer(part.inside)[1]}", parts, tp, writing.tp)
             elif 0 <= layer < own:
-                yield from _layer(writing, part, f"{LAYER}{layer}.", tail, tp)
+                yield from _layer(writing, part, f"{stack}.{layer}.", tail, tp)
         elif first if part.name.startswith("embedding.") else last:
             yield from _layer(writing, part, head, tail, tp)
+            if part.also:
+                yield replace(_local(part.also, part, tp, writing.tp), copy=True)
     if last and not first:
         embedding = next(part for part in writing.parts if part.name == EMBEDDING)
         for name, there in ((EMBEDDING, writing.model.mtp_layers), (HEAD, writing.model.tie_embeddings)):

@@ -4,20 +4,25 @@ A `Part` is one tensor of one layer as a single rank would hold it (tp = pp = ep
 which rectangle of a canonical tensor. Legend: V vocabulary, D width, F feed-forward width, E experts, G key/value groups.
 
     linear_qkv   group by group: the queries of the group, its key, its value      [(H + 2G) d, D]
+                 with gates of attention those after the queries                   [(2H + 2G) d, D]
+    linear_kv    of cross attention: head by head its key, its value               [2H d, D]
     linear_fc1   all gate rows, then all up rows                                   [2F, D], of experts [E, 2F, D]
     eh_proj      the columns of the embedding, then those of the layer before      [D, 2D]
     in_proj      of Mamba-2, a tensor for each of z, x, B, C and dt; in files of ranks one, of the rank's rows of each
     conv1d       the same for x, B and C; there [channels, 1, k]                   [channels, k]
     embedding    padded with rows that no token has                                [V', D]
 
-Facts: Megatron-LM, megatron/core/models/gpt and transformer.
+Layers are `decoder.layers`, of a BERT `encoder.layers`; a T5 has both, each counted from 0.
+
+Facts: Megatron-LM, megatron/core/models/{gpt,bert,T5} and transformer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import Piece, Shape
@@ -26,8 +31,10 @@ from mega_common.model_config import ModelConfig
 
 EMBEDDING, HEAD, HEAD_BIAS = "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"
 LAYER = "decoder.layers."
+STACKS = ("encoder.layers.", LAYER)
 FURTHER, INNER = "mtp.layers.", "transformer_layer."  # a layer that predicts a further token, the plain one inside it
 EXPERTS = "mlp.experts.experts."
+HEAD_STATES = ("output_layer._extra_state", "lm_head.output_layer._extra_state")  # of the second kind T5 alone has one
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Part:
     """One tensor of Megatron's.
 
     Attributes:
-        name: its name; `decoder.layers.{i}.` with the number of the layer in the whole model, those that predict further
+        name: its name; `decoder.layers.{i}.` with the number of the layer in its whole stack, those that predict further
             tokens by themselves.
         shape: its shape on a single rank. The experts of a layer are stacked on axis 0.
         pieces: the canonical tensors in it.
@@ -44,6 +51,7 @@ class Part:
         inside: where it is a block of rows of another tensor in the files of ranks: the name of that, in all layers'.
         taps: whether it has an axis of length one in the middle there.
         te, local: its name inside the layer, where Transformer Engine's layers, or Megatron's own, have another.
+        also: another name that it has everywhere: of a module that two others hold.
     """
 
     name: str
@@ -55,6 +63,7 @@ class Part:
     taps: bool = False
     te: str = ""
     local: str = ""
+    also: str = ""
 
     @property
     def padded(self) -> bool:
@@ -74,18 +83,24 @@ def parts_of(model: ModelConfig, padded_vocab: int | None = None) -> list[Part]:
     if model.position == "learned":
         out.append(_plain("embedding.position_embeddings.weight", "model.embed_positions.weight", shapes))
     for index in range(model.num_layers):
-        out += _layer(model, index, shapes, f"{LAYER}{index}.")
+        out += _layer(model, index, shapes, head_of_layer(model, index))
+    last = "final_norm" if is_hybrid(model) else "final_layernorm"
     for kind in ("weight", "bias"):
-        if f"model.norm.{kind}" in shapes:
-            last = "final_norm" if is_hybrid(model) else "final_layernorm"
-            out.append(_plain(f"decoder.{last}.{kind}", f"model.norm.{kind}", shapes))
+        for source, stack in (
+            ("model.encoder_norm", "encoder"),
+            ("model.norm", "decoder" if model.causal else "encoder"),
+        ):
+            if f"{source}.{kind}" in shapes:
+                out.append(_plain(f"{stack}.{last}.{kind}", f"{source}.{kind}", shapes))
     if not model.tie_embeddings:
         out.append(_vocabulary(HEAD, "lm_head.weight", shapes, rows))
     for index in range(model.mtp_layers):
         out += _predictor(model, index, shapes)
-    out += [_plain(name, source, shapes) for source, name in _ENCODER.items() if source in shapes]
+    out += [_plain(name, source, shapes) for source, name in _OUTSIDE.items() if source in shapes]
     if "lm_head.bias" in shapes:
         out.append(_vocabulary(HEAD_BIAS, "lm_head.bias", shapes, rows))
+    if model.encoder:
+        out = [replace(part, also=_ALSO.get(part.name, "")) for part in out]
     left = shapes.keys() - {piece.name for part in out for piece in part.pieces}
     if left:
         raise CheckpointError(f"Megatron has no place for the tensor {min(left)} of this model")
@@ -101,6 +116,12 @@ _PLAIN: Mapping[str, tuple[str, int | None]] = {
     "self_attn.sinks": ("self_attention.core_attention.softmax_offset", 0),
     "self_attn.o_proj.weight": ("self_attention.linear_proj.weight", 1),
     "self_attn.o_proj.bias": ("self_attention.linear_proj.bias", None),
+    "cross_attn_layernorm.weight": ("pre_cross_attn_layernorm.weight", None),
+    "cross_attn_layernorm.bias": ("pre_cross_attn_layernorm.bias", None),
+    "cross_attn.q_proj.weight": ("cross_attention.linear_q.weight", 0),
+    "cross_attn.q_proj.bias": ("cross_attention.linear_q.bias", 0),
+    "cross_attn.o_proj.weight": ("cross_attention.linear_proj.weight", 1),
+    "cross_attn.o_proj.bias": ("cross_attention.linear_proj.bias", None),
     "post_attention_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", None),
     "post_attention_layernorm.bias": ("mlp.linear_fc1.layer_norm_bias", None),
     "mlp.down_proj.weight": ("mlp.linear_fc2.weight", 1),
@@ -115,8 +136,8 @@ _PLAIN: Mapping[str, tuple[str, int | None]] = {
     "mlp.fc2_latent_proj.weight": ("mlp.fc2_latent_proj.weight", None),
     "mlp.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight", None),
 }
-# Those of BERT outside its layers.
-_ENCODER: Mapping[str, str] = {
+# Those of BERT and T5 outside their layers.
+_OUTSIDE: Mapping[str, str] = {
     "model.embed_types.weight": "embedding.tokentype_embeddings.weight",
     "lm_head.dense.weight": "lm_head.dense.weight",
     "lm_head.dense.bias": "lm_head.dense.bias",
@@ -126,6 +147,14 @@ _ENCODER: Mapping[str, str] = {
     "model.pooler.bias": "pooler.dense.bias",
     "pair_head.weight": "binary_head.weight",
     "pair_head.bias": "binary_head.bias",
+    "model.encoder_relative_bias.weight": "encoder_relative_pos_emb.relative_attention_bias.weight",
+    "model.decoder_relative_bias.weight": "decoder_relative_pos_emb.relative_attention_bias.weight",
+}
+# Modules of T5 that it has under two names.
+_ALSO: Mapping[str, str] = {
+    "embedding.position_embeddings.weight": "position_embeddings.weight",
+    HEAD: f"lm_head.{HEAD}",
+    HEAD_BIAS: f"lm_head.{HEAD_BIAS}",
 }
 # The same for Mamba-2.
 _MAMBA: Mapping[str, tuple[str, int | None]] = {
@@ -168,6 +197,7 @@ _SAME = (
     (r"mixer\.conv1d_(weight|bias)", r"mixer.conv1d.\1"),
     (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight", r"self_attention.\1_layernorm.weight"),
     (r"mlp\.experts\.local_experts\.", EXPERTS),
+    *((re.escape(also), name) for name, also in _ALSO.items()),
 )
 
 
@@ -180,9 +210,12 @@ def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape], theirs: 
             yield _joined(theirs + name, names, shapes, axis)
 
     for kind in ("weight", "bias"):
-        names = [f"{ours}self_attn.{one}_proj.{kind}" for one in "qkv"]
-        if names[2] in shapes:
-            yield _by_group(f"{theirs}self_attention.linear_qkv.{kind}", names, shapes, model.kv_heads)
+        for source, fused in (("self_attn", "qkv"), ("cross_attn", "kv")):
+            gated = fused == "qkv" and model.attention_gate
+            names = [f"{ours}{source}.{one}_proj.{kind}" for one in ("qgkv" if gated else fused)]
+            if names[-1] in shapes:
+                name = source.replace("attn", "attention")
+                yield _by_group(f"{theirs}{name}.linear_{fused}.{kind}", names, shapes, model.kv_heads)
     mamba = model.mixer(index) == "mamba"
     yield from _blocks(ours, theirs, shapes) if mamba else ()
     for source, (name, split) in {**_PLAIN, **(_LATENT if model.mla else {}), **(_MAMBA if mamba else {})}.items():
@@ -248,14 +281,30 @@ def _by_group(name: str, sources: Sequence[str], shapes: Mapping[str, Shape], gr
     return Part(name, (at, *shapes[sources[0]][1:]), tuple(pieces), 0)
 
 
-def as_encoder(name: str, model: ModelConfig) -> str:
-    """What a tensor is called in a file: an encoder's layers are `encoder.layers`, which are `decoder.layers` here."""
-    return name if model.causal else re.sub(r"^decoder\.", "encoder.", name)
+def head_of_layer(model: ModelConfig, index: int) -> str:
+    """`decoder.layers.{i}.` or `encoder.layers.{i}.`, with the number of the layer in its stack."""
+    first = model.encoder.num_layers if model.encoder else 0
+    encodes = not model.causal or index < first
+    return f"{STACKS[not encodes]}{index if encodes else index - first}."
 
 
-def as_decoder(name: str) -> str:
-    """The other way."""
-    return re.sub(r"^encoder\.", "decoder.", name)
+def depth(model: ModelConfig, stack: str) -> int:
+    """Layers of a stack, one of `STACKS`."""
+    if model.encoder is None:
+        return model.num_layers
+    return model.num_layers - model.encoder.num_layers if stack == LAYER else model.encoder.num_layers
+
+
+def told_by(names: Iterable[str]) -> dict[str, Any]:
+    """What `args` do not tell and tensors do: whether a model is a BERT, or a T5 and of how many layers."""
+    names = set(names)
+    if "lm_head.dense.weight" in names:
+        return {"is_encoder": True}
+    layers = {split_layer(name)[0] for name in names}
+    encoder, decoder = (sum(head.startswith(stack) for head in layers) for stack in STACKS)
+    if not (encoder and decoder):
+        return {}
+    return {"is_encoder_decoder": True, "encoder_num_layers": encoder, "decoder_num_layers": decoder}
 
 
 def usual_name(name: str) -> str:
@@ -283,7 +332,7 @@ def _in_local(tail: str) -> str:
 
 def is_projection(name: str) -> bool:
     """Whether a tensor is the weight of a projection, of which Transformer Engine keeps a state."""
-    return re.fullmatch(r"(decoder|mtp)\..*\b(linear_\w+|\w+_proj)\.weight", name) is not None
+    return re.fullmatch(r"(encoder|decoder|mtp)\..*\b(linear_\w+|\w+_proj)\.weight", name) is not None
 
 
 def is_hybrid(model: ModelConfig) -> bool:
@@ -292,12 +341,12 @@ def is_hybrid(model: ModelConfig) -> bool:
 
 
 def split_layer(name: str) -> tuple[str, str]:
-    """('decoder.layers.3.', the rest), ('decoder.layers.', the rest) without a number, or ('', name).
+    """('decoder.layers.3.', the rest), ('decoder.layers.', the rest) without a number, the same of an encoder, or ('', name).
 
     What is inside of a layer that predicts a further token is ('mtp.layers.0.transformer_layer.', the rest), also of
     versions that call it `mtp_model_layer`.
     """
     if found := re.match(rf"({re.escape(FURTHER)}\d+\.)(transformer_layer|mtp_model_layer)\.", name):
         return found[1] + INNER, name[found.end() :]
-    found = re.match(rf"{re.escape(LAYER)}(\d+\.)?", name)
+    found = re.match(r"(?:encoder|decoder)\.layers\.(\d+\.)?", name)
     return (found[0], name[found.end() :]) if found else ("", name)

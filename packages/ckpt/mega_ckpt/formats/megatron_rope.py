@@ -11,7 +11,13 @@ from mega_ckpt.formats.megatron_entries import Several
 from mega_ckpt.formats.pickles import words
 from mega_common.model_config import ModelConfig, RopeConfig
 
-POSITIONS: Mapping[str, str] = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none"}
+POSITIONS: Mapping[str, str] = {
+    "learned_absolute": "learned",
+    "rope": "rope",
+    "yarn": "rope",
+    "none": "none",
+    "relative": "relative",
+}
 # What Megatron's rope scaling has built in; only the factor can be given.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
 WHOLE = "yarn_correction_range_round_to_int"
@@ -31,7 +37,7 @@ class Positions(Several):
     def read(self, raw: Raw) -> dict[str, Any]:
         """`position`, and `rope` where it is rotary; YaRN's never takes neighbours, and turns whole heads."""
         kind = _kind(raw)
-        if POSITIONS[kind] != "rope":
+        if POSITIONS[kind] != "rope":  # relative ones are `EncoderDecoder`'s
             return {"position": POSITIONS[kind]}
         if kind == "yarn":
             return {"position": "rope", "rope": _yarn(raw, "yarn_") | {"truncate": raw.get(WHOLE) is not False}}
@@ -59,7 +65,7 @@ def _kind(raw: Raw) -> str:
     kind = (
         "rope" if raw.get("use_rotary_position_embeddings") else raw.get("position_embedding_type", "learned_absolute")
     )
-    if kind not in POSITIONS:
+    if kind not in POSITIONS or (kind == "relative" and not raw.get("is_encoder_decoder")):
         raise MismatchError(f"positions of kind {kind!r} are not supported")
     return str(kind)
 

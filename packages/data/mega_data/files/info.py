@@ -12,6 +12,7 @@ import numpy as np
 from mega_common.config import Config
 from mega_common.errors import DataError
 from mega_common.files import sha256_file, write_json
+from mega_common.vision import Resolution
 from mega_data.files.fetch import as_given, local_prefix
 from mega_data.files.indexed import bin_path, data_prefix, idx_path, names_beside
 from mega_data.tokenizer import Tokenizer
@@ -69,11 +70,15 @@ class ChatInfo(Config):
 
 
 class ImagesInfo(Config):
-    """How images became placeholders: `token` is theirs, `tokens` how many an image has; `folder` is what paths begin at."""
+    """How images became placeholders: `token` is theirs, `tokens` how many an image has; `folder` is what paths begin at.
+
+    With `pinpoints` (`VisionConfig`) `tokens` are those of the whole image, and those of its tiles follow.
+    """
 
     folder: str
     token: int
     tokens: int
+    pinpoints: tuple[Resolution, ...] | None = None
 
 
 class ShardInfo(Config):

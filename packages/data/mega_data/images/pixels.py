@@ -1,14 +1,16 @@
-"""An image's file to the pixels that a vision tower is given, as transformers' CLIP and SigLIP processors make them."""
+"""An image's file to the pixels that a vision tower is given, as transformers' processors of CLIP, SigLIP and LLaVA-NeXT make them."""
 
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError, MissingPackageError
 from mega_common.vision import VisionConfig
+from mega_data.images.tiles import features_of, fitted, resolution_of
 
 try:
     from PIL import Image
@@ -18,20 +20,61 @@ except ImportError:
 Pixels = npt.NDArray[np.float32]
 
 
-def pixels_of(content: bytes, vision: VisionConfig) -> Pixels:
-    """fp32 [3, H, W]: red, green and blue, resized, then (x / 255 - mean) / std.
+@dataclass(frozen=True)
+class Picture:
+    """An image as a model sees it.
+
+    Attributes:
+        pixels: fp32 [n, 3, H, W], of the whole, and with `vision.pinpoints` of its tiles behind it.
+        features: int64 [k], see `features_of`.
+    """
+
+    pixels: Pixels
+    features: npt.NDArray[np.int64]
+
+
+def picture_of(content: bytes, vision: VisionConfig) -> Picture:
+    """Red, green and blue, resized, then (x / 255 - mean) / std.
 
     Raises:
         DataError: when it is no image that Pillow reads.
     """
     try:
         with Image.open(io.BytesIO(content)) as image:
-            square = _resized(image.convert("RGB"), vision)
+            whole = image.convert("RGB")
+            squares = [_resized(whole, vision), *_tiles(whole, vision)]
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"no image that can be read ({error})") from None
-    scaled = np.asarray(square, np.float32) / np.float32(255)
+    scaled = np.stack([np.asarray(one, np.float32) for one in squares]) / np.float32(255)
     normal = (scaled - np.array(vision.mean, np.float32)) / np.array(vision.std, np.float32)
-    return np.ascontiguousarray(normal.transpose(2, 0, 1))
+    features = features_of(vision, whole.height, whole.width)
+    return Picture(np.ascontiguousarray(normal.transpose(0, 3, 1, 2)), features)
+
+
+def placeholders_of(content: bytes, vision: VisionConfig) -> int:
+    """How many an image has in a text: what its size says, which is before the pixels in its file.
+
+    Raises:
+        DataError: when it is no image that Pillow reads.
+    """
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            return len(features_of(vision, image.height, image.width))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"no image that can be read ({error})") from None
+
+
+def _tiles(image: Image.Image, vision: VisionConfig) -> list[Image.Image]:
+    """Squares of an image that is resized to its best resolution, in its own shape and black around, line by line."""
+    if vision.pinpoints is None:
+        return []
+    size, (most_high, most_wide) = vision.image_size, resolution_of(vision, image.height, image.width)
+    height, width = fitted((most_high, most_wide), image.height, image.width)
+    filled = Image.new("RGB", (most_wide, most_high))
+    resized = image.resize((width, height), Image.Resampling[vision.resample.upper()])
+    filled.paste(resized, ((most_wide - width) // 2, (most_high - height) // 2))
+    corners = [(x, y) for y in range(0, most_high, size) for x in range(0, most_wide, size)]
+    return [filled.crop((x, y, x + size, y + size)) for x, y in corners]
 
 
 def _resized(image: Image.Image, vision: VisionConfig) -> Image.Image:

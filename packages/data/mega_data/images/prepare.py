@@ -27,6 +27,7 @@ import numpy.typing as npt
 from mega_common.errors import DataError
 from mega_common.files import sha256_file
 from mega_common.log import ProgressBar, human, logger
+from mega_common.vision import VisionConfig
 from mega_data.chat.encode import ChatEncoder
 from mega_data.chat.prepare import ChatOptions, Chats
 from mega_data.files.indexed import best_dtype, data_prefix, images_prefix
@@ -60,6 +61,7 @@ class ImageOptions:
     Attributes:
         folder: what paths begin at.
         placeholder: a text that is one token; `tokens` of it stand for each image.
+        vision: of a model that cuts images in tiles, which then say how many; else None.
         text: what <image> becomes in a text, a placeholder and what a model wants around it; by default that alone.
     """
 
@@ -67,6 +69,7 @@ class ImageOptions:
     tokens: int
     placeholder: str = IMAGE
     text: str = ""
+    vision: VisionConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,11 @@ def prepare_images(
         raise DataError(
             f"{tokenizer.path}: {images.placeholder!r} is no token of it", hint="--image-token names the placeholder"
         )
+    if images.vision is not None and images.vision.image_token != token:
+        raise DataError(
+            f"{tokenizer.path}: {images.placeholder!r} is token {token}, and the model's placeholder {images.vision.image_token}",
+            hint="--image-token names the placeholder",
+        )
     if images.text and images.text.count(images.placeholder) != 1:
         raise DataError(f"{images.text!r} has not one {images.placeholder}", hint="--image-text: with one placeholder")
     with ExitStack() as stack:
@@ -119,7 +127,8 @@ def prepare_images(
                 made.bad.append(item)
             bar.advance(len(batch))
         left_out.tell()
-        return made.finish(ImagesInfo(folder=str(folder), token=token, tokens=images.tokens))
+        pinpoints = images.vision.pinpoints if images.vision else None
+        return made.finish(ImagesInfo(folder=str(folder), token=token, tokens=images.tokens, pinpoints=pinpoints))
 
 
 class _Made:
@@ -156,12 +165,32 @@ class _Made:
                 good.append((item, made))
         texts, _ = self.encoder.encode([document.chats for _, document in good], self.dtype)
         for (record, document), arrays in zip(good, texts, strict=True):
-            expanded = self._expanded(record, document, arrays)
+            counts = self._placeholders(record, folder)
+            expanded = counts if isinstance(counts, Rejected) else self._expanded(record, document, arrays, counts)
             if isinstance(expanded, Rejected):
                 yield expanded
             elif expanded is not None:
-                self._write(record, expanded)
+                assert not isinstance(counts, Rejected)
+                self._write(record, expanded, counts)
                 self.bytes += document.size
+
+    def _placeholders(self, record: Record, folder: Path) -> list[int] | Rejected:
+        """How many each image of a record has."""
+        if self.images.vision is None or self.images.vision.pinpoints is None:
+            return [self.images.tokens] * len(record.images)
+        from mega_data.images.pixels import placeholders_of  # here: paths alone want no Pillow
+
+        found: list[int] = []
+        for image in record.images:
+            try:
+                content = image if isinstance(image, bytes) else read_image(image, folder)
+                found.append(placeholders_of(content, self.images.vision))
+            except DataError as error:
+                what = "an image" if isinstance(image, bytes) else str(image)
+                return Rejected(
+                    f"{what}: {error.message}", json.dumps(record.raw, default=str), record.file, record.line
+                )
+        return found
 
     def _prepared(self, record: Record, folder: Path) -> Document | Rejected:
         """The rendered conversation of a record whose images are there."""
@@ -176,7 +205,7 @@ class _Made:
         return self.chats.prepare(Document(text, len(text), record.file, record.line))
 
     def _expanded(
-        self, record: Record, document: Document, arrays: list[npt.NDArray[Any]]
+        self, record: Record, document: Document, arrays: list[npt.NDArray[Any]], counts: list[int]
     ) -> npt.NDArray[Any] | Rejected | None:
         """The tokens of a conversation, as many placeholders for each image as it has features; None where nothing counts."""
         if not arrays:
@@ -187,7 +216,9 @@ class _Made:
         if int(here.sum()) != len(record.images):
             reason = f"{len(record.images)} image(s), and {int(here.sum())} times {self.images.placeholder} in the text"
             return Rejected(reason, document.text or json.dumps(record.raw, default=str), record.file, record.line)
-        whole = np.repeat(array, np.where(here, self.images.tokens, 1))
+        times = np.ones(array.size, np.int64)
+        times[here] = counts
+        whole = np.repeat(array, times)
         kept = whole[: self.chats.info.max_length]
         self.cut += bool(whole["mask"][kept.size :].any())
         if not kept["mask"][1:].any():
@@ -195,12 +226,13 @@ class _Made:
             return None
         return kept
 
-    def _write(self, record: Record, array: npt.NDArray[Any]) -> None:
+    def _write(self, record: Record, array: npt.NDArray[Any], counts: list[int]) -> None:
         references = [self._kept(image) if isinstance(image, bytes) else image for image in record.images]
         self.writer.add_documents(
             np.ascontiguousarray(array["token"]), [array.size], np.ascontiguousarray(array["mask"])
         )
-        self.beside.add_document(encoded(references))
+        tiled = self.images.vision is not None and self.images.vision.pinpoints is not None
+        self.beside.add_document(encoded(references, counts if tiled else None))
         self.documents += 1
         self.tokens += array.size
 

@@ -1,7 +1,8 @@
 """Where the images of a data set lie: `PREFIX.images`, a data set of bytes with a document for each of its documents.
 
 A document is a list in JSON, with an entry for each image in the order of its placeholders: a path, or the place of one
-in a tar shard as [path, offset, size]. Paths are relative to a folder that `PREFIX.info` names, or absolute.
+in a tar shard as [path, offset, size]. Paths are relative to a folder that `PREFIX.info` names, or absolute. Where images
+have placeholders in different numbers it is {"images": that list, "tokens": these numbers}.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def refuse_images(readers: Iterable[IndexedReader], what: str, hint: str) -> Non
             raise DataError(f"{reader.prefix}: has images, which are not {what}", hint=hint)
 
 
-def encoded(references: Sequence[Reference]) -> np.ndarray:
+def encoded(references: Sequence[Reference], tokens: Sequence[int] | None = None) -> np.ndarray:
     """A document of `PREFIX.images`: uint8 [bytes]."""
-    return np.frombuffer(json.dumps(list(references)).encode(), np.uint8)
+    whole = list(references) if tokens is None else {"images": list(references), "tokens": list(tokens)}
+    return np.frombuffer(json.dumps(whole).encode(), np.uint8)
 
 
 class References:
@@ -64,10 +66,11 @@ class References:
         """Of where the images are, not of what is in them."""
         return self._opened.fingerprint
 
-    def of(self, document: int) -> list[Reference]:
-        """Those of a document."""
-        entries = json.loads(self._opened.read(document).tobytes())
-        return [entry if isinstance(entry, str) else tuple(entry) for entry in entries]
+    def of(self, document: int) -> tuple[list[Reference], list[int] | None]:
+        """Those of a document, and how many placeholders each has, where that differs."""
+        found = json.loads(self._opened.read(document).tobytes())
+        entries, tokens = (found["images"], found["tokens"]) if isinstance(found, dict) else (found, None)
+        return [entry if isinstance(entry, str) else tuple(entry) for entry in entries], tokens
 
     def read(self, reference: Reference) -> bytes:
         """The file of an image, as it lies there.

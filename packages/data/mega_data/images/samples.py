@@ -19,6 +19,8 @@ from mega_data.kinds.base import Sample, SampleImages, Setting
 from mega_data.kinds.packed import PackedSamples, document_bounds
 from mega_data.order.parts import Part
 
+Pixels = npt.NDArray[np.float32]
+
 
 class SeeingSamples(PackedSamples):
     """See `PackedSamples`. What a sample's images are is a function of its number too, as long as their files stay.
@@ -39,21 +41,25 @@ class SeeingSamples(PackedSamples):
                 hint="model.vision says what a model sees with",
             )
         self._vision: VisionConfig = setting.vision
-        if (told.token, told.tokens) != (self._vision.image_token, self._vision.tokens):
+        seen = (self._vision.image_token, self._vision.tokens, self._vision.pinpoints)
+        if (told.token, told.tokens, told.pinpoints) != seen:
+            tiles = "" if told.pinpoints == self._vision.pinpoints else f", or other tiles: {self._vision.pinpoints}"
             raise DataError(
                 f"{prefix}: {told.tokens} placeholders {told.token} stand for an image, and the model has "
-                f"{self._vision.tokens} features and vision.image_token = {self._vision.image_token}",
-                hint="prepare the data for this model: mega data preprocess --images",
+                f"{self._vision.tokens} features and vision.image_token = {self._vision.image_token}{tiles}",
+                hint="prepare the data for this model: mega data preprocess --images --image-model",
             )
         self._references = References(part.reader, setting.config.image_folder or Path(told.folder))
 
     @property
     def _rule(self) -> str:
         vision = self._vision
+        tiles = "" if vision.pinpoints is None else f" {vision.pinpoints}"
         bilinear = "" if vision.resample == "bicubic" else f" {vision.resample}"
         return (
             f"packed images={self._references.fingerprint} {vision.image_size} {vision.resize} {vision.mean} {vision.std}"
             + bilinear
+            + tiles
         )
 
     @cached_property
@@ -76,10 +82,8 @@ class SeeingSamples(PackedSamples):
 
     def _images(self, starts: list[int], sizes: list[int]) -> SampleImages | None:
         """The images of the documents that begin at some tokens; of a document that is cut those of the piece."""
-        from mega_data.images.pixels import pixels_of  # here: text wants no Pillow
-
-        tokens, each = self._part.reader.tokens, self._vision.tokens
-        pixels: list[npt.NDArray[np.float32]] = []
+        tokens = self._part.reader.tokens
+        pixels: list[Pixels] = []
         places, features = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         at = 0
         for start, size in zip(starts, sizes, strict=True):
@@ -88,14 +92,35 @@ class SeeingSamples(PackedSamples):
                 document = int(np.searchsorted(self._begins, start, side="right")) - 1
                 before = int((tokens[self._begins[document] : start] == self._vision.image_token).sum())
                 numbers = before + np.arange(here.size)
-                first, last = int(numbers[0]) // each, int(numbers[-1]) // each
                 places.append(at + here)
-                features.append(numbers + (len(pixels) - first) * each)
-                for number, reference in enumerate(self._references.of(document)[first : last + 1], first):
-                    try:
-                        pixels.append(pixels_of(self._references.read(reference), self._vision))
-                    except DataError as error:
-                        where = f"image {number} of document {document}, {reference}"
-                        raise DataError(f"{where}: {error.message}") from None
+                found, seen = self._seen(document, numbers)
+                features.append(seen + len(pixels) * self._vision.rows)
+                pixels += found
             at += size
         return SampleImages(pixels, np.concatenate(places), np.concatenate(features)) if pixels else None
+
+    def _seen(self, document: int, numbers: npt.NDArray[np.int64]) -> tuple[list[Pixels], npt.NDArray[np.int64]]:
+        """The squares fp32 [3, H, W] of the images that some of a document's placeholders are of, and which of their rows each
+        of these int64 [k] stands for.
+        """
+        from mega_data.images.pixels import picture_of  # here: text wants no Pillow
+
+        references, told = self._references.of(document)
+        counts = np.array(told or [self._vision.tokens] * len(references), np.int64)
+        ends = np.cumsum(counts)
+        first, last = np.searchsorted(ends, numbers[[0, -1]], side="right").tolist()
+        pixels: list[Pixels] = []
+        features: list[npt.NDArray[np.int64]] = []
+        for number in range(first, last + 1):
+            try:
+                picture = picture_of(self._references.read(references[number]), self._vision)
+                if len(picture.features) != counts[number]:
+                    raise DataError(
+                        f"it has another size now: {len(picture.features)} features, {counts[number]} placeholders"
+                    )
+            except DataError as error:
+                where = f"image {number} of document {document}, {references[number]}"
+                raise DataError(f"{where}: {error.message}") from None
+            features.append(picture.features + len(pixels) * self._vision.rows)
+            pixels += list(picture.pixels)
+        return pixels, np.concatenate(features)[numbers - (ends[first] - counts[first])]

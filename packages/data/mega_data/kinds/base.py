@@ -25,9 +25,9 @@ class SampleImages:
     """The images of a sample, and which of its tokens stand for them.
 
     Attributes:
-        pixels: fp32 [3, H, W] of each, normalised.
+        pixels: fp32 [3, H, W] of each, or of each tile of each, normalised.
         places: int64 [k], of the placeholders.
-        features: int64 [k], of the features of all images, one after another, the one that each placeholder stands for.
+        features: int64 [k], of the rows that these become, one after another, the one that each placeholder stands for.
     """
 
     pixels: Sequence[npt.NDArray[np.float32]]

@@ -7,6 +7,7 @@ T tensor-parallel ranks, C context ranks.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -35,7 +36,8 @@ class CrossAttention(nn.Module):
         self.q = build.column([Heads(f"{name}.q_proj", heads, self.size)], bias=bias)
         pair = [Heads(f"{name}.{x}_proj", config.kv_heads, self.size) for x in "kv"]
         self.kv = build.column(pair, bias=bias)
-        self.out = build.row(f"{name}.o_proj", heads * self.size, bias=config.attention_out_bias)
+        # where some tokens see nothing, nothing is added to them
+        self.out = build.row(f"{name}.o_proj", heads * self.size, bias=config.attention_out_bias and not config.retro)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[B, S or S/T, D] -> the same shape; `context.source` has what the encoder made, or the cache."""
@@ -46,7 +48,11 @@ class CrossAttention(nn.Module):
             assert context.source is not None
             assert context.source.memory is not None
             k, v = self.keys(context.source.memory)
-            y = self.saved.whole("attention", self._attend, context, context.source, q, k, v)
+            attend, chunks = (
+                partial(self.saved.whole, "attention", self._attend, context, context.source),
+                context.source.chunks,
+            )
+            y = attend(q, k, v) if chunks is None else chunks.attend(attend, q, k, v)
         out: Tensor = self.out(y.flatten(-2))
         return out
 
@@ -61,11 +67,12 @@ class CrossAttention(nn.Module):
     def _attend(self, context: Context, source: Source, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, S, H/T, d], k and v [B, E, K/T, d] -> [B, S, H/T, d]."""
         mask = ALL if source.seen is None else source.seen
-        if context.dropout is not None and self.dropout:
+        dropout = context.dropout
+        if dropout is not None and self.dropout:
+            dropout = dropout if source.chunks is None else replace(dropout, samples=source.chunks.samples)
 
             def drop(p: Tensor) -> Tensor:  # with masks of its own, for the layer's other attention has layer's number
-                assert context.dropout is not None
-                return context.dropout.scores(p, self.dropout, ~self.layer, self.first_head)
+                return dropout.scores(p, self.dropout, ~self.layer, self.first_head)
 
             return plain_attention(q, k, v, mask, self.how, drop)
         return self.kernels.attention(q, k, v, mask, self.how)

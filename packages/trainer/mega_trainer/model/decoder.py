@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         if self.stage.embeds:
             self.inputs = Inputs(build)
         self.vision = Vision.of(build) if self.stage.embeds else None
-        self.layers = nn.ModuleList(Block(build, index) for index in range(self.stage.first, self.stage.last))
+        self.layers = nn.ModuleList(self._layer(build, index) for index in range(self.stage.first, self.stage.last))
         self.matrix: nn.Parameter | None = None  # of the output, where it is no embedding's that is here
         self.head_bias = build.vocabulary_bias("lm_head.bias") if self.stage.heads and config.head_bias else None
         if self.stage.heads:
@@ -69,6 +69,9 @@ class Decoder(nn.Module):
             elif copied and not further:
                 self.matrix = table()
         self.predictors = nn.ModuleList(Predictor(build, config.num_layers + index) for index in range(further))
+
+    def _layer(self, build: Builder, index: int) -> nn.Module:
+        return Block(build, index)
 
     def units(self) -> list[Unit]:
         """The parts in the order of a forward, each with the parameters that it is the first to need."""

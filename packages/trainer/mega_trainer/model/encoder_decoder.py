@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from mega_common.model_config import ModelConfig
 from mega_trainer.batch import MicroBatch
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Sequences, Source
+from mega_trainer.model.context import Context, Sequences, Source, remembering
 from mega_trainer.model.cross import CrossAttention
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.offload import Offload
 from mega_trainer.model.recompute import Recompute
 from mega_trainer.model.relative import Relative
+from mega_trainer.model.retro import Retro
 from mega_trainer.model.reward import RewardModel
 from mega_trainer.model.routing import Routing
 from mega_trainer.model.stage import Stage
@@ -157,14 +158,10 @@ class EncoderDecoder(Decoder):
         )
 
 
-def remembering(context: Context, memory: Tensor) -> Context:
-    """The context of a decoder's layer that asks what the encoder made, [B, E or E/T, D]."""
-    assert context.source is not None
-    return replace(context, source=replace(context.source, memory=memory))
-
-
 def model_class(config: ModelConfig) -> type[Decoder]:
     """What a model of this configuration is an instance of."""
     if config.score:
         return RewardModel
+    if config.retro:
+        return Retro
     return EncoderDecoder if config.encoder else Decoder

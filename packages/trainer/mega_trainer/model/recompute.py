@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mega_trainer.model.offload import Offload, OffloadedLayer
 
+Result = TypeVar("Result")
 Module = Literal["norm", "activation", "attention", "mlp", "moe"]
 CHEAP: tuple[Module, ...] = ("norm", "activation")  # frees half of a layer for a pass or two over what is freed
 
@@ -50,7 +51,7 @@ class SavedActivations:
         self._open: _Layer | None = None
         self._last: OffloadedLayer | None = None
 
-    def layer(self, index: int, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    def layer(self, index: int, run: Callable[..., Result], *inputs: Any) -> Result:
         """What the stage's layer `index` makes of its inputs."""
         if index == 0:
             self._last = None  # another forward
@@ -93,9 +94,9 @@ class SavedActivations:
             self._open.forget(y, function, *inputs)
 
 
-def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def recomputed(function: Callable[..., Result], *inputs: Any) -> Result:
     """The function of its inputs, which is all that is kept of it: the backward computes it again."""
-    y: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    y: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return y
 
 

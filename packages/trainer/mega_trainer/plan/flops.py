@@ -141,6 +141,9 @@ def forward_flops(
     for kind, layers in _kinds(model).items():
         for name, operations in _parts(model, *kind, seq_length, causal=causal).items():
             parts[name] = parts.get(name, 0.0) + layers * operations
+    for layer in model.retro_layers:
+        for name, operations in retrieval_flops(model, layer).items():
+            parts[name] = parts.get(name, 0.0) + operations
     width = model.hidden_size
     return {
         **parts,
@@ -165,6 +168,27 @@ def stack_flops(
     asked = 2 * model.num_attention_heads * model.head_size * model.hidden_size  # queries and outputs
     pairs = target * mixing_flops(model, "attention", None, source, causal=False)
     return {**parts, "cross attention": 2.0 * (asked * target + (own - asked) * source) + pairs}
+
+
+def retrieval_flops(model: ModelConfig, layer: int) -> dict[str, float]:
+    """Operations of the forward pass per token of the text in a layer that attends to neighbours, of what that is more for.
+
+    To each token come 2 K of neighbours, which the encoder reads in the first such layer. There and here a token that asks
+    sees all of its chunk's.
+    """
+    retro, encoder = model.retro, model.neighbor_encoder
+    assert retro is not None
+    assert encoder is not None
+    read, m = 2 * retro.neighbors, retro.chunk_length
+    own = sum(map(math.prod, itertools.chain(*projections(model, "attention"))))
+    asked = 2 * model.num_attention_heads * model.head_size * model.hidden_size  # queries and outputs
+    of_key = 4.0 * model.num_attention_heads * model.head_size
+    parts = {"cross attention": 2.0 * (asked + (own - asked) * read) + of_key * read * m}
+    if layer > model.retro_layers[0]:
+        return parts
+    alone = 2.0 * (own + feed_elements(model, "mlp")) + mixing_flops(encoder, "attention", None, 2 * m, causal=False)
+    chunk = 2.0 * (asked * read + (own - asked)) + of_key * read * m
+    return {**parts, "neighbour encoder": read * alone * encoder.num_layers + chunk}
 
 
 def _two_stacks(model: ModelConfig, source: int, target: int, *, causal: bool) -> dict[str, float]:
@@ -223,9 +247,9 @@ def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -
     """6 N + 12 L H Q S operations per token, forward and backward (arXiv:2204.02311, appendix B).
 
     N are the active parameters without look-up tables: a tied table counts, once, since it is the head. Of a model with an
-    encoder, no token of which meets all of N, it is all products, and attention over the full square.
+    encoder or with retrieval, no token of which meets all of N, it is all products, and attention over the full square.
     """
-    if model.encoder is not None:
+    if model.encoder is not None or model.retro is not None:
         return model_flops(model, seq_length, causal=False, target=target)
     count = count_parameters(model)
     tables = count.embedding - (model.vocab_size * model.hidden_size if model.tie_embeddings else 0)
@@ -239,7 +263,7 @@ def published_flops(model: ModelConfig, seq_length: int, convention: Convention,
 
     They were found by what the sources tell of both FLOP/s and tokens a second (benchmarks/plan_flops.py).
     """
-    if model.encoder is not None:
+    if model.encoder is not None or model.retro is not None:
         return model_flops(model, seq_length, causal=convention == "exact", target=target)
     match convention:
         case "exact" | "full":
@@ -276,16 +300,18 @@ def head_cost(model: ModelConfig, seq_length: int, target: int | None = None) ->
 
 
 def layer_costs(model: ModelConfig, seq_length: int, target: int | None = None) -> list[float] | None:
-    """The work of each layer, in mean layers, where `layers` or an encoder make several kinds; None: all are alike."""
+    """The work of each layer, in mean layers, where `layers`, an encoder or retrieval make several kinds; None: all are alike."""
     if model.encoder is not None:
         sizes = seq_length, target or seq_length
         stacks = [sum(stack_flops(model, *sizes, encodes=encodes).values()) for encodes in (False, True)]
         work = [stacks[model.encodes(layer)] for layer in range(model.num_layers)]
-    elif model.layers is None:
+    elif model.layers is None and model.retro is None:
         return None
     else:
         kinds = [(*kind, model.window(layer)) for layer, kind in enumerate(model.kinds)][: model.num_layers]
         work = [sum(_parts(model, *kind, seq_length, causal=True).values()) for kind in kinds]
+        for layer in model.retro_layers:
+            work[layer] += sum(retrieval_flops(model, layer).values())
     return [each * len(work) / sum(work) for each in work]
 
 

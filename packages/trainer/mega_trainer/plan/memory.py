@@ -311,9 +311,11 @@ def _batch_bytes(model: ModelConfig, run: RunShape) -> int:
     """Of a micro-batch: tokens, labels and positions, and weights of the losses."""
     each = 3 * 8 + 4 + (2 * 8 + 4) * model.mtp_layers + (model.moe is not None) + 8 * (model.token_types > 0)
     source = 2 * 8 * run.seq_length if run.target_length else 0
+    each += 2 * 8 * model.retro.neighbors if model.retro else 0
     return run.micro_batch * ((run.target_length or run.seq_length) * each + source) // run.cp
 
 
 def _residual_bytes(model: ModelConfig, run: RunShape) -> int:
     tokens = run.micro_batch * run.tokens // run.cp // (run.tp if run.sp else 1)
+    tokens *= 1 + 2 * model.retro.neighbors if model.retro else 1
     return tokens * run.element * model.hidden_size

@@ -28,15 +28,16 @@ from mega_ckpt.lora import Adapted, adapted
 from mega_ckpt.names import tensors_of
 from mega_common.lora import is_trained
 from mega_common.model_config import ModelConfig
-from mega_trainer.batch import Ahead, MicroBatch, Pairs, SourceBatch
+from mega_trainer.batch import Ahead, MicroBatch, NeighborBatch, Pairs, SourceBatch
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import build_groups
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Outline
+from mega_trainer.model.context import Context, Outline, remembering
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.encoder_decoder import EncoderDecoder, model_class, remembering
+from mega_trainer.model.encoder_decoder import EncoderDecoder, model_class
 from mega_trainer.model.recompute import Module, Recompute
+from mega_trainer.model.retro import EncodingBlock, Retro
 from mega_trainer.model.routing import Routing
 from mega_trainer.model.stage import Stage
 from mega_trainer.model.vision.images import Images
@@ -163,6 +164,8 @@ class Counter:
             kind: RecomputeKind = "full" if whole else "none" if self.run.recompute == "full" else self.run.recompute
             model = self._decoder(Stage(index, index + 1, embeds=False, heads=False), kind)
             context = self._context(model)
+            if isinstance(model, Retro):
+                return self._reading_layer(model, context)
             if not isinstance(model, EncoderDecoder):
                 return self._count(model, lambda x: model(x, context), self.residual, list(model.parameters()))
             encodes, read = self.model.encodes(index), self._stream(encodes=True)
@@ -172,6 +175,23 @@ class Counter:
             context = own if encodes else remembering(own, memory)
             shape = self._stream(encodes=encodes)
             return self._count(model, lambda x: forward(x, context), shape, list(model.parameters()))
+
+    def _reading_layer(self, model: Retro, context: Context) -> Part:
+        """Of a model with retrieval: a stage has the neighbours once, as it is given them and as they are encoded."""
+        assert context.source is not None
+        rows, _, width = self.residual
+        given = self._given((rows, context.source.length, width))
+        own = remembering(context, model.rows(given))
+
+        def forward(x: Tensor) -> Tensor:
+            made: Tensor | tuple[Tensor, Tensor] = model.saved.layer(0, model.layers[0], x, own)
+            return made[0] if isinstance(made, tuple) else made
+
+        part = self._count(model, forward, self.residual, list(model.parameters()))
+        if not isinstance(model.layers[0], EncodingBlock):
+            return part
+        more = given.numel() * given.element_size()
+        return replace(part, kept=part.kept + more, forward=part.forward + more, backward=part.backward + more)
 
     def embedding(self, *, alone: bool) -> Part:
         """Of the stage with the embedding, which has the head too where it is `alone`; and with what sees images.
@@ -243,6 +263,11 @@ class Counter:
         whole = MicroBatch(
             ids, ids, weights, ids, outline, samples, ahead, types=types, pairs=pairs, images=self._images(ids)
         )
+        if retro := self.model.retro:
+            chunks = self.tokens // retro.chunk_length, retro.neighbors, retro.neighbor_length
+            found = torch.zeros(shape[0], *chunks, dtype=torch.int64, device=self.device)
+            of_each = Outline([retro.neighbor_length] * (shape[0] * math.prod(chunks[:2])))
+            return replace(whole, neighbors=NeighborBatch(found, of_each, None))
         if not self.model.encoder:
             return whole
         read = torch.zeros(shape[0], self.run.seq_length // self.run.cp, dtype=torch.int64, device=self.device)
@@ -383,6 +408,7 @@ def _parts(text: str, run: RunShape, alone: bool, ends_meet: bool) -> Parts:
     for index in range(model.num_layers):
         normed, own = index > 0 or model.first_norm, names[index] if names else ()
         kind = (model.kind(index), model.window(index), model.rotates(index), model.encodes(index), normed, *own)
+        kind += (model.crosses(index), index == min(model.retro_layers, default=None))
         if kind not in kinds:
             kinds[kind] = counter.layer(index, whole=False)
             wholes[kind] = counter.layer(index, whole=True) if run.recompute == "full" else kinds[kind]

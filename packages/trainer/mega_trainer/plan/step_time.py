@@ -85,8 +85,8 @@ class Planned:
         Raises:
             ConfigError: for a model with an encoder.
         """
-        if model.encoder is not None:
-            raise ConfigError("the time of a step is not predicted for encoder-decoders", hint="leave out machine")
+        if model.encoder is not None or model.retro is not None:
+            raise ConfigError("the time of a step is not predicted for models with encoders", hint="leave out machine")
         wires, rates = Wires.of(machine, efficiency), Rates.of(machine, efficiency, habits)
         unit = unit_layers(model, run) if run.zero == 3 else 1
         count = count or count_parameters(model)

@@ -1,6 +1,6 @@
 """The images of a forward pass: which rank computes which, and where their features stand among the tokens.
 
-Legend: n images, P features of an image, B batch, S sequence, R ranks that share a micro-batch's images.
+Legend: n images, or tiles that images are cut in, P features of one, B batch, S sequence, R ranks that share a micro-batch's images.
 """
 
 from __future__ import annotations

@@ -127,7 +127,10 @@ class Tower(nn.Module):
 
 
 class Projector(nn.Module):
-    """W2 act(W1 x + b1) + b2 of a tower's features, or of the means of squares of them."""
+    """W2 act(W1 x + b1) + b2 of a tower's features, or of the means of squares of them; behind those of a tile the end of a line.
+
+    That end, the same for all, is a row of each tile and so dealt and gathered with it, whose gradient then counts once.
+    """
 
     def __init__(self, build: Builder) -> None:
         super().__init__()
@@ -137,11 +140,13 @@ class Projector(nn.Module):
         self.activation, self.pool = vision.projector_activation, vision.pool
         self.into = own.matrix("linear_1", (width, vision.hidden_size), bias=bias)
         self.out = own.matrix("linear_2", (width, width), bias=bias)
+        lines = vision.pinpoints is not None
+        self.newline = own.replicated("model.newline", (width,), std=width**-0.5) if lines else None
 
     def forward(self, features: Tensor) -> Tensor:
-        """[n, P, C] -> [n, P / pool^2, D]."""
+        """[n, P, C] -> [n, P / pool^2, D], or of tiles [n, P + 1, D]."""
         y: Tensor = self.out(plain(self.into(pooled(features, self.pool)), self.activation))
-        return y
+        return y if self.newline is None else torch.cat([y, self.newline.expand(len(y), 1, -1)], 1)
 
 
 class NormProjector(nn.Module):

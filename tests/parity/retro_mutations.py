@@ -1,0 +1,97 @@
+"""Bugs of retrieval, for `mutations`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from parity.cases import VARIANTS, Case, case
+from parity.recurrence_mutations import Patch
+from torch import Tensor, nn
+
+from mega_ckpt.pieces import Piece
+from mega_trainer import batch as batches
+from mega_trainer.model import retro
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.context import Chunks, Context, Sequences
+from mega_trainer.model.retro import EncoderBuilder, Retro
+
+swap = mock.patch.object
+TP = case("retro", 2, parallel={"tp": 2, "sp": True})
+PP = case("retro", 2, layers=4, parallel={"pp": 2, "schedule": "zb-h1"}, micro=4)
+TIED = case("retro", 4, layers=4, parallel={"tp": 2, "pp": 2}, micro=2, variant=VARIANTS["retro"][1])
+
+
+def _cut(change: Callable[..., tuple[Chunks, Tensor, Tensor]]) -> Patch:
+    """Of the decoder's chunks, something else."""
+    real = Chunks.attend
+
+    def attend(self: Chunks, how: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own, k, v = change(self, k, v) if self.shift else (self, k, v)
+        return real(own, how, q, k, v)
+
+    return lambda: swap(Chunks, "attend", attend)
+
+
+def _of_the_next(chunks: Chunks, k: Tensor, v: Tensor) -> tuple[Chunks, Tensor, Tensor]:
+    one = len(k) // chunks.count
+    return chunks, k.roll(-one, 0), v.roll(-one, 0)
+
+
+def _read(**fields: None) -> Patch:
+    real = batches.neighbor_batch
+    return lambda: swap(batches, "neighbor_batch", lambda *given: replace(real(*given), **fields))
+
+
+def _open_padding() -> AbstractContextManager[Any]:
+    return swap(retro, "Sequences", lambda length, device, begins, causal: Sequences(length, device, causal=causal))
+
+
+def _causal_encoder() -> AbstractContextManager[Any]:
+    return swap(retro, "Sequences", lambda length, device, begins, causal: Sequences(length, device, begins))
+
+
+def _without_gradient(stage: int) -> Patch:
+    """What a stage is given of the neighbours gets no gradient there."""
+    real = Retro.rows
+
+    def rows(self: Retro, neighbors: Tensor) -> Tensor:
+        return real(self, neighbors.detach() if self.groups.pp.rank == stage else neighbors)
+
+    return lambda: swap(Retro, "rows", rows)
+
+
+def _chunk_without_gradient() -> AbstractContextManager[Any]:
+    """The encoder's gradient stops at the chunk it attends to."""
+    real = retro.remembering
+
+    def remembering(context: Context, memory: Tensor) -> Context:
+        asks = context.source is not None and context.source.chunks is not None and not context.source.chunks.shift
+        return real(context, memory.detach() if asks else memory)
+
+    return swap(retro, "remembering", remembering)
+
+
+def _encoder_without_sync() -> AbstractContextManager[Any]:
+    def parameter(self: EncoderBuilder, shape: Sequence[int], pieces: Sequence[Piece], **start: Any) -> nn.Parameter:
+        own = [replace(piece, name=piece.name.replace("model.layers.", self.prefix, 1)) for piece in pieces]
+        return Builder.parameter(self, shape, own, **(start | {"grad_sync": ()}))
+
+    return swap(EncoderBuilder, "parameter", parameter)
+
+
+RETROS: list[tuple[str, Case, Patch]] = [
+    ("retro: neighbours of the next chunk seen", TP, _cut(_of_the_next)),
+    ("retro: shifted by a chunk, not by one token less", TP, _cut(lambda own, k, v: (replace(own, shift=own.shift + 1), k, v))),
+    ("retro: a chunk without neighbours adds something", TP, _cut(lambda own, k, v: (replace(own, some=None), k, v))),
+    ("retro: places without a token attended to", TP, _read(seen=None)),
+    ("retro: places without a token read", TP, _open_padding),
+    ("retro: the encoder sees only what is before", TP, _causal_encoder),
+    ("retro: gradient of the encoder's norms not summed", TP, _encoder_without_sync),
+    ("retro: gradient of the neighbours lost before the encoder", PP, _without_gradient(0)),
+    ("retro: gradient of what the encoder made lost in the second stage", TIED, _without_gradient(1)),
+    ("retro: gradient of the chunk in the encoder lost", TIED, _chunk_without_gradient),
+]  # fmt: skip
