@@ -67,7 +67,7 @@ def test_lists_that_are_all_looked_at_find_what_exact_search_does(
 def test_what_cannot_be_built_is_told(vectors: tuple[Rows, npt.NDArray[np.float32]]) -> None:
     with pytest.raises(ConfigError, match="--index PQ3: faiss cannot build it of 300 vectors of 16 numbers"):
         NearestVectors(vectors[0], 0, N, factory="PQ3", probes=1)
-    with pytest.raises(ConfigError, match="--index Nope: .*could not parse"):
+    with pytest.raises(ConfigError, match=r"--index Nope: .*could not parse"):
         NearestVectors(vectors[0], 0, N, factory="Nope", probes=1)
 
 

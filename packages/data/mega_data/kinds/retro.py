@@ -43,7 +43,8 @@ class RetroSamples:
                 f"{part.name}: kind retro in data.order: megatron, which cuts no chunks",
                 hint="set data.order: shuffled",
             )
-        self._neighbors = neighbors_of(part.source.neighbors if part.source else None, part.reader)
+        named = part.source.neighbors if part.source else None
+        self._neighbors = neighbors_of(named, part.reader, setting.cache)
         info = self._neighbors.info
         self._length, self._drawn = info.chunk_length, config.sample_order == "shuffled"
         if self._seq_length % self._length:

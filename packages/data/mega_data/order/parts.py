@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import glob
 from itertools import pairwise
@@ -107,7 +107,8 @@ class Parts:
         if bounds is None:
             return []
         sources = [(source, matching(source)) for source in own or self._config.train]
-        self._open([path for _, paths in sources for path in paths])
+        told_apart = {path for source, paths in sources if self._kind(source) == "retro" for path in paths}
+        self._open([path for _, paths in sources for path in paths], told_apart)
         parts = [
             part for source, paths in sources for part in self._shared(list(self._cut(name, source, paths, bounds)))
         ]
@@ -130,7 +131,11 @@ class Parts:
             for part, own in zip(parts, tokens, strict=True)
         ]
 
-    def _open(self, paths: Sequence[Path]) -> None:
+    def _kind(self, source: Source) -> str:
+        return source.kind or self._config.kind
+
+    def _open(self, paths: Sequence[Path], told_apart: Collection[Path]) -> None:
+        """Of the data sets `told_apart` documents are known without a token."""
         new = dict.fromkeys(path for path in paths if path not in self._readers)
         wrong = []
         for path in new:
@@ -142,11 +147,13 @@ class Parts:
         at_once = sum(reader.index_bytes for reader in opened) <= CHECKED
         if not at_once:
             logger.info("%d data sets: the index of each is checked when it is first read", len(opened))
-        for reader in opened:
+        for path in new:
+            if (reader := self._readers.get(path)) is None:
+                continue
             try:
                 if at_once:
                     reader.check()
-                check_ends(reader, self._eod, self._rules)
+                check_ends(reader, self._eod, [] if path in told_apart else self._rules)
             except DataError as error:
                 wrong.append(error)
         if len(wrong) == 1:
@@ -156,7 +163,7 @@ class Parts:
 
     def _cut(self, name: str, source: Source, paths: Sequence[Path], bounds: Bounds) -> Iterator[Part]:
         for path in paths:
-            reader, kind = self._readers[path], source.kind or self._config.kind
+            reader, kind = self._readers[path], self._kind(source)
             check_kind(reader, kind)
             first, last = (_sequence_at(bound, reader, kind) for bound in bounds)
             if reader.position(first) < reader.position(last):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import xxhash
 
 from mega_data.files.indexed import CHUNK, IndexedReader
 from mega_data.order.document_order import token_positions
+from mega_data.order.index_cache import Arrays, cached_arrays
 
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -19,12 +21,15 @@ class Chunks:
     """The chunks of a data set, in the order of the file: each begins m tokens after the one before, the first with its
     document, the last of which may be short.
 
+    Args:
+        cache: a folder for `starts`, 8 bytes a document, which ranks then share; None: they are kept in memory.
+
     Attributes:
         length: m.
     """
 
-    def __init__(self, reader: IndexedReader, length: int) -> None:
-        self.reader, self.length = reader, length
+    def __init__(self, reader: IndexedReader, length: int, cache: Path | None = None) -> None:
+        self.reader, self.length, self._cache = reader, length, cache
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -32,12 +37,18 @@ class Chunks:
     @cached_property
     def starts(self) -> Ints:
         """int64 [documents + 1], the first chunk of each document, then their number."""
+        if self._cache is None:
+            return self._counted()["starts"]
+        key = f"chunks length={self.length} data={self.reader.fingerprint}"
+        return cached_arrays(self._cache, key, self._counted)["starts"]
+
+    def _counted(self) -> Arrays:
         starts = np.zeros(self.reader.documents + 1, np.int64)
         for first in range(0, self.reader.documents, CHUNK):
             begins = token_positions(self.reader, self.reader.document_index[first : first + CHUNK + 1])
             np.cumsum(-(-np.diff(begins) // self.length), out=starts[first + 1 : first + begins.size])
             starts[first + 1 : first + begins.size] += starts[first]
-        return starts
+        return {"starts": starts}
 
     def of_sequences(self, first: int, last: int) -> range:
         """The chunks of the documents that begin in the sequences [first, last)."""

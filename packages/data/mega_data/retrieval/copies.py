@@ -44,9 +44,9 @@ class Copies:
     def allowed(self, numbers: Ints, candidates: Ints) -> Bools:
         """Which of the candidates, int64 [n, c] with -1 for none, of some chunks, int64 [n], may be neighbours: bool [n, c]."""
         documents = self._data.documents(numbers)
-        good = candidates >= 0
+        good: Bools = candidates >= 0
         if self._same:
-            good = np.logical_and(good, self._database.documents(candidates) != documents[:, None])
+            good[self._database.documents(candidates) == documents[:, None]] = False
         rows, columns = np.nonzero(good)
         for start in range(0, rows.size, AT_ONCE):
             at = rows[start : start + AT_ONCE], columns[start : start + AT_ONCE]
@@ -59,16 +59,13 @@ class Copies:
         after = np.minimum(found + 1, len(self._database) - 1)
         after = np.where(self._database.documents(after) == self._database.documents(found), after, found)
         wanted = _keys(documents, self._hashes[np.stack([found, after])])
-        shared: Bools = (np.searchsorted(self._keys, wanted) < np.searchsorted(self._keys, wanted, "right")).any(0)
-        return shared
+        first, second = np.searchsorted(self._keys, wanted) < np.searchsorted(self._keys, wanted, "right")
+        return np.asarray(first | second)
 
     def _goes_on(self, numbers: Ints, found: Ints) -> Bools:
         """Whether the neighbours found hold what comes after the chunks `numbers`; int64 [n] each."""
-        own, theirs = (
-            self._data.tokens(numbers, 2 * self._data.length),
-            self._database.tokens(found, 2 * self._data.length),
-        )
-        return holds_next(own, theirs)
+        width = 2 * self._data.length
+        return holds_next(self._data.tokens(numbers, width), self._database.tokens(found, width))
 
 
 def holds_next(own: Ints, theirs: Ints) -> Bools:

@@ -90,6 +90,9 @@ def read_neighbors_info(folder: Path) -> NeighborsInfo:
 class Neighbors:
     """The neighbours of a data set's chunks.
 
+    Args:
+        cache: as of `Chunks`.
+
     Attributes:
         info: what they are.
         chunks: those of the data set.
@@ -99,14 +102,14 @@ class Neighbors:
             database is not there any more.
     """
 
-    def __init__(self, folder: Path, reader: IndexedReader) -> None:
-        self.folder, self.info = folder, read_neighbors_info(folder)
+    def __init__(self, folder: Path, reader: IndexedReader, cache: Path | None = None) -> None:
+        self.folder, self.info, self._cache = folder, read_neighbors_info(folder), cache
         if reader.fingerprint != self.info.data.fingerprint:
             raise DataError(
                 f"{folder}: neighbours of another data set ({self.info.data.path}) than {reader.prefix}, or of what it was",
                 hint=f"mega data retrieve {reader.prefix} makes its own",
             )
-        self.chunks = Chunks(reader, self.info.chunk_length)
+        self.chunks = Chunks(reader, self.info.chunk_length, cache)
 
     @property
     def fingerprint(self) -> str:
@@ -161,17 +164,17 @@ class Neighbors:
             if prefix.with_name(prefix.name + ".idx").exists():
                 reader = IndexedReader(prefix)
                 if reader.fingerprint == self.info.database.fingerprint:
-                    return Chunks(reader, self.info.chunk_length)
+                    return Chunks(reader, self.info.chunk_length, self._cache)
         raise DataError(
             f"{self.folder}: the database of these neighbours, {named}, is not there or was changed",
             hint=f"put it there again, or its files beside the data set as {beside}",
         )
 
 
-def neighbors_of(path: Path | None, reader: IndexedReader) -> Neighbors:
+def neighbors_of(path: Path | None, reader: IndexedReader, cache: Path | None = None) -> Neighbors:
     """The neighbours of a data set, in the folder `path` or the one beside it.
 
     Raises:
         DataError: as `Neighbors`.
     """
-    return Neighbors(path or neighbors_path(reader.prefix), reader)
+    return Neighbors(path or neighbors_path(reader.prefix), reader, cache)

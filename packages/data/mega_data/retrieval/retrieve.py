@@ -131,6 +131,7 @@ class _Making:
         self.chunks, self.found_in, self.own, self.encoder, self.search_for = chunks, found_in, own, encoder, search
         self._same = chunks is found_in
         of = [search.chunk_length, encoder.identity, chunks.reader.fingerprint, found_in.reader.fingerprint]
+        of += [] if self._same else [own.stop]
         _begin(folder, of, [search.neighbors, search.index, search.probes, own.stop])
         self._queries = Rows(folder, "data", len(chunks))
         self._keys = self._queries if self._same else Rows(folder, "database", own.stop)
@@ -140,9 +141,7 @@ class _Making:
         """Make the vectors that are not there yet."""
         todo = [(self.chunks, self._queries)] + ([] if self._same else [(self.found_in, self._keys)])
         missing = [(chunks, rows, span) for chunks, rows in todo for span in rows.missing()]
-        total = sum(len(rows) for _, rows in todo)
-        with ProgressBar("embedding", total=total, unit="chunks") as bar:
-            bar.advance(total - sum(len(span) for *_, span in missing))
+        with ProgressBar("embedding", total=sum(len(span) for *_, span in missing), unit="chunks") as bar:
             for chunks, rows, span in missing:
                 tokens = chunks.tokens(np.asarray(span), chunks.length)
                 texts = [tokenizer.decode(row[row >= 0].tolist(), skip_special_tokens=True) for row in tokens]
@@ -157,8 +156,7 @@ class _Making:
             return named, self._found
         index = NearestVectors(self._keys, 0, self.own.stop, factory=named, probes=self.search_for.probes)
         copies = Copies(self.chunks, self.found_in)
-        with ProgressBar("searching", total=len(self._found), unit="chunks") as bar:
-            bar.advance(len(self._found) - sum(map(len, missing)))
+        with ProgressBar("searching", total=sum(map(len, missing)), unit="chunks") as bar:
             for span in missing:
                 vectors = np.concatenate(list(self._queries.blocks(span.start, span.stop)))
 
