@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ def service_of(
     max_length: int = 256,
     seconds: float = 60,
     ends: frozenset[int] | None = None,
+    adapters: Mapping[str, str] | None = None,
 ) -> Service:
     words, template = Tokenizer(tokenizer), None
     with contextlib.suppress(DataError):
@@ -75,7 +76,7 @@ def service_of(
     return Service(
         name="tiny", version="1.2", driver=Driver(engine, most=most), tokenizer=words, template=template,
         ends=frozenset({words.eos_id} - {None}) if ends is None else ends, own={}, max_length=max_length, vocab_size=words.vocab_size, seconds=seconds,
-        metrics=Metrics(engine),
+        metrics=Metrics(engine), adapters=adapters or {},
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mega_common.errors import ConfigError
+from mega_common.log import logger
 
 if TYPE_CHECKING:
     from mega_common.remote import Place
@@ -324,6 +325,39 @@ def upcycle(
     from mega_ckpt.upcycle import upcycle
 
     upcycle(source, destination, experts=experts, top_k=top_k, expert_ffn=expert_ffn, aux_loss=aux_loss, seed=seed)
+    print(destination)
+
+
+@app.command(epilog="Example: mega ckpt shrink models/Llama-3.1-8B out/4b --ffn 9216 --hidden 3072 --data data/wiki")
+def shrink(
+    source: Convertible,
+    destination: Annotated[str, typer.Argument(help="The mega checkpoint to make.")],
+    data: Annotated[str, typer.Option(metavar="PREFIX", help="A data set to see on what is important.")],
+    layers: Annotated[int | None, typer.Option(help="Layers that stay; default: all.", min=1)] = None,
+    ffn: Annotated[int | None, typer.Option(help="Width of the feed-forward blocks.", min=1)] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads; key/value heads go with theirs.", min=1)] = None,
+    hidden: Annotated[int | None, typer.Option(help="Width of the residual stream.", min=1)] = None,
+    windows: Annotated[int, typer.Option(help="Sequences of the data set that are looked at.", min=1)] = 256,
+    seq_length: Annotated[int | None, typer.Option(help="Tokens of each; default: all it can, to 2048.", min=2)] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+) -> None:
+    """Cut a smaller model out of a dense decoder: what does least on a data set goes (Minitron), the rest keeps its weights.
+
+    Train it afterwards, best with `objective: {kind: distill}` and SOURCE as the teacher.
+    """
+    from mega_ckpt.shrink import Sizes, shrink, shrunk_model
+    from mega_ckpt.source import open_source
+    from mega_eval.importance import importance
+    from mega_eval.load import device_named, load_model
+
+    opened, sizes = open_source(source), Sizes(layers, ffn, heads, hidden)
+    shrunk_model(opened.model, sizes)  # before any work
+    model = load_model(source, device=device_named(device))
+    found = importance(model, Path(data), seq_length or min(2048, model.config.max_position), windows=windows)
+    kept = shrink(opened, destination, found, sizes)
+    gone = sorted(set(range(opened.model.num_layers)) - set(kept.layers.tolist()))
+    if gone:
+        logger.info("layers %s are left out", ", ".join(map(str, gone)))
     print(destination)
 
 

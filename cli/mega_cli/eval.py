@@ -47,6 +47,8 @@ GENERATE_EXAMPLES = """Examples:
 
     mega generate out/hf --prompt-file code.txt --draft ngrams
 
+    mega generate out/hf --adapter runs/polite --prompt "Where is the station?"
+
     mega generate out/llava --image cat.png --prompt "USER: <image> What is it? ASSISTANT:"
 """
 LONGEST_DEFAULT = 4096  # tokens
@@ -274,6 +276,10 @@ def generate_command(
         list[Path] | None,
         typer.Option(help="An image for each placeholder of the prompt, in order. Repeatable.", metavar="FILE"),
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="An adapter of low rank beside MODEL: a run's, or a folder of PEFT's."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add to each prompt.")] = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -330,7 +336,9 @@ def generate_command(
     from mega_eval.sampling import Sampling
 
     Sampling.parse(settings, source="options")  # before a model is read
-    loaded = LanguageModel.load(model, precision=precision, device=device, tokenizer=tokenizer, draft=draft)
+    loaded = LanguageModel.load(
+        model, precision=precision, device=device, tokenizer=tokenizer, draft=draft, adapter=adapter
+    )
     own = {name: value for name, value in loaded.settings.items() if name not in settings}
     if own:
         told = ", ".join(f"{name} {value}" for name, value in own.items())

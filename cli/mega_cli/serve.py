@@ -6,7 +6,7 @@ import contextlib
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -45,6 +45,8 @@ SERVE_EXAMPLES = """Examples:
 
     mega serve out/hf --precision bf16 --tp 2
 
+    mega serve out/hf --adapter polite=runs/polite --adapter sql=adapters/sql
+
     mega serve out/hf --host 0.0.0.0 --api-key-file secrets/key --max-requests 64
 
     curl http://127.0.0.1:8000/v1/completions -H "content-type: application/json" -d '{"prompt": "Once upon a time"}'
@@ -77,6 +79,13 @@ def serve_command(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: MODEL as given.")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="An adapter of low rank, a run's or a folder of PEFT's: clients choose it by NAME as their model. Repeatable.",
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(envvar=KEY_VARIABLE, help="Clients have to bring it. Others on this machine can read options."),
@@ -111,6 +120,7 @@ def serve_command(
     Routes: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /version, /metrics.
     """
     key = _api_key(api_key, api_key_file)
+    adapters = _named(adapter or [], name or model)
     _need_server()
     from mega_cli.eval_ranks import ranks_for
     from mega_eval.lead import LeadingEngine, follow
@@ -124,7 +134,9 @@ def serve_command(
     sharing = Sharing(tp, ep, pp)
     with ranks_for(sharing, sharing.size, device, FOREVER) as ranks:
         listener = bind(host, port, key) if ranks.rank == 0 else None
-        found = _load(model, precision, device, tokenizer, max_length, cache_tokens, batch_size, sharing, ranks)
+        found = _load(
+            model, precision, device, tokenizer, max_length, cache_tokens, batch_size, sharing, ranks, adapters
+        )
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # the first rank ends, when what runs is finished
@@ -142,6 +154,7 @@ def serve_command(
             vocab_size=found.vocab_size,
             seconds=timeout,
             metrics=Metrics(found.engine),
+            adapters=adapters,
         )
         hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
         bounds = Bounds(key, hosts, requests=max_requests, seconds=timeout, body=max_body)
@@ -215,6 +228,7 @@ def _load(
     batch_size: int,
     sharing: Sharing | None = None,
     ranks: Ranks | None = None,
+    adapters: Mapping[str, str] | None = None,
 ) -> _Loaded:
     from mega_ckpt.source import model_at
     from mega_eval.engine import Engine
@@ -226,14 +240,29 @@ def _load(
     groups, leads = None, False
     if sharing is not None and ranks is not None and ranks.world_size > 1:
         groups, leads = connect(model_at(model), ranks.rank, ranks.world_size, sharing), ranks.rank == 0
-    loaded = LanguageModel.load(model, precision=precision, device=device, tokenizer=tokenizer, groups=groups)
+    loaded = LanguageModel.load(
+        model, precision=precision, device=device, tokenizer=tokenizer, groups=groups, adapters=adapters
+    )
     config, words = loaded.model.config, loaded.tokenizer
     longest = max_length or min(config.max_position, LONGEST_DEFAULT)
     engine = (LeadingEngine if leads else Engine)(
         loaded.model, words, cache_tokens=cache_tokens or 2 * longest, batch_size=batch_size,
-        drafter=usual_drafter(loaded.model),
+        drafter=usual_drafter(loaded.model), adapters=loaded.adapters,
     )  # fmt: skip
     return _Loaded(engine, words, loaded.ends, longest, config.vocab_size)
+
+
+def _named(given: Sequence[str], model: str) -> dict[str, str]:
+    """Folders of adapters by their names."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, folder = one.partition("=")
+        if not name or not folder:
+            raise ConfigError(f"--adapter {one}: is no NAME=FOLDER", hint=f"such as --adapter mine={folder or one}")
+        if name in found or name == model:
+            raise ConfigError(f"--adapter {one}: there is a model {name!r} already", hint="give it another NAME")
+        found[name] = folder
+    return found
 
 
 def _own_sampling(model: str) -> dict[str, Any]:

@@ -118,6 +118,17 @@ def test_what_peft_saves_is_read_and_what_is_not_ours_is_refused(tmp_path: Path)
         open_adapted(out, other)
 
 
+def test_magnitudes_of_experts_in_a_folder_are_refused(tmp_path: Path) -> None:
+    folder, out = folder_of("qwen3_moe", tmp_path / "base"), tmp_path / "adapter"
+    source = adapter_beside(folder)
+    out.mkdir()
+    write_peft(source.adapter, source.base, out)
+    raw = json.loads((out / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps({**raw, "use_dora": True}))
+    with pytest.raises(ConfigError, match=r"lora\.dora = True: .*experts\.gate_up_proj has none"):
+        read_peft(out, open_source(folder))
+
+
 def test_experts_have_neither_dropout_nor_magnitudes() -> None:
     model = ModelConfig.model_validate({**BASE, **MODELS["qwen3_moe"]})
     with pytest.raises(
@@ -146,6 +157,9 @@ def test_the_commands(tmp_path: Path) -> None:
         call("merge-adapter", folder, folder, out)
     with pytest.raises(CheckpointError, match="holds no adapter, which is what PEFT's folders hold"):
         call("convert", folder, out, "--to", "peft")
+    for option in (["--add-tokens", "<a>"], ["--vocab-size", 99]):
+        with pytest.raises(CheckpointError, match="new tokens are rows of the base"):
+            call("convert", tmp_path / "adapter", out, "--to", "peft", *option)
     with pytest.raises(CheckpointError, match="has no averages of weights"):
         call("convert", folder, out, "--to", "hf", "--ema")
     assert not out.exists()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from mega_ckpt.store import place, save
 from mega_cli.ckpt import app
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.model_config import ModelConfig
+from mega_data.files.indexed_writer import IndexedWriter
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
 
@@ -140,6 +142,24 @@ def test_average(run: Path, tmp_path: Path) -> None:
             call("average", run, other, "--output", tmp_path / "out", "--weights", weights)
 
 
+def test_shrink(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with IndexedWriter(tmp_path / "data", np.uint16) as writer:
+        writer.add_document(np.arange(200) % MODEL["vocab_size"])
+    args = ["--data", tmp_path / "data", "--seq-length", "16", "--windows", "3", "--device", "cpu"]
+    with caplog.at_level("INFO", logger="mega"):
+        call("shrink", run, tmp_path / "small", "--layers", "1", "--ffn", "10", "--heads", "2", "--hidden", "8", *args)
+    assert "layers 1 are left out" in caplog.text  # all alike: the last
+    small = json.loads(call("inspect", tmp_path / "small", "--json"))["model"]
+    assert [small[key] for key in ("num_layers", "ffn_hidden_size", "num_attention_heads", "hidden_size")] == [
+        1,
+        10,
+        2,
+        8,
+    ]
+    with pytest.raises(ConfigError, match="--ffn 99: the model has 24"):
+        call("shrink", run, tmp_path / "none", "--ffn", "99", *args)
+
+
 def test_upcycle(run: Path, tmp_path: Path) -> None:
     made = tmp_path / "moe"
     assert call("upcycle", run, made, "--experts", "4", "--top-k", "2", "--expert-ffn", "12").strip() == str(made)
@@ -162,7 +182,7 @@ def test_push_and_pull(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_help_has_examples_and_needs_no_torch() -> None:
-    for command in ("convert", "inspect", "verify", "diff", "prune", "average", "upcycle", "push", "pull"):
+    for command in ("convert", "inspect", "verify", "diff", "prune", "average", "upcycle", "shrink", "push", "pull"):
         assert f"Example: mega ckpt {command}" in " ".join(call(command, "--help").split())
     code = "import sys, mega_cli.ckpt; sys.exit('torch' in sys.modules or 'mega_ckpt' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from tiny_adapters import save_adapter
 from tiny_models import save_tiny, variant
 from typer.testing import CliRunner, Result
 
+from mega_ckpt.convert import Options, convert
 from mega_ckpt.families import family_named
 from mega_cli.eval import EVAL_EXAMPLES, GENERATE_EXAMPLES, eval_command, generate_command
 from mega_common.errors import ConfigError, DataError, MegaError
+from mega_common.lora import LoraConfig
 from mega_data.files.indexed_writer import IndexedWriter
 from mega_data.files.info import TokenizerInfo, write_info
 from mega_data.tokenizer import train_tokenizer
@@ -90,6 +93,15 @@ def test_generate_one_prompt(folder: Path):
     (line,) = mega(*args, "--prompt", "the end", "--json").stdout.splitlines()
     assert json.loads(line)["text"] + "\n" == shown
     assert mega(*args, stdin="the end\n").stdout == shown
+
+
+def test_generate_with_an_adapter_is_as_by_the_model_with_it(folder: Path, tmp_path: Path):
+    adapter, args = save_adapter(tmp_path / "adapter", folder, LoraConfig(rank=2)), ["--prompt", "the end"]
+    args += ["--max-new-tokens", "8", "--temperature", "0"]
+    convert(folder, tmp_path / "merged", "hf", options=Options(adapter=str(adapter)))
+    given = mega("generate", folder, *args, "--adapter", adapter).stdout
+    assert given == mega("generate", tmp_path / "merged", *args).stdout
+    assert given != mega("generate", folder, *args).stdout
 
 
 def test_generate_several_prompts(folder: Path, tmp_path: Path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,12 +13,14 @@ import pytest
 import typer
 from chat_templates import chat_tokenizer
 from serving import until
+from tiny_adapters import save_adapter
 from tiny_models import save_tiny, variant
 from typer.testing import CliRunner, Result
 
 from mega_ckpt.families import family_named
 from mega_cli.serve import CHAT_EXAMPLES, SERVE_EXAMPLES, chat_command, serve_command
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
+from mega_common.lora import LoraConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 
 
@@ -81,10 +84,23 @@ def test_what_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert "[serve]" in str(mega("serve", folder, fails=MissingPackageError).exception)
 
 
-def test_serve_from_start_to_end(folder: Path) -> None:
+def test_adapters_have_names_of_their_own(folder: Path) -> None:
+    for given, message in (
+        (["polite"], "polite: is no NAME=FOLDER"),
+        (["=polite"], "=polite: is no NAME=FOLDER"),
+        (["one=a", "one=b"], "one=b: there is a model 'one' already"),
+        ([f"{folder}=a"], "there is a model .* already"),
+    ):
+        options = [part for one in given for part in ("--adapter", one)]
+        mistake = mega("serve", folder, "--port", 0, *options, fails=ConfigError)
+        assert re.search(message, str(mistake.exception))
+
+
+def test_serve_from_start_to_end(folder: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "mega_cli.main", "serve", str(folder), "--port", str(port), "--name", "tiny"]
+    command += ["--adapter", f"other={save_adapter(tmp_path / 'adapter', folder, LoraConfig(rank=2))}"]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "MEGA_API_KEY": "sk-secret"}
     ) as server:
@@ -101,6 +117,8 @@ def test_serve_from_start_to_end(folder: Path) -> None:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "the end"}], "max_tokens": 3}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
         assert answer.json()["usage"]["completion_tokens"] <= 3
+        answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "model": "other"}, headers=headers)
+        assert answer.json()["model"] == "other"
         server.send_signal(signal.SIGTERM)
         told = server.communicate(timeout=60)[1]
     assert server.returncode == 0, told

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import Numbers, run, step, tokens_of
 from tiny_models import BASE, VARIANTS, YARN, variant
 
 from mega_common.errors import DataError
@@ -26,16 +27,6 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
 
 
-class Numbers:
-    """A tokenizer whose texts are numbers: '3 5 8 '."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(f"{token} " for token in ids)
-
-
 def model_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
     model = Decoder(Builder(config, dtype=dtype)).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
@@ -46,27 +37,6 @@ def model_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder
 
 def engine_of(model: Decoder, **options: Any) -> Engine:
     return Engine(model, Numbers(), **{"cache_tokens": 8 * PAGE, "batch_size": 8, **options})
-
-
-def run(engine: Engine, requests: Sequence[Request] = (), *, every: int = 0) -> dict[int, list[Event]]:
-    """The events of each request until all have finished; the next one is added after `every` so many steps."""
-    found: dict[int, list[Event]] = {}
-    for request in requests:
-        found[engine.add(request)] = []
-        for _ in range(every):
-            _step(engine, found)
-    while engine.waiting or engine.running:
-        _step(engine, found)
-    return found
-
-
-def _step(engine: Engine, found: dict[int, list[Event]]) -> None:
-    for event in engine.step():
-        found[event.request].append(event)
-
-
-def tokens_of(events: Sequence[Event]) -> list[int]:
-    return [token for event in events for token in event.tokens]
 
 
 @torch.no_grad()
@@ -157,7 +127,7 @@ def test_no_page_is_lost_and_no_token_changed_by_what_else_runs(rounds: int):
             engine.cancel(cancelled)
             if not (found[cancelled] and found[cancelled][-1].finish):
                 del requests[cancelled]
-        _step(engine, found)
+        step(engine, found)
     assert engine.free_pages == engine.pages
     assert len(requests) > rounds // 2
     for number, request in requests.items():
@@ -301,13 +271,13 @@ def test_guesses_are_trusted_by_how_they_fared():
     assert asked == [2, 4, 8, 8]
     trust.learn(8, 3)
     assert trust.count() == 3
-    steps = []
-    for step in range(200):  # never right: ever rarer, and two at most
+    when = []
+    for number in range(200):  # never right: ever rarer, and two at most
         if count := trust.count():
-            steps.append(step)
+            when.append(number)
             assert count in (2, 3)
             trust.learn(count, 0)
-    assert [b - a for a, b in pairwise(steps)] == [2, 4, 8, 16, 32, 32, 32, 32, 32]
+    assert [b - a for a, b in pairwise(when)] == [2, 4, 8, 16, 32, 32, 32, 32, 32]
 
 
 def test_ngrams_repeat_what_followed():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from parity.worker import synthetic, whole
 
-from mega_ckpt.combine import prune
+from mega_ckpt.combine import average, prune
 from mega_ckpt.convert import convert
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint, latest, place
@@ -101,6 +101,19 @@ def test_magnitudes_start_from_the_lengths_of_the_base_s_rows(tuning: Settings, 
     torch.testing.assert_close(found, base.read(f"{name}.weight").norm(dim=1))
     part = merged.read_slice(f"{name}.weight", (3, 5), (7, 9))
     torch.testing.assert_close(part, merged.read(f"{name}.weight")[3:10, 5:14])
+
+
+def test_the_average_of_adapters_is_that_of_the_models_with_them(tuning: Settings, tmp_path: Path) -> None:
+    """Whatever their ranks: the mean of two products of low rank has no such form."""
+    for name, lora in {"one": {"rank": 2}, "two": {"rank": 3, "modules": ["o_proj"]}}.items():
+        trained(tuning(train={"steps": 2}, lora=lora, output=str(tmp_path / name)))
+    average([tmp_path / "one", tmp_path / "two"], tmp_path / "mean", weights=[1, 3])
+    one, two, mean = (open_source(tmp_path / name) for name in ("one", "two", "mean"))
+    for name in mean.keys():  # noqa: SIM118
+        torch.testing.assert_close(mean.read(name), one.read(name) / 4 + two.read(name) * 0.75)
+    for name in ("q_proj", "o_proj"):
+        matrix = f"model.layers.0.self_attn.{name}.weight"
+        assert not torch.equal(mean.read(matrix), open_source(tmp_path / "base").read(matrix))
 
 
 def test_another_base_is_refused_and_one_that_is_gone_is_told(

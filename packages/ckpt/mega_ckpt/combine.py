@@ -66,7 +66,8 @@ def average(
     is 0. The provenance has the sources and their shares as `average`.
 
     Args:
-        sources: two or more mega checkpoints, run folders (their newest checkpoint) or HuggingFace folders.
+        sources: two or more mega checkpoints, run folders (their newest checkpoint) or HuggingFace folders; of an adapter
+            the model that its base is with it.
         destination: the folder to make.
         weights: one positive number a source, which are divided by their sum; default: all alike.
 

@@ -108,6 +108,11 @@ def convert(
         raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(FORMATS)}")
     final = _absolute(place(destination))
     _check_destination(final, _absolute(place(source)), to, overwrite)
+    if to == "peft" and (options.tokens or options.vocab_size):
+        raise CheckpointError(
+            f"{source}: new tokens are rows of the base, which a folder of PEFT's has not got",
+            hint="add them to the base and train the adapter beside that, or convert --to hf",
+        )
     given = _opened(source, options)
     if to == "peft" and not isinstance(given, AdaptedSource):
         raise CheckpointError(

@@ -33,6 +33,7 @@ from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoder
 from mega_trainer.model.vision.images import Images
+from mega_trainer.parallel.lora import Selection
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Request:
         logprobs: so many likeliest alternatives are told with each token; 0: its own probability alone; None: nothing.
         prompt_logprobs: tell those of the prompt's tokens, too.
         grammar: a JSON schema or a Lark grammar that the text has to obey.
+        adapter: name of the one that the model has for this text; None: none.
         images: what stands at the prompt's placeholders, where it has any: `Images` of one row, whose features are known.
         drawn: so many of the prompt's last tokens have been generated before: draws and penalties go on behind them.
     """
@@ -60,6 +62,7 @@ class Request:
     grammar: str | None = None
     drawn: int = 0
     images: Images | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class Engine:
         chunk_tokens: most tokens of a forward pass, but for those of rows that generate.
         drafter: guesses the next tokens; not asked for models with LongRoPE, whose keys depend on the length, and for those
                 with a state, which no wrong guess may change, nor for those with an encoder, whose texts are short.
+        adapters: tells the model's layers which rows have which of its adapters.
     """
 
     def __init__(
@@ -114,8 +118,9 @@ class Engine:
         batch_size: int,
         chunk_tokens: int = 512,
         drafter: Drafter | None = None,
+        adapters: Selection | None = None,
     ) -> None:
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer, self._adapters = model, tokenizer, adapters or Selection([])
         self._batch_size, self._chunk = batch_size, chunk_tokens
         self._pages = Pages(-(-cache_tokens // PAGE))
         self._cache = PagedCache(model.config.num_layers, self._pages.count, batch_size)
@@ -158,7 +163,8 @@ class Engine:
         """Take a request; its number.
 
         Raises:
-            DataError: when it has no tokens, a token that the model does not know, a bad grammar, or is too long.
+            DataError: when it has no tokens, a token that the model does not know, an adapter that it has not, a bad
+                grammar, or is too long.
         """
         self._check(request)
         text = Continuation(self._tokenizer, request.limits, request.prompt)
@@ -214,6 +220,8 @@ class Engine:
                 f"token {wrong} is outside the model's vocabulary of {known}",
                 hint="the tokenizer is that of another model",
             )
+        if request.adapter is not None and request.adapter not in self._adapters.names:
+            raise DataError(f"the model has no adapter {request.adapter!r}")
         if self._model.config.encoder and request.prompt_logprobs:
             raise DataError("the model has an encoder, and tells no probabilities of what that reads")
         size, new = len(tokens), request.limits.max_new_tokens
@@ -243,7 +251,7 @@ class Engine:
         """Give the row the pages of others that begin alike; at least its last token has to be computed."""
         if not self._shares or row.request.prompt_logprobs or row.request.images:
             return
-        names = page_names(row.tokens[:-1])
+        names = page_names(row.tokens[:-1], of=row.request.adapter)
         row.pages = self._pages.share(names)
         row.done, row.names = len(row.pages) * PAGE, names[: len(row.pages)]
 
@@ -313,6 +321,7 @@ class Engine:
             lengths += self._lengths(row, count)
             wanted += range(first + count - row.wanted(count), first + count)
         self._cache.begin(spans, device)
+        self._adapters.begin([row.request.adapter for row, count in work for _ in range(count)], device)
         # each token is a batch row of its own: what concerns its neighbours is up to the cache
         columns = torch.tensor(positions, device=device)[:, None]
         context = model.context(columns, outline=Outline(lengths), cache=self._cache)
@@ -352,7 +361,7 @@ class Engine:
         row.done += count
         full = row.done // PAGE
         if self._shares and full > len(row.names) and row.request.images is None:  # which the tokens do not tell apart
-            row.names = page_names(row.tokens[: full * PAGE], row.names)
+            row.names = page_names(row.tokens[: full * PAGE], row.names, row.request.adapter)
             for page, name in zip(row.pages, row.names, strict=False):
                 self._pages.name(page, name)
 

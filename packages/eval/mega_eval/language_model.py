@@ -22,14 +22,16 @@ from mega_common.remote import Place
 from mega_data.chat.records import Conversation
 from mega_data.chat.template import ChatTemplate
 from mega_data.tokenizer import Tokenizer
+from mega_eval.adapters import Beside
 from mega_eval.chat import load_chat_template
 from mega_eval.generate import Completion, Draft, Prompt, generate, stream
-from mega_eval.load import PRECISIONS, device_named, end_tokens, load_model, load_tokenizer, own_sampling
+from mega_eval.load import PRECISIONS, Kind, device_named, end_tokens, load_model, load_tokenizer, own_sampling
 from mega_eval.sampling import Sampling
 from mega_eval.score import Score, score
 from mega_eval.text import Limits
 from mega_trainer.mesh import Groups
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.parallel.lora import Selection
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class LanguageModel:
         ends: tokens that end a text.
         settings: those of `Sampling` that its generation_config.json gives; they hold where a call says nothing else.
         draft: guesses tokens, which changes no text.
+        adapters: those beside the model, of which the engine's requests may have one.
     """
 
     path: str | Place
@@ -51,6 +54,7 @@ class LanguageModel:
     ends: frozenset[int]
     settings: Mapping[str, Any]
     draft: Draft | None = None
+    adapters: Selection | None = None
 
     @classmethod
     def load(
@@ -62,6 +66,8 @@ class LanguageModel:
         tokenizer: Path | None = None,
         draft: str | None = None,
         groups: Groups | None = None,
+        adapter: str | Place | None = None,
+        adapters: Mapping[str, str] | None = None,
     ) -> LanguageModel:
         """A mega checkpoint, the newest of a run folder, a HuggingFace folder or a GGUF file.
 
@@ -73,6 +79,8 @@ class LanguageModel:
             draft: `ngrams`, `none`, or the path of a smaller model of the same vocabulary (speculative decoding); None:
                 as `generate.generate`.
             groups: of ranks that share the model, all of which load it.
+            adapter: one of low rank, a run's or a folder of PEFT's, that is put into the weights.
+            adapters: folders of adapters by name, which stay beside the weights for requests to choose from.
 
         Raises:
             CheckpointError: when there is no complete model, or no tokenizer.
@@ -84,8 +92,11 @@ class LanguageModel:
         words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path)
         named: dict[str | None, Draft | None] = {None: None, "ngrams": "ngrams", "none": "none"}
         guesses = named[draft] if draft in named else load_model(str(draft), dtype=dtype, device=where)
-        model = load_model(path, dtype=dtype, device=where, groups=groups, kinds=("decoder", "encoder-decoder"))
-        return cls(path, model, words, end_tokens(path, words), own_sampling(path), guesses)
+        beside = Beside.open(path, adapters) if adapters else None
+        kinds: tuple[Kind, ...] = ("decoder", "encoder-decoder")
+        model = load_model(path, dtype=dtype, device=where, groups=groups, kinds=kinds, adapter=adapter, beside=beside)
+        selection = None if beside is None else beside.choice.selection
+        return cls(path, model, words, end_tokens(path, words), own_sampling(path), guesses, selection)
 
     def sampling(self, **settings: Any) -> Sampling:
         """The settings of `Sampling` as given here, and of the folder where they are not.

@@ -15,18 +15,19 @@ import torch
 
 from mega_ckpt.names import tensors_of
 from mega_ckpt.pieces import boxes_of
-from mega_ckpt.source import copy_assets, load_weights, open_source, tell_unread
+from mega_ckpt.source import copy_assets, load_weights, open_adapted, open_source, tell_unread
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.log import logger
 from mega_common.model_config import ModelConfig
 from mega_common.remote import Place
 from mega_data.tokenizer import Tokenizer
+from mega_eval.adapters import Beside, held_by
 from mega_eval.stages import StagedDecoder
 from mega_trainer.mesh import Groups
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import model_class
-from mega_trainer.parallel.param import info_of, kept_of
+from mega_trainer.parallel.param import kept_of
 from mega_trainer.parallel.tensor import ColumnLinear, RowLinear
 
 PRECISIONS: Mapping[str, torch.dtype] = {
@@ -73,17 +74,20 @@ def load_model(
     device: torch.device | str = "cpu",
     groups: Groups | None = None,
     kinds: tuple[Kind, ...] = ("decoder",),
+    adapter: str | Place | None = None,
+    beside: Beside | None = None,
 ) -> Decoder:
     """The whole model at `path`, or this rank's part of it under `groups`, in `dtype` on `device`, for inference only.
 
     Weights are read one tensor at a time, so that memory is needed for the model and one tensor more. Layers that
     predict further tokens are left out. `kinds` are those of model that the caller has a use for; others are refused.
+    `adapter` is put into the weights, those `beside` them stay apart, for each row to have one or none.
 
     Raises:
         CheckpointError: when there is no complete checkpoint, or its tensors are not those of its configuration.
         ConfigError: for a model of another kind than `kinds`.
     """
-    source = open_source(path)
+    source = open_source(path) if adapter is None else open_adapted(adapter, path)
     kind = kind_of(source.model)
     if kind not in kinds:
         raise ConfigError(f"{path}: {_ELSEWHERE[kind][0]}", hint=_ELSEWHERE[kind][1])
@@ -91,14 +95,16 @@ def load_model(
     config = source.model.model_copy(update={"mtp_layers": 0})
     if kind == "encoder-decoder" and groups is not None and groups.pp.size > 1:
         raise ConfigError(f"{path}: a model of an encoder and a decoder is asked on one stage", hint="pp: 1")
-    build = Builder(config, groups or Groups(), dtype=dtype, device=torch.device(device))
+    choice = None if beside is None else beside.choice
+    build = Builder(config, groups or Groups(), dtype=dtype, device=torch.device(device), choice=choice)
     model = StagedDecoder(build) if build.groups.pp.size > 1 else model_class(config)(build)
-    held = [(parameter.detach(), info_of(parameter).pieces) for parameter in model.parameters()]
-    boxes = boxes_of([*held, *kept_of(model)])
+    boxes = boxes_of([*held_by(model, adapters=False), *kept_of(model)])
     unused = sorted(set(source.keys()) - tensors_of(source.model).keys())
     if unused:
         raise CheckpointError(f"{path}: the model has no place for the tensor {unused[0]} ({len(unused)} such)")
     load_weights(source, boxes)
+    if beside is not None:
+        beside.load(model)
     if dtype == torch.float32 and model.device.type == "cpu" and torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         _lay_out_by_columns(model)
     return model.eval().requires_grad_(False)

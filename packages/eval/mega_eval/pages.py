@@ -99,13 +99,15 @@ class Pages:
         return int(starts[widest] + (max(0, widths[widest] - wanted) // 2 if before else 0))
 
 
-def page_names(tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
+def page_names(tokens: Sequence[int], known: Sequence[bytes] = (), of: str | None = None) -> list[bytes]:
     """The names of the full pages of a row that begins with these tokens; those of the first may be `known`.
 
-    A name is a hash of the page's tokens and of the name of the page before it.
+    A name is a hash of the page's tokens and of the name of the page before it; of the first by what it is: the adapter
+    that its keys were made with.
     """
+    first = b"" if of is None else sha256(of.encode()).digest()
     names = list(known)
     for start in range(len(names) * PAGE, len(tokens) - PAGE + 1, PAGE):
-        before = names[-1] if names else b""
+        before = names[-1] if names else first
         names.append(sha256(before + array("q", tokens[start : start + PAGE]).tobytes()).digest())
     return names

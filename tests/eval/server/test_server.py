@@ -15,10 +15,13 @@ import transformers
 from chat_templates import chat_tokenizer
 from openai import OpenAI
 from serving import service_of, serving, until
+from tiny_adapters import save_adapter
 from tiny_models import save_tiny, variant
 
 from mega_ckpt.families import family_named
+from mega_common.lora import LoraConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
+from mega_eval.adapters import Beside
 from mega_eval.engine import Engine
 from mega_eval.load import load_model
 from mega_eval.server.service import Service
@@ -45,9 +48,17 @@ def model(folder: Path) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def service(folder: Path, model: Decoder) -> Service:
-    engine = Engine(model, Tokenizer(folder), cache_tokens=2048, batch_size=8)
-    return service_of(engine, folder)
+def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    path, lora = tmp_path_factory.mktemp("adapters"), LoraConfig(rank=2, modules=["q_proj", "o_proj"])
+    return {name: str(save_adapter(path / name, folder, lora, seed=seed)) for seed, name in enumerate(("sql", "poems"))}
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path, adapters: dict[str, str]) -> Service:
+    beside = Beside.open(folder, adapters)
+    model, selection = load_model(folder, beside=beside), beside.choice.selection
+    engine = Engine(model, Tokenizer(folder), cache_tokens=2048, batch_size=8, adapters=selection)
+    return service_of(engine, folder, adapters=adapters)
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +85,14 @@ def logprobs_of(model: Decoder, tokens: list[int]) -> torch.Tensor:
     return model.logits(model(model.embed(ids, positions), model.context(positions)))[0].double().log_softmax(-1)
 
 
-def test_models_and_facts(client: OpenAI) -> None:
-    (one,) = client.models.list().data
+def test_models_and_facts(client: OpenAI, adapters: dict[str, str]) -> None:
+    one, *others = client.models.list().data
     assert one == client.models.retrieve("tiny")
-    assert (one.id, one.max_model_len) == ("tiny", 256)
+    assert (one.id, one.max_model_len, one.parent) == ("tiny", 256, None)
+    assert [(other.id, other.root, other.parent) for other in others] == [
+        (name, path, "tiny") for name, path in adapters.items()
+    ]
+    assert client.models.retrieve("poems") == others[1]
     assert client.get(str(client.base_url).replace("/v1/", "/version"), cast_to=object) == {"version": "1.2"}
     with pytest.raises(openai.NotFoundError, match="`other` does not exist"):
         client.models.retrieve("other")
@@ -114,6 +129,35 @@ def test_echo_and_logprobs_are_the_models(client: OpenAI, model: Decoder, servic
         assert max(told.top_logprobs[place].values()) == pytest.approx(float(expected[place - 1].max()), abs=1e-4)
         assert 3 <= len(told.top_logprobs[place]) <= 4
         assert told.top_logprobs[place][told.tokens[place]] == told.token_logprobs[place]
+
+
+def test_an_adapter_is_a_model_of_its_own(
+    client: OpenAI, service: Service, folder: Path, adapters: dict[str, str]
+) -> None:
+    """Several at once, in completions, chats and streams; the second call has the prompt's pages in the cache."""
+    names = [*adapters, "tiny"] * 2
+    with ThreadPoolExecutor(len(names)) as pool:
+        found = list(pool.map(lambda name: complete(client, model=name, logprobs=0), names))
+    texts = []
+    for name, one in zip(names, found, strict=True):
+        merged = load_model(folder, adapter=adapters.get(name))
+        tokens = prompt = service.tokenizer.encode(PROMPT)
+        for logprob in one.choices[0].logprobs.token_logprobs:
+            likely = logprobs_of(merged, tokens)[-1]
+            assert logprob == pytest.approx(float(likely.max()), abs=1e-4)
+            tokens = [*tokens, int(likely.argmax())]
+        assert (one.model, one.usage.completion_tokens) == (name, len(tokens) - len(prompt))
+        assert service.tokenizer.decode(tokens[len(prompt) :]).startswith(
+            one.choices[0].text
+        )  # half a character is no text
+        texts.append(one.choices[0].text)
+    assert len(set(texts)) == 3
+    streamed = "".join(chunk.choices[0].text for chunk in complete(client, model="sql", stream=True))
+    assert streamed == texts[0]
+    assert chat(client, model="sql").choices[0].message.content != chat(client).choices[0].message.content
+    with pytest.raises(openai.NotFoundError, match="`verse` does not exist") as refused:
+        complete(client, model="verse")
+    assert refused.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def create_app(service: Service, bounds: Bounds) -> Gate:
     """The application; the service's driver has to be started before the first request."""
     app = FastAPI(
         title="mega",
-        summary="OpenAI-compatible access to one language model",
+        summary="OpenAI-compatible access to one language model and its adapters",
         version=service.version,
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
@@ -129,22 +129,24 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 
 def _add_facts(app: FastAPI, service: Service, gate: Gate) -> None:
-    def card() -> dict[str, Any]:
+    def card(name: str) -> dict[str, Any]:
+        adapter = name in service.adapters
         return {
-            "id": service.name, "object": "model", "created": service.created, "owned_by": "mega",
-            "max_model_len": service.max_length,
+            "id": name, "object": "model", "created": service.created, "owned_by": "mega",
+            "max_model_len": service.max_length, "root": service.adapters[name] if adapter else service.name,
+            "parent": service.name if adapter else None,
         }  # fmt: skip
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model."""
-        return {"object": "list", "data": [card()]}
+        """The model, and each of its adapters as a model of its own."""
+        return {"object": "list", "data": [card(name) for name in (service.name, *service.adapters)]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """The model of that name."""
         service.check_model(name)
-        return card()
+        return card(name)
 
     @app.get("/health")
     async def health() -> dict[str, str]:

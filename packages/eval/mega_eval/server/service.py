@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
@@ -38,6 +38,7 @@ class Service:
         vocab_size: of the model.
         seconds: for one answer.
         metrics: where tokens are counted.
+        adapters: of the model, where each came from by its name, by which clients call the model with it.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Service:
     vocab_size: int
     seconds: float
     metrics: Metrics
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
@@ -59,8 +61,8 @@ class Service:
         self._encoders = CapacityLimiter(2)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse requests for another model."""
-        if name not in (None, self.name):
+        """Refuse requests for another model than this, without or with one of its adapters."""
+        if name not in (None, self.name, *self.adapters):
             raise Refusal(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")
 
     async def encode(self, text: str, *, special: bool) -> list[int]:
@@ -123,11 +125,12 @@ class Service:
                 logprobs=alternatives,
                 prompt_logprobs=echo is not None and alternatives is not None,
                 grammar=body.constraint(),
+                adapter=body.model if body.model in self.adapters else None,
             )
             for prompt, echo in zip(prompts, echoes, strict=True)
             for choice in range(choices)
         ]
-        answer = Answer(form, self.name, Usage(sum(map(len, prompts))))
+        answer = Answer(form, body.model or self.name, Usage(sum(map(len, prompts))))
         group = await self.driver.submit(requests)
         told = parts(group.events(), [echo for echo in echoes for _ in range(choices)], alternatives is not None)
         return Running(self, answer, group, told, time.monotonic() + self.seconds)

@@ -1,4 +1,4 @@
-"""Makes the adapters of low rank beside a model's projections, split over ranks as those are.
+"""Makes the adapters of low rank beside a model's projections, split over ranks as those are; or several, to be chosen from.
 
 Gradients are summed over tensor ranks where each sees only a part: of the sequence, or of what a projection goes into.
 """
@@ -6,8 +6,8 @@ Gradients are summed over tensor ranks where each sees only a part: of the seque
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mega_ckpt.lora import MAGNITUDE, A, Adapted, B
 from mega_ckpt.pieces import Piece
 from mega_trainer.parallel.linear import Linear, grouped_linear
-from mega_trainer.parallel.lora import Adapter, ExpertAdapter, Update
+from mega_trainer.parallel.lora import Adapter, ExpertAdapter, Selected, Selection, Update
 from mega_trainer.parallel.tensor import Heads, sum_over, whole_sequence
 from mega_trainer.rng import Dropout
 
@@ -24,11 +24,44 @@ if TYPE_CHECKING:
     from mega_trainer.model.builder import Builder
 
 
-def column_adapter(build: Builder, blocks: Sequence[Heads], width: int, *, whole: bool = False) -> Adapter | None:
+@dataclass(frozen=True)
+class Choice:
+    """Adapters of which each batch row has one or none: the projections that each is for, by its name."""
+
+    selection: Selection
+    adapts: Mapping[str, Mapping[str, Adapted]]
+
+
+def column_adapter(
+    build: Builder, blocks: Sequence[Heads], width: int, *, whole: bool = False
+) -> Adapter | Selected | None:
     """Beside a column-parallel layer of these projections, one below the other; none where none of them is adapted.
 
     With `whole`, the layer's input is whole on every tensor rank, and its gradient is summed over them elsewhere.
     """
+    return _chosen(build, partial(_column_adapter, blocks=blocks, width=width, whole=whole))
+
+
+def row_adapter(build: Builder, name: str, width: int) -> Adapter | Selected | None:
+    """Beside a row-parallel projection [D, width]."""
+    return _chosen(build, partial(_row_adapter, name=name, width=width))
+
+
+def whole_adapter(build: Builder, name: str) -> Adapter | Selected | None:
+    """Beside a projection that every tensor rank holds whole."""
+    return _chosen(build, partial(_whole_adapter, name=name))
+
+
+def _chosen(build: Builder, make: Callable[[Builder], Adapter | None]) -> Adapter | Selected | None:
+    """What `make` gives, or of each of the adapters to choose from."""
+    if build.choice is None:
+        return make(build)
+    each = {name: make(replace(build, choice=None, adapts=own)) for name, own in build.choice.adapts.items()}
+    found = {name: adapter for name, adapter in each.items() if adapter is not None}
+    return Selected(build.choice.selection, found) if found else None
+
+
+def _column_adapter(build: Builder, blocks: Sequence[Heads], width: int, *, whole: bool) -> Adapter | None:
     tp, updates, pieces, b, lengths, drop = build.groups.tp, [], [], [], [], 0.0
     place = start = 0
     for block in blocks:
@@ -50,8 +83,7 @@ def column_adapter(build: Builder, blocks: Sequence[Heads], width: int, *, whole
     return Adapter(_linear(build), a, b, updates, meet, dropping, lengths, _same)
 
 
-def row_adapter(build: Builder, name: str, width: int) -> Adapter | None:
-    """Beside a row-parallel projection [D, width]."""
+def _row_adapter(build: Builder, name: str, width: int) -> Adapter | None:
     tp, of = build.groups.tp, build.adapts.get(name)
     if of is None:
         return None
@@ -65,8 +97,7 @@ def row_adapter(build: Builder, name: str, width: int) -> Adapter | None:
     return Adapter(_linear(build), a, [b], updates, meet, drop, _lengths(build, name, of), total)
 
 
-def whole_adapter(build: Builder, name: str) -> Adapter | None:
-    """Beside a projection that every tensor rank holds whole."""
+def _whole_adapter(build: Builder, name: str) -> Adapter | None:
     of = build.adapts.get(name)
     if of is None:
         return None

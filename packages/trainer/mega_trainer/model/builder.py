@@ -21,13 +21,13 @@ from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
-from mega_trainer.model.adapters import column_adapter, row_adapter
+from mega_trainer.model.adapters import Choice, column_adapter, row_adapter
 from mega_trainer.model.recompute import SavedActivations
 from mega_trainer.parallel.context import Kind
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.expert import Dispatcher
 from mega_trainer.parallel.linear import Linear
-from mega_trainer.parallel.lora import Adapter
+from mega_trainer.parallel.lora import Adapter, Selected
 from mega_trainer.parallel.param import Uniform, make_parameter
 from mega_trainer.parallel.tensor import (
     ColumnLinear,
@@ -123,6 +123,7 @@ class Builder:
         deferred: takes the products for weight gradients, where a pipeline puts them off.
         saved: decides what layers keep for the backward.
         adapts: the projections that have adapters of low rank beside them.
+        choice: several adapters in their place, for inference.
     """
 
     config: ModelConfig
@@ -140,6 +141,7 @@ class Builder:
     deferred: Deferred | None = None
     saved: SavedActivations = field(default_factory=SavedActivations)
     adapts: Mapping[str, Adapted] = field(default_factory=dict)
+    choice: Choice | None = None
 
     @property
     def linear(self) -> Linear:
@@ -181,7 +183,7 @@ class Builder:
         """A weight [rows/T, width] split by rows, for an input that every tensor rank has whole already."""
         return self.heads([Heads(f"{name}.weight", rows)], (width,), std=self.config.init_std)[0]
 
-    def split_adapter(self, name: str, rows: int, width: int) -> Adapter | None:
+    def split_adapter(self, name: str, rows: int, width: int) -> Adapter | Selected | None:
         """The adapter beside such a weight, where it has one."""
         return column_adapter(self, [Heads(name, rows)], width, whole=True)
 

@@ -8,13 +8,17 @@ What lies between the two products is narrow, so that is what ranks exchange; A 
     column   X [B, S or S/T, D]   A [r, D] whole   U = X A^T, gathered over S under sequence parallelism   B [N/T, r]
     row      X [B, S, D/T]        A [r, D/T]       U = sum_T X A^T, to [B, S or S/T, r]                    B [N, r] whole
 
+Where one model serves several adapters, each batch row has one of them or none (`Selected`): those of an adapter are computed
+together, beside one product of all rows with W.
+
 Legend: B batch, S sequence, D input width, N output width, T tensor ranks, M rows of experts, G experts, r rank, R the sum
 of the ranks of projections side by side, which share one product X A^T.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,3 +113,53 @@ class ExpertAdapter(nn.Module):
     def forward(self, x: Tensor, y: Tensor, rows: Rows) -> Tensor:
         """Rows sorted by expert [M, D] and the layer's output for them [M, N]: that, with the updates."""
         return y + self.linear(self.linear(x, self.a, rows) * self.scale, self.b, rows)
+
+
+class Selection:
+    """Which of some adapters each batch row of a forward pass has: told before the pass, asked by the layers.
+
+    Attributes:
+        names: of the adapters.
+        rows: of each adapter that any row has the places of these rows, int64 [R].
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.rows: Mapping[str, Tensor] = {}
+
+    def begin(self, chosen: Sequence[str | None], device: torch.device) -> None:
+        """The next pass has so many batch rows, each with the adapter of that name, or with none."""
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for row, name in enumerate(chosen):
+            if name is not None:
+                found[name].append(row)
+        self.rows = {name: torch.tensor(rows, device=device) for name, rows in found.items()}
+
+
+class Selected(nn.Module):
+    """Several adapters beside one layer, for inference; an adapter that `adapters` lacks is not beside this one."""
+
+    def __init__(self, selection: Selection, adapters: Mapping[str, Adapter]) -> None:
+        super().__init__()
+        self.selection, self.names = selection, {name: place for place, name in enumerate(adapters)}
+        self.adapters = nn.ModuleList(adapters.values())
+
+    def of(self, name: str) -> Adapter | None:
+        """The adapter of that name, if there is one."""
+        place = self.names.get(name)
+        if place is None:
+            return None
+        adapter = self.adapters[place]
+        assert isinstance(adapter, Adapter)
+        return adapter
+
+    def forward(
+        self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, dropout: Dropout | None = None
+    ) -> Tensor:
+        """As `Adapter`'s: input and output of the layer, each batch row of the latter with its update; the others as they were."""
+        assert dropout is None
+        for name, rows in self.selection.rows.items():
+            adapter = self.of(name)
+            if adapter is not None:
+                y = y.index_copy(0, rows, adapter(x[rows], y[rows], weight, bias))
+        return y

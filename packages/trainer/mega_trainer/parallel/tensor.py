@@ -26,7 +26,7 @@ from mega_trainer.kernels import products
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.linear import SEQUENCE, Linear
-from mega_trainer.parallel.lora import Adapter
+from mega_trainer.parallel.lora import Adapter, Selected
 from mega_trainer.parallel.param import main_grad_of, make_parameter
 from mega_trainer.rng import Dropout
 
@@ -129,7 +129,7 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.linear = Linear(kernels, deferred, group, sp)
         self.weights, self.biases = nn.ParameterList(weights), nn.ParameterList(biases)
-        self.adapter: Adapter | None = None
+        self.adapter: Adapter | Selected | None = None
 
     def forward(self, x: Tensor, dropout: Dropout | None = None) -> Tensor:
         """[B, S or S/T, D] -> [B, S, N/T]; `dropout` is for the adapter."""
@@ -165,7 +165,7 @@ class RowLinear(nn.Module):
         super().__init__()
         self.linear, self.group, self.sp = Linear(kernels, deferred), group, sp
         self.weight, self.bias = weight, bias
-        self.adapter: Adapter | None = None
+        self.adapter: Adapter | Selected | None = None
 
     def forward(self, x: Tensor, dropout: Dropout | None = None) -> Tensor:
         """[B, S, N/T] -> [B, S or S/T, D]; `dropout` is for the adapter."""

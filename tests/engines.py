@@ -1,0 +1,39 @@
+"""Engines in tests: texts that are numbers, and all that a run of requests brings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mega_eval.engine import Engine, Event, Request
+
+
+class Numbers:
+    """A tokenizer whose texts are numbers: '3 5 8 '."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(f"{token} " for token in ids)
+
+
+def run(engine: Engine, requests: Sequence[Request] = (), *, every: int = 0) -> dict[int, list[Event]]:
+    """The events of each request until all have finished; the next one is added after `every` so many steps."""
+    found: dict[int, list[Event]] = {}
+    for request in requests:
+        found[engine.add(request)] = []
+        for _ in range(every):
+            step(engine, found)
+    while engine.waiting or engine.running:
+        step(engine, found)
+    return found
+
+
+def step(engine: Engine, found: dict[int, list[Event]]) -> None:
+    """One step, its events behind those there are."""
+    for event in engine.step():
+        found[event.request].append(event)
+
+
+def tokens_of(events: Sequence[Event]) -> list[int]:
+    return [token for event in events for token in event.tokens]
