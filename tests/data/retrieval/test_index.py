@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mega_common.errors import ConfigError
+from mega_common.errors import ConfigError, MissingPackageError
 from mega_data.retrieval.index import NearestVectors, default_index
 from mega_data.retrieval.vectors import Rows
 
@@ -69,6 +71,14 @@ def test_what_cannot_be_built_is_told(vectors: tuple[Rows, npt.NDArray[np.float3
         NearestVectors(vectors[0], 0, N, factory="PQ3", probes=1)
     with pytest.raises(ConfigError, match=r"--index Nope: .*could not parse"):
         NearestVectors(vectors[0], 0, N, factory="Nope", probes=1)
+
+
+def test_without_faiss_it_is_told_what_to_install(
+    vectors: tuple[Rows, npt.NDArray[np.float32]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'mega-data\[retro\]'"):
+        NearestVectors(vectors[0], 0, N, factory="Flat", probes=1)
 
 
 def test_an_index_is_chosen_by_size() -> None:
