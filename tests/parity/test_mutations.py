@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from parity.mutations import MUTATIONS, RESTORES, mutated, restored
 from parity.worker import verdict
 from ranks import run_ranks
@@ -11,9 +12,10 @@ from ranks import run_ranks
 SEEN = 1e-6
 
 
+@pytest.mark.timeout(600)
 def test_each_is_seen() -> None:
     """One test, for pytest-xdist would train them once in each of its processes."""
-    for one, *ranks in zip(MUTATIONS, *run_ranks(mutated, 4, timeout=200), strict=True):
+    for one, *ranks in zip(MUTATIONS, *run_ranks(mutated, 4, timeout=580), strict=True):
         healthy, ill = (verdict(one.case, each) for each in zip(*ranks, strict=True))
         assert not healthy.problem(1e-10), one.name
         assert ill.missing or max(ill.errors.values()) > SEEN, f"{one.name}: {ill.errors}"
