@@ -24,8 +24,8 @@ from mega_trainer.config import RunConfig
 from mega_trainer.engine import TrainingEngine
 from mega_trainer.ranks import Ranks
 
-# whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower
-SKIPPED = ("tied", "encoder", "t5", "vision")
+# whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbours
+SKIPPED = ("tied", "encoder", "t5", "vision", "retro")
 
 
 def sequences(vocab: int, length: int) -> list[list[int]]:

@@ -37,8 +37,8 @@ WITHOUT = {
     # its layer of further tokens routes the last token of a document with what stands behind, and the bias follows the load
     "deepseek": {"aux_loss": 0.0, "bias_rate": 0.0}, "hybrid": {"aux_loss": 0.0, "z_loss": 0.0},
 }  # fmt: skip
-# whose dropout, in attention too, is part of it; that reads a text beside; whose rows hold images
-NOT_PACKED = ("tied", "t5", "vision")
+# whose dropout, in attention too, is part of it; that reads a text beside; whose rows hold images; whose chunks are cut by place
+NOT_PACKED = ("tied", "t5", "vision", "retro")
 
 
 def plain_layouts() -> list[Case]:
