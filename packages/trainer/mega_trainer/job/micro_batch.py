@@ -6,7 +6,6 @@ Each trial is a `mega train` of its own, so that a rank which the kernel ends fo
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import tempfile
@@ -20,8 +19,6 @@ from mega_trainer.config import RunConfig
 
 STEPS = 3  # the first makes the optimizer's state, and the second has it beside the activations
 OUT_OF_MEMORY = ("out of memory", "signal 9")
-# A library that does not look at what malloc gave it ends like this, where memory ends.
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def find_micro_batch(
 
     Raises:
         ConfigError: when not even a micro-batch of one sample fits.
-        TrainingError: when a trial fails for another reason.
+        TrainingError: when the smallest trial fails for another reason.
     """
     found: set[int] = set()
     sizes = candidates(config, world_size)
@@ -104,7 +101,10 @@ def _options(config: RunConfig, overrides: Sequence[str], size: int, world_size:
 
 
 def _tried(command: Sequence[str], smaller_fits: bool) -> Trial | str:
-    """What came of a trial; how it ran out of memory, where it did: a crash is taken for that if a smaller one trained."""
+    """What came of a trial; why it is too large, where it is.
+
+    Where memory ends, a library may crash, or raise anything; so whatever ends a trial counts, if a smaller one trained.
+    """
     with tempfile.TemporaryDirectory(prefix="mega-trial-") as folder:
         done = subprocess.run([*command, f"--set=output={folder}"], capture_output=True, text=True, check=False)
         if done.returncode == 0:
@@ -112,8 +112,7 @@ def _tried(command: Sequence[str], smaller_fits: bool) -> Trial | str:
             return Trial(int(last["memory_bytes"]), last["tokens_per_second"])
     if done.returncode == -signal.SIGKILL or any(words in done.stderr for words in OUT_OF_MEMORY):
         return "out of memory"
-    for crash in CRASHES:
-        if smaller_fits and (done.returncode == -crash or re.search(rf"signal {crash:d}\b", done.stderr)):
-            return f"ended with signal {crash:d} ({crash.name}) where a smaller one trains: taken for out of memory"
     words = "\n".join(f"  | {line}" for line in done.stderr.strip().splitlines()[-12:])
+    if smaller_fits:
+        return f"too large, for a smaller one trains and this one ended with exit status {done.returncode}:\n{words}"
     raise TrainingError(f"a trial ended with exit status {done.returncode}:\n{words}")
