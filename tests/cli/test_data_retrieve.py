@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from commands import typed
 from masked_data import save_word_pieces
 from tiny_models import save_tiny, variant
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from mega_ckpt.families import family_for
 from mega_cli.data import app
@@ -24,12 +25,7 @@ from mega_trainer.data_check import check_data
 def mega(*args: object, fails: type[MegaError] | None = None) -> Result:
     whole = typer.Typer()
     whole.add_typer(app, name="data")
-    result = CliRunner().invoke(whole, [str(arg) for arg in args])
-    if fails is not None:
-        assert isinstance(result.exception, fails), result.output
-    else:
-        assert result.exit_code == 0, result.output or result.exception
-    return result
+    return typed(whole, *args, fails=fails)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from commands import typed
 from masked_data import save_word_pieces, sentences
 from safetensors.numpy import load_file
 from tiny_models import save_tiny, variant
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from mega_ckpt.families import family_for
 from mega_cli.embed import EXAMPLES, embed_command
@@ -24,12 +25,7 @@ def mega(*args: object, fails: type[MegaError] | None = None) -> Result:
     app.command("embed", epilog=EXAMPLES)(embed_command)
     app.command("eval")(eval_command)
     app.command("generate")(generate_command)
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
-    if fails is not None:
-        assert isinstance(result.exception, fails), result.output
-    else:
-        assert result.exit_code == 0, result.output or result.exception
-    return result
+    return typed(app, *args, fails=fails)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from commands import typed
 from tiny_adapters import save_adapter
 from tiny_models import save_tiny, variant
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from mega_ckpt.convert import Options, convert
 from mega_ckpt.families import family_named
@@ -45,12 +46,7 @@ def mega(*args: object, stdin: str = "", fails: type[MegaError] | None = None) -
     app = typer.Typer()
     app.command("eval", epilog=EVAL_EXAMPLES)(eval_command)
     app.command("generate", epilog=GENERATE_EXAMPLES)(generate_command)
-    result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
-    if fails is not None:
-        assert isinstance(result.exception, fails), result.output
-    else:
-        assert result.exit_code == 0, result.output or result.exception
-    return result
+    return typed(app, *args, stdin=stdin, fails=fails)
 
 
 def test_importing_the_commands_imports_no_torch():

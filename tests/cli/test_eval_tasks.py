@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import typer
+from commands import typed
 from local_tasks import assert_same, write_model, write_tasks
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from mega_cli.compare import compare_command
 from mega_cli.eval import eval_command
@@ -30,12 +31,7 @@ def mega(*args: object, fails: type[MegaError] | None = None) -> Result:
     app = typer.Typer()
     app.command("eval")(eval_command)
     app.command("compare")(compare_command)
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
-    if fails is not None:
-        assert isinstance(result.exception, fails), result.output or result.exception
-    else:
-        assert result.exit_code == 0, result.output or result.exception
-    return result
+    return typed(app, *args, fails=fails)
 
 
 def test_two_models_on_tasks_compared(folder: Path, tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import httpx2 as httpx
 import pytest
 import typer
 from chat_templates import chat_tokenizer
+from commands import typed
 from serving import until
 from tiny_adapters import save_adapter
 from tiny_models import save_tiny, variant
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from mega_ckpt.families import family_named
 from mega_cli.serve import CHAT_EXAMPLES, SERVE_EXAMPLES, chat_command, serve_command
@@ -40,12 +41,7 @@ def mega(
     app = typer.Typer()
     app.command("serve", epilog=SERVE_EXAMPLES)(serve_command)
     app.command("chat", epilog=CHAT_EXAMPLES)(chat_command)
-    result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin, env=env)
-    if fails is not None:
-        assert isinstance(result.exception, fails), result.output
-    else:
-        assert result.exit_code == 0, result.output or result.exception
-    return result
+    return typed(app, *args, stdin=stdin, env=env, fails=fails)
 
 
 @pytest.mark.parametrize("command", ["serve", "chat"])

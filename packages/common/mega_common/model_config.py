@@ -306,6 +306,11 @@ class ModelConfig(Config):
         """Whether there is something to add to the logits, for each token of the vocabulary."""
         return bool((self.masked_lm and self.masked_lm.bias) or (self.encoder and self.encoder.head_bias))
 
+    @property
+    def has_encoder(self) -> bool:
+        """Whether beside the decoder's text something is read that an encoder of its own makes more of: a source, or neighbours."""
+        return self.encoder is not None or self.retro is not None
+
     def encodes(self, layer: int) -> bool:
         """Whether that layer is the encoder's."""
         return self.encoder is not None and layer < self.encoder.num_layers

@@ -321,7 +321,8 @@ class Engine:
             lengths += self._lengths(row, count)
             wanted += range(first + count - row.wanted(count), first + count)
         self._cache.begin(spans, device)
-        self._adapters.begin([row.request.adapter for row, count in work for _ in range(count)], device)
+        if self._adapters.names:
+            self._adapters.begin([row.request.adapter for row, count in work for _ in range(count)], device)
         # each token is a batch row of its own: what concerns its neighbours is up to the cache
         columns = torch.tensor(positions, device=device)[:, None]
         context = model.context(columns, outline=Outline(lengths), cache=self._cache)

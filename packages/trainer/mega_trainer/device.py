@@ -29,7 +29,7 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 def machine_here(config: RunConfig) -> str | None:
     """The machine that a run names, or is on, by its GPU; None where neither is known, or no time is predicted for the model."""
-    if config.model.encoder is not None or config.model.retro is not None:
+    if config.model.has_encoder:
         return None
     if config.machine is not None or config.device == "cpu" or not torch.cuda.is_available():
         return config.machine

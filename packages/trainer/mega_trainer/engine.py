@@ -79,7 +79,7 @@ class TrainingEngine:
     def __init__(self, config: RunConfig | Mapping[str, Any], groups: Groups | None = None) -> None:
         size = dist.get_world_size() if dist.is_initialized() else 1
         self.config = config if isinstance(config, RunConfig) else _parsed(config, size)
-        if self.config.model.encoder is not None or self.config.model.retro is not None or not self.config.model.causal:
+        if self.config.model.has_encoder or not self.config.model.causal:
             raise ConfigError("TrainingEngine: trains decoders, and the model is or has an encoder", hint="mega train")
         rank = dist.get_rank() if dist.is_initialized() else 0
         local = int(os.environ.get("LOCAL_RANK", rank))

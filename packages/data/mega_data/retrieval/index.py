@@ -50,13 +50,13 @@ class NearestVectors:
             raise MissingPackageError(
                 "neighbours are searched by the package faiss", hint="pip install 'mega-data[retro]'"
             ) from None
-        step = max(1, (last - first) // TRAINED_ON)
-        sample = np.ascontiguousarray(vectors.every(first, last, step))
+        width = next(vectors.blocks(first, last)).shape[1]
         self._first, self._count = first, last - first
         try:
-            self._index: Any = faiss.index_factory(sample.shape[1], factory)
+            self._index: Any = faiss.index_factory(width, factory)
             if not self._index.is_trained:
-                self._index.train(sample)
+                step = max(1, self._count // TRAINED_ON)
+                self._index.train(np.ascontiguousarray(vectors.every(first, last, step)))
             with ProgressBar("indexing", total=self._count, unit="chunks") as bar:
                 for block in vectors.blocks(first, last):
                     self._index.add(np.ascontiguousarray(block))
@@ -67,7 +67,7 @@ class NearestVectors:
         except RuntimeError as error:
             told = str(error).rsplit(": ", 1)[-1]
             raise ConfigError(
-                f"--index {factory}: faiss cannot build it of {self._count:,} vectors of {sample.shape[1]} numbers ({told})",
+                f"--index {factory}: faiss cannot build it of {self._count:,} vectors of {width} numbers ({told})",
                 hint="Flat does for any; faiss's index factory names the others",
             ) from None
 

@@ -335,7 +335,7 @@ class Builder:
         """A [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""
         # where a backward is cut in two, its gradient comes with the first half and is put in its place with the second
         config = self.config
-        straight = not (config.tie_embeddings or config.mtp_layers or config.encoder or config.retro or self.deferred)
+        straight = not (config.tie_embeddings or config.mtp_layers or config.has_encoder or self.deferred)
         return vocab_parameter(
             name, self.config.vocab_size, self.config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
             dtype=self.dtype, device=self.device, std=self.config.init_std, grad_sync=shared, replicas=shared,

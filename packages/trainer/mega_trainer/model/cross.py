@@ -48,10 +48,8 @@ class CrossAttention(nn.Module):
             assert context.source is not None
             assert context.source.memory is not None
             k, v = self.keys(context.source.memory)
-            attend, chunks = (
-                partial(self.saved.whole, "attention", self._attend, context, context.source),
-                context.source.chunks,
-            )
+            chunks = context.source.chunks
+            attend = partial(self.saved.whole, "attention", self._attend, context, context.source)
             y = attend(q, k, v) if chunks is None else chunks.attend(attend, q, k, v)
         out: Tensor = self.out(y.flatten(-2))
         return out

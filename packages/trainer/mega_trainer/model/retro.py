@@ -130,11 +130,9 @@ class Retro(Decoder):
         own = replace(own, source=Source(own, batch.tokens.shape[1], chunks=asks))
         seen, some = found.seen, None
         if seen is not None:
-            some = seen.any(-1, keepdim=True)
-            seen, some = (
-                seen | ~some,
-                some.to(self.dtype),
-            )  # a chunk without neighbours sees all, and what it makes of it is 0
+            there = seen.any(-1, keepdim=True)
+            # a chunk without neighbours sees all, and what it makes of it is 0
+            seen, some = seen | ~there, there.to(self.dtype)
         asks = replace(asks, shift=batch.tokens.shape[1] // chunks - 1, some=some)
         return replace(context, source=Source(own, self._length(batch), seen, chunks=asks))
 

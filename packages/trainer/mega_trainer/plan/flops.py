@@ -249,7 +249,7 @@ def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -
     N are the active parameters without look-up tables: a tied table counts, once, since it is the head. Of a model with an
     encoder or with retrieval, no token of which meets all of N, it is all products, and attention over the full square.
     """
-    if model.encoder is not None or model.retro is not None:
+    if model.has_encoder:
         return model_flops(model, seq_length, causal=False, target=target)
     count = count_parameters(model)
     tables = count.embedding - (model.vocab_size * model.hidden_size if model.tie_embeddings else 0)
@@ -263,7 +263,7 @@ def published_flops(model: ModelConfig, seq_length: int, convention: Convention,
 
     They were found by what the sources tell of both FLOP/s and tokens a second (benchmarks/plan_flops.py).
     """
-    if model.encoder is not None or model.retro is not None:
+    if model.has_encoder:
         return model_flops(model, seq_length, causal=convention == "exact", target=target)
     match convention:
         case "exact" | "full":

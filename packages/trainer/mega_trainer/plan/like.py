@@ -51,7 +51,7 @@ def memory_like(model: ModelConfig, run: RunShape, like: Like, keeping: Keeping 
     Raises:
         ConfigError: when the layers do not fit the stages; for a model with an encoder.
     """
-    if model.encoder is not None or model.retro is not None:
+    if model.has_encoder:
         raise ConfigError("what other trainers hold is not known for models with encoders", hint="leave out --like")
     keeping = keeping or keeping_of(run)
     if like == "fsdp2":

@@ -85,7 +85,7 @@ class Planned:
         Raises:
             ConfigError: for a model with an encoder.
         """
-        if model.encoder is not None or model.retro is not None:
+        if model.has_encoder:
             raise ConfigError("the time of a step is not predicted for models with encoders", hint="leave out machine")
         wires, rates = Wires.of(machine, efficiency), Rates.of(machine, efficiency, habits)
         unit = unit_layers(model, run) if run.zero == 3 else 1
