@@ -79,12 +79,18 @@ def _blocks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def add_squares(values: Tensor) -> Tensor:
-    """[R, N] -> fp64 [2, N]: the sums of the squares of each column, and what their roundings lost."""
+    """[R, N] -> fp64 [2, N]: the sums of the squares of each column, and what their roundings lost.
+
+    `_two_sum` in place: what it takes on a CPU is mostly new memory.
+    """
     high = values[0].double().square()
     low = torch.zeros_like(high)
     for row in values[1:]:
-        high, lost = _two_sum(high, row.double().square())
-        low = low + lost
+        square = row.to(torch.float64, copy=True).square_()
+        total = high + square
+        shown = total - high
+        low.add_(high.sub_(total - shown).add_(square.sub_(shown)))
+        high = total
     return torch.stack([high, low])
 
 
