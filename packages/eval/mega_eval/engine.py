@@ -167,7 +167,8 @@ class Engine:
                 grammar, or is too long.
         """
         self._check(request)
-        text = Continuation(self._tokenizer, request.limits, request.prompt)
+        before = () if self._model.config.encoder else request.prompt  # what an encoder reads is not gone on with
+        text = Continuation(self._tokenizer, request.limits, before)
         grammar = None if request.grammar is None else self._grammars.read(request.grammar, request.limits.ends)
         vision = self._model.config.vision
         blocks = [] if vision is None or request.images is None else seen_together(request.prompt, vision)
