@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+
+from mega_common.model_config import ModelConfig
 from mega_eval.engine import Engine, Event, Request
+from mega_eval.pages import PAGE
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder
 
 
 class Numbers:
@@ -37,3 +44,15 @@ def step(engine: Engine, found: dict[int, list[Event]]) -> None:
 
 def tokens_of(events: Sequence[Event]) -> list[int]:
     return [token for event in events for token in event.tokens]
+
+
+def model_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
+    model = Decoder(Builder(config, dtype=dtype)).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.3)
+    return model
+
+
+def engine_of(model: Decoder, **options: Any) -> Engine:
+    return Engine(model, Numbers(), **{"cache_tokens": 8 * PAGE, "batch_size": 8, **options})

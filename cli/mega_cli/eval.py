@@ -302,7 +302,8 @@ def generate_command(
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Guess tokens, which changes no text: ngrams repeats the text, none does not; or a smaller model's folder.",
+            help="Guess tokens, which changes no text: ngrams repeats the text, mtp asks the model's own layers for further tokens, "
+            "none does not; or a smaller model's folder.",
             show_default="ngrams on a CPU, in fp32 and fp64",
         ),
     ] = None,

@@ -743,6 +743,27 @@ def test_settings_that_nemo_and_megatron_bridge_keep_beside_the_weights(folder: 
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(source).items())
 
 
+def test_archives_and_zarr_folders_of_nemo_are_told_apart(folder: Path) -> None:
+    """An unpacked archive of NeMo 1 is read by the settings that it is given."""
+    root = folder / "dist" / "release"
+    args = open_source(folder / "dist").model
+    rewrite(root / "common.pt", lambda state: state.pop("args"))
+    (folder / "nemo").mkdir()
+    (folder / "nemo/model_config.yaml").write_text("hidden_size: 16")
+    root.rename(folder / "nemo/model_weights")
+    settings = args.model_dump(mode="json", by_alias=True)
+    found, expected = open_source(folder / "nemo", settings=settings), weights(open_source(folder / "torch"))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(found).items())
+    (folder / "nemo/model_weights/.metadata").unlink()  # zarr has a folder for each tensor
+    with pytest.raises(CheckpointError, match="model_weights: neither a torch_dist checkpoint") as told:
+        open_source(folder / "nemo", settings=settings)
+    assert "in NeMo with dist_ckpt_format: torch_dist" in (told.value.hint or "")
+    (folder / "model.nemo").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model\.nemo: is an archive of NeMo") as told:
+        open_source(folder / "model.nemo")
+    assert "tar xf model.nemo -C FOLDER" in (told.value.hint or "")
+
+
 def test_an_activation_that_megatron_cannot_say_is_refused(folder: Path) -> None:
     root = folder / "dist" / "release"
     rewrite(root / "common.pt", lambda state: state.pop("args"))

@@ -25,7 +25,10 @@ from mega_eval.language_model import LanguageModel
 from mega_eval.load import load_model
 from mega_eval.score import score
 from mega_eval.text import Limits
+from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig, resolve
+from mega_trainer.pipeline.run import Executor
+from mega_trainer.pipeline.schedules import make_schedule
 from mega_trainer.ranks import Ranks
 from mega_trainer.train import run
 
@@ -94,7 +97,12 @@ def test_loss_of_hidden_spans_is_that_of_the_runs_own_validation(tmp_path: Path)
     from mega_eval.in_training import for_inference
 
     pairs = [([7, 8, 9, 150, 11], [3, 4])]
-    assert score(for_inference(model, config), pairs) == score(model, pairs)
+    executor = Executor(make_schedule("1f1b", pp=1, microbatches=1), {0: model}, Group("pp"))
+    assert score(for_inference(executor, config), pairs) == score(model, pairs)
+    asked = {**config.model_dump(mode="json", by_alias=True, exclude_unset=True), "eval": {"tasks": ["copa"]}}
+    for parallel in ({"pp": 2}, {"zero": 3}):
+        with pytest.raises(ConfigError, match=r"eval\.tasks(?s:.*)mega eval --tasks"):
+            RunConfig.parse({**asked, "parallel": parallel})
     app = typer.Typer()
     app.command()(eval_command)
     command = [str(out), "--data", str(prefix), "--seq-length", "20", "--json", "-", "--device", "cpu"]

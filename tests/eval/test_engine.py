@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Numbers, run, step, tokens_of
+from engines import engine_of, model_of, run, step, tokens_of
 from tiny_models import BASE, VARIANTS, YARN, variant
 
 from mega_common.errors import DataError
@@ -23,20 +23,7 @@ from mega_eval.engine import Engine, Event, Request
 from mega_eval.pages import PAGE
 from mega_eval.sampling import Sampling
 from mega_eval.text import Limits
-from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
-
-
-def model_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
-    model = Decoder(Builder(config, dtype=dtype)).eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.3)
-    return model
-
-
-def engine_of(model: Decoder, **options: Any) -> Engine:
-    return Engine(model, Numbers(), **{"cache_tokens": 8 * PAGE, "batch_size": 8, **options})
 
 
 @torch.no_grad()

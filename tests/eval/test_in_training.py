@@ -15,17 +15,22 @@ from mega_common.errors import ConfigError
 from mega_data.making.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config import RunConfig
+from mega_trainer.pipeline.run import Executor
 from mega_trainer.ranks import Ranks
 from mega_trainer.train import run
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
 from mega_eval.harness import HarnessModel
-from mega_eval.in_training import TrainingTasks
+from mega_eval.in_training import TrainingTasks, for_inference
 from mega_eval.load import end_tokens, load_model, load_tokenizer
 from mega_eval.replicas import Prompts, Replicas
+from mega_eval.score import score
 from mega_eval.tasks import TaskOptions, run_tasks
 
 pytestmark = pytest.mark.usefixtures("quick_harness")
+
+
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16}
 
 
 @pytest.fixture
@@ -67,6 +72,52 @@ def test_on_ranks_that_share_weights_and_sequences(settings: dict[str, Any], tmp
     check(raw, tmp_path)
 
 
+LAYOUTS: list[dict[str, Any]] = [
+    {"zero": 1}, {"pp": 2, "zero": 2}, {"pp": 2, "virtual_stages": 2, "tp": 2},
+    {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "cp": 2}, {"pp": 2, "ep": 2},
+    {"zero": 3, "tp": 2}, {"zero": 3, "cp": 2, "zero3_shard": 2}, {"zero": 3, "ep": 2},
+    {"pp": 4},  # the last: its ends alone make a group, and torch counts those of each rank
+]  # fmt: skip
+PAIRS = [([1, 2, 3], [4, 5]), ([1, 2, 3], [6]), ([7, 8], [9, 10, 11])]
+
+
+def asked_in_training(raw: dict[str, Any], layouts: list[dict[str, Any]]) -> None:
+    """On all ranks: what a model in training says after each step, which the first keeps, in each layout."""
+    rank = dist.get_rank()
+    for number, layout in enumerate(layouts):
+        output = f"{raw['output']}-{number}"
+        moe = MOE if "ep" in layout else None
+        model = {**raw["model"], "tie_embeddings": number % 2 == 0, "moe": moe}
+        config = RunConfig.parse({**raw, "parallel": layout, "model": model, "output": output})
+        told: list[list[list[float]]] = []
+
+        def ask(executor: Executor, config: RunConfig = config, told: list[Any] = told) -> dict[str, float]:
+            asked = for_inference(executor, config)
+            told.append([one.logprobs for one in score(asked, PAIRS)])
+            return {}
+
+        run(config, Ranks(rank, dist.get_world_size(), rank), scorer=ask)
+        if rank == 0:
+            Path(f"{output}/told.json").write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize(
+    "layouts", [[LAYOUTS[3], LAYOUTS[6]], pytest.param(LAYOUTS, marks=pytest.mark.long)], ids=["two", "all"]
+)
+def test_a_model_in_training_says_what_its_checkpoint_does_wherever_its_parts_are(
+    settings: dict[str, Any], layouts: list[dict[str, Any]]
+) -> None:
+    raw = {**settings, "model": {**settings["model"], "num_layers": 5}, "train": {"steps": 2}, "eval": {"every": 1},
+           "batch": {"micro": 1, "global": 4}}  # fmt: skip
+    run_ranks(asked_in_training, 4, raw, layouts, timeout=200)
+    for number, layout in enumerate(layouts):
+        found = json.loads(Path(f"{raw['output']}-{number}/told.json").read_text())
+        expected = score(load_model(f"{raw['output']}-{number}"), PAIRS)
+        for one, other in zip(found[-1], expected, strict=True):
+            assert one == pytest.approx(other.logprobs, rel=1e-4), layout
+        assert found[0] != found[-1]
+
+
 def check(raw: dict[str, Any], tmp_path: Path) -> None:
     told, settings = lines(raw), {**raw, "parallel": {}}
     trained(without := {**settings, "eval": {}, "output": str(tmp_path / "without")})
@@ -74,14 +125,21 @@ def check(raw: dict[str, Any], tmp_path: Path) -> None:
     scores = [{name: value for name, value in line.items() if name.startswith("eval/")} for line in told]
     assert not scores[0]
     assert scores[1].keys() == scores[2].keys() != set()
+    check_scores(raw, scores[2])
+
+
+def check_scores(raw: dict[str, Any], told: dict[str, Any]) -> None:
+    """Told at the end of a run: what its checkpoint scores."""
+    scores = {name: value for name, value in told.items() if name.startswith("eval/")}
+    assert scores
     tokenizer = load_tokenizer(raw["output"])
     model = HarnessModel(
         Replicas(load_model(raw["output"]), Prompts(tokenizer)), end_tokens(raw["output"], tokenizer), None, 64
     )
     expected = run_tasks(model, raw["eval"]["tasks"], TaskOptions())["results"]
-    for name, score in scores[2].items():
+    for name, value in scores.items():
         _, task, metric = name.split("/")
-        assert score == pytest.approx(expected[task][f"{metric},none"], rel=1e-4), name
+        assert value == pytest.approx(expected[task][f"{metric},none"], rel=1e-4), name
 
 
 def test_what_took_too_long_waits_and_what_cannot_be_is_refused(settings: dict[str, Any]) -> None:
@@ -92,7 +150,5 @@ def test_what_took_too_long_waits_and_what_cannot_be_is_refused(settings: dict[s
         }
     )
     assert [any(name.startswith("eval/") for name in line) for line in lines(settings)] == [True, False, False]
-    with pytest.raises(ConfigError, match=r"eval\.tasks(?s:.*)mega eval --tasks"):
-        RunConfig.parse({**settings, "parallel": {"pp": 2}})
     with pytest.raises(ConfigError, match=r"nothing.yaml: no such file"):
         TrainingTasks(RunConfig.parse({**settings, "eval": {"tasks": ["nothing.yaml"]}}))

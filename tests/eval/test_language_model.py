@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import save_tiny, variant
+from tiny_models import BASE, save_tiny, variant
 
 from mega_ckpt.families import family_named
+from mega_ckpt.store import save
 from mega_common.errors import ConfigError, DataError
+from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import train_tokenizer
 from mega_eval.draft import NgramDrafter
 from mega_eval.generate import usual_drafter
 from mega_eval.language_model import LanguageModel
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.init import init_weights
+from mega_trainer.state import weights_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples/python/ask.py"
 
@@ -54,6 +60,23 @@ def test_a_chat_is_its_templates_text(folder: Path):
     model = LanguageModel.load(folder, draft="ngrams")
     answer = model.chat([{"role": "user", "content": "the end"}], max_new_tokens=5)
     assert answer == model.generate([model.tokenizer.encode("the end of")], max_new_tokens=5)[0]
+
+
+def test_layers_for_further_tokens_guess_where_they_are_asked_to(tmp_path: Path):
+    words = train_tokenizer(["the end of the story"] * 3, 270, tmp_path / "tok")
+    config = ModelConfig.parse({**BASE, "vocab_size": words.vocab_size, "mtp_layers": 1})
+    whole = Decoder(Builder(config)).eval()
+    init_weights(whole, 1)
+    save(tmp_path / "model", 0, weights_of({0: whole}, prefix="weights/"), model=config, state={})
+    found = {
+        draft: LanguageModel.load(tmp_path / "model", tokenizer=tmp_path / "tok", precision="fp64", draft=draft)
+        for draft in ("mtp", "none")
+    }
+    assert len(found["mtp"].model.predictors) == 1
+    one, other = (model.generate(["the end", "of"], max_new_tokens=20) for model in found.values())
+    assert one == other
+    with pytest.raises(ConfigError, match="its layers for further tokens know no adapters"):
+        LanguageModel.load(tmp_path / "model", tokenizer=tmp_path / "tok", draft="mtp", adapters={"a": "b"})
 
 
 def test_guesses_are_usual_where_rounding_does_not_show(folder: Path):

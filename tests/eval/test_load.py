@@ -92,6 +92,14 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path):
     model, tokens = load_model(tmp_path), torch.arange(9)[None]
     assert not model.predictors
     assert torch.equal(logits(tmp_path), whole.logits(whole(whole.embed(tokens, tokens), whole.context(tokens))))
+    asked = load_model(tmp_path, mtp=True).state_dict()
+    assert all(torch.equal(asked[name], tensor) for name, tensor in whole.state_dict().items())
+    assert any(name.startswith("predictors.0.") for name in asked)
+
+
+def test_layers_that_are_not_there_guess_nothing(folder: Path):
+    with pytest.raises(ConfigError, match="it has no layers that predict further tokens, to guess by"):
+        load_model(folder, mtp=True)
 
 
 def test_model_is_for_inference_in_the_dtype_asked_for(folder: Path):

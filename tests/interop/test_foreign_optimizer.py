@@ -1,8 +1,11 @@
-"""A run of torch's own, saved by torch.distributed.checkpoint: mega makes its next step."""
+"""Runs of other trainers, saved by themselves where they are here, else laid out as they do: mega makes the next step."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import transformers
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from mega_ckpt.convert import Options, convert
+from mega_ckpt.formats.hf import HfSource
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint
 from mega_data.files.indexed_writer import IndexedWriter
@@ -23,10 +27,20 @@ TOKENS = np.random.default_rng(0).integers(0, 48, (4, 17))
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.0}
 
 
-def step(model: transformers.PreTrainedModel, optimizer: torch.optim.Optimizer, number: int) -> None:
-    tokens = torch.tensor(TOKENS[number : number + 1])
-    logits = model(tokens[:, :-1]).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+SIZES = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    told = model(tokens[:, :-1])
+    logits = told if isinstance(told, torch.Tensor) else told.logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    loss_of(model, torch.tensor(TOKENS[number : number + 1])).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -37,22 +51,100 @@ def save(model: transformers.PreTrainedModel, optimizer: torch.optim.Optimizer, 
     model.config.save_pretrained(folder)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_next_step_is_the_one_that_torch_makes(tmp_path: Path) -> None:
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
-        )
-    )  # fmt: skip
+def llama(**more: Any) -> transformers.PreTrainedModel:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **more))
+
+
+def save_colossal(model: transformers.PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """As `booster.save_model` and `save_optimizer` with `shard=True`: shards of both, and what the groups are."""
+    state, saved = model.state_dict(), optimizer.state_dict()
+    for inside, name, parts in (("modeling", "model", state), ("optimizer", "optim", saved["state"])):
+        (folder / inside).mkdir(parents=True)
+        places = {key: f"pytorch_{name}-{1 + number // 7:05d}.bin" for number, key in enumerate(parts)}
+        for file in set(places.values()):
+            torch.save({key: parts[key] for key in parts if places[key] == file}, folder / inside / file)
+        index = {"metadata": {}, "weight_map": {str(key): file for key, file in sorted(places.items())}}
+        (folder / inside / f"pytorch_{name}.bin.index.json").write_text(json.dumps(index))
+    torch.save(saved["param_groups"], folder / "optimizer/pytorch_optim_group.bin")
+    model.config.save_pretrained(folder / "modeling")
+
+
+def by_torch(tmp_path: Path, name: str) -> tuple[Path, Path]:
+    """A model after three steps and after four, in folders as that trainer leaves them."""
+    write, inside, tied = {"fsdp": (save, "", True), "colossalai": (save_colossal, "modeling", False)}[name]
+    model = llama(tie_word_embeddings=tied)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-    for number in range(3):
+    for number in range(4):
         step(model, optimizer, number)
-    save(model, optimizer, tmp_path / "theirs")
-    step(model, optimizer, 3)
+        if number >= 2:
+            write(model, optimizer, tmp_path / f"after-{number + 1}")
+    return tmp_path / "after-3" / inside, tmp_path / "after-4" / inside
+
+
+def by_litgpt(tmp_path: Path, _: str) -> tuple[Path, Path]:
+    """The same by LitGPT's model, and its writers of weights and settings."""
+    fabric = pytest.importorskip("lightning.fabric", reason="LitGPT is not installed").Fabric(
+        accelerator="cpu", devices=1
+    )
+    lit, files = pytest.importorskip("litgpt.model"), pytest.importorskip("litgpt.utils")
+    llama().config.save_pretrained(tmp_path / "downloaded")
+    config = lit.Config(
+        n_layer=SIZES["num_hidden_layers"], n_embd=SIZES["hidden_size"], n_head=SIZES["num_attention_heads"],
+        n_query_groups=SIZES["num_key_value_heads"], intermediate_size=SIZES["intermediate_size"],
+        padded_vocab_size=SIZES["vocab_size"], block_size=64, rotary_percentage=1.0, parallel_residual=False, bias=False,
+        norm_class_name="RMSNorm", norm_eps=1e-6, mlp_class_name="LLaMAMLP",
+    )  # fmt: skip
+    model = fabric.setup(lit.GPT(config))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), **ADAM))
+    for number in range(4):
+        step(model, optimizer, number)
+        if number >= 2:
+            folder = tmp_path / f"after-{number + 1}"
+            folder.mkdir()
+            state = {"model": model, "optimizer": optimizer, "step_count": number + 1, "hparams": {"out_dir": tmp_path}}
+            fabric.save(folder / "lit_model.pth", state)
+            files.copy_config_files(tmp_path / "downloaded", folder)
+            files.save_config(config, folder)
+    return tmp_path / "after-3", tmp_path / "after-4"
+
+
+def by_lightning(tmp_path: Path, _: str) -> tuple[Path, Path]:
+    """The same by Lightning's Trainer."""
+    lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = llama()
+
+        def training_step(self, tokens: torch.Tensor, number: int) -> torch.Tensor:
+            return loss_of(self.net, tokens)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), **ADAM)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            folder = tmp_path / f"after-{self.global_step}"
+            self.net.config.save_pretrained(folder)
+            self.trainer.save_checkpoint(folder / "last.ckpt")
+
+    quiet = {f"enable_{name}": False for name in ("checkpointing", "progress_bar", "model_summary")}
+    trainer = lightning.Trainer(max_steps=4, accelerator="cpu", default_root_dir=tmp_path, logger=False, **quiet)
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.tensor(TOKENS)))
+    return tmp_path / "after-3", tmp_path / "after-4"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("name", "make"), [("fsdp", by_torch), ("colossalai", by_torch), ("litgpt", by_litgpt), ("lightning", by_lightning)]
+)
+def test_the_next_step_is_the_one_that_they_make(
+    tmp_path: Path, name: str, make: Callable[[Path, str], tuple[Path, Path]]
+) -> None:
+    theirs, after = make(tmp_path, name)
     with IndexedWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
         writer.add_document(TOKENS[3].astype(np.uint16))
-    convert(tmp_path / "theirs", tmp_path / "ours", "mega", verify=True)
+    convert(theirs, tmp_path / "ours", "mega", verify=True)
     config = {
         "model": Checkpoint.open(tmp_path / "ours").model.model_dump(),
         "data": {"train": str(tmp_path / "tokens"), "seq_length": 16, "kind": "documents", "split": "1"},
@@ -67,14 +159,18 @@ def test_the_next_step_is_the_one_that_torch_makes(tmp_path: Path) -> None:
         "output": str(tmp_path / "run"),
     }
     assert run(RunConfig.parse(config), Ranks()).step == 4
-    found = open_source(tmp_path / "run")
-    for name, tensor in model.state_dict().items():
-        if name != "lm_head.weight":  # the embedding
-            torch.testing.assert_close(found.read(name), tensor, rtol=1e-4, atol=1e-6)
+    found, expected = open_source(tmp_path / "run"), open_source(after)
     made = Checkpoint.open(tmp_path / "run/checkpoints/step-00000004")
-    for name, parameter in model.named_parameters():
-        for kind in ("exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(made.read(f"optimizer/{kind}/{name}"), optimizer.state[parameter][kind])
+    assert isinstance(expected, HfSource)
+    training = expected.training(torch.float32)
+    assert training is not None
+    assert training.step == 4
+    for key in expected.keys():  # noqa: SIM118
+        torch.testing.assert_close(found.read(key), expected.read(key), rtol=1e-4, atol=1e-6)
+        for kind, moments in training.tensors.items():
+            shape = moments.shape(key)
+            moment = moments.read_slice(key, (0,) * len(shape), shape)
+            torch.testing.assert_close(made.read(f"optimizer/{kind}/{key}"), moment)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

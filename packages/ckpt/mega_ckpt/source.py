@@ -169,6 +169,10 @@ def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None,
         return GgufSource(folder)
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "no such folder"
+        if folder.name.endswith(".nemo") and folder.exists():
+            raise CheckpointError(
+                f"{folder}: is an archive of NeMo", hint=f"tar xf {folder.name} -C FOLDER, and give that"
+            )
         raise CheckpointError(
             f"{folder}: {what}",
             hint="give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder, or a GGUF file",

@@ -5,7 +5,7 @@ prompts of those that have just come (chunked prefill). What a row computes does
 rounding of matrix products. Keys and values lie in pages (`cache`, `pages`); rows that begin alike share full pages. When
 no page is left, the youngest row gives back its own and waits to be computed again.
 
-Legend: N tokens of a step, V vocabulary.
+Legend: N tokens of a step, V vocabulary, D model width.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from mega_eval.cache import PagedCache, Span
 from mega_eval.draft import Drafter
 from mega_eval.grammar import Grammars
 from mega_eval.load import check_length
+from mega_eval.mtp_draft import MtpDrafter
 from mega_eval.pages import PAGE, Pages, page_names
 from mega_eval.pictured import columns as seen_columns
 from mega_eval.pictured import seen_together
@@ -105,7 +107,8 @@ class Engine:
         batch_size: most requests that run at once.
         chunk_tokens: most tokens of a forward pass, but for those of rows that generate.
         drafter: guesses the next tokens; not asked for models with LongRoPE, whose keys depend on the length, and for those
-                with a state, which no wrong guess may change, nor for those with an encoder, whose texts are short.
+                with a state, which no wrong guess may change, nor for those with an encoder, whose texts are short. `mtp`:
+                the model's own layers for further tokens.
         adapters: tells the model's layers which rows have which of its adapters.
     """
 
@@ -117,13 +120,13 @@ class Engine:
         cache_tokens: int,
         batch_size: int,
         chunk_tokens: int = 512,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Literal["mtp"] | None = None,
         adapters: Selection | None = None,
     ) -> None:
         self._model, self._tokenizer, self._adapters = model, tokenizer, adapters or Selection([])
         self._batch_size, self._chunk = batch_size, chunk_tokens
         self._pages = Pages(-(-cache_tokens // PAGE))
-        self._cache = PagedCache(model.config.num_layers, self._pages.count, batch_size)
+        self._cache = PagedCache(model.config.num_layers + len(model.predictors), self._pages.count, batch_size)
         self._places = list(range(batch_size))  # of states, those that no row has
         self._grammars = Grammars(tokenizer)
         self._waiting: deque[Row] = deque()
@@ -132,7 +135,8 @@ class Engine:
         ropes = [rope for rope in (model.config.rope, model.config.local_rope) if rope]
         self._bounds = [rope.original_max_position or 0 for rope in ropes if rope.scaling == "longrope"]
         recurrent, encodes = model.config.recurrent, model.config.encoder is not None
-        self._drafter = None if self._bounds or recurrent or encodes else drafter
+        asked = None if self._bounds or recurrent or encodes else drafter
+        self._drafter = MtpDrafter(model, self._cache) if asked == "mtp" else asked
         # keys that are turned by angles which depend on the length of their row are of no use to another, nor are keys
         # without the states of those tokens
         self._shares = (
@@ -167,7 +171,8 @@ class Engine:
                 grammar, or is too long.
         """
         self._check(request)
-        text = Continuation(self._tokenizer, request.limits, request.prompt)
+        before = () if self._model.config.encoder else request.prompt  # what an encoder reads is not gone on with
+        text = Continuation(self._tokenizer, request.limits, before)
         grammar = None if request.grammar is None else self._grammars.read(request.grammar, request.limits.ends)
         vision = self._model.config.vision
         blocks = [] if vision is None or request.images is None else seen_together(request.prompt, vision)
@@ -197,9 +202,9 @@ class Engine:
         work = self._plan()
         if not work:
             return []
-        logits = self._forward(work)
+        x, logits = self._forward(work)
         likeliest = self._likeliest(logits)
-        events, end = [], 0
+        events, end, done = [], 0, [row.done for row, _ in work]
         for row, count in work:
             own = slice(end, end := end + row.wanted(count))
             if count < row.pending:
@@ -208,6 +213,8 @@ class Engine:
             self._advance(row, count - len(row.drafts), logits[own])
             known = 1 + len(row.drafts)
             events.append(self._next(row, logits[own][-known:], likeliest[own][-known:]))
+        if isinstance(self._drafter, MtpDrafter):
+            self._keep(self._drafter, work, done, x)
         return events
 
     def _check(self, request: Request) -> None:
@@ -260,7 +267,7 @@ class Engine:
         self._pages.release(row.pages)
         self._places += [] if row.place is None else [row.place]
         row.place = None
-        row.done, row.pages, row.names, row.drafts = 0, [], [], []
+        row.done, row.pages, row.names, row.drafts, row.ahead = 0, [], [], [], []
 
     def _guess(self) -> None:
         """Ask for the next tokens of the rows that generate."""
@@ -268,9 +275,13 @@ class Engine:
             return
         rows = [row for row in self._running if row.generates and row.text.room > 1]
         asked = [(row, row.so_far(count)) for row in rows if (count := row.trust.count())]
-        found = self._drafter.propose([request for _, request in asked]) if asked else []
-        for (row, _), drafts in zip(asked, found, strict=True):
-            row.drafts = drafts
+        if isinstance(self._drafter, MtpDrafter):
+            asked = [one for one in asked if one[0].ahead]  # all that others have computed has nothing for it yet
+            found = self._drafter.propose([row for row, _ in asked]) if asked else []
+        else:
+            found = self._drafter.propose([request for _, request in asked]) if asked else []
+        for (row, request), drafts in zip(asked, found, strict=True):
+            row.drafts = drafts[: request.limits.max_new_tokens]
 
     def _plan(self) -> list[tuple[Row, int]]:
         """Who computes how many tokens in this step: rows that generate theirs, and of prompts what there is room for.
@@ -303,8 +314,8 @@ class Engine:
         return True
 
     @torch.inference_mode()
-    def _forward(self, work: Sequence[tuple[Row, int]]) -> Tensor:
-        """Logits [M, V] after the tokens of each row that are `Row.wanted`, which are its last in this step."""
+    def _forward(self, work: Sequence[tuple[Row, int]]) -> tuple[Tensor, Tensor]:
+        """The stream [N, 1, D], and logits [M, V] after the tokens of each row that are `Row.wanted`, which are its last in this step."""
         model, device = self._model, self._model.device
         spans: list[Span] = []
         tokens: list[int] = []
@@ -328,7 +339,16 @@ class Engine:
         context = model.context(columns, outline=Outline(lengths), cache=self._cache)
         images = seen_columns([(row.request.images, row.done, count) for row, count in work], device)
         x = model(model.embed(torch.tensor(tokens, device=device)[:, None], columns, images=images), context)
-        return model.logits(x[torch.tensor(wanted, dtype=torch.int64, device=device)]).squeeze(1)
+        return x, model.logits(x[torch.tensor(wanted, dtype=torch.int64, device=device)]).squeeze(1)
+
+    @torch.inference_mode()
+    def _keep(self, drafter: MtpDrafter, work: Sequence[tuple[Row, int]], done: Sequence[int], x: Tensor) -> None:
+        """Give the drafter what the step has made of tokens that stand: x [N, 1, D]; `done` of each row were computed before."""
+        hidden, first = self._model.head.norm(x), 0
+        for (row, count), before in zip(work, done, strict=True):
+            if row.text.finish is None:
+                drafter.keep(row, hidden[first : first + row.done - before])
+            first += count
 
     def _likeliest(self, logits: Tensor) -> list[int]:
         """The likeliest token of each row of logits [M, V]."""

@@ -18,7 +18,8 @@ from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.vision.images import Images
 
 Prompt = str | Sequence[int] | Pictured  # text, or its tokens as they are, or text with images
-Draft = Literal["ngrams", "none"] | Decoder  # guesses by repetition of the text, none, or those of a smaller model
+# guesses by repetition of the text, by the model's own layers for further tokens, none, or those of a smaller model
+Draft = Literal["ngrams", "mtp", "none"] | Decoder
 
 FEW = 4  # texts
 
@@ -116,7 +117,8 @@ def _engine(
     """One with room for the longest of these rows as often as they run together."""
     batch_size = min(batch_size, len(rows))
     room = (max(map(len, rows), default=0) + limits.max_new_tokens) * batch_size
-    drafter = usual_drafter(model) if draft is None else NgramDrafter() if draft == "ngrams" else None
+    named: dict[object, Drafter | Literal["mtp"]] = {"ngrams": NgramDrafter(), "mtp": "mtp"}
+    drafter = usual_drafter(model) if draft is None else named.get(draft)
     if isinstance(draft, Decoder):
         if draft.config.vocab_size != model.config.vocab_size:
             raise ConfigError(

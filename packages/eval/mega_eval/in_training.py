@@ -10,18 +10,22 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from lm_eval.tasks import TaskManager
+from torch import nn
 
 from mega_ckpt.lora import adapted
 from mega_common.errors import ConfigError
 from mega_common.log import logger
+from mega_eval.gathered import GatheredDecoder
 from mega_eval.harness import HarnessModel
 from mega_eval.replicas import Prompts, Replicas, Sharing
+from mega_eval.stages import StagedDecoder
 from mega_eval.tasks import TaskOptions, find_tasks, run_tasks
 from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import model_class
+from mega_trainer.pipeline.run import Executor
 from mega_trainer.tokens import run_tokenizer
 
 
@@ -46,13 +50,15 @@ class TrainingTasks:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
         self._manager: TaskManager = find_tasks(self.config.eval.tasks, self.config.eval.include_path)
 
-    def __call__(self, live: Decoder) -> Mapping[str, float]:
+    def __call__(self, executor: Executor) -> Mapping[str, float]:
         """The scores, as `eval/TASK/METRIC`, on the first rank; none there either where it would take too much of the time."""
-        world, parallel = live.groups.world, self.config.parallel
-        sharing = Sharing(parallel.tp, parallel.ep * parallel.expert_tp)
+        world, parallel = executor.groups.world, self.config.parallel
+        # ZeRO-3 gathers weights over all ranks, so that these make one copy
+        block = world.size if parallel.zero == 3 else parallel.ep * parallel.expert_tp
         replicas = Replicas(
-            for_inference(live, self.config), self._prompts, 8, world.rank, world.size, sharing, self._group
-        )
+            for_inference(executor, self.config), self._prompts, 8, world.rank, world.size,
+            Sharing(parallel.tp, block, parallel.pp), self._group,
+        )  # fmt: skip
         if world.rank:
             replicas.follow()
             return {}
@@ -78,16 +84,40 @@ class TrainingTasks:
         return found
 
 
-def for_inference(live: Decoder, run: RunConfig) -> Decoder:
+def for_inference(executor: Executor, run: RunConfig) -> Decoder:
     """A model in training as one for inference, on the very same tensors: whole sequences on every rank of a copy."""
-    groups = replace(live.groups, cp=Group("cp", (live.groups.world.rank,)))
+    groups, live = executor.groups, executor.model
     config = live.config.model_copy(update={"mtp_layers": 0})
-    adapts = {} if run.lora is None else adapted(config, run.lora)
-    model = model_class(config)(Builder(config, groups, dtype=live.dtype, device=torch.device("meta"), adapts=adapts))
-    for held in (dict(live.named_parameters()), dict(live.named_buffers())):
-        for name, tensor in held.items():
-            owner, _, last = name.rpartition(".")
-            if owner.startswith("predictors"):
-                continue
-            setattr(model.get_submodule(owner), last, tensor)
+    build = Builder(
+        config, replace(groups, cp=Group("cp", (groups.world.rank,))), dtype=live.dtype, device=torch.device("meta"),
+        adapts={} if run.lora is None else adapted(config, run.lora),
+    )  # fmt: skip
+    if groups.pp.size > 1:
+        own = {number: range(stage.stage.first, stage.stage.last) for number, stage in sorted(executor.stages.items())}
+        model: Decoder = StagedDecoder(build, executor.schedule.owners, own)
+    else:
+        model = GatheredDecoder(build, live) if run.parallel.zero == 3 else model_class(config)(build)
+    before = 0
+    for _, stage in sorted(executor.stages.items()):
+        _share(stage, model, before)
+        before += len(stage.layers)
     return model.eval()
+
+
+def _share(live: Decoder, model: Decoder, before: int) -> None:
+    """Give a model the tensors of a part of one in training, whose layers come behind so many others there."""
+    names = {name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named}
+    for named in (live.named_parameters(), live.named_buffers()):
+        for name, tensor in named:
+            if isinstance(model, GatheredDecoder) and isinstance(tensor, nn.Parameter):
+                continue  # which come when they are needed
+            first, _, rest = name.partition(".")
+            if first == "layers":
+                number, _, rest = rest.partition(".")
+                name = f"layers.{int(number) + before}.{rest}"
+            if name in names:  # predictors are not, nor is what they embed with
+                owner, _, last = name.rpartition(".")
+                setattr(model.get_submodule(owner), last, tensor)
+    if live.stage.heads and model.matrix is not None and not isinstance(model, GatheredDecoder):
+        assert isinstance(live.head_weight, nn.Parameter)
+        model.matrix = live.head_weight  # the embedding's copy, where predictors have one

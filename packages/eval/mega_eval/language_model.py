@@ -76,7 +76,7 @@ class LanguageModel:
             precision: fp64, fp32, bf16 or fp16.
             device: auto, cpu, cuda or cuda:N.
             tokenizer: another than the one beside the weights.
-            draft: `ngrams`, `none`, or the path of a smaller model of the same vocabulary (speculative decoding); None:
+            draft: `ngrams`, `mtp` (the model's own layers for further tokens), `none`, or the path of a smaller model of the same vocabulary (speculative decoding); None:
                 as `generate.generate`.
             groups: of ranks that share the model, all of which load it.
             adapter: one of low rank, a run's or a folder of PEFT's, that is put into the weights.
@@ -84,17 +84,28 @@ class LanguageModel:
 
         Raises:
             CheckpointError: when there is no complete model, or no tokenizer.
-            ConfigError: when there is no such device or precision.
+            ConfigError: when there is no such device or precision, or no layers that `mtp` asks for.
         """
         if precision not in PRECISIONS:
             raise ConfigError(f"precision {precision!r} is unknown", hint=", ".join(PRECISIONS))
+        if adapters and draft == "mtp":
+            raise ConfigError(f"{path}: its layers for further tokens know no adapters", hint="draft: ngrams")
         dtype, where = PRECISIONS[precision], device_named(device)
         words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path)
-        named: dict[str | None, Draft | None] = {None: None, "ngrams": "ngrams", "none": "none"}
+        named: dict[str | None, Draft | None] = {None: None, "ngrams": "ngrams", "mtp": "mtp", "none": "none"}
         guesses = named[draft] if draft in named else load_model(str(draft), dtype=dtype, device=where)
         beside = Beside.open(path, adapters) if adapters else None
         kinds: tuple[Kind, ...] = ("decoder", "encoder-decoder")
-        model = load_model(path, dtype=dtype, device=where, groups=groups, kinds=kinds, adapter=adapter, beside=beside)
+        model = load_model(
+            path,
+            dtype=dtype,
+            device=where,
+            groups=groups,
+            kinds=kinds,
+            adapter=adapter,
+            beside=beside,
+            mtp=draft == "mtp",
+        )
         selection = None if beside is None else beside.choice.selection
         return cls(path, model, words, end_tokens(path, words), own_sampling(path), guesses, selection)
 

@@ -76,23 +76,28 @@ def load_model(
     kinds: tuple[Kind, ...] = ("decoder",),
     adapter: str | Place | None = None,
     beside: Beside | None = None,
+    mtp: bool = False,
 ) -> Decoder:
     """The whole model at `path`, or this rank's part of it under `groups`, in `dtype` on `device`, for inference only.
 
     Weights are read one tensor at a time, so that memory is needed for the model and one tensor more. Layers that
-    predict further tokens are left out. `kinds` are those of model that the caller has a use for; others are refused.
+    predict further tokens are left out, unless `mtp` asks for them. `kinds` are those of model that the caller has a use for; others are refused.
     `adapter` is put into the weights, those `beside` them stay apart, for each row to have one or none.
 
     Raises:
         CheckpointError: when there is no complete checkpoint, or its tensors are not those of its configuration.
-        ConfigError: for a model of another kind than `kinds`.
+        ConfigError: for a model of another kind than `kinds`, or without the layers that `mtp` asks for.
     """
     source = open_source(path) if adapter is None else open_adapted(adapter, path)
     kind = kind_of(source.model)
     if kind not in kinds:
         raise ConfigError(f"{path}: {_ELSEWHERE[kind][0]}", hint=_ELSEWHERE[kind][1])
     tell_unread(source)
-    config = source.model.model_copy(update={"mtp_layers": 0})
+    if mtp and not source.model.mtp_layers:
+        raise ConfigError(f"{path}: it has no layers that predict further tokens, to guess by", hint="draft: ngrams")
+    if mtp and groups is not None and groups.pp.size > 1:
+        raise ConfigError(f"{path}: layers that predict further tokens guess on one stage alone", hint="pp: 1")
+    config = source.model if mtp else source.model.model_copy(update={"mtp_layers": 0})
     if kind == "encoder-decoder" and groups is not None and groups.pp.size > 1:
         raise ConfigError(f"{path}: a model of an encoder and a decoder is asked on one stage", hint="pp: 1")
     choice = None if beside is None else beside.choice

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from mega_eval.cache import Memory
 from mega_eval.draft import Trust
 from mega_eval.grammar import Grammar
@@ -19,7 +21,7 @@ class Row:
     """A request under way. `done` of its tokens are in the cache, in `pages`; the full ones of these have `names`.
 
     Images, whose tokens see one another, are at `blocks`. It had `begun` tokens when the first of these keys was computed. While it runs its states have a `place`. Of a model with an
-    encoder its tokens are the decoder's, and `memory` what there is of the prompt.
+    encoder its tokens are the decoder's, and `memory` what there is of the prompt. `ahead` is kept for layers that guess.
     """
 
     number: int
@@ -36,6 +38,7 @@ class Row:
     pages: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
     memory: Memory | None = None
+    ahead: list[Tensor] = field(default_factory=list)
     prompt: list[Scored | None] = field(default_factory=lambda: [None])
 
     @property

@@ -228,8 +228,8 @@ class RunConfig(Config):
         yield from self._decoupled_problems()
         if self.profile is not None and self.profile.steps[0] > self.train.steps:
             yield Problem("profile.steps", f"are past train.steps = {self.train.steps}", list(self.profile.steps))
-        if self.eval.tasks and (parallel.pp > 1 or parallel.zero == 3):
-            rule = "need the weights of all layers on a rank, which parallel.pp and parallel.zero = 3 share out"
+        if self.eval.tasks and self.model.encoder and (parallel.pp > 1 or parallel.zero == 3):
+            rule = "are asked of a model with an encoder whose layers no parallel.pp and no parallel.zero = 3 share out"
             yield Problem("eval.tasks", rule, self.eval.tasks, "mega eval --tasks, on the checkpoints")
         if isinstance(place(self.output), Remote):
             rule = "must be a folder here: metrics and logs are written line by line"

@@ -32,7 +32,6 @@ from mega_trainer.job.profile import Profiler
 from mega_trainer.job.repeat import provenance
 from mega_trainer.job.rollback import Remaining
 from mega_trainer.job.watch import Watch
-from mega_trainer.model.decoder import Decoder
 from mega_trainer.objectives.base import Objective
 from mega_trainer.optim.clip import clip_factor
 from mega_trainer.pipeline.run import Executor
@@ -43,7 +42,7 @@ from mega_trainer.step import StepResult, evaluate, train_step
 
 T = TypeVar("T")
 
-Scorer = Callable[[Decoder], Mapping[str, float]]  # numbers that say how good a model is, for metrics.jsonl
+Scorer = Callable[[Executor], Mapping[str, float]]  # numbers that say how good a model is, for metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,8 @@ class Loop:
             improves = state.best.improves(state.step, scores["valid_loss"])
         if job.scorer is not None and config.due(state.step, config.eval.every):
             with job.profiler.phase("evaluate"):
-                scores |= job.scorer(self._executor.model)
+                state.optimizer.settle()
+                scores |= job.scorer(self._executor)
         self._metrics.step(
             state.step, state.consumed_samples, self._lr(before), result, decoupled_lr=self._decoupled_lr(before),
             images=round(result.riders[3]) if config.model.vision else None,

@@ -17,6 +17,7 @@ from mega_ckpt.formats import dcp
 from mega_ckpt.formats.deepspeed_state import MODEL_STATES, universal_state, zero_state
 from mega_ckpt.formats.disk import Stored
 from mega_ckpt.formats.named_state import NamedState, number, plain
+from mega_ckpt.formats.numbered_state import with_moments
 from mega_ckpt.formats.torch_archive import StoredTensor, load_archive
 from mega_common.errors import CheckpointError
 
@@ -94,15 +95,18 @@ def _sharded(folder: Path) -> NamedState:
 def _archive(path: Path) -> NamedState:
     """A file of `torch.save`: Lightning has the weights under `state_dict`, LitGPT under `model` or by themselves.
 
-    Moments are kept by the number of a parameter there, without its name.
+    Lightning has a list of optimizers' states beside, LitGPT one.
     """
     saved = load_archive(path)
     held = saved if isinstance(saved, Mapping) else {}
     state = next((held[key] for key in ("state_dict", "model") if isinstance(held.get(key), Mapping)), held)
-    weights = {str(name): plain(path, one) for name, one in state.items() if isinstance(one, StoredTensor)}
+    weights = {str(name): one for name, one in state.items() if isinstance(one, StoredTensor)}
     if not weights:
         raise CheckpointError(f"{path}: has no `state_dict`, as checkpoints of Lightning and LitGPT have")
-    return NamedState(weights)
+    optimizers = held.get("optimizer_states", [held["optimizer"]] if "optimizer" in held else [])
+    if len(optimizers) == 1 and state is not held:
+        return with_moments(path, weights, optimizers[0])
+    return NamedState({name: plain(path, one) for name, one in weights.items()})
 
 
 def _unwrapped(name: str) -> str:

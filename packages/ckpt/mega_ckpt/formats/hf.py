@@ -97,7 +97,7 @@ class HfSource(DiskSource):
             return None
         steps = self._foreign.steps
         if not all(self._foreign.moments.get(kind) for kind in MOMENTS):
-            raise StaysBehindError("there are no moments of Adam by the names of the weights")
+            raise StaysBehindError(self._foreign.lacks)
         if steps is None:
             raise StaysBehindError("the moments do not say after how many steps they were saved")
         tensors: dict[str, Tensors] = {kind: self._moments(self._foreign.moments[kind], kind) for kind in MOMENTS}

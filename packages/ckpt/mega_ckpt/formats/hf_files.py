@@ -6,7 +6,7 @@ One file, or several with an index that says which tensor is in which.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any
 
 from mega_ckpt.formats.disk import Stored
 from mega_ckpt.formats.foreign_state import foreign_state
-from mega_ckpt.formats.named_state import NamedState
+from mega_ckpt.formats.named_state import NamedState, plain
+from mega_ckpt.formats.numbered_state import beside
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile
 from mega_ckpt.formats.torch_state import state_tensors
 from mega_common.errors import CheckpointError
@@ -52,15 +53,17 @@ def open_weights(folder: Place) -> WeightFiles:
     """
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         files = [SafetensorsFile.open(folder / name) for name in _names(folder, SINGLE, INDEX)]
-        held = {file.path.name: _tensors(file) for file in files}
-        _check_index(folder, SINGLE, INDEX, held)
-        return WeightFiles(_together(held), {file.path.name: file.header for file in files})
+        found = {file.path.name: _tensors(file) for file in files}
+        _check_index(folder, SINGLE, INDEX, found)
+        return WeightFiles(_together(found), {file.path.name: file.header for file in files})
     if (folder / TORCH_SINGLE).is_file() or (folder / TORCH_INDEX).is_file():
         if not isinstance(folder, Path):
             raise CheckpointError(f"{folder}: pickled weights are read from a folder here", hint="download it first")
         held = {name: state_tensors(folder / name) for name in _names(folder, TORCH_SINGLE, TORCH_INDEX)}
         _check_index(folder, TORCH_SINGLE, TORCH_INDEX, held)
-        return WeightFiles(_together(held))
+        state = beside(folder, held)
+        named = {name: {key: plain(one.path, one) for key, one in tensors.items()} for name, tensors in held.items()}
+        return WeightFiles(_together(named) if state is None else state.weights, foreign=state)
     foreign = foreign_state(folder) if isinstance(folder, Path) else None
     if foreign is not None:
         return WeightFiles(foreign.weights, foreign=foreign)
@@ -99,7 +102,7 @@ def _names(folder: Place, single: str, index: str) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def _check_index(folder: Place, single: str, index: str, held: Mapping[str, Mapping[str, Stored]]) -> None:
+def _check_index(folder: Place, single: str, index: str, held: Mapping[str, Iterable[str]]) -> None:
     if single in held:
         return
     found = {(tensor, name) for name, tensors in held.items() for tensor in tensors}

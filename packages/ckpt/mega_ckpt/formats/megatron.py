@@ -26,7 +26,7 @@ from mega_common.errors import CheckpointError
 from mega_common.log import logger
 from mega_common.model_config import ModelConfig
 
-WEIGHTS = "weights"  # of a folder of NeMo 2
+WEIGHTS = ("weights", "model_weights")  # of a folder of NeMo 2, and of an unpacked archive of NeMo 1
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -38,7 +38,8 @@ def is_megatron(folder: Path) -> bool:
     return (
         (folder / TRACKER).exists()
         or ((folder / ".metadata").exists() and not hugging)
-        or (folder / WEIGHTS / ".metadata").exists()
+        or (folder / megatron_dist.COMMON).exists()
+        or _weights_in(folder) is not None
         or any(folder.glob("mp_rank_*/model_optim_rng.pt"))
         or any(folder.glob("mp_rank_*/model_rng.pt"))
         or any(folder.glob("iter_[0-9]*"))
@@ -52,8 +53,8 @@ def iteration_folder(folder: Path) -> Path:
         CheckpointError: when the tracker is empty or names none that is there.
     """
     tracker = folder / TRACKER
-    if (folder / WEIGHTS / ".metadata").exists():
-        return folder / WEIGHTS
+    if (inside := _weights_in(folder)) is not None:
+        return inside
     if not tracker.exists():
         found = sorted(path.name for path in folder.glob("iter_[0-9]*") if path.is_dir())
         if not found or (folder / ".metadata").exists():
@@ -71,6 +72,14 @@ def iteration_folder(folder: Path) -> Path:
     return named
 
 
+def _weights_in(folder: Path) -> Path | None:
+    """The folder in which NeMo has the weights, if that is how it is."""
+    held = (folder / name for name in WEIGHTS)
+    return next(
+        (one for one in held if any((one / file).exists() for file in (".metadata", megatron_dist.COMMON))), None
+    )
+
+
 def read_contents(folder: Path) -> Contents:
     """Look at a checkpoint of Megatron without reading its tensors.
 
@@ -84,7 +93,7 @@ def read_contents(folder: Path) -> Contents:
         return megatron_legacy.read(folder)
     raise CheckpointError(
         f"{folder}: neither a torch_dist checkpoint (.metadata) nor one of mp_rank_ folders",
-        hint="other formats (zarr, fsdp_dtensor): save it again with --ckpt-format torch_dist",
+        hint="other formats (zarr, fsdp_dtensor): save it again with --ckpt-format torch_dist, in NeMo with dist_ckpt_format: torch_dist",
     )
 
 

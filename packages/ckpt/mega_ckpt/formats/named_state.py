@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,23 @@ class NamedState:
 
     Attributes:
         weights: by name.
-        moments: by kind (`exp_avg`, `exp_avg_sq`) and the name of the weight; empty where there are none, or only by number.
+        moments: by kind (`exp_avg`, `exp_avg_sq`) and the name of the weight; empty where there are none, or nobody knows whose they are.
         steps: updates that the moments have seen, if it says so.
         samples: read until then, if it says so.
+        lacks: why there are no moments, where there are none.
     """
 
     weights: Mapping[str, Stored]
     moments: Mapping[str, Mapping[str, Stored]] = field(default_factory=dict)
     steps: int | None = None
     samples: int | None = None
+    lacks: str = "there are no moments of Adam by the names of the weights"
 
     def renamed(self, name: Callable[[str], str]) -> NamedState:
         """The same by other names."""
         moments = {kind: {name(key): one for key, one in held.items()} for kind, held in self.moments.items()}
-        return NamedState({name(key): one for key, one in self.weights.items()}, moments, self.steps, self.samples)
+        weights = {name(key): one for key, one in self.weights.items()}
+        return replace(self, weights=weights, moments=moments)
 
 
 def plain(path: Path, one: StoredTensor) -> Stored:

@@ -56,7 +56,7 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
 # Stood in for. Megatron's settings and states hold enums and the like of these, whose values do not matter here.
 _STOOD_IN = words(
     """argparse.Namespace types.SimpleNamespace collections.Counter collections.defaultdict collections.deque
-    pathlib.PosixPath pathlib.PurePosixPath _io.BytesIO io.BytesIO signal.Signals datetime.timedelta datetime.datetime
+    pathlib.PosixPath pathlib._local.PosixPath pathlib.PurePosixPath _io.BytesIO io.BytesIO signal.Signals datetime.timedelta datetime.datetime
     numpy.ndarray numpy.dtype numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar
     numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer
     torch.device torch.Tensor torch.nn.parameter.Parameter torch._utils._rebuild_parameter

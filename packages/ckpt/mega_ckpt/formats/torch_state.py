@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from mega_ckpt.formats.disk import Stored
 from mega_ckpt.formats.pickles import MAX_PICKLE_BYTES, load_pickle
 from mega_ckpt.formats.torch_archive import Storage, StoredTensor, load_archive, part_of, rebuilding, storage_dtype
 from mega_common.errors import CheckpointError
@@ -22,7 +21,7 @@ _MAGIC = 0x1950A86A20F9469CFC6C
 _COUNT = 8  # bytes before a storage's elements
 
 
-def state_tensors(path: Path) -> Mapping[str, Stored]:
+def state_tensors(path: Path) -> Mapping[str, StoredTensor]:
     """The tensors of a model's state, in the order of the file.
 
     Raises:
@@ -36,7 +35,7 @@ def state_tensors(path: Path) -> Mapping[str, Stored]:
         isinstance(name, str) and isinstance(tensor, StoredTensor) for name, tensor in state.items()
     ):
         raise CheckpointError(f"{path}: holds no state of a model ({{name: tensor}})")
-    return {name: Stored(path, one.dtype, one.shape, one.read) for name, one in state.items()}
+    return dict(state)
 
 
 def _load_old(path: Path) -> Any:

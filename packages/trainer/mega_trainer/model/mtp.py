@@ -5,7 +5,8 @@ and from the embedding of token i + k, with the model's own embedding and head:
 
     h = norm(block(W [enorm(embedding), hnorm(h)]))
 
-Its weights are named and laid out as DeepSeek-V3's are on disk. Generation and evaluation leave these layers alone.
+Its weights are named and laid out as DeepSeek-V3's are on disk. Evaluation leaves these layers alone;
+generation guesses by them where it is asked to.
 
 Legend: B batch, S sequence, D model width, T tensor-parallel ranks.
 """
