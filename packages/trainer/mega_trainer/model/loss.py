@@ -22,8 +22,9 @@ from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.parallel.param import main_grad_of
 
-# Elements of one chunk's logits: on a CPU they should stay in its cache, on a GPU fill it with work.
-CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
+# Elements of one chunk's logits: on a CPU they should stay in its cache, on a GPU fill it with work. The second number is for
+# those of 16 bits in compiled leaves, which hold them so: others widen all of them first.
+CHUNK_ELEMENTS = {"cpu": (1 << 21, 1 << 22), "cuda": (1 << 27, 1 << 27)}
 
 
 class _HeadLoss(Function):
@@ -38,9 +39,8 @@ class _HeadLoss(Function):
         vocab_size: int,
         differentiable: bool,
         bias: Tensor | None,
+        step: int,
     ) -> tuple[Tensor, Tensor]:
-        rows = head.shape[0]
-        step = max(16, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 27) // rows)
         losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
         d_hidden = torch.empty_like(hidden) if differentiable else None
         d_head = torch.empty_like(head, dtype=losses.dtype) if differentiable and head.requires_grad else None
@@ -76,7 +76,7 @@ class _HeadLoss(Function):
             products.scaled(d_head, scale, ctx.dtype, out, add=add)
         if d_bias is not None:
             d_bias = torch.mul(d_bias, scale, out=torch.empty_like(d_bias, dtype=ctx.dtype))
-        return d_hidden, whole, None, None, None, None, None, d_bias
+        return d_hidden, whole, None, None, None, None, None, d_bias, None
 
 
 class Labels(Protocol):
@@ -107,7 +107,9 @@ class OneLabel:
         """See `Labels`."""
         here, target = self.here[part], self.target[part]
         d_logits, of_label = self.leaves(gradient_leaf, logits, lse, here, target, weights, self.softcap)
-        return d_logits.scatter_(1, target, of_label)
+        # not scatter_, which on a CPU copies the whole of them first
+        d_logits[torch.arange(len(d_logits), device=d_logits.device), target.squeeze(1)] = of_label.squeeze(1)
+        return d_logits
 
 
 def place_of(ids: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
@@ -151,11 +153,19 @@ def head_loss(
     if weigh is not None:
         with torch.no_grad():
             weights = weigh(-head_loss(hidden, head, labels, weights, group, vocab_size, softcap, leaves, bias)[1])
-    against = soft or OneLabel(labels, head.shape[0], group, softcap, leaves or Leaves())
+    leaves = leaves or Leaves()
+    against = soft or OneLabel(labels, head.shape[0], group, softcap, leaves)
+    step = chunk_of(hidden, head.shape[0], compiled=leaves.compiled)
     result: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, head, against, weights, group, vocab_size, differentiable, bias
+        hidden, head, against, weights, group, vocab_size, differentiable, bias, step
     )
     return result
+
+
+def chunk_of(hidden: Tensor, rows: int, *, compiled: bool = False) -> int:
+    """Of how many tokens the logits over so many rows of the head are made at a time."""
+    plain, narrow = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
+    return max(16, (narrow if compiled and hidden.element_size() == 2 else plain) // rows)
 
 
 def logits_of(hidden: Tensor, head: Tensor, bias: Tensor | None, group: Group, vocab_size: int) -> Tensor:
