@@ -96,6 +96,7 @@ class OneLabel:
     def __init__(self, labels: Tensor, rows: int, group: Group, softcap: float | None, leaves: Leaves) -> None:
         self.here, target = place_of(labels, rows, group)
         self.target, self.group, self.softcap, self.leaves = target.unsqueeze(-1), group, softcap, leaves
+        self.rows = torch.arange(len(labels), device=labels.device)
 
     def losses(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """See `Labels`."""
@@ -108,7 +109,7 @@ class OneLabel:
         here, target = self.here[part], self.target[part]
         d_logits, of_label = self.leaves(gradient_leaf, logits, lse, here, target, weights, self.softcap)
         # not scatter_, which on a CPU copies the whole of them first
-        d_logits[torch.arange(len(d_logits), device=d_logits.device), target.squeeze(1)] = of_label.squeeze(1)
+        d_logits[self.rows[: len(d_logits)], target.squeeze(1)] = of_label.squeeze(1)
         return d_logits
 
 
