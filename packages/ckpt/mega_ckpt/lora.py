@@ -12,7 +12,7 @@ Legend: D model width, N a projection's output width, F feed-forward width, E ex
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mega_ckpt.names import Tensors, tensors_of
@@ -104,6 +104,13 @@ def projections(model: ModelConfig) -> dict[str, Tensors]:
         module = f"{stacked['experts']}.gate_up_proj" if stacked and fused else found["module"]
         out.setdefault(module, {})[name] = shape
     return out
+
+
+def packed_tensors(model: ModelConfig, lora: LoraConfig | None, trains: Callable[[str], bool]) -> frozenset[str]:
+    """The tensors that `lora.quantize` keeps in few bits: of every projection, adapted or not, that is not trained whole."""
+    if lora is None or lora.quantize is None:
+        return frozenset()
+    return frozenset(name for weights in projections(model).values() for name in weights if not trains(name))
 
 
 def adapter_tensors(modules: Mapping[str, Adapted]) -> Tensors:

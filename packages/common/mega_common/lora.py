@@ -3,6 +3,8 @@
     y = W x + s B A x      A [r, in], B [out, r], s = alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)
     y = m (W x + s B A x) / |W + s B A|      m [out], the length of each row (DoRA, arXiv:2402.09353)
 
+With `quantize` W stands for what its 4 bits are (QLoRA, arXiv:2305.14314).
+
 Projections are meant by patterns as PEFT's: a regular expression for a module's whole name, or for the end of it after a dot.
 A layer's experts are two modules, `mlp.experts.gate_up_proj` (`up_proj` where there is no gate) and `mlp.experts.down_proj`,
 with an A and a B for each expert.
@@ -14,7 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import Field, PositiveInt
 
@@ -40,6 +42,10 @@ class LoraConfig(Config):
     dora: bool = Field(
         False, description="train the length of each row of W + s B A, too, as a magnitude of its own (DoRA)"
     )
+    quantize: Literal["nf4"] | None = Field(
+        None,
+        description="keep the projections that stay as they are in 4 bits (QLoRA); bitsandbytes packs and unpacks them",
+    )
     init_from: str | None = Field(
         None, description="start from this adapter, a run's or a folder of PEFT's, with the same projections and ranks"
     )
@@ -52,6 +58,10 @@ class LoraConfig(Config):
         if self.dora and self.dropout:
             yield Problem(
                 "dropout", "goes with no dora, whose magnitudes are of what is not dropped", self.dropout, "0"
+            )
+        if self.quantize and self.dora:
+            yield Problem(
+                "quantize", "goes with no dora, whose magnitudes are of rows in full", self.quantize, "dora: false"
             )
         for key in ("modules", "ranks", "alphas", "modules_to_save"):
             for pattern in getattr(self, key):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from mega_ckpt.lora import adapted
+from mega_ckpt.lora import adapted, packed_tensors
 from mega_common.errors import ConfigError
 from mega_data.dataset import BlendedDataset, build_datasets
 from mega_data.tokenizer import Tokenizer
@@ -24,6 +24,7 @@ from mega_trainer.kernels.flash import Flash, Flash2, Flash3, TorchFlash
 from mega_trainer.kernels.flex import FlexFlash
 from mega_trainer.kernels.fp8 import Fp8Kernels
 from mega_trainer.kernels.leaves import Leaves
+from mega_trainer.kernels.nf4 import Nf4
 from mega_trainer.kernels.quantise import E4M3, E5M2
 from mega_trainer.kernels.recurrent import CausalConv1d, FlaDelta, MambaScan, RecurrentLibraries
 from mega_trainer.kernels.te import TeAttention, TeLinearKernels
@@ -135,6 +136,8 @@ def make_builder(config: RunConfig, groups: Groups, device: torch.device, choice
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_dispatcher(config, groups, leaves),
         dispatch_bound=config.parallel.dispatch_bound, dtype=dtype_of(config), device=device,
         adapts={} if config.lora is None else adapted(config.model, config.lora),
+        packed=packed_tensors(config.model, config.lora, config.trains),
+        packing=Nf4() if config.lora is not None and config.lora.quantize else None,
     )  # fmt: skip
 
 

@@ -204,6 +204,13 @@ class RunConfig(Config):
             yield Problem(
                 "lora", "is an adapter of weights that are there", hint="set init_from, or model: {from: ...}"
             )
+        if self.lora is not None and self.lora.quantize:
+            if parallel.zero == 3:
+                rule = "3 shares out weights in full, and lora.quantize keeps them in 4 bits"
+                yield Problem("parallel.zero", rule, parallel.zero, "at most 2, or no lora.quantize")
+            if self.precision == "fp8":
+                rule = "packs weights whose products precision = fp8 quantises otherwise"
+                yield Problem("lora.quantize", rule, self.lora.quantize, "precision: bf16")
         yield from model_problems(self)
         yield from fp8_problems(self)
         yield from source_problems(self)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_ckpt.source import checkpoint_folder, load_weights, open_source, put_file
+from mega_ckpt.source import checkpoint_folder, open_source, put_file
 from mega_ckpt.store import Place, place, save
 from mega_common.errors import ConfigError, DataError
 from mega_trainer.batch import MicroBatch, micro_batches
@@ -44,7 +44,7 @@ from mega_trainer.parallel.context import place_of_tokens
 from mega_trainer.parallel.param import local_of
 from mega_trainer.ranks import Ranks
 from mega_trainer.rows import Rows
-from mega_trainer.state import weights_of
+from mega_trainer.state import load_stages
 from mega_trainer.step import StepResult, train_step
 from mega_trainer.train import assemble
 
@@ -271,7 +271,7 @@ class TrainingEngine:
             CheckpointError: when they are of another model, or cannot be read.
         """
         source = open_source(path)
-        load_weights(source, weights_of(self._state.stages))
+        load_stages(source, self._state.stages)
         self._assets = source.assets()
         self._state.optimizer.reload_main()
 

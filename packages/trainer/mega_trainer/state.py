@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mega_ckpt.adapter import check_base
 from mega_ckpt.folders import forget_after, newest_until
 from mega_ckpt.pieces import Sharded, boxes_of, merge
+from mega_ckpt.source import Source, load_weights
 from mega_ckpt.store import AsyncSaver, Checkpoint, Place, latest, load, place, retain, save, sweep
 from mega_common.errors import CheckpointError, NumbersError
 from mega_common.log import logger
@@ -34,7 +35,7 @@ from mega_trainer.job.resume import check_resume
 from mega_trainer.job.rollback import LeftOut, RollBack
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel.param import info_of, kept_of, local_of, trains
+from mega_trainer.parallel.param import info_of, kept_of, local_of, packed_of, trains
 from mega_trainer.parallel.shared import copies, share_of_copies
 from mega_trainer.precision import LossScale
 from mega_trainer.step import StepResult
@@ -205,21 +206,24 @@ def weights_of(
     computed: bool = False,
     to_save: bool = False,
     moving: bool = False,
+    packed: bool = True,
 ) -> dict[str, Sharded]:
     """The weights of these stages by canonical name, as boxes that are views of the parameters.
 
     With `computed` they are what the model computes with, which under ZeRO-3 is a rounded copy of what it keeps. Those
     that no gradient moves are always as they are kept. With `to_save` they are this rank's share of what several hold, with
-    `moving` those alone that are trained.
+    `moving` those alone that are trained. Of weights that are kept in few bits they are copies, in full; none without `packed`.
     """
     parts = []
     for stage in stages.values():
         alike: dict[tuple[Group, ...], list[nn.Parameter]] = defaultdict(list)
         for parameter in filter(trains, stage.parameters()) if moving else stage.parameters():
+            if not packed and packed_of(parameter) is not None:
+                continue
             groups = copies(info_of(parameter), sharded=isinstance(parameter, DTensor)) if to_save else ()
             alike[groups].append(parameter)
         for groups, parameters in alike.items():
-            held = ((local_of(parameter), info_of(parameter).pieces) for parameter in parameters)
+            held = ((_values_of(parameter), info_of(parameter).pieces) for parameter in parameters)
             boxes = boxes_of((t.to(stage.dtype) if computed else t, pieces) for t, pieces in held)
             parts.append(share_of_copies(boxes, groups))
         if not moving:
@@ -227,6 +231,30 @@ def weights_of(
                 share_of_copies(boxes_of(kept_of(stage)), (stage.groups.tp, stage.groups.dp_cp) if to_save else ())
             )
     return {prefix + name: held for name, held in merge(parts).items()}
+
+
+def _values_of(parameter: nn.Parameter) -> Tensor:
+    packed = packed_of(parameter)
+    return local_of(parameter) if packed is None else packed.values()
+
+
+def load_stages(
+    source: Source, stages: Mapping[int, Decoder], wanted: Callable[[str], bool] = lambda name: True
+) -> None:
+    """Fill the weights of these stages whose canonical names are `wanted`, which all are that are kept in few bits.
+
+    Of those one parameter at a time is there in full.
+
+    Raises:
+        CheckpointError: when the source lacks a tensor or has it in another shape.
+    """
+    held = weights_of(stages, packed=False)
+    load_weights(source, {name: boxes for name, boxes in held.items() if wanted(name)})
+    for parameter in (each for stage in stages.values() for each in stage.parameters()):
+        packed = packed_of(parameter)
+        if packed is not None:
+            with packed.written() as values:
+                load_weights(source, boxes_of([(values, info_of(parameter).pieces)]))
 
 
 class Saver:

@@ -17,7 +17,7 @@ from mega_ckpt.adapter import base_of
 from mega_ckpt.folders import latest
 from mega_ckpt.lora import adapted, adapter_tensors
 from mega_ckpt.names import SCORE, tensors_of
-from mega_ckpt.source import load_adapter, load_magnitudes, load_weights, open_adapted, open_source, tell_unread
+from mega_ckpt.source import load_adapter, load_magnitudes, open_adapted, open_source, tell_unread
 from mega_ckpt.store import Place, step_folder
 from mega_common.errors import ConfigError, Interrupted, Terminated
 from mega_common.log import human, logger
@@ -62,6 +62,7 @@ from mega_trainer.ranks import Ranks
 from mega_trainer.state import (
     TrainState,
     continued,
+    load_stages,
     newer_copy,
     starting_point,
     state_of,
@@ -254,10 +255,8 @@ def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer 
     check_init_tokenizer(state.config, source, tokenizer)
     if world.rank == 0:
         tell_unread(source)
-    held, fresh_head = weights_of(state.stages), {SCORE} - {*source.keys()}  # which a language model has not got
-    load_weights(
-        source, {name: boxes for name, boxes in held.items() if not is_adapter(name) and name not in fresh_head}
-    )
+    fresh_head = {SCORE} - {*source.keys()}  # which a language model has not got
+    load_stages(source, state.stages, lambda name: not is_adapter(name) and name not in fresh_head)
     logger.info("starting from the weights of %s", path)
     if lora is None:
         return

@@ -15,10 +15,12 @@ from torch.nn import functional as F
 from mega_ckpt.lora import Adapted
 from mega_ckpt.names import HEAD, SCORE
 from mega_ckpt.pieces import Piece
+from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Kernels
 from mega_trainer.kernels.leaves import Leaves
+from mega_trainer.kernels.nf4 import Packing
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.model.adapters import Choice, column_adapter, row_adapter
@@ -28,7 +30,7 @@ from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.expert import Dispatcher
 from mega_trainer.parallel.linear import Linear
 from mega_trainer.parallel.lora import Adapter, Selected
-from mega_trainer.parallel.param import Uniform, make_parameter
+from mega_trainer.parallel.param import Uniform, make_parameter, packed_of
 from mega_trainer.parallel.tensor import (
     ColumnLinear,
     Heads,
@@ -124,6 +126,8 @@ class Builder:
         saved: decides what layers keep for the backward.
         adapts: the projections that have adapters of low rank beside them.
         choice: several adapters in their place, for inference.
+        packed: the canonical tensors that are kept in few bits.
+        packing: how.
     """
 
     config: ModelConfig
@@ -142,6 +146,8 @@ class Builder:
     saved: SavedActivations = field(default_factory=SavedActivations)
     adapts: Mapping[str, Adapted] = field(default_factory=dict)
     choice: Choice | None = None
+    packed: frozenset[str] = frozenset()
+    packing: Packing | None = None
 
     @property
     def linear(self) -> Linear:
@@ -199,6 +205,11 @@ class Builder:
             shape, pieces = split_heads(alike, tail, tp)
             same = (self.groups.sharing(alike[0].count),)
             out.append(self.parameter(shape, pieces, grad_sync=same, replicas=same, **start))
+        if len(out) > 1 and any(map(packed_of, out)):
+            raise ConfigError(
+                f"lora.quantize: of {blocks[-1].name} tensor ranks share heads, which are whole numbers in memory there",
+                hint=f"parallel.tp of at most {min(block.count for block in blocks)}, or leave lora.quantize out",
+            )
         return out
 
     def row(self, name: str, width: int, *, bias: bool) -> RowLinear:
@@ -273,7 +284,12 @@ class Builder:
         return make_parameter(
             (pieces[0].shape[0], *shape), pieces, data=groups.expert_data, dtype=self.dtype, device=self.device,
             std=std, parts=groups.ep, split=groups.expert_tp, grad_sync=replicas, replicas=replicas,
+            packing=self._packing_of(pieces),
         )  # fmt: skip
+
+    def _packing_of(self, pieces: Sequence[Piece]) -> Packing | None:
+        """What keeps a parameter in few bits. Tensors in one that are not all kept so are not all frozen, which is refused."""
+        return self.packing if pieces and all(piece.name in self.packed for piece in pieces) else None
 
     def replicated(
         self,
@@ -374,6 +390,7 @@ class Builder:
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
             std=std, fill=fill, uniform=uniform, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
+            packing=self._packing_of(pieces),
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ elements in seconds, but other numbers than a CPU: the layouts that start alike 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_ckpt.pieces import Box, Piece, Shape, copy_overlap
-from mega_trainer.parallel.param import Normal, Uniform, info_of, local_of
+from mega_trainer.parallel.param import Normal, ParamInfo, Uniform, info_of, local_of, packed_of
 from mega_trainer.rng import generator
 
 TILE_COLUMNS = 512
@@ -25,14 +26,18 @@ def init_weights(model: nn.Module, seed: int) -> None:
     """Fill every parameter from (seed, canonical name); padding becomes zero."""
     with torch.no_grad():
         for parameter in model.parameters():
-            info = info_of(parameter)
-            values = local_of(parameter).zero_()
-            for piece in info.pieces:
-                view = piece.view(values)
-                if info.start is None:
-                    view.fill_(info.fill)
-                else:
-                    _draw(view, piece, seed, info.start)
+            packed = packed_of(parameter)
+            with nullcontext(local_of(parameter).zero_()) if packed is None else packed.written() as values:
+                _fill(values, info_of(parameter), seed)
+
+
+def _fill(values: Tensor, info: ParamInfo, seed: int) -> None:
+    for piece in info.pieces:
+        view = piece.view(values)
+        if info.start is None:
+            view.fill_(info.fill)
+        else:
+            _draw(view, piece, seed, info.start)
 
 
 def _draw(view: Tensor, piece: Piece, seed: int, start: Normal | Uniform) -> None:

@@ -28,7 +28,7 @@ from mega_trainer.kernels.base import Factor, Kernels
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.kernels.leaves import recorded
 from mega_trainer.parallel.deferred import Deferred
-from mega_trainer.parallel.param import MainGrad, main_grad_of, prepared_of
+from mega_trainer.parallel.param import MainGrad, keeper_of, main_grad_of
 
 SEQUENCE = 1  # the axis of [B, S, D] that sequence parallelism splits
 ALONE = Group("alone")
@@ -97,9 +97,8 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         # the weight that a backward sees may be a copy, made in recomputation
-        ctx.layer, ctx.main = layer, main_grad_of(weight)
-        ctx.prepared = prepared_of(weight, layer.products.prepare_weight)
-        return layer.products.linear(layer.whole(x), weight if ctx.prepared is None else ctx.prepared, bias)
+        ctx.layer, ctx.main, ctx.keeper = layer, main_grad_of(weight), keeper_of(weight)
+        return layer.products.linear(layer.whole(x), _factor(ctx, weight), bias)
 
     # not once_differentiable: its check costs 5 us of host time, a third of what is here
     @staticmethod
@@ -112,7 +111,7 @@ class _Linear(Function):
         dx = work = dweight = None
         given = layer.products.prepare_gradient(dy)
         if ctx.needs_input_grad[0]:
-            dx = layer.products.linear_dx(given, weight if ctx.prepared is None else ctx.prepared)
+            dx = layer.products.linear_dx(given, _factor(ctx, weight))
             if layer.sp:
                 dx, work = start_reduce_scatter(dx, layer.group, SEQUENCE)
             elif layer.group.size > 1:
@@ -127,6 +126,11 @@ class _Linear(Function):
         if work is not None:
             work.wait()
         return dx, dweight, dbias, None
+
+
+def _factor(ctx: Any, weight: Tensor) -> Factor:
+    """The weight for a product. It is asked for in each pass, so that nothing holds the numbers of a packed one between them."""
+    return weight if ctx.keeper is None else ctx.keeper.of(weight, ctx.layer.products.prepare_weight)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from mega_ckpt.pieces import Piece
 from mega_common.errors import ConfigError
 from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Factor
+from mega_trainer.kernels.nf4 import BLOCK, Packing, unpacked
 
 # Where the next part of a parameter's gradient belongs, and whether to add it to what is there or write over it. To be
 # called once for each part, which must then be put there.
@@ -94,9 +96,20 @@ def make_parameter(
     split: Group | None = None,
     straight: bool = True,
     uniform: Uniform | None = None,
+    packing: Packing | None = None,
 ) -> nn.Parameter:
-    """A parameter of the local `shape`, not initialised, with its description attached."""
-    parameter = nn.Parameter(torch.zeros(tuple(shape), dtype=dtype, device=device))
+    """A parameter of the local `shape`, not initialised, with its description attached.
+
+    One with a `packing` is kept in few bits (`PackedWeight`): the parameter itself has its shape and dtype, and one zero in memory.
+
+    Raises:
+        ConfigError: when a row of such a one is not cut evenly into blocks.
+    """
+    if packing is None:
+        parameter = nn.Parameter(torch.zeros(tuple(shape), dtype=dtype, device=device))
+    else:
+        parameter = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)))
+        parameter.prepared = PackedWeight(pieces[0].name, shape, dtype, device, packing)  # type: ignore[attr-defined]
     sync = tuple(group for group in grad_sync if group.size > 1)
     copies = tuple(group for group in replicas if group.size > 1)
     parameter.mega = ParamInfo(  # type: ignore[attr-defined]
@@ -106,8 +119,9 @@ def make_parameter(
 
 
 def local_of(parameter: Tensor) -> Tensor:
-    """This rank's elements of a parameter, as a view: all of it, or under ZeRO-3 its rows."""
-    values = parameter.detach()
+    """What this rank keeps of a parameter, as a view: all its elements, under ZeRO-3 its rows; of a packed one its bits."""
+    packed = packed_of(parameter)
+    values = parameter.detach() if packed is None else packed.packed
     return values.to_local() if isinstance(values, DTensor) else values
 
 
@@ -169,10 +183,65 @@ class PreparedWeight:
         self._made = None
 
 
-def prepared_of(weight: Tensor, prepare: Callable[[Tensor], Factor]) -> Factor | None:
-    """What a back end has prepared of a parameter that keeps it; nothing of others."""
-    keeper: PreparedWeight | None = getattr(weight, "prepared", None)
-    return None if keeper is None else keeper.of(weight, prepare)
+class PackedWeight:
+    """The elements of a frozen parameter in few bits, which each product makes numbers of anew.
+
+    Args:
+        name: of the parameter, for a message.
+        shape, dtype: of those numbers.
+        device: of the bits.
+        packing: makes either of the other.
+
+    Raises:
+        ConfigError: when a row is not cut evenly into blocks.
+    """
+
+    def __init__(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, packing: Packing
+    ) -> None:
+        *rows, width = shape
+        if width % BLOCK:
+            raise ConfigError(
+                f"lora.quantize: {name} has rows of {width} on a rank, and {BLOCK} neighbours in a row have one scale",
+                hint=f"choose parallel.tp (expert_tp for experts) so that {BLOCK} divides it, or leave lora.quantize out",
+            )
+        self.dtype, self.packing = dtype, packing
+        self.packed = torch.zeros(*rows, width // 2, dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(*rows, width // BLOCK, dtype=torch.float32, device=device)
+
+    def of(self, weight: Tensor, prepare: Callable[[Tensor], Factor]) -> Factor:
+        """What `prepare` makes of the numbers, each time."""
+        return prepare(self.values())
+
+    def values(self) -> Tensor:
+        """The numbers, in memory of their own."""
+        return self.packing.unpack(self.packed, self.scales, self.dtype)
+
+    @contextmanager
+    def written(self) -> Iterator[Tensor]:
+        """Zeros to be written over, which are packed in the end."""
+        values = torch.zeros(unpacked(self.packed.shape), dtype=self.dtype, device=self.packed.device)
+        yield values
+        packed, scales = self.packing.pack(values)
+        self.packed.copy_(packed)
+        self.scales.copy_(scales)
+
+    @property
+    def nbytes(self) -> int:
+        """Of bits and scales."""
+        return self.packed.nbytes + self.scales.nbytes
+
+
+def packed_of(parameter: Tensor) -> PackedWeight | None:
+    """What keeps a parameter in few bits, if that is how it is kept."""
+    keeper = getattr(parameter, "prepared", None)
+    return keeper if isinstance(keeper, PackedWeight) else None
+
+
+def keeper_of(weight: Tensor) -> PreparedWeight | PackedWeight | None:
+    """What makes factors of products of a parameter; none where it is one itself."""
+    keeper: PreparedWeight | PackedWeight | None = getattr(weight, "prepared", None)
+    return keeper
 
 
 class Kept(nn.Module):

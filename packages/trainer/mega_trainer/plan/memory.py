@@ -239,7 +239,7 @@ def _states(run: RunShape, stages: Sequence[Weights]) -> dict[str, int]:
     if run.zero == 1:  # the sum of its slice, beside the whole, where there are several ranks
         gradients += sum(run.wide * n / ranks for n, ranks in zip(moved, shared, strict=True) if ranks > 1)
     return {
-        "weights": round(split(run.wide if run.sharded else run.element, dense, experts, 3)),
+        "weights": round(split(run.wide if run.sharded else run.element, dense, experts, 3)) + sum(w.packed for w in stages),
         "gradients": round(gradients),
         "optimizer": 0 if run.offload_optimizer else round(moments + split(copy, *moved, 1)),
     }  # fmt: skip

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mega_ckpt.lora import Adapted, adapted
+from mega_ckpt.lora import Adapted, adapted, packed_tensors
 from mega_ckpt.names import tensors_of
 from mega_common.lora import is_trained
 from mega_common.model_config import ModelConfig
@@ -45,10 +45,18 @@ from mega_trainer.optim.muon import is_hidden_matrix
 from mega_trainer.parallel.context import places_of_residual
 from mega_trainer.parallel.deferred import Deferred
 from mega_trainer.parallel.expert import AllToAll, Dispatcher
-from mega_trainer.parallel.param import freeze, info_of, trains
+from mega_trainer.parallel.param import freeze, info_of, packed_of, trains
 from mega_trainer.plan.live import FusedLeaves, Live
 from mega_trainer.plan.shape import RecomputeKind, RunShape
-from mega_trainer.plan.stand_ins import EvenAllToAll, FusedAttention, HollowKernels, Nobody, Source, UndrawnDropout
+from mega_trainer.plan.stand_ins import (
+    EvenAllToAll,
+    FusedAttention,
+    HollowKernels,
+    HollowPacking,
+    Nobody,
+    Source,
+    UndrawnDropout,
+)
 from mega_trainer.plan.trained import lora_of
 from mega_trainer.rng import Dropout
 
@@ -60,7 +68,8 @@ class Weights:
     """Numbers of elements of a rank's parameters.
 
     Attributes:
-        dense, experts: all, by whom their gradients are summed over.
+        dense, experts: all that are kept in full, by whom their gradients are summed over.
+        packed: bytes of those that are kept in few bits.
         moved, moved_experts: of them, those that are trained.
         dense_matrices, expert_matrices: of these, those that Muon is for.
         largest: of one parameter that is trained.
@@ -73,10 +82,13 @@ class Weights:
     dense_matrices: int = 0
     expert_matrices: int = 0
     largest: int = 0
+    packed: int = 0
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter], build: Builder) -> Weights:
         """Of some parameters."""
+        packed = [each for each in map(packed_of, parameters) if each is not None]
+        parameters = [parameter for parameter in parameters if packed_of(parameter) is None]
         apart = [info_of(p).data is build.groups.expert_data and info_of(p).split is not None for p in parameters]
         dense, experts = (
             [parameter for parameter, expert in zip(parameters, apart, strict=True) if expert is which]
@@ -86,14 +98,14 @@ class Weights:
         return cls(
             _elements(dense), _elements(experts), _elements(moved), _elements(moved_experts),
             _elements(filter(is_hidden_matrix, moved)), _elements(filter(is_hidden_matrix, moved_experts)),
-            max((p.numel() for p in moved + moved_experts), default=0),
+            max((p.numel() for p in moved + moved_experts), default=0), sum(each.nbytes for each in packed),
         )  # fmt: skip
 
     def __add__(self, other: Weights) -> Weights:
         return Weights(
             self.dense + other.dense, self.experts + other.experts, self.moved + other.moved,
             self.moved_experts + other.moved_experts, self.dense_matrices + other.dense_matrices,
-            self.expert_matrices + other.expert_matrices, max(self.largest, other.largest),
+            self.expert_matrices + other.expert_matrices, max(self.largest, other.largest), self.packed + other.packed,
         )  # fmt: skip
 
 
@@ -141,6 +153,8 @@ class Counter:
             model, self.groups, kernels, leaves, sp=run.sp, cp_kind=run.cp_kind,
             dispatcher=self._dispatcher(), dtype=DTYPES.get(run.precision, torch.bfloat16), device=self.device,
             deferred=Deferred() if run.puts_off else None, adapts={} if self.lora is None else adapted(model, self.lora),
+            packed=packed_tensors(model, self.lora, partial(is_trained, freeze=run.freeze, lora=self.lora)),
+            packing=HollowPacking(),
         )  # fmt: skip
 
     def _dispatcher(self) -> Dispatcher | None:

@@ -15,6 +15,7 @@ from mega_trainer.kernels.base import Factor, Scores
 from mega_trainer.kernels.flash import Call
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.kernels.masks import Mask
+from mega_trainer.kernels.nf4 import BLOCK, unpacked
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import GroupMaker
 from mega_trainer.parallel.expert import AllToAll
@@ -36,6 +37,22 @@ class HollowKernels(TorchKernels):
         """See `Kernels.grouped_dw`."""
         sums = dy.new_empty(len(rows.ends), dy.shape[1], x.shape[1])
         return sums if out is None else products.put(out, sums, add=add)
+
+
+class HollowPacking:
+    """A `Packing` with nothing in it."""
+
+    def pack(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Packing.pack`."""
+        rows, width = values.shape[:-1], values.shape[-1]
+        return (
+            values.new_empty(*rows, width // 2, dtype=torch.uint8),
+            values.new_empty(*rows, width // BLOCK, dtype=torch.float32),
+        )
+
+    def unpack(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Packing.unpack`."""
+        return packed.new_empty(unpacked(packed.shape), dtype=dtype)
 
 
 class FusedAttention:

@@ -1,0 +1,158 @@
+"""A run that trains an adapter beside a base in 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity.worker import synthetic, whole
+from safetensors.torch import save_file
+from trainer.test_lora import CONSTANT, bits, checkpoint_of, trained
+
+from mega_ckpt.convert import convert
+from mega_ckpt.source import open_source
+from mega_common.errors import ConfigError
+from mega_trainer.batch import micro_batches
+from mega_trainer.config import RunConfig
+from mega_trainer.mesh import Groups
+from mega_trainer.parallel.param import packed_of
+from mega_trainer.plan.advice import run_shape
+from mega_trainer.plan.memory import memory
+from mega_trainer.state import TrainState, weights_of
+from mega_trainer.step import count_tokens, train_step
+from mega_trainer.train import assemble, begin
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+Settings = Callable[..., dict[str, Any]]
+WIDE = {"hidden_size": 64, "ffn_hidden_size": 128}
+
+
+@pytest.fixture
+def tuning(settings: Settings, tmp_path: Path) -> Settings:
+    """A run with an adapter beside the weights of a short run, in 4 bits."""
+    base = settings(model=WIDE, train={"steps": 2}, output=str(tmp_path / "base"))
+    trained(base)
+
+    def make(**sections: Any) -> dict[str, Any]:
+        lora = {"rank": 3, "modules": ["q_proj", "down_proj"], "quantize": "nf4", **sections.pop("lora", {})}
+        return settings(
+            **{"model": WIDE, "init_from": base["output"], "lora": lora, "lr_schedule": CONSTANT, **sections}
+        )
+
+    return make
+
+
+def assembled(raw: dict[str, Any]) -> TrainState:
+    return assemble(RunConfig.parse(raw), Groups(), torch.device("cpu"))[0]
+
+
+def test_it_trains_as_beside_the_numbers_that_the_bits_stand_for(tuning: Settings, tmp_path: Path) -> None:
+    """Every projection is in 4 bits, embedding, head and norms are as they were."""
+    packed = trained(tuning(train={"steps": 3}))
+    base, numbers = open_source(tmp_path / "base"), weights_of(packed.stages)
+    changed = {name for name in base.keys() if not torch.equal(numbers[name].boxes[0].tensor, base.read(name))}  # noqa: SIM118
+    assert changed == {name for name in numbers if name.endswith("_proj.weight")}
+    convert(tmp_path / "base", tmp_path / "hf", "hf")
+    rounded = {name: numbers[name].boxes[0].tensor.contiguous() for name in base.keys()}  # noqa: SIM118
+    save_file(rounded, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    plain = tuning(
+        train={"steps": 3}, lora={"quantize": None}, init_from=str(tmp_path / "hf"), output=str(tmp_path / "plain")
+    )
+    expected, found = bits(trained(plain)), bits(packed)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(a, b) for name in found for a, b in zip(found[name], expected[name], strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_adapter_alone_is_saved_and_goes_on_bitwise(tuning: Settings, tmp_path: Path, precision: str) -> None:
+    straight = tuning(precision=precision, train={"steps": 4}, output=str(tmp_path / "straight"))
+    halves = {**straight, "output": str(tmp_path / "halves")}
+    whole = bits(trained(straight))
+    trained({**halves, "train": {"steps": 2}})
+    again = bits(trained({**halves, "train": {"steps": 4}}))
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(a, b) for name in whole for a, b in zip(whole[name], again[name], strict=True))
+    assert len(checkpoint_of(straight).keys("weights/")) == 2 * 2 * 2
+    with pytest.raises(ConfigError, match=r"lora\.quantize: 'nf4' -> None"):
+        trained({**halves, "train": {"steps": 5}, "lora": {**halves["lora"], "quantize": None}})
+
+
+def test_what_is_read_of_a_run_is_the_base_in_full_with_the_adapter_in_it(tuning: Settings, tmp_path: Path) -> None:
+    raw = tuning(train={"steps": 3})
+    trained(raw)
+    base, merged, saved = open_source(tmp_path / "base"), open_source(tmp_path / "run"), checkpoint_of(raw)
+    name = "model.layers.1.mlp.down_proj"
+    a, b = (saved.read(f"weights/{name}.lora_{part}.weight") for part in "AB")
+    torch.testing.assert_close(merged.read(f"{name}.weight"), base.read(f"{name}.weight") + 32 / 3 * b @ a)
+
+
+def test_the_plan_counts_the_bytes_that_are_held(tuning: Settings) -> None:
+    raw = tuning(precision="bf16")
+    parameters = [each for stage in assembled(raw).stages.values() for each in stage.parameters()]
+    packed = [keeper for each in parameters if (keeper := packed_of(each)) is not None]
+    of_packed = [each for each in parameters if packed_of(each) is not None]
+    assert sum(keeper.nbytes for keeper in packed) == sum(each.numel() for each in of_packed) * (1 / 2 + 4 / 64) > 0
+    assert all(each.untyped_storage().nbytes() == each.element_size() for each in of_packed)
+    whole = sum(each.nbytes for each in parameters if packed_of(each) is None)
+    config = RunConfig.parse(raw)
+    counted = memory(config.model, run_shape(config, 1))[0]["weights"]
+    assert counted == whole + sum(keeper.nbytes for keeper in packed)
+
+
+def test_what_does_not_go_with_it_is_told(tuning: Settings) -> None:
+    with pytest.raises(ConfigError, match="3 shares out weights in full"):
+        RunConfig.parse(tuning(parallel={"zero": 3}))
+    with pytest.raises(ConfigError, match="packs weights whose products"):
+        RunConfig.parse(tuning(precision="fp8"))
+    with pytest.raises(ConfigError, match="goes with no dora"):
+        RunConfig.parse(tuning(lora={"dora": True}))
+    with pytest.raises(
+        ConfigError, match=r"down_proj\.weight has rows of 24 on a rank, and 64 neighbours in a row have one scale"
+    ):
+        assembled(tuning(model={**WIDE, "ffn_hidden_size": 24}))
+
+
+def test_loss_and_gradients_are_those_of_transformers_bitsandbytes_and_peft(tuning: Settings, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="accelerate, by which transformers loads in 4 bits, is not installed")
+    convert(tmp_path / "base", tmp_path / "hf", "hf")
+    bits4 = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", quantization_config=bits4, dtype=torch.float32, device_map="cpu"
+    )
+    wanted = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    theirs = peft.get_peft_model(base, wanted)
+    theirs.enable_input_require_grads()  # without a gradient to bring back, bitsandbytes multiplies in bf16 on some CPUs
+    theirs.save_pretrained(tmp_path / "adapter")
+    lora = {"alpha": 5, "init_from": str(tmp_path / "adapter")}
+    raw = tuning(init_from=str(tmp_path / "hf"), lora=lora, batch={"micro": 2, "global": 2})
+    config = RunConfig.parse(raw)
+    state, executor = assemble(config, Groups(), torch.device("cpu"))
+    begin(state, None, Groups().world, None)
+    batch = synthetic(config, 0, 0, 1, closed=False)
+    batch = replace(batch, position_ids=np.broadcast_to(np.arange(16), batch.tokens.shape))
+    micro = list(micro_batches(batch, config, torch.device("cpu")))
+    tokens = count_tokens(batch, 0, Groups())
+    result = train_step(executor, state.optimizer, micro, tokens=tokens, lr=0.0, clip=0.0)
+    logits = theirs(torch.from_numpy(batch.tokens)).logits
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), torch.from_numpy(batch.labels), reduction="none")
+    weights = torch.from_numpy(batch.loss_weights)
+    loss = (losses * weights).sum() / weights.sum()
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    expected = {
+        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    found = state.optimizer.gradients()
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(whole(found[name]), gradient, rtol=1e-5, atol=1e-6)
