@@ -99,7 +99,9 @@ def closed(begin: int) -> StepBatch:
     """The samples, each of two documents between which attention is closed."""
     places = np.tile(np.arange(S), (2, 1))
     return replace(
-        samples(), position_ids=np.where(places < begin, places, places - begin), document_ids=np.int32(places >= begin)
+        samples(),
+        position_ids=np.where(places < begin, places, places - begin),
+        document_ids=(places >= begin).astype(np.int32),
     )
 
 
