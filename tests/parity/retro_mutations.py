@@ -54,6 +54,12 @@ def _causal_encoder() -> AbstractContextManager[Any]:
     return swap(retro, "Sequences", lambda length, device, begins, causal: Sequences(length, device, begins))
 
 
+def _open_documents() -> AbstractContextManager[Any]:
+    """Neighbours are seen across a document's end, too."""
+    real = retro._own_chunks
+    return swap(retro, "_own_chunks", lambda begins, chunks: real(begins * 0, chunks))
+
+
 def _without_gradient(stage: int) -> Patch:
     """What a stage is given of the neighbours gets no gradient there."""
     real = Retro.rows
@@ -87,6 +93,7 @@ RETROS: list[tuple[str, Case, Patch]] = [
     ("retro: neighbours of the next chunk seen", TP, _cut(_of_the_next)),
     ("retro: shifted by a chunk, not by one token less", TP, _cut(lambda own, k, v: (replace(own, shift=own.shift + 1), k, v))),
     ("retro: a chunk without neighbours adds something", TP, _cut(lambda own, k, v: (replace(own, some=None), k, v))),
+    ("retro: neighbours of the document before seen", TP, _open_documents),
     ("retro: places without a token attended to", TP, _read(seen=None)),
     ("retro: places without a token read", TP, _open_padding),
     ("retro: the encoder sees only what is before", TP, _causal_encoder),

@@ -95,6 +95,43 @@ def test_neighbours_of_a_chunk_reach_its_last_token_and_those_behind(chunk: int)
     assert changed.tolist() == [place >= (chunk + 1) * M - 1 for place in range(S)]
 
 
+def closed(begin: int) -> StepBatch:
+    """The samples, each of two documents between which attention is closed."""
+    places = np.tile(np.arange(S), (2, 1))
+    return replace(
+        samples(),
+        position_ids=np.where(places < begin, places, places - begin),
+        document_ids=(places >= begin).astype(np.int32),
+    )
+
+
+@pytest.mark.parametrize("begin", [4, 6, 7, 8, 13])
+def test_neighbours_reach_only_the_document_that_has_all_of_their_chunk(begin: int) -> None:
+    """Documents begin with a chunk, or within one."""
+    model, batch = made(retro=RETRO), closed(begin)
+    before = logits(model, batch)[1]
+    assert batch.neighbors is not None
+    for chunk in range(S // M):
+        found = batch.neighbors.copy()
+        found[1, chunk] = (found[1, chunk] + 1) % 61
+        changed = (before != logits(model, replace(batch, neighbors=found))[1]).any(-1)
+        first = [0 if place < begin else begin for place in range(S)]
+        assert changed.tolist() == [first[place] <= chunk * M <= place - M + 1 for place in range(S)]
+
+
+@pytest.mark.parametrize("begin", [4, 6, 7, 8, 13])
+def test_no_bit_of_a_document_changes_with_the_one_before_it(begin: int) -> None:
+    """Neither with its tokens nor with the neighbours of its chunks."""
+    model, batch = made(retro=RETRO), closed(begin)
+    assert batch.neighbors is not None
+    tokens, found = batch.tokens.copy(), batch.neighbors.copy()
+    tokens[:, :begin] = (tokens[:, :begin] + 1) % 61
+    chunks = -(-begin // M)
+    found[:, :chunks] = np.where(found[:, :chunks] < 0, -1, (found[:, :chunks] + 1) % 61)
+    after = logits(model, replace(batch, tokens=tokens, neighbors=found))
+    assert torch.equal(logits(model, batch)[:, begin:], after[:, begin:])
+
+
 def test_without_neighbours_it_is_the_model_without_retrieval() -> None:
     batch = samples()
     assert batch.neighbors is not None

@@ -261,7 +261,8 @@ class Chunks:
         samples: the number of each, for its dropout.
         shift: the first chunk begins so many queries behind the first one. Those before it see nothing; the last one has as
             many fewer.
-        some: [count, 1, 1, 1], 1 where a chunk sees any key and 0 where none; None: all see some.
+        some: [count, 1, 1, 1], or for each of its m queries [count, m, 1, 1]: 1 where it sees any key and 0 where none;
+            None: all see some.
     """
 
     count: int

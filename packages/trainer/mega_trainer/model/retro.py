@@ -10,7 +10,8 @@ both sides); its first layer also attends to the tokens of the chunk that they b
 takes their place in the stream. In each such layer a token attends to the encoded neighbours of the last chunk that is
 complete with it: those from the last token of chunk u to the last but one of chunk u + 1 to those of chunk u. So nothing of
 a chunk reaches a token before its end, and the first m - 1 tokens see no neighbours. As in Megatron-Core 0.15, the encoder
-has no norm behind it, and cross attention no positions. Chunks are cut by place, whatever documents a sample has.
+has no norm behind it, and cross attention no positions. Chunks are cut by place; where attention is closed between documents
+a token sees neighbours only of a chunk that lies in its own document, so the first m - 1 tokens of each see none.
 
 Under sequence parallelism each neighbour is split over the tensor ranks by itself. A message has one shape throughout, so
 schedules know nothing of this; its price is counted in `tests/parity/test_communication.py`.
@@ -24,12 +25,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mega_ckpt.names import neighbor_encoder
 from mega_ckpt.pieces import Piece
 from mega_trainer.batch import MicroBatch
+from mega_trainer.device import to_device
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Chunks, Context, Sequences, Source, remembering
@@ -133,6 +136,9 @@ class Retro(Decoder):
             there = seen.any(-1, keepdim=True)
             # a chunk without neighbours sees all, and what it makes of it is 0
             seen, some = seen | ~there, there.to(self.dtype)
+        if batch.outline.begins is not None:
+            own_text = to_device(_own_chunks(batch.outline.begins, chunks), device)
+            some = own_text.to(self.dtype) if some is None else some * own_text
         asks = replace(asks, shift=batch.tokens.shape[1] // chunks - 1, some=some)
         return replace(context, source=Source(own, self._length(batch), seen, chunks=asks))
 
@@ -155,6 +161,16 @@ class Retro(Decoder):
         assert self.config.retro is not None
         length = self.config.retro.neighbor_length
         return neighbors.reshape(-1, length // self.groups.tp.size if self.sp else length, neighbors.shape[-1])
+
+
+def _own_chunks(begins: np.ndarray, chunks: int) -> Tensor:
+    """Whether the m queries that each of L `chunks` is for stand in a document that has all of the chunk: bool [B L, m, 1, 1].
+
+    The queries are those from the last token of the chunk on; `begins` is int64 [B, S], as in `Outline`.
+    """
+    size = begins.shape[1] // chunks
+    ahead = np.pad(begins[:, size - 1 :], ((0, 0), (0, size - 1))).reshape(-1, chunks, size)
+    return torch.from_numpy(ahead <= np.arange(chunks)[:, None] * size).reshape(-1, size, 1, 1)
 
 
 def _parts(samples: Sequence[int], count: int) -> list[int]:
