@@ -109,6 +109,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> Choice:
         half=dtype_of(config) in (torch.bfloat16, torch.float16),
         head=(model.head_size, model.value_size),
         softcap=model.attention_softcap is not None,
+        biased=model.position == "relative",
         taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence),
     )
     parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta")}

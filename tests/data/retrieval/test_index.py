@@ -22,13 +22,11 @@ def vectors(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rows, npt.NDArray
     return rows, values
 
 
-def brute(
-    values: npt.NDArray[np.float32], first: int, last: int, k: int, good: npt.NDArray[np.bool_]
-) -> list[list[int]]:
+def brute(values: npt.NDArray[np.float32], count: int, k: int, good: npt.NDArray[np.bool_]) -> list[list[int]]:
     """By all distances in fp64; `good`: bool [N, N]."""
     found = []
     for row, value in enumerate(values.astype(np.float64)):
-        order = np.argsort(((values[first:last] - value) ** 2).sum(1), kind="stable") + first
+        order = np.argsort(((values[:count] - value) ** 2).sum(1), kind="stable")
         chosen = [int(other) for other in order if good[row, other]][:k]
         found.append(chosen + [-1] * (k - len(chosen)))
     return found
@@ -40,14 +38,14 @@ def test_exact_search_is_brute_force_among_what_is_allowed(
 ) -> None:
     rows, values = vectors
     good = np.random.default_rng(2).random((N, N)) < share
-    index = NearestVectors(rows, 40, 290, factory="Flat", probes=1)
+    index = NearestVectors(rows, 250, factory="Flat", probes=1)
     found = index.nearest(values, 3, lambda own, other: good[own[:, None], other] & (other >= 0))
-    assert found.tolist() == brute(values, 40, 290, 3, good)
+    assert found.tolist() == brute(values, 250, 3, good)
 
 
 def test_fewer_vectors_than_neighbours_are_all_found(vectors: tuple[Rows, npt.NDArray[np.float32]]) -> None:
     rows, values = vectors
-    found = NearestVectors(rows, 0, 2, factory="Flat", probes=1).nearest(values[:5], 3, lambda _, other: other >= 0)
+    found = NearestVectors(rows, 2, factory="Flat", probes=1).nearest(values[:5], 3, lambda _, other: other >= 0)
     assert np.sort(found, 1).tolist() == [[-1, 0, 1]] * 5
 
 
@@ -57,9 +55,7 @@ def test_lists_that_are_all_looked_at_find_what_exact_search_does(
     rows, values = vectors
 
     def nearest(factory: str, probes: int) -> list[list[int]]:
-        return (
-            NearestVectors(rows, 0, N, factory=factory, probes=probes).nearest(values, 2, lambda _, o: o >= 0).tolist()
-        )
+        return NearestVectors(rows, N, factory=factory, probes=probes).nearest(values, 2, lambda _, o: o >= 0).tolist()
 
     exact = nearest("Flat", 1)
     assert nearest("IVF4,Flat", 99) == exact
@@ -68,9 +64,9 @@ def test_lists_that_are_all_looked_at_find_what_exact_search_does(
 
 def test_what_cannot_be_built_is_told(vectors: tuple[Rows, npt.NDArray[np.float32]]) -> None:
     with pytest.raises(ConfigError, match="--index PQ3: faiss cannot build it of 300 vectors of 16 numbers"):
-        NearestVectors(vectors[0], 0, N, factory="PQ3", probes=1)
+        NearestVectors(vectors[0], N, factory="PQ3", probes=1)
     with pytest.raises(ConfigError, match=r"--index Nope: .*could not parse"):
-        NearestVectors(vectors[0], 0, N, factory="Nope", probes=1)
+        NearestVectors(vectors[0], N, factory="Nope", probes=1)
 
 
 def test_without_faiss_it_is_told_what_to_install(
@@ -78,7 +74,7 @@ def test_without_faiss_it_is_told_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'mega-data\[retro\]'"):
-        NearestVectors(vectors[0], 0, N, factory="Flat", probes=1)
+        NearestVectors(vectors[0], N, factory="Flat", probes=1)
 
 
 def test_an_index_is_chosen_by_size() -> None:

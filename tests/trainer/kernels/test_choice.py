@@ -45,6 +45,7 @@ def facts(**other: Any) -> Facts:
         (AMPERE | {"softcap": True, "installed": {"flash-attn": "2.6.3"}}, "flex"),
         (AMPERE | {"softcap": True, "installed": FLASH2, "half": False}, "sdpa"),
         (HOPPER | {"softcap": True, "installed": FLASH3}, "flash 3"),
+        (HOPPER | {"biased": True, "installed": FLASH3}, "sdpa"),
     ],
 )
 def test_auto_takes_the_best_that_is_there(there: dict[str, Any], expected: str) -> None:
@@ -80,6 +81,7 @@ def test_what_is_asked_for_is_taken(asked: tuple[str, str], there: dict[str, Any
         (("auto", "flash"), HOPPER | {"half": False, "installed": FLASH3}, "precision = bf16"),
         (("auto", "te"), HOPPER | {"installed": TE, "head": (100, 100)}, "a multiple of 8 up to 256"),
         (("auto", "flex"), {}, "kernels.attention = flex: it needs a GPU"),
+        (("auto", "flex"), HOPPER | {"biased": True}, "flex: sdpa and varlen alone add relative positions"),
     ],
 )
 def test_what_is_missing_is_refused_in_one_line(asked: tuple[str, str], there: dict[str, Any], said: str) -> None:

@@ -32,7 +32,7 @@ def default_index(vectors: int, width: int) -> str:
 
 
 class NearestVectors:
-    """The rows [first, last) of some vectors, searched by Euclidean distance.
+    """The first `count` rows of some vectors, searched by Euclidean distance.
 
     Args:
         factory: a string of faiss's `index_factory`.
@@ -43,22 +43,21 @@ class NearestVectors:
         ConfigError: when faiss cannot build what is asked for.
     """
 
-    def __init__(self, vectors: Rows, first: int, last: int, *, factory: str, probes: int) -> None:
+    def __init__(self, vectors: Rows, count: int, *, factory: str, probes: int) -> None:
         try:
             import faiss
         except ImportError:
             raise MissingPackageError(
                 "neighbours are searched by the package faiss", hint="pip install 'mega-data[retro]'"
             ) from None
-        width = next(vectors.blocks(first, last)).shape[1]
-        self._first, self._count = first, last - first
+        width, self._count = next(vectors.blocks(0, count)).shape[1], count
         try:
             self._index: Any = faiss.index_factory(width, factory)
             if not self._index.is_trained:
-                step = max(1, self._count // TRAINED_ON)
-                self._index.train(np.ascontiguousarray(vectors.every(first, last, step)))
-            with ProgressBar("indexing", total=self._count, unit="chunks") as bar:
-                for block in vectors.blocks(first, last):
+                step = max(1, count // TRAINED_ON)
+                self._index.train(np.ascontiguousarray(vectors.every(0, count, step)))
+            with ProgressBar("indexing", total=count, unit="chunks") as bar:
+                for block in vectors.blocks(0, count):
                     self._index.add(np.ascontiguousarray(block))
                     bar.advance(len(block))
             lists = faiss.try_extract_index_ivf(self._index)
@@ -67,7 +66,7 @@ class NearestVectors:
         except RuntimeError as error:
             told = str(error).rsplit(": ", 1)[-1]
             raise ConfigError(
-                f"--index {factory}: faiss cannot build it of {self._count:,} vectors of {width} numbers ({told})",
+                f"--index {factory}: faiss cannot build it of {count:,} vectors of {width} numbers ({told})",
                 hint="Flat does for any; faiss's index factory names the others",
             ) from None
 
@@ -84,8 +83,7 @@ class NearestVectors:
             short = []
             for start in range(0, todo.size, at_once := max(1, PAIRS // width)):
                 own = todo[start : start + at_once]
-                places = self._index.search(np.ascontiguousarray(vectors[own]), width)[1]
-                rows = np.where(places >= 0, places + self._first, -1)
+                rows = self._index.search(np.ascontiguousarray(vectors[own]), width)[1]
                 good = allowed(own, rows)
                 first = np.argsort(~good, axis=1, kind="stable")[:, :count]
                 chosen = np.where(np.take_along_axis(good, first, 1), np.take_along_axis(rows, first, 1), -1)

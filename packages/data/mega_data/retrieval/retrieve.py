@@ -154,7 +154,7 @@ class _Making:
         missing = list(self._found.missing())
         if not missing:
             return named, self._found
-        index = NearestVectors(self._keys, 0, self.own.stop, factory=named, probes=self.search_for.probes)
+        index = NearestVectors(self._keys, self.own.stop, factory=named, probes=self.search_for.probes)
         copies = Copies(self.chunks, self.found_in)
         with ProgressBar("searching", total=sum(map(len, missing)), unit="chunks") as bar:
             for span in missing:

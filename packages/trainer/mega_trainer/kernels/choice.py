@@ -37,6 +37,7 @@ class Facts:
         half: whether activations are bf16 or fp16.
         head: size of a head's keys, and of its values.
         softcap: whether scores are capped.
+        biased: whether something is added to them, as relative positions are.
         taps: of the model's short convolutions.
     """
 
@@ -46,6 +47,7 @@ class Facts:
     half: bool
     head: tuple[int, int]
     softcap: bool
+    biased: bool = False
     taps: frozenset[int] = frozenset()
 
     @property
@@ -122,7 +124,9 @@ def _linear(name: str, facts: Facts) -> tuple[str, str]:
 
 def _asked_attention(name: str, facts: Facts) -> tuple[str, str]:
     problem = None
-    if name == "flex":
+    if facts.biased and name not in ("sdpa", "varlen"):
+        problem = "sdpa and varlen alone add relative positions to scores here"
+    elif name == "flex":
         problem = facts.no_gpu
     elif name == "te":
         problem = facts.no_gpu or facts.odd_heads or facts.lacks("transformer-engine")
@@ -139,6 +143,8 @@ def _best_attention(facts: Facts) -> tuple[str, str]:
     """On Hopper flash-attn 3 is the fastest, torch's own choice, cuDNN there, close to it; neither knows every score."""
     if facts.no_gpu:
         return "sdpa", "on a CPU"
+    if facts.biased:
+        return "sdpa", "auto: relative positions are added to scores"
     if facts.flash3:
         return "flash 3", "auto: on Hopper, and installed"
     if not facts.half:
