@@ -18,13 +18,15 @@ from mega_ckpt.convert import convert
 from mega_ckpt.source import open_source
 from mega_ckpt.store import Checkpoint, latest, place
 from mega_common.errors import CheckpointError, ConfigError
+from mega_data.loader import StepBatch
 from mega_trainer.batch import micro_batches
 from mega_trainer.config import RunConfig
 from mega_trainer.mesh import Groups
+from mega_trainer.optim.zero import Optimizer
 from mega_trainer.ranks import Ranks
 from mega_trainer.rng import Dropout
 from mega_trainer.state import TrainState
-from mega_trainer.step import count_tokens, train_step
+from mega_trainer.step import StepResult, count_tokens, train_step
 from mega_trainer.train import assemble, begin, run
 
 CONSTANT = {"name": "constant"}
@@ -160,6 +162,40 @@ def test_frozen_tensors_stay_as_they_are_and_have_no_moments(settings: Settings,
     assert not [key for key in after.keys("optimizer/") if "embed_tokens" in key or ".mlp." in key]
 
 
+def first_step(raw: dict[str, Any]) -> tuple[StepBatch, StepResult, Optimizer]:
+    """A step of a run with two samples, whose weights stay, and what has its gradients."""
+    config = RunConfig.parse({**raw, "batch": {"micro": 2, "global": 2}})
+    state, executor = assemble(config, Groups(), torch.device("cpu"))
+    begin(state, None, Groups().world, None)
+    batch = synthetic(config, 0, 0, 1, closed=False)
+    batch = replace(batch, position_ids=np.broadcast_to(np.arange(16), batch.tokens.shape))
+    micro = list(micro_batches(batch, config, torch.device("cpu")))
+    tokens = count_tokens(batch, 0, Groups())
+    return batch, train_step(executor, state.optimizer, micro, tokens=tokens, lr=0.0, clip=0.0), state.optimizer
+
+
+def check_is_peft_s(step: tuple[StepBatch, StepResult, Optimizer], theirs: torch.nn.Module) -> None:
+    """Loss, and gradients of the adapter, are those of PEFT's model."""
+    batch, result, optimizer = step
+    logits = theirs(torch.from_numpy(batch.tokens)).logits
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), torch.from_numpy(batch.labels), reduction="none")
+    weights = torch.from_numpy(batch.loss_weights)
+    loss = (losses * weights).sum() / weights.sum()
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    expected = {
+        name.removeprefix("base_model.model.")
+        .replace(".default", "")
+        .replace("vector.weight", "vector"): parameter.grad
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    found = optimizer.gradients()
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(whole(found[name]), gradient, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("dropout", "dora"), [(0.0, False), (0.3, False), (0.0, True)])
 def test_gradients_are_peft_s(settings: Settings, tmp_path: Path, dropout: float, dora: bool) -> None:
     """With dropout, by the same masks: one for the projections that one product makes."""
@@ -184,34 +220,11 @@ def test_gradients_are_peft_s(settings: Settings, tmp_path: Path, dropout: float
         "dora": dora,
         "init_from": str(tmp_path / "adapter"),
     }
-    raw = settings(init_from=str(tmp_path / "hf"), lora=lora, batch={"micro": 2, "global": 2}, data={"order": "stable"})
-    config = RunConfig.parse(raw)
-    state, executor = assemble(config, Groups(), torch.device("cpu"))
-    begin(state, None, Groups().world, None)
-    batch = synthetic(config, 0, 0, 1, closed=False)
-    batch = replace(batch, position_ids=np.broadcast_to(np.arange(16), batch.tokens.shape))
-    micro = list(micro_batches(batch, config, torch.device("cpu")))
-    tokens = count_tokens(batch, 0, Groups())
-    result = train_step(executor, state.optimizer, micro, tokens=tokens, lr=0.0, clip=0.0)
-    drops = Dropout(config.train.seed, [int(sample) for sample in batch.sample_ids], [range(16)])
+    raw = settings(init_from=str(tmp_path / "hf"), lora=lora, data={"order": "stable"})
+    step = first_step(raw)
+    drops = Dropout(RunConfig.parse(raw).train.seed, [int(sample) for sample in step[0].sample_ids], [range(16)])
     for name, module in theirs.named_modules() if dropout else ():
         if isinstance(module, torch.nn.Dropout) and "lora_dropout" in name:
             site = name.removeprefix("base_model.model.").replace("v_proj", "q_proj").split(".lora_dropout")[0]
             module.forward = lambda x, site=f"{site}.lora": drops.inputs(x, dropout, site, x.shape[-1])
-    logits = theirs(torch.from_numpy(batch.tokens)).logits
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), torch.from_numpy(batch.labels), reduction="none")
-    weights = torch.from_numpy(batch.loss_weights)
-    loss = (losses * weights).sum() / weights.sum()
-    loss.backward()
-    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
-    expected = {
-        name.removeprefix("base_model.model.")
-        .replace(".default", "")
-        .replace("vector.weight", "vector"): parameter.grad
-        for name, parameter in theirs.named_parameters()
-        if parameter.requires_grad
-    }
-    found = state.optimizer.gradients()
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(whole(found[name]), gradient, rtol=1e-5, atol=1e-6)
+    check_is_peft_s(step, theirs)

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from parity.worker import synthetic, whole
 from safetensors.torch import save_file
-from trainer.test_lora import CONSTANT, bits, checkpoint_of, trained
+from trainer.test_lora import CONSTANT, bits, check_is_peft_s, checkpoint_of, first_step, trained
 
 from mega_ckpt.convert import convert
 from mega_ckpt.source import open_source
 from mega_common.errors import ConfigError
-from mega_trainer.batch import micro_batches
 from mega_trainer.config import RunConfig
 from mega_trainer.mesh import Groups
 from mega_trainer.parallel.param import packed_of
 from mega_trainer.plan.advice import run_shape
 from mega_trainer.plan.memory import memory
 from mega_trainer.state import TrainState, weights_of
-from mega_trainer.step import count_tokens, train_step
-from mega_trainer.train import assemble, begin
+from mega_trainer.train import assemble
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 Settings = Callable[..., dict[str, Any]]
@@ -132,27 +127,4 @@ def test_loss_and_gradients_are_those_of_transformers_bitsandbytes_and_peft(tuni
     theirs.enable_input_require_grads()  # without a gradient to bring back, bitsandbytes multiplies in bf16 on some CPUs
     theirs.save_pretrained(tmp_path / "adapter")
     lora = {"alpha": 5, "init_from": str(tmp_path / "adapter")}
-    raw = tuning(init_from=str(tmp_path / "hf"), lora=lora, batch={"micro": 2, "global": 2})
-    config = RunConfig.parse(raw)
-    state, executor = assemble(config, Groups(), torch.device("cpu"))
-    begin(state, None, Groups().world, None)
-    batch = synthetic(config, 0, 0, 1, closed=False)
-    batch = replace(batch, position_ids=np.broadcast_to(np.arange(16), batch.tokens.shape))
-    micro = list(micro_batches(batch, config, torch.device("cpu")))
-    tokens = count_tokens(batch, 0, Groups())
-    result = train_step(executor, state.optimizer, micro, tokens=tokens, lr=0.0, clip=0.0)
-    logits = theirs(torch.from_numpy(batch.tokens)).logits
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), torch.from_numpy(batch.labels), reduction="none")
-    weights = torch.from_numpy(batch.loss_weights)
-    loss = (losses * weights).sum() / weights.sum()
-    loss.backward()
-    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
-    expected = {
-        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
-        for name, parameter in theirs.named_parameters()
-        if parameter.requires_grad
-    }
-    found = state.optimizer.gradients()
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(whole(found[name]), gradient, rtol=1e-5, atol=1e-6)
+    check_is_peft_s(first_step(tuning(init_from=str(tmp_path / "hf"), lora=lora)), theirs)

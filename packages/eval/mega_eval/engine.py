@@ -214,7 +214,7 @@ class Engine:
             known = 1 + len(row.drafts)
             events.append(self._next(row, logits[own][-known:], likeliest[own][-known:]))
         if isinstance(self._drafter, MtpDrafter):
-            self._keep(self._drafter, work, done, x)
+            self._drafter.keep(work, done, x)
         return events
 
     def _check(self, request: Request) -> None:
@@ -275,11 +275,12 @@ class Engine:
             return
         rows = [row for row in self._running if row.generates and row.text.room > 1]
         asked = [(row, row.so_far(count)) for row in rows if (count := row.trust.count())]
+        if not asked:
+            return
         if isinstance(self._drafter, MtpDrafter):
-            asked = [one for one in asked if one[0].ahead]  # all that others have computed has nothing for it yet
-            found = self._drafter.propose([row for row, _ in asked]) if asked else []
+            found = self._drafter.propose([row for row, _ in asked])
         else:
-            found = self._drafter.propose([request for _, request in asked]) if asked else []
+            found = self._drafter.propose([request for _, request in asked])
         for (row, request), drafts in zip(asked, found, strict=True):
             row.drafts = drafts[: request.limits.max_new_tokens]
 
@@ -340,15 +341,6 @@ class Engine:
         images = seen_columns([(row.request.images, row.done, count) for row, count in work], device)
         x = model(model.embed(torch.tensor(tokens, device=device)[:, None], columns, images=images), context)
         return x, model.logits(x[torch.tensor(wanted, dtype=torch.int64, device=device)]).squeeze(1)
-
-    @torch.inference_mode()
-    def _keep(self, drafter: MtpDrafter, work: Sequence[tuple[Row, int]], done: Sequence[int], x: Tensor) -> None:
-        """Give the drafter what the step has made of tokens that stand: x [N, 1, D]; `done` of each row were computed before."""
-        hidden, first = self._model.head.norm(x), 0
-        for (row, count), before in zip(work, done, strict=True):
-            if row.text.finish is None:
-                drafter.keep(row, hidden[first : first + row.done - before])
-            first += count
 
     def _likeliest(self, logits: Tensor) -> list[int]:
         """The likeliest token of each row of logits [M, V]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -97,20 +97,20 @@ def for_inference(executor: Executor, run: RunConfig) -> Decoder:
         model: Decoder = StagedDecoder(build, executor.schedule.owners, own)
     else:
         model = GatheredDecoder(build, live) if run.parallel.zero == 3 else model_class(config)(build)
+    names = set(dict(model.named_buffers()))
+    if not isinstance(model, GatheredDecoder):  # whose weights come when they are needed
+        names |= dict(model.named_parameters()).keys()
     before = 0
     for _, stage in sorted(executor.stages.items()):
-        _share(stage, model, before)
+        _share(stage, model, names, before)
         before += len(stage.layers)
     return model.eval()
 
 
-def _share(live: Decoder, model: Decoder, before: int) -> None:
-    """Give a model the tensors of a part of one in training, whose layers come behind so many others there."""
-    names = {name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named}
+def _share(live: Decoder, model: Decoder, names: Container[str], before: int) -> None:
+    """Give a model, of its tensors of these `names`, those of a part of one in training, behind so many layers of other parts."""
     for named in (live.named_parameters(), live.named_buffers()):
         for name, tensor in named:
-            if isinstance(model, GatheredDecoder) and isinstance(tensor, nn.Parameter):
-                continue  # which come when they are needed
             first, _, rest = name.partition(".")
             if first == "layers":
                 number, _, rest = rest.partition(".")
@@ -118,6 +118,6 @@ def _share(live: Decoder, model: Decoder, before: int) -> None:
             if name in names:  # predictors are not, nor is what they embed with
                 owner, _, last = name.rpartition(".")
                 setattr(model.get_submodule(owner), last, tensor)
-    if live.stage.heads and model.matrix is not None and not isinstance(model, GatheredDecoder):
+    if live.stage.heads and "matrix" in names:
         assert isinstance(live.head_weight, nn.Parameter)
         model.matrix = live.head_weight  # the embedding's copy, where predictors have one

@@ -33,14 +33,28 @@ class MtpDrafter:
     def __init__(self, model: Decoder, cache: PagedCache) -> None:
         self._model, self._cache = model, cache
 
-    def keep(self, row: Row, hidden: Tensor) -> None:
-        """The row's next tokens are computed, and are right: the model's normed output [N, 1, D] of them."""
-        row.ahead = row.ahead or [hidden[:0]] * len(self._model.predictors)
-        row.ahead[0] = torch.cat([row.ahead[0], hidden])
+    @torch.inference_mode()
+    def keep(self, work: Sequence[tuple[Row, int]], done: Sequence[int], x: Tensor) -> None:
+        """The stream x [N, 1, D] that a step made of so many tokens of each row, of which `done` were computed before; those
+        that stand are kept.
+        """
+        hidden, first = self._model.head.norm(x), 0
+        for (row, count), before in zip(work, done, strict=True):
+            if row.text.finish is None:
+                row.ahead = row.ahead or [hidden[:0]] * len(self._model.predictors)
+                row.ahead[0] = torch.cat([row.ahead[0], hidden[first : first + row.done - before]])
+            first += count
+
+    def propose(self, rows: Sequence[Row]) -> list[list[int]]:
+        """The tokens that may follow the text of each row, all of whose tokens but the last are computed; none where all these
+        were by another row, whose stream was not kept for this one.
+        """
+        known = [row for row in rows if row.ahead]
+        found = iter(self._guesses(known) if known else [])
+        return [next(found) if row.ahead else [] for row in rows]
 
     @torch.inference_mode()
-    def propose(self, rows: Sequence[Row]) -> list[list[int]]:
-        """The tokens that may follow the text of each row, all of whose tokens but the last are computed."""
+    def _guesses(self, rows: Sequence[Row]) -> list[list[int]]:
         guesses: list[list[int]] = [[] for _ in rows]
         inputs, unread = [row.ahead[0] for row in rows], [row.done for row in rows]
         for k in range(len(self._model.predictors)):

@@ -53,17 +53,22 @@ def open_weights(folder: Place) -> WeightFiles:
     """
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         files = [SafetensorsFile.open(folder / name) for name in _names(folder, SINGLE, INDEX)]
-        found = {file.path.name: _tensors(file) for file in files}
-        _check_index(folder, SINGLE, INDEX, found)
-        return WeightFiles(_together(found), {file.path.name: file.header for file in files})
+        held = {file.path.name: _tensors(file) for file in files}
+        _check_index(folder, SINGLE, INDEX, held)
+        return WeightFiles(_together(held), {file.path.name: file.header for file in files})
     if (folder / TORCH_SINGLE).is_file() or (folder / TORCH_INDEX).is_file():
         if not isinstance(folder, Path):
             raise CheckpointError(f"{folder}: pickled weights are read from a folder here", hint="download it first")
-        held = {name: state_tensors(folder / name) for name in _names(folder, TORCH_SINGLE, TORCH_INDEX)}
-        _check_index(folder, TORCH_SINGLE, TORCH_INDEX, held)
-        state = beside(folder, held)
-        named = {name: {key: plain(one.path, one) for key, one in tensors.items()} for name, tensors in held.items()}
-        return WeightFiles(_together(named) if state is None else state.weights, foreign=state)
+        saved = {name: state_tensors(folder / name) for name in _names(folder, TORCH_SINGLE, TORCH_INDEX)}
+        _check_index(folder, TORCH_SINGLE, TORCH_INDEX, saved)
+        state = beside(folder, saved)
+        if state is not None:
+            return WeightFiles(state.weights, foreign=state)
+        return WeightFiles(
+            _together(
+                {name: {key: plain(one.path, one) for key, one in tensors.items()} for name, tensors in saved.items()}
+            )
+        )
     foreign = foreign_state(folder) if isinstance(folder, Path) else None
     if foreign is not None:
         return WeightFiles(foreign.weights, foreign=foreign)
