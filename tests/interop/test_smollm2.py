@@ -178,7 +178,7 @@ def test_answers_are_learned_the_same_in_two_layouts_and_the_chat_goes_with_the_
         (tmp_path / "run.yaml").write_text(yaml.safe_dump({**run, "parallel": layout, "output": str(out)}))
         call("train", tmp_path / "run.yaml", "--nproc", str(next(iter(layout.values()))))
         losses.append([json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()])
-    assert losses[0] == pytest.approx(losses[1], rel=3e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=3e-5, abs=1e-6)  # fp32 rounds what is left of a learned answer
     assert losses[0][-1] < 0.5 * losses[0][0]
     convert(tmp_path / "tp", tmp_path / "out", "hf")
     chat = transformers.pipeline("text-generation", str(tmp_path / "out"), dtype=torch.float32)
