@@ -121,7 +121,9 @@ def test_a_model_in_training_says_what_its_checkpoint_does_wherever_its_parts_ar
 def check(raw: dict[str, Any], tmp_path: Path) -> None:
     told, settings = lines(raw), {**raw, "parallel": {}}
     trained(without := {**settings, "eval": {}, "output": str(tmp_path / "without")})
-    assert [line["loss"] for line in told] == pytest.approx([line["loss"] for line in lines(without)], rel=3e-5, abs=1e-6)
+    assert [line["loss"] for line in told] == pytest.approx(
+        [line["loss"] for line in lines(without)], rel=3e-5, abs=1e-6
+    )
     scores = [{name: value for name, value in line.items() if name.startswith("eval/")} for line in told]
     assert not scores[0]
     assert scores[1].keys() == scores[2].keys() != set()
