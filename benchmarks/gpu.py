@@ -24,8 +24,9 @@ from typing import Any, get_args
 
 import record
 import torch
+from sides import spread
 from torch import Tensor
-from train_step import ours, seconds, settings, spread, theirs
+from train_step import ours, seconds, settings, theirs
 
 from mega_common.errors import ConfigError
 from mega_trainer.build import choose_kernels, dtype_of, make_kernels

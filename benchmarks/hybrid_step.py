@@ -3,22 +3,25 @@
     python benchmarks/hybrid_step.py [--rounds 5] [--threads 2] [--processor-time] [--dry]
 
 Bamba has Mamba-2 and attention, Qwen3.5 gated delta nets and gated attention, each with an MLP in every layer. The models
-are made by transformers, which has neither of the kernels for a GPU here, and read from its folders; steps take turns.
+are made by transformers, which has neither of the kernels for a GPU here, and read from its folders. Each side has a process of its
+own; they take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable
-from time import perf_counter, process_time
+from pathlib import Path
 from typing import Any
 
+import bare_step
 import record
 import torch
 import transformers
-from train_step import ours, seconds, spread, tokens
+from sides import Side, spread, times_in_turn
+from train_step import STEPS, bare, ours
 
 from mega_trainer.config import RunConfig, resolve
 
@@ -48,36 +51,27 @@ def settings(folder: str) -> RunConfig:
     return RunConfig.parse(resolve({**run, "model": {"from": folder}}))
 
 
-def theirs(model: torch.nn.Module, config: RunConfig) -> Callable[[], object]:
-    """A step by transformers' own loss, torch's clipping and its fused AdamW."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    ids = torch.from_numpy(tokens(config)[:, :-1].copy())
-
-    def step() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def compare(hf: Any, rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
+def compare(hf: Any, rounds: int, threads: int, clock: str) -> dict[str, Any]:
     """Tokens per second of both, and the ratio of the pairs."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(hf)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        config = settings(folder)
-    mine, other = ours(config), theirs(model, config)
-    mine(), other()
-    times = [(seconds(mine, clock=clock), seconds(other, clock=clock)) for _ in range(rounds)]
-    rate = {
-        name: round(ROWS * LENGTH / statistics.median(column))
-        for name, column in zip(("mega", "transformers"), zip(*times, strict=True), strict=True)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as given:
+        transformers.AutoModelForCausalLM.from_config(hf).save_pretrained(folder)
+        sides = {
+            "mega": Side(__file__, "--serve", folder, str(threads)),
+            "transformers": bare(settings(folder), hf.to_dict(), threads, Path(given)),
+        }
+        times = times_in_turn(sides, str(STEPS), rounds, clock)
+    rate = {name: round(ROWS * LENGTH / statistics.median(values)) for name, values in times.items()}
+    mine, other = times["mega"], times["transformers"]
+    return {
+        "tokens_per_second": rate,
+        "speed_over_transformers": spread([b / a for a, b in zip(mine, other, strict=True)]),
     }
-    return {"tokens_per_second": rate, "speed_over_transformers": spread([b / a for a, b in times])}
+
+
+def serve(folder: str, threads: str) -> None:
+    """Our side."""
+    torch.set_num_threads(int(threads))
+    bare_step.answer_calls(ours(settings(folder)))
 
 
 def main() -> None:
@@ -87,9 +81,8 @@ def main() -> None:
     parser.add_argument("--processor-time", action="store_true", help="time the processors' work, not the wall's clock")
     parser.add_argument("--dry", action="store_true", help="write no result")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    clock = process_time if options.processor_time else perf_counter
-    results = {name: compare(hf, options.rounds, clock) for name, hf in MODELS.items()}
+    clock = "processor" if options.processor_time else "wall"
+    results = {name: compare(hf, options.rounds, options.threads, clock) for name, hf in MODELS.items()}
     for name, result in results.items():
         print(name, result)
     if not options.dry:
@@ -97,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(*sys.argv[2:]) if sys.argv[1:2] == ["--serve"] else main()

@@ -2,8 +2,8 @@
 
     python benchmarks/train_step.py [--rounds 7] [--threads 2]
 
-One process, interleaved: each round times a few steps of each contestant in turn, so that a machine that slows down
-slows them all; the ratios are medians over rounds. transformers is its Llama with scaled-dot-product attention and torch's
+Each contestant in a process of its own (`bare_step.py` is transformers'), which take turns: each round times a few steps of
+each, so that a machine that slows down slows them all; the ratios are medians over rounds. transformers is its Llama with scaled-dot-product attention and torch's
 fused AdamW; in bf16 its weights, gradients and moments are bf16 (the fastest it has), while mega keeps fp32 gradients, moments
 and main weights. Both also run compiled: transformers' whole model, and mega with `compile: true`. With --processor-time the
 clock is that of all threads of this process, for a machine with other work to do. The floor is the time of the step's matrix products alone, each at the
@@ -13,15 +13,21 @@ shape and precision it has in the step.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import sys
+import tempfile
 from collections.abc import Callable
-from time import perf_counter, process_time
+from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal
 
+import bare_step
 import numpy as np
 import record
 import torch
 import transformers
+from sides import Side, spread, times_in_turn
 
 from mega_data.loader import StepBatch
 from mega_trainer.batch import micro_batches
@@ -36,6 +42,7 @@ from mega_trainer.train import assemble
 LAYERS, WIDTH, FFN, HEADS, VOCABULARY, BATCH, LENGTH = 4, 256, 688, 4, 16_384, 8, 256
 STEPS = 3  # of each contestant in a round
 CPU = torch.device("cpu")
+HERE = Path(__file__).parent
 
 
 MODEL = {
@@ -89,29 +96,21 @@ def ours(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
     return step
 
 
-def theirs(config: RunConfig, device: torch.device = CPU, *, compiled: bool = False) -> Callable[[], object]:
+def hf_config(config: RunConfig) -> transformers.LlamaConfig:
     model = config.model
-    llama = transformers.LlamaConfig(
+    return transformers.LlamaConfig(
         vocab_size=model.vocab_size, hidden_size=model.hidden_size, intermediate_size=model.ffn_hidden_size,
         num_hidden_layers=model.num_layers, num_attention_heads=model.num_attention_heads,
         num_key_value_heads=model.kv_heads, tie_word_embeddings=model.tie_embeddings,
         max_position_embeddings=config.data.seq_length, attn_implementation="sdpa",
     )  # fmt: skip
+
+
+def theirs(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
     with device:
-        llama_model = transformers.LlamaForCausalLM(llama).to(dtype_of(config))
-    if compiled:
-        llama_model.compile()
-    if config.recompute.kind == "full":
-        llama_model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(llama_model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        llama = transformers.LlamaForCausalLM(hf_config(config)).to(dtype_of(config))
     ids = torch.from_numpy(tokens(config)[:, :-1].copy()).to(device)
-
-    def step() -> None:
-        llama_model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        torch.nn.utils.clip_grad_norm_(llama_model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
+    step: Callable[[], object] = bare_step.step_of(llama, ids, recompute=config.recompute.kind == "full")
     return step
 
 
@@ -137,29 +136,47 @@ def floor(precision: str) -> Callable[[], object]:
     return step
 
 
-def seconds(step: Callable[[], object], device: torch.device = CPU, clock: Callable[[], float] = perf_counter) -> float:
+def seconds(step: Callable[[], object], device: torch.device = CPU) -> float:
     """Of one step, the mean of a few."""
-    begin = clock()
+    begin = perf_counter()
     for _ in range(STEPS):
         step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (clock() - begin) / STEPS
+    return (perf_counter() - begin) / STEPS
 
 
-def compare(precision: str, rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
-    config = settings(precision)
-    contestants = {
-        "mega": ours(config), "mega, compile": ours(settings(precision, compiled=True)),
-        "transformers": theirs(config), "transformers, compiled": theirs(config, compiled=True),
-        "floor": floor(precision),
+def serve(precision: str, contestant: str, threads: str) -> None:
+    """One of ours, or the floor, for `sides`."""
+    torch.set_num_threads(int(threads))
+    if contestant == "floor":
+        bare_step.answer_calls(floor(precision))
+    else:
+        bare_step.answer_calls(ours(settings(precision, compiled=contestant == "compiled")))
+
+
+def bare(config: RunConfig, model: dict[str, Any], threads: int, folder: Path, *, compiled: bool = False) -> Side:
+    """transformers' side, on the same tokens."""
+    given = {
+        "model": model, "tokens": tokens(config)[:, :-1].tolist(), "threads": threads, "compiled": compiled,
+        "dtype": str(dtype_of(config)).removeprefix("torch."),
     }  # fmt: skip
-    for step in contestants.values():
-        step()
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, step in contestants.items():
-            times[name].append(seconds(step, clock=clock))
+    file = folder / f"{len(list(folder.iterdir()))}.json"
+    file.write_text(json.dumps(given))
+    return Side(str(HERE / "bare_step.py"), str(file))
+
+
+def compare(precision: str, rounds: int, threads: int, clock: str) -> dict[str, Any]:
+    config = settings(precision)
+    model = hf_config(config).to_dict()
+    with tempfile.TemporaryDirectory() as folder:
+        sides = {
+            name: Side(__file__, "--serve", precision, contestant, str(threads))
+            for name, contestant in (("mega", "plain"), ("mega, compile", "compiled"), ("floor", "floor"))
+        }
+        sides["transformers"] = bare(config, model, threads, Path(folder))
+        sides["transformers, compiled"] = bare(config, model, threads, Path(folder), compiled=True)
+        times = times_in_turn(sides, str(STEPS), rounds, clock)
 
     def ratio(other: str, mine: str) -> dict[str, float]:
         return spread([a / b for a, b in zip(times[other], times[mine], strict=True)])
@@ -168,16 +185,12 @@ def compare(precision: str, rounds: int, clock: Callable[[], float]) -> dict[str
     return {
         "tokens_per_second": rate,
         "speed_over_transformers": ratio("transformers", "mega"),
-        "speed_over_compiled_transformers": ratio("transformers, compiled", "mega"),
+        "compiled_speed_over_transformers": ratio("transformers", "mega, compile"),
         "compiled_speed_over_compiled_transformers": ratio("transformers, compiled", "mega, compile"),
         "compiled_speed_over_uncompiled": ratio("mega", "mega, compile"),
         "share_of_floor": ratio("floor", "mega"),
         "transformers_share_of_floor": ratio("floor", "transformers"),
     }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
 
 
 def main() -> None:
@@ -187,18 +200,16 @@ def main() -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16"], nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--processor-time", action="store_true", help="time the processors' work, not the wall's clock")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     model = settings("fp32").model
     results: dict[str, Any] = {
         "parameters": count_parameters(model).total, "batch": [BATCH, LENGTH], "threads": options.threads,
         "clock": "processor" if options.processor_time else "wall",
     }  # fmt: skip
-    clock = process_time if options.processor_time else perf_counter
     for precision in options.precision:
-        results[precision] = compare(precision, options.rounds, clock)
+        results[precision] = compare(precision, options.rounds, options.threads, results["clock"])
         print(precision, results[precision])
     print("written to", record.write("train_step", results, ["torch", "transformers"]))
 
 
 if __name__ == "__main__":
-    main()
+    serve(*sys.argv[2:]) if sys.argv[1:2] == ["--serve"] else main()

@@ -6,8 +6,12 @@ rounded to the weight's precision first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+PIECE = 1 << 18  # elements
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
@@ -33,7 +37,9 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor, *, add: bool) -> Tensor:
     """Values, in at least fp32, times a scalar: the gradient of a weight of `dtype`, into `out` as for `product`."""
     if not _at_once(out):  # not fused, or it would not be rounded as what autograd hands on is
-        return put(out, (values * scale).to(dtype), add=add)
+        for some, part in zip(_pieces(out), _pieces(values), strict=True):
+            put(some, (part * scale).to(dtype), add=add)
+        return out
     return out.addcmul_(values, scale) if add else torch.mul(values, scale, out=out)
 
 
@@ -51,7 +57,18 @@ def rows(values: Tensor, places: Tensor, out: Tensor, *, add: bool) -> Tensor:
 
 def put(out: Tensor, values: Tensor, *, add: bool) -> Tensor:
     """Values into `out`, or with `add` to what is there."""
-    return out.add_(values) if add else out.copy_(values)
+    if not add:
+        return out.copy_(values)
+    if _at_once(out) or out.dtype == values.dtype:
+        return out.add_(values)
+    for some, part in zip(_pieces(out), _pieces(values), strict=True):
+        some.add_(part)
+    return out
+
+
+def _pieces(whole: Tensor) -> Sequence[Tensor]:
+    """By its first axis, each small enough that what a CPU makes of it before it adds, in another precision, stays in its cache."""
+    return torch.split(whole, max(1, PIECE * len(whole) // max(1, whole.numel())))
 
 
 def _at_once(out: Tensor) -> bool:

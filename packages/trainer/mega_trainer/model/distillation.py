@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mega_trainer.batch import SoftLabels
 from mega_trainer.comm import Group, all_gather
-from mega_trainer.model.loss import capped, chunk_of, logits_of, over_ranks, place_of, slope
+from mega_trainer.model.loss import capped, chunks_of, logits_of, over_ranks, place_of, slope
 
 
 class AgainstTeacher:
@@ -32,13 +32,13 @@ class AgainstTeacher:
         lse, mean = over_ranks(scaled.logsumexp(-1), (shares * held).sum(-1), self.group)
         return lse, self.temperature**2 * ((shares * told).sum(-1) - mean + lse)
 
-    def gradient(self, logits: Tensor, lse: Tensor, weights: Tensor, part: slice) -> Tensor:
+    def turn(self, logits: Tensor, lse: Tensor, weights: Tensor, part: slice) -> None:
         """See `Labels`: t (student - teacher)."""
         out = (capped(logits, self.softcap) / self.temperature - lse[:, None]).exp_()
         shares = torch.where(self.here[part], self.log_shares[part].exp(), 0.0)
         out.scatter_add_(1, self.target[part], -shares.to(out.dtype))
         out.mul_(self.temperature * weights.to(out.dtype)[:, None])
-        return (out if self.softcap is None else out.mul_(slope(logits, self.softcap))).to(logits.dtype)
+        logits.copy_(out if self.softcap is None else out.mul_(slope(logits, self.softcap)))
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def likeliest(
     """
     rows = head.shape[0]
     found = []
-    for chunk in torch.split(hidden, chunk_of(hidden, rows)):
+    for chunk in torch.split(hidden, chunks_of(hidden, rows)[1]):
         logits = capped(logits_of(chunk, head, bias, group, vocab_size), softcap)
         lse, _ = over_ranks(logits.logsumexp(-1), torch.zeros_like(logits[:, 0]), group)
         values, ids = logits.topk(min(count, rows))

@@ -22,9 +22,9 @@ from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.parallel.param import main_grad_of
 
-# Elements of one chunk's logits: on a CPU they should stay in its cache, on a GPU fill it with work. The second number is for
-# those of 16 bits in compiled leaves, which hold them so: others widen all of them first.
-CHUNK_ELEMENTS = {"cpu": (1 << 21, 1 << 22), "cuda": (1 << 27, 1 << 27)}
+# Elements of one chunk's logits, as products make them and, of these, as the leaves go through them: on a GPU a chunk should fill
+# it with work, on a CPU what the leaves hold should stay in its cache.
+CHUNK_ELEMENTS = {"cpu": (1 << 24, 1 << 21), "cuda": (1 << 27, 1 << 27)}
 
 
 class _HeadLoss(Function):
@@ -39,23 +39,28 @@ class _HeadLoss(Function):
         vocab_size: int,
         differentiable: bool,
         bias: Tensor | None,
-        step: int,
+        sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor]:
         losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
         d_hidden = torch.empty_like(hidden) if differentiable else None
         d_head = torch.empty_like(head, dtype=losses.dtype) if differentiable and head.requires_grad else None
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=losses.dtype)
+        step, few = sizes
+        room = hidden.new_empty(min(step, len(hidden)), len(head))  # of all chunks: a CPU pays most for new memory
         for start in range(0, hidden.shape[0], step):
-            part = slice(start, start + step)
-            logits = logits_of(hidden[part], head, bias, group, vocab_size)
-            lse, losses[part] = labels.losses(logits, part)
+            chunk = slice(start, start + step)
+            logits = logits_of(hidden[chunk], head, bias, group, vocab_size, room)
+            for at, some in enumerate(torch.split(logits, few)):
+                part = slice(start + at * few, start + at * few + len(some))
+                lse, losses[part] = labels.losses(some, part)
+                if d_hidden is not None:
+                    labels.turn(some, lse, weights[part], part)
             if d_hidden is not None:
-                d_logits = labels.gradient(logits, lse, weights[part], part)
-                torch.mm(d_logits, head, out=d_hidden[part])
+                torch.mm(logits, head, out=d_hidden[chunk])
                 if d_head is not None:
-                    products.product(d_logits.t(), hidden[part], d_head, add=start > 0)
+                    products.product(logits.t(), hidden[chunk], d_head, add=start > 0)
                 if d_bias is not None:
-                    d_bias += d_logits.sum(0, dtype=d_bias.dtype)
+                    d_bias += logits.sum(0, dtype=d_bias.dtype)
         if d_hidden is not None:
             ctx.save_for_backward(d_hidden, d_head, d_bias)
         ctx.dtype, ctx.main = head.dtype, main_grad_of(head)
@@ -86,8 +91,8 @@ class Labels(Protocol):
         """Of this rank's logits [n, R] of some tokens the logarithm of the sum of exponentials over all ranks, and the losses:
         [n] each, in at least fp32."""
 
-    def gradient(self, logits: Tensor, lse: Tensor, weights: Tensor, part: slice) -> Tensor:
-        """That of the losses, weighted by [n], with respect to the logits: [n, R], as these are."""
+    def turn(self, logits: Tensor, lse: Tensor, weights: Tensor, part: slice) -> None:
+        """The logits [n, R] into the gradient of the losses, weighted by [n], with respect to them."""
 
 
 class OneLabel:
@@ -104,13 +109,12 @@ class OneLabel:
         lse, label_logit = over_ranks(*sums, self.group)
         return lse, lse - label_logit
 
-    def gradient(self, logits: Tensor, lse: Tensor, weights: Tensor, part: slice) -> Tensor:
+    def turn(self, logits: Tensor, lse: Tensor, weights: Tensor, part: slice) -> None:
         """See `Labels`."""
         here, target = self.here[part], self.target[part]
-        d_logits, of_label = self.leaves(gradient_leaf, logits, lse, here, target, weights, self.softcap)
+        of_label = self.leaves(gradient_leaf, logits, lse, here, target, weights, self.softcap)
         # not scatter_, which on a CPU copies the whole of them first
-        d_logits[self.rows[: len(d_logits)], target.squeeze(1)] = of_label.squeeze(1)
-        return d_logits
+        logits[self.rows[: len(logits)], target.squeeze(1)] = of_label.squeeze(1)
 
 
 def place_of(ids: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
@@ -156,22 +160,25 @@ def head_loss(
             weights = weigh(-head_loss(hidden, head, labels, weights, group, vocab_size, softcap, leaves, bias)[1])
     leaves = leaves or Leaves()
     against = soft or OneLabel(labels, head.shape[0], group, softcap, leaves)
-    step = chunk_of(hidden, head.shape[0], compiled=leaves.compiled)
+    sizes = chunks_of(hidden, head.shape[0])
     result: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, head, against, weights, group, vocab_size, differentiable, bias, step
+        hidden, head, against, weights, group, vocab_size, differentiable, bias, sizes
     )
     return result
 
 
-def chunk_of(hidden: Tensor, rows: int, *, compiled: bool = False) -> int:
-    """Of how many tokens the logits over so many rows of the head are made at a time."""
-    plain, narrow = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
-    return max(16, (narrow if compiled and hidden.element_size() == 2 else plain) // rows)
+def chunks_of(hidden: Tensor, rows: int) -> tuple[int, int]:
+    """Of how many tokens the logits over so many rows of the head are made at a time, and of how many of these looked at."""
+    made, seen = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
+    return max(16, made // rows), max(16, seen // rows)
 
 
-def logits_of(hidden: Tensor, head: Tensor, bias: Tensor | None, group: Group, vocab_size: int) -> Tensor:
-    """[n, R]; minus infinity for rows of padding."""
-    logits, own = hidden @ head.t(), vocab_size - group.rank * head.shape[0]
+def logits_of(
+    hidden: Tensor, head: Tensor, bias: Tensor | None, group: Group, vocab_size: int, room: Tensor | None = None
+) -> Tensor:
+    """[n, R], in `room` [n or more, R] where that is given; minus infinity for rows of padding."""
+    logits = torch.mm(hidden, head.t(), out=None if room is None else room[: len(hidden)])
+    own = vocab_size - group.rank * head.shape[0]
     if bias is not None:
         logits += bias
     if own < head.shape[0]:
@@ -192,18 +199,22 @@ def row_sums_leaf(logits: Tensor, here: Tensor, target: Tensor, softcap: float |
 
 def gradient_leaf(
     logits: Tensor, lse: Tensor, here: Tensor, target: Tensor, weights: Tensor, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """The gradient of logits [n, R] as if no label were among them, and what it is at the label [n, 1], both as the logits are.
+) -> Tensor:
+    """Turn logits [n, R] into their gradient as if no label were among them, and return what it is at the label [n, 1].
 
     That is weight (softmax over all ranks' rows - 1 at the label); `lse` [n] is over all ranks.
     """
     lse, weights, here = (t.to(lse.dtype).unsqueeze(-1) for t in (lse, weights, here))
     label = logits.gather(1, target)
-    out = (capped(logits, softcap) - lse).exp_().mul_(weights)
     of_label = ((capped(label, softcap) - lse).exp_() - here) * weights
+    out = (
+        capped(logits, softcap).sub_(lse).exp_().mul_(weights)
+    )  # in the logits themselves unless these are narrow or capped
     if softcap is not None:
         out, of_label = out.mul_(slope(logits, softcap)), of_label * slope(label, softcap)
-    return out.to(logits.dtype), of_label.to(logits.dtype)
+    if out is not logits:
+        logits.copy_(out)
+    return of_label.to(logits.dtype)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
