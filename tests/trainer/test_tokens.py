@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import torch.distributed as dist
+from ranks import run_ranks
 
-from mega_ckpt.convert import convert
-from mega_common.errors import DataError
+from mega_ckpt.convert import Options, convert
+from mega_common.errors import ConfigError, DataError
+from mega_common.lora import LoraConfig
 from mega_data.config import DataConfig
 from mega_data.making.preprocess import preprocess
 from mega_data.tokenizer import train_tokenizer
@@ -55,7 +59,7 @@ def test_another_tokenizer_than_the_named_one_is_refused(folder: Path) -> None:
 def tuning(folder: Path) -> Callable[..., RunConfig]:
     """A run on data of a tokenizer from a run's weights, whose `assets` hold the tokenizer `one`."""
     model = {
-        "num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "vocab_size": 300,
+        "num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 300,
     }  # fmt: skip
 
     def make(data: str, **more: Any) -> RunConfig:
@@ -90,6 +94,55 @@ def test_a_tokenizer_that_differs_in_form_only_is_the_same(tuning: Callable[...,
     path = folder / "hf" / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()), indent=3))
     assert run(tuning("one").model_copy(update={"init_from": str(folder / "hf")}), Ranks()).step == 1
+
+
+@pytest.fixture
+def told(folder: Path) -> Path:
+    """A data set by the tokenizer `one` with two tokens more."""
+    shutil.copytree(folder / "one", folder / "more")
+    backend = tokenizers.Tokenizer.from_file(str(folder / "one" / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in ("<user>", "<bot>")])
+    backend.save(str(folder / "more" / "tokenizer.json"))
+    (folder / "more.jsonl").write_text(json.dumps({"text": "<user>to be <bot>or not " * 9}) + "\n")
+    preprocess([folder / "more.jsonl"], folder / "more", folder / "more-tokens", append_eod=True)
+    return folder
+
+
+def losses(output: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_as(config: RunConfig) -> None:
+    run(config, Ranks(dist.get_rank(), dist.get_world_size()))
+
+
+def test_new_tokens_get_rows(tuning: Callable[..., RunConfig], told: Path) -> None:
+    """As if they had been added to the weights first, in any layout; they travel with the run."""
+    config = tuning("more")
+    held = tokenizers.Tokenizer.from_file(str(told / "one" / "tokenizer.json")).get_vocab_size()
+    for name, size in (("larger", held + 10), ("spare", 300)):  # the old vocabulary has rows to spare for them
+        model = config.model.model_copy(update={"vocab_size": size})
+        options = Options(tokens=("<user>", "<bot>"), vocab_size=max(size, 300))
+        convert(told / "first", told / f"{name}-first", "hf", options=options)
+        wide = config.model_copy(
+            update={"model": model.model_copy(update={"vocab_size": max(size, 300)}), "precision": "fp64"}
+        )
+        once = wide.model_copy(update={"init_from": str(told / f"{name}-first"), "output": str(told / f"{name}-once")})
+        run(once, Ranks())
+        run(wide.model_copy(update={"output": str(told / f"{name}-at-start")}), Ranks())
+        assert losses(told / f"{name}-at-start") == losses(told / f"{name}-once")
+        assets = told / f"{name}-at-start" / "assets" / "tokenizer.json"
+        assert assets.read_bytes() == (told / "more" / "tokenizer.json").read_bytes()
+    split = wide.model_copy(
+        update={"parallel": wide.parallel.model_copy(update={"tp": 2}), "output": str(told / "split")}
+    )
+    run_ranks(train_as, 2, split)
+    assert losses(told / "split") == pytest.approx(losses(told / "spare-once"), rel=1e-12)
+
+
+def test_an_adapter_beside_new_tokens_is_refused(tuning: Callable[..., RunConfig], told: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no rows for new tokens.*adapter"):
+        run(tuning("more").model_copy(update={"lora": LoraConfig()}), Ranks())
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(folder: Path) -> None:

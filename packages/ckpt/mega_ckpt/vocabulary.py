@@ -97,6 +97,11 @@ class ExtendedSource:
         return {**self._base.assets(), **self._files}
 
 
+def with_rows(base: Source, size: int) -> Source:
+    """A base whose vocabulary has `size` tokens, where it has fewer."""
+    return base if base.model.vocab_size >= size else ExtendedSource(base, size)
+
+
 def with_tokens(base: Source, tokens: Sequence[str], size: int | None = None) -> ExtendedSource:
     """A base whose tokenizer has further tokens, found in a text as they are written, and whose vocabulary has their rows.
 

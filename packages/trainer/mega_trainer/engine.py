@@ -30,6 +30,7 @@ from torch import Tensor
 
 from mega_ckpt.source import checkpoint_folder, open_source, put_file
 from mega_ckpt.store import Place, place, save
+from mega_ckpt.vocabulary import with_rows
 from mega_common.errors import ConfigError, DataError
 from mega_trainer.batch import MicroBatch, micro_batches
 from mega_trainer.build import connect, dtype_of
@@ -267,10 +268,12 @@ class TrainingEngine:
     def load_weights(self, path: str | Path) -> None:
         """Take the weights of a checkpoint of mega, a HuggingFace or Megatron folder or a GGUF file; moments stay.
 
+        Where the engine's vocabulary is the larger one, its further rows are the mean of theirs.
+
         Raises:
             CheckpointError: when they are of another model, or cannot be read.
         """
-        source = open_source(path)
+        source = with_rows(open_source(path), self.config.model.vocab_size)
         load_stages(source, self._state.stages)
         self._assets = source.assets()
         self._state.optimizer.reload_main()

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mega_common.errors import DataError
+from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
 from mega_data.config import DataConfig
 from mega_data.files.fetch import local_prefix
@@ -55,39 +55,68 @@ def run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
     return named or _still_there(made)
 
 
-def check_init_tokenizer(config: RunConfig, source: Source, tokenizer: Tokenizer | None) -> None:
-    """Compare the tokenizer that came with the weights a run starts from with that of its data, as far as they are known.
+def with_vocabulary(config: RunConfig, source: Source, tokenizer: Tokenizer | None = None) -> Source:
+    """The weights that a run starts from, with rows for the tokens that it has beyond theirs: those of its data's tokenizer,
+    and as many as `model.vocab_size` asks for.
 
     Args:
-        source: the weights.
-        tokenizer: as `run_tokenizer` gives it.
+        source: the weights as they are.
+        tokenizer: as `run_tokenizer` gives it; its files take the place of those that came with the weights, where it has more.
 
     Raises:
-        DataError: when they give tokens other numbers: what the weights know would be lost.
+        DataError: when both tokenizers give tokens other numbers: what the weights know would be lost.
+        ConfigError: when an adapter would be beside weights that are not those of `init_from`.
     """
+    first = _first_new(config, source, tokenizer)
+    if first is None and config.model.vocab_size <= source.model.vocab_size:
+        return source
+    if config.lora is not None:
+        raise ConfigError(
+            f"lora: the weights of {config.init_from} have no rows for new tokens, which an adapter would leave as they begin",
+            hint="make such weights first: mega ckpt convert, with --add-tokens or --vocab-size",
+        )
+    from mega_ckpt.vocabulary import ExtendedSource  # here: it needs torch
+
+    files = {} if first is None or tokenizer is None else {p.name: p.read_bytes() for p in tokenizer_files(tokenizer)}
+    held = source.model.vocab_size
+    size = max(held, config.model.vocab_size)
+    logger.info("rows for new tokens, from %d on, begin as the mean of the others", held if first is None else first)
+    return ExtendedSource(source, size, first=first, files=files)
+
+
+def _first_new(config: RunConfig, source: Source, tokenizer: Tokenizer | None) -> int | None:
+    """The first token that the data's tokenizer has beyond the numbers of the one that came with the weights, as far as both
+    are known."""
     came = source.assets().get("tokenizer.json")
     made = {info.tokenizer.fingerprint: path for path, info in _makers(config.data).items() if info.tokenizer}
     if tokenizer is not None:
         made = {tokenizer.fingerprint: tokenizer.path}
     if came is None or not made or config.data.allow_other_tokenizer:
-        return
+        return None
     content = came.read_bytes() if isinstance(came, Path) else came
     ((fingerprint, path),) = made.items()
     if hashlib.sha256(content).hexdigest() == fingerprint:
-        return
-    if tokenizer is not None and _numbers(content) == _numbers(tokenizer.path.read_bytes()):
-        return
+        return None
+    if tokenizer is not None:
+        old, new = _numbers(content), _numbers(tokenizer.path.read_bytes())
+        more = new.keys() - old.keys()
+        first = max(old.values(), default=-1) + 1
+        if new | old == new and all(new[token] >= first for token in more):
+            return first if more else None
     raise DataError(
         f"init_from = {config.init_from}: came with another tokenizer than that of the data, {path}",
-        hint="tokenize the text with the model's own: mega data preprocess --tokenizer with that folder; or, to train the "
-        "weights on these tokens and let the data's tokenizer go with the model, set data.allow_other_tokenizer=true",
+        hint="tokenize the text with the model's own, or with one that only adds tokens to it: mega data preprocess --tokenizer "
+        "with that folder; or, to train the weights on these tokens and let the data's tokenizer go with the model, set "
+        "data.allow_other_tokenizer=true",
     )
 
 
-def _numbers(content: bytes) -> object:
+def _numbers(content: bytes) -> dict[str, int]:
     """Which number each token has, as a `tokenizer.json` says."""
     raw = json.loads(content)
-    return raw["model"].get("vocab"), {token["content"]: token["id"] for token in raw.get("added_tokens", [])}
+    vocab = raw["model"].get("vocab") or {}
+    pieces = vocab if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
+    return pieces | {token["content"]: token["id"] for token in raw.get("added_tokens", [])}
 
 
 def _makers(data: DataConfig) -> dict[Path, DataInfo]:

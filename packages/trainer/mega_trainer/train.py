@@ -69,7 +69,7 @@ from mega_trainer.state import (
     weights_of,
     with_epochs,
 )
-from mega_trainer.tokens import check_init_tokenizer, run_tokenizer
+from mega_trainer.tokens import run_tokenizer, with_vocabulary
 
 
 def run(config: RunConfig, ranks: Ranks, store: Store | None = None, scorer: Scorer | None = None) -> TrainState:
@@ -251,8 +251,7 @@ def begin(state: TrainState, checkpoint: Place | Copy | None, world: Group, toke
 
 def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer | None, *, fresh: bool) -> None:
     """The weights that a run starts from, or that its adapter is beside, at every start; a `fresh` run's adapter too."""
-    source, lora = open_source(path), state.config.lora
-    check_init_tokenizer(state.config, source, tokenizer)
+    source, lora = with_vocabulary(state.config, open_source(path), tokenizer), state.config.lora
     if world.rank == 0:
         tell_unread(source)
     fresh_head = {SCORE} - {*source.keys()}  # which a language model has not got

@@ -23,7 +23,7 @@ from mega_trainer.config import RunConfig
 from mega_trainer.job.environment import described
 from mega_trainer.job.memory import Copy
 from mega_trainer.ranks import Ranks
-from mega_trainer.tokens import TOKENIZER_FILES, tokenizer_files
+from mega_trainer.tokens import TOKENIZER_FILES, tokenizer_files, with_vocabulary
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     if assets.exists():
         return
     if config.init_from is not None:
-        copy_assets(open_source(config.init_from), assets)
+        copy_assets(with_vocabulary(config, open_source(config.init_from), tokenizer), assets)
         if not config.data.allow_other_tokenizer:
             return
         for name in TOKENIZER_FILES:

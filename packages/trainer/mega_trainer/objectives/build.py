@@ -30,6 +30,7 @@ from mega_trainer.objectives.reference import CachedReference, LiveReference, su
 from mega_trainer.objectives.sample_files import SampleFiles
 from mega_trainer.pipeline.run import Executor
 from mega_trainer.state import weights_of
+from mega_trainer.tokens import run_tokenizer, with_vocabulary
 
 REFERENCE_FILE = 512  # samples of a file of a reference's
 TEACHER_FILE = 1 << 23  # elements of a file of a teacher's
@@ -150,7 +151,10 @@ def _asked(
     stages = build_stages(plain, builder, schedule, kind)
     for stage in stages.values():
         stage.requires_grad_(False).eval()
-    load_weights(open_source(path), weights_of(stages))
+    source = open_source(path)
+    if path == config.init_from:  # what the run started from
+        source = with_vocabulary(plain, source, run_tokenizer(config.data, config.model.vocab_size))
+    load_weights(source, weights_of(stages))
     logger.info("asking the model of %s", path)
     return Executor(schedule, stages, groups.pp)
 
