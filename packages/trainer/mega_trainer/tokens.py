@@ -78,9 +78,7 @@ def with_vocabulary(config: RunConfig, source: Source, tokenizer: Tokenizer | No
     from mega_ckpt.vocabulary import ExtendedSource  # here: it needs torch
 
     files = {} if first is None or tokenizer is None else {p.name: p.read_bytes() for p in tokenizer_files(tokenizer)}
-    held = source.model.vocab_size
-    size = max(held, config.model.vocab_size)
-    logger.info("rows for new tokens, from %d on, begin as the mean of the others", held if first is None else first)
+    size = max(source.model.vocab_size, config.model.vocab_size)
     return ExtendedSource(source, size, first=first, files=files)
 
 

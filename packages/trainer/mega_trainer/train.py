@@ -251,12 +251,15 @@ def begin(state: TrainState, checkpoint: Place | Copy | None, world: Group, toke
 
 def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer | None, *, fresh: bool) -> None:
     """The weights that a run starts from, or that its adapter is beside, at every start; a `fresh` run's adapter too."""
-    source, lora = with_vocabulary(state.config, open_source(path), tokenizer), state.config.lora
+    found, lora = open_source(path), state.config.lora
+    source = with_vocabulary(state.config, found, tokenizer)
     if world.rank == 0:
         tell_unread(source)
     fresh_head = {SCORE} - {*source.keys()}  # which a language model has not got
     load_stages(source, state.stages, lambda name: not is_adapter(name) and name not in fresh_head)
     logger.info("starting from the weights of %s", path)
+    if source is not found:
+        logger.info("  rows of new tokens begin as the mean of the others")
     if lora is None:
         return
     state.base = base_of(path, source)
