@@ -24,7 +24,7 @@ from mega_trainer.parallel.param import main_grad_of
 
 # Elements of one chunk's logits, as products make them and, of these, as the leaves go through them: on a GPU a chunk should fill
 # it with work, on a CPU what the leaves hold should stay in its cache.
-CHUNK_ELEMENTS = {"cpu": (1 << 23, 1 << 19), "cuda": (1 << 27, 1 << 27)}
+CHUNK_ELEMENTS = {"cpu": (1 << 23, 1 << 20), "cuda": (1 << 27, 1 << 27)}
 
 
 class _HeadLoss(Function):

@@ -19,7 +19,7 @@ from mega_trainer.parallel.shared import Buffer
 
 ROWS = 64  # elements that a sum takes in at once: as many as a kernel adds up in registers
 # Sums side by side, fewest and most: on a CPU what pays for the calls and fits its cache, on a GPU what keeps it busy.
-WIDTHS = {"cpu": (1 << 10, 1 << 16), "cuda": (1, 1 << 22)}
+WIDTHS = {"cpu": (1 << 10, 1 << 15), "cuda": (1, 1 << 22)}
 
 
 def grad_norm(buffers: Sequence[Buffer], model_groups: Sequence[Group], leaves: Leaves) -> Tensor:
