@@ -5,7 +5,8 @@
 Each side is a process of its own, and they take turns. Batch 1: requests one after another. Batch 32: 64 requests of mixed
 lengths, 32 at a time; transformers pads a batch and ends with its longest, mega lets the next one in. mega guesses
 by repetition of the text, as it does where nobody says otherwise; a third side is mega without. The random model has
-ten million weights; FOLDER is SmolLM2-135M as a HuggingFace folder. Greedy tokens are compared, too.
+ten million weights; FOLDER is SmolLM2-135M as a HuggingFace folder. Greedy tokens are compared, too. On a busy machine take
+one thread: those that wait for each other count as busy.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import record
+from sides import Side
 
 HERE = Path(__file__).parent
 
@@ -82,32 +84,6 @@ def serve_ours(folder: str, workload_file: str, threads: str, guesses: str) -> N
         print(json.dumps({"wall": time.perf_counter() - start, "cpu": cpu, "tokens": tokens}), flush=True)
 
 
-class Side:
-    """One of the two, in a process of its own."""
-
-    def __init__(self, *command: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def run(self) -> dict[str, Any]:
-        """The workload, once."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
-
-
 def compare(folder: str, workload: dict[str, Any], rounds: int, threads: int) -> dict[str, Any]:
     """Both sides in turn, after one round that does not count."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -120,13 +96,19 @@ def compare(folder: str, workload: dict[str, Any], rounds: int, threads: int) ->
         for side in sides:
             side.close()
     tokens = sum(one["new"] for one in workload["requests"])
+    *times, bare = ([run[side] for run in runs] for side in range(len(sides)))
+
+    def speedup(own: list[dict[str, Any]], kind: str) -> float:
+        return round(median(b[kind] / a[kind] for a, b in zip(own, bare, strict=True)), 2)
+
     return {
-        "mega_tokens_per_second": round(tokens / median(own["wall"] for own, _, _ in runs), 1),
-        "transformers_tokens_per_second": round(tokens / median(other["wall"] for _, _, other in runs), 1),
-        "speedup": round(median(other["wall"] / own["wall"] for own, _, other in runs), 2),
-        "speedup_in_processor_time": round(median(other["cpu"] / own["cpu"] for own, _, other in runs), 2),
-        "the_same_without_guesses": round(median(other["cpu"] / plain["cpu"] for _, plain, other in runs), 2),
-        "same_texts": sum(a == b for a, b in zip(runs[0][0]["tokens"], runs[0][2]["tokens"], strict=True)),
+        "threads": threads,
+        "mega_tokens_per_second": round(tokens / median(own["wall"] for own in times[0]), 1),
+        "transformers_tokens_per_second": round(tokens / median(other["wall"] for other in bare), 1),
+        "speedup": speedup(times[0], "wall"),
+        "speedup_in_processor_time": speedup(times[0], "cpu"),
+        "the_same_without_guesses": speedup(times[1], "cpu"),
+        "same_texts": sum(a == b for a, b in zip(times[0][0]["tokens"], bare[0]["tokens"], strict=True)),
         "texts": len(workload["requests"]),
     }
 
