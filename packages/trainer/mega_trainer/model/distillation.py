@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mega_trainer.batch import SoftLabels
 from mega_trainer.comm import Group, all_gather
-from mega_trainer.model.loss import capped, chunks_of, logits_of, over_ranks, place_of, slope
+from mega_trainer.model.loss import Kept, capped, chunks_of, logits_of, over_ranks, place_of, slope
 
 
 class AgainstTeacher:
@@ -24,16 +24,17 @@ class AgainstTeacher:
         self.log_shares = (soft.log_probs.flatten(0, 1) / soft.temperature).log_softmax(-1)
         self.group, self.softcap, self.temperature = group, softcap, soft.temperature
 
-    def losses(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def losses(self, logits: Tensor, part: slice) -> tuple[Kept, Tensor]:
         """See `Labels`."""
         scaled, told = capped(logits, self.softcap) / self.temperature, self.log_shares[part]
         shares = told.exp()
         held = torch.where(self.here[part], scaled.gather(1, self.target[part]), 0.0)
         lse, mean = over_ranks(scaled.logsumexp(-1), (shares * held).sum(-1), self.group)
-        return lse, self.temperature**2 * ((shares * told).sum(-1) - mean + lse)
+        return (lse,), self.temperature**2 * ((shares * told).sum(-1) - mean + lse)
 
-    def turn(self, logits: Tensor, lse: Tensor, weights: Tensor, part: slice) -> None:
+    def turn(self, logits: Tensor, kept: Kept, weights: Tensor, part: slice) -> None:
         """See `Labels`: t (student - teacher)."""
+        (lse,) = kept
         out = (capped(logits, self.softcap) / self.temperature - lse[:, None]).exp_()
         shares = torch.where(self.here[part], self.log_shares[part].exp(), 0.0)
         out.scatter_add_(1, self.target[part], -shares.to(out.dtype))

@@ -22,9 +22,9 @@ from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.parallel.param import main_grad_of
 
-# Elements of one chunk's logits, as products make them and, of these, as the leaves go through them: on a GPU a chunk should fill
-# it with work, on a CPU what the leaves hold should stay in its cache.
-CHUNK_ELEMENTS = {"cpu": (1 << 23, 1 << 20), "cuda": (1 << 27, 1 << 27)}
+# Elements of one chunk's logits, as products make them and, of these, as leaves go through them, compiled or plain: on a GPU a
+# chunk should fill it with work, on a CPU what a leaf holds should stay in its cache, and a plain one holds them in fp32, too.
+CHUNK_ELEMENTS = {"cpu": (1 << 23, 1 << 20, 1 << 19), "cuda": (1 << 27, 1 << 27, 1 << 27)}
 
 
 class _HeadLoss(Function):
@@ -52,9 +52,9 @@ class _HeadLoss(Function):
             logits = logits_of(hidden[chunk], head, bias, group, vocab_size, room)
             for at, some in enumerate(torch.split(logits, few)):
                 part = slice(start + at * few, start + at * few + len(some))
-                lse, losses[part] = labels.losses(some, part)
+                kept, losses[part] = labels.losses(some, part)
                 if d_hidden is not None:
-                    labels.turn(some, lse, weights[part], part)
+                    labels.turn(some, kept, weights[part], part)
             if d_hidden is not None:
                 torch.mm(logits, head, out=d_hidden[chunk])
                 if d_head is not None:
@@ -84,14 +84,16 @@ class _HeadLoss(Function):
         return d_hidden, whole, None, None, None, None, None, d_bias, None
 
 
+Kept = tuple[Tensor, ...]  # the logarithm [n] of the sums of exponentials over all ranks first
+
+
 class Labels(Protocol):
     """What the tokens of a vocabulary split over ranks are held against."""
 
-    def losses(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """Of this rank's logits [n, R] of some tokens the logarithm of the sum of exponentials over all ranks, and the losses:
-        [n] each, in at least fp32."""
+    def losses(self, logits: Tensor, part: slice) -> tuple[Kept, Tensor]:
+        """Of this rank's logits [n, R] of some tokens what `turn` is to have, and the losses [n] in at least fp32."""
 
-    def turn(self, logits: Tensor, lse: Tensor, weights: Tensor, part: slice) -> None:
+    def turn(self, logits: Tensor, kept: Kept, weights: Tensor, part: slice) -> None:
         """The logits [n, R] into the gradient of the losses, weighted by [n], with respect to them."""
 
 
@@ -103,16 +105,19 @@ class OneLabel:
         self.target, self.group, self.softcap, self.leaves = target.unsqueeze(-1), group, softcap, leaves
         self.rows = torch.arange(len(labels), device=labels.device)
 
-    def losses(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def losses(self, logits: Tensor, part: slice) -> tuple[Kept, Tensor]:
         """See `Labels`."""
-        sums = self.leaves(row_sums_leaf, logits, self.here[part], self.target[part], self.softcap)
-        lse, label_logit = over_ranks(*sums, self.group)
-        return lse, lse - label_logit
+        keeps = not self.leaves.compiled  # a kernel makes the exponentials anew faster than it reads them
+        sums, label, *exponentials = self.leaves(
+            row_sums_leaf, logits, self.here[part], self.target[part], self.softcap, keeps
+        )
+        lse, label = over_ranks(sums, label, self.group)
+        return (lse, *exponentials), lse - label
 
-    def turn(self, logits: Tensor, lse: Tensor, weights: Tensor, part: slice) -> None:
+    def turn(self, logits: Tensor, kept: Kept, weights: Tensor, part: slice) -> None:
         """See `Labels`."""
         here, target = self.here[part], self.target[part]
-        of_label = self.leaves(gradient_leaf, logits, lse, here, target, weights, self.softcap)
+        of_label = self.leaves(gradient_leaf, logits, here, target, weights, self.softcap, *kept)
         # not scatter_, which on a CPU copies the whole of them first
         logits[self.rows[: len(logits)], target.squeeze(1)] = of_label.squeeze(1)
 
@@ -160,17 +165,17 @@ def head_loss(
             weights = weigh(-head_loss(hidden, head, labels, weights, group, vocab_size, softcap, leaves, bias)[1])
     leaves = leaves or Leaves()
     against = soft or OneLabel(labels, head.shape[0], group, softcap, leaves)
-    sizes = chunks_of(hidden, head.shape[0])
+    sizes = chunks_of(hidden, head.shape[0], compiled=leaves.compiled)
     result: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden, head, against, weights, group, vocab_size, differentiable, bias, sizes
     )
     return result
 
 
-def chunks_of(hidden: Tensor, rows: int) -> tuple[int, int]:
+def chunks_of(hidden: Tensor, rows: int, *, compiled: bool = False) -> tuple[int, int]:
     """Of how many tokens the logits over so many rows of the head are made at a time, and of how many of these looked at."""
-    made, seen = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
-    return max(16, made // rows), max(16, seen // rows)
+    made, narrow, plain = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
+    return max(16, made // rows), max(16, (narrow if compiled else plain) // rows)
 
 
 def logits_of(
@@ -186,30 +191,47 @@ def logits_of(
     return logits
 
 
-def row_sums_leaf(logits: Tensor, here: Tensor, target: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+def row_sums_leaf(
+    logits: Tensor, here: Tensor, target: Tensor, softcap: float | None, keeps: bool
+) -> tuple[Tensor, ...]:
     """Of logits [n, R] the logarithm [n] of each row's sum of exponentials, and the logit [n] at its label.
 
     Both in at least fp32. `target` int64 [n, 1] is the label, among this rank's rows, or some row where that is not `here`
-    [n], and its logit told as 0.
+    [n], and its logit told as 0. One that `keeps` tells the exponentials [n, R], too, of what the logits are above [n, 1].
     """
     # where() rather than a product: a foreign label may point at a padding row, whose logit is minus infinity
     label = torch.where(here, capped(logits.gather(1, target), softcap).squeeze(-1), 0.0)
-    return capped(logits, softcap).logsumexp(-1), label
+    values = capped(logits, softcap)
+    if not keeps:
+        return values.logsumexp(-1), label
+    top = values.amax(-1, keepdim=True)
+    top = torch.where(top.isinf(), 0.0, top)  # rows of padding alone
+    shares = (values - top if values is logits else values.sub_(top)).exp_()
+    return shares.sum(-1).log_().add_(top.squeeze(-1)), label, shares, top
 
 
 def gradient_leaf(
-    logits: Tensor, lse: Tensor, here: Tensor, target: Tensor, weights: Tensor, softcap: float | None
+    logits: Tensor,
+    here: Tensor,
+    target: Tensor,
+    weights: Tensor,
+    softcap: float | None,
+    lse: Tensor,
+    shares: Tensor | None = None,
+    top: Tensor | None = None,
 ) -> Tensor:
     """Turn logits [n, R] into their gradient as if no label were among them, and return what it is at the label [n, 1].
 
-    That is weight (softmax over all ranks' rows - 1 at the label); `lse` [n] is over all ranks.
+    That is weight (softmax over all ranks' rows - 1 at the label); `lse` [n] is over all ranks. Exponentials that
+    `row_sums_leaf` has kept are used up.
     """
     lse, weights, here = (t.to(lse.dtype).unsqueeze(-1) for t in (lse, weights, here))
     label = logits.gather(1, target)
     of_label = ((capped(label, softcap) - lse).exp_() - here) * weights
-    out = (
-        capped(logits, softcap).sub_(lse).exp_().mul_(weights)
-    )  # in the logits themselves unless these are narrow or capped
+    if shares is None or top is None:
+        out = capped(logits, softcap).sub_(lse).exp_().mul_(weights)
+    else:
+        out = shares.mul_((top - lse).exp_().mul_(weights))
     if softcap is not None:
         out, of_label = out.mul_(slope(logits, softcap)), of_label * slope(label, softcap)
     if out is not logits:
