@@ -362,7 +362,7 @@ def _dropout_of_first_heads() -> AbstractContextManager[Any]:
 
 
 def _padding_takes_part() -> AbstractContextManager[Any]:
-    return swap(loss, "logits_of", lambda hidden, head, bias, group, vocab_size: hidden @ head.t())
+    return swap(loss, "logits_of", lambda hidden, head, *rest: hidden @ head.t())
 
 
 def _cap_without_slope() -> AbstractContextManager[Any]:

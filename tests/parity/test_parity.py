@@ -112,5 +112,6 @@ def test_in_fp32() -> None:
     small = [one for one in seen if one.ranks <= 4]
     for one in results([replace(it, precision="fp32", steps=1) for it in covering(small, 8)], 4):
         first = {kind: one.errors[kind] for kind in ("loss", "norm", "gradients")}
-        assert not replace(one, errors=first).problem(3e-5)
+        amplified = one.case.name == "hybrid"  # delta nets multiply the rounding of what goes into them
+        assert not replace(one, errors=first).problem(1e-4 if amplified else 3e-5)
         assert not one.problem(1e-4)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PIECE = 1 << 18  # elements
+PIECE, PIECES = 1 << 18, 1 << 8  # elements, and as many at most
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
@@ -68,7 +68,8 @@ def put(out: Tensor, values: Tensor, *, add: bool) -> Tensor:
 
 def _pieces(whole: Tensor) -> Sequence[Tensor]:
     """By its first axis, each small enough that what a CPU makes of it before it adds, in another precision, stays in its cache."""
-    return torch.split(whole, max(1, PIECE * len(whole) // max(1, whole.numel())))
+    rows = max(PIECE * len(whole) // max(1, whole.numel()), -(-len(whole) // PIECES))
+    return torch.split(whole, max(1, rows))
 
 
 def _at_once(out: Tensor) -> bool:
