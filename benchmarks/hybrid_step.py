@@ -3,8 +3,8 @@
     python benchmarks/hybrid_step.py [--rounds 5] [--threads 2] [--processor-time] [--dry]
 
 Bamba has Mamba-2 and attention, Qwen3.5 gated delta nets and gated attention, each with an MLP in every layer. The models
-are made by transformers, which has neither of the kernels for a GPU here, and read from its folders. Each side has a process of its
-own; they take turns.
+are made by transformers, which has neither of the kernels for a GPU here, and read from its folders. Each side has a process
+of its own; they take turns.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python benchmarks/train_step.py [--rounds 7] [--threads 2]
 
 Each contestant in a process of its own (`bare_step.py` is transformers'), which take turns: each round times a few steps of
-each, so that a machine that slows down slows them all; the ratios are medians over rounds. transformers is its Llama with scaled-dot-product attention and torch's
-fused AdamW; in bf16 its weights, gradients and moments are bf16 (the fastest it has), while mega keeps fp32 gradients, moments
-and main weights. Both also run compiled: transformers' whole model, and mega with `compile: true`. With --processor-time the
-clock is that of all threads of this process, for a machine with other work to do. The floor is the time of the step's matrix products alone, each at the
-shape and precision it has in the step.
+each, so that a machine that slows down slows them all; the ratios are medians over rounds. transformers is its Llama with
+scaled-dot-product attention and torch's fused AdamW; in bf16 its weights, gradients and moments are bf16 (the fastest it
+has), while mega keeps fp32 gradients, moments and main weights. Both also run compiled: transformers' whole model, and mega with
+`compile: true`. With --processor-time the clock is that of all threads of a process, for a machine with other work to do. The
+floor is the time of the step's matrix products alone, each at the shape and precision it has in the step.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from mega_common.log import ProgressBar
 from mega_eval.encoder_decoder import hidden
 from mega_eval.load import check_length
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.loss import chunks_of
+from mega_trainer.model.loss import chunk_of
 
 BESIDE = 256  # attention pays for all pairs of a row's columns, products of matrices are faster for many
 AHEAD = 4096  # pairs that are laid out at a time: a row takes more memory than its pairs
@@ -237,7 +237,7 @@ def _logprobs(
 
     Logits exist of a few tokens at a time.
     """
-    size = chunks_of(x, model.config.vocab_size)[1]
+    size = chunk_of(x, model.config.vocab_size)
     logprobs, likeliest = [], []
     for start in range(0, len(places), size):
         place, label = (torch.tensor(all_[start : start + size], device=x.device) for all_ in (places, labels))

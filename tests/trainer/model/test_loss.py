@@ -43,7 +43,7 @@ def expected(
 
 @settings(deadline=None)
 @given(
-    st.integers(1, 70), st.integers(2, 30), st.integers(0, 9), st.sampled_from([1, 16 * 30, 1 << 22]),
+    st.integers(1, 70), st.integers(2, 30), st.integers(0, 9), st.sampled_from([1, 16 * 30, 32 * 30, 1 << 22]),
     st.sampled_from([None, 0.5, 30.0]), st.booleans(),
 )  # fmt: skip
 def test_is_torchs_cross_entropy(
@@ -53,7 +53,8 @@ def test_is_torchs_cross_entropy(
     if biased:
         data["bias"] = torch.linspace(-1, 1, vocab + padding, dtype=torch.float64).requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(loss.CHUNK_ELEMENTS, "cpu", (chunk, chunk, chunk))
+        patch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk)
+        patch.setitem(loss.LEAF_ELEMENTS, False, chunk // 2)  # so that a chunk may be of several pieces
         total, losses = head_loss(**data, group=Group("tp"), vocab_size=vocab, softcap=softcap)
     (total * 0.25).backward()
     found = [total, losses, *(data[name].grad for name in ("hidden", "head", "bias") if name in data)]
@@ -141,7 +142,7 @@ def split_head() -> dict[int, Any]:
         data = inputs(40, vocab, rows=rows * ranks)
         head = data["head"].detach()[rank * rows : (rank + 1) * rows].clone().requires_grad_()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(loss.CHUNK_ELEMENTS, "cpu", (16 * rows, 16 * rows, 16 * rows))
+            patch.setitem(loss.CHUNK_ELEMENTS, "cpu", 16 * rows)
             total, _ = head_loss(**{**data, "head": head}, group=group, vocab_size=vocab, softcap=CAPS[vocab])
         total.backward()
         out[vocab] = (total.item(), data["hidden"].grad, head.grad, log.counts["tp", "all_reduce"][0])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mega_trainer.batch import SoftLabels
 from mega_trainer.comm import Group, all_gather
-from mega_trainer.model.loss import Kept, capped, chunks_of, logits_of, over_ranks, place_of, slope
+from mega_trainer.model.loss import Kept, capped, chunk_of, logits_of, over_ranks, place_of, slope
 
 
 class AgainstTeacher:
@@ -55,7 +55,7 @@ def likeliest(
     """
     rows = head.shape[0]
     found = []
-    for chunk in torch.split(hidden, chunks_of(hidden, rows)[1]):
+    for chunk in torch.split(hidden, chunk_of(hidden, rows)):
         logits = capped(logits_of(chunk, head, bias, group, vocab_size), softcap)
         lse, _ = over_ranks(logits.logsumexp(-1), torch.zeros_like(logits[:, 0]), group)
         values, ids = logits.topk(min(count, rows))

@@ -22,9 +22,10 @@ from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.parallel.param import main_grad_of
 
-# Elements of one chunk's logits, as products make them and, of these, as leaves go through them, compiled or plain: on a GPU a
-# chunk should fill it with work, on a CPU what a leaf holds should stay in its cache, and a plain one holds them in fp32, too.
-CHUNK_ELEMENTS = {"cpu": (1 << 23, 1 << 20, 1 << 19), "cuda": (1 << 27, 1 << 27, 1 << 27)}
+# Elements of logits that are made at a time: on a GPU they should fill it with work, on a CPU be reused by its allocator. There
+# leaves take fewer of them at once, compiled or not, so that what one holds stays in the cache: a plain one has them in fp32, too.
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
+LEAF_ELEMENTS = {True: 1 << 20, False: 1 << 19}
 
 
 class _HeadLoss(Function):
@@ -39,13 +40,13 @@ class _HeadLoss(Function):
         vocab_size: int,
         differentiable: bool,
         bias: Tensor | None,
-        sizes: tuple[int, int],
+        step: int,
+        few: int,
     ) -> tuple[Tensor, Tensor]:
         losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
         d_hidden = torch.empty_like(hidden) if differentiable else None
         d_head = torch.empty_like(head, dtype=losses.dtype) if differentiable and head.requires_grad else None
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=losses.dtype)
-        step, few = sizes
         room = hidden.new_empty(min(step, len(hidden)), len(head))  # of all chunks: a CPU pays most for new memory
         for start in range(0, hidden.shape[0], step):
             chunk = slice(start, start + step)
@@ -81,7 +82,7 @@ class _HeadLoss(Function):
             products.scaled(d_head, scale, ctx.dtype, out, add=add)
         if d_bias is not None:
             d_bias = torch.mul(d_bias, scale, out=torch.empty_like(d_bias, dtype=ctx.dtype))
-        return d_hidden, whole, None, None, None, None, None, d_bias, None
+        return d_hidden, whole, None, None, None, None, None, d_bias, None, None
 
 
 Kept = tuple[Tensor, ...]  # the logarithm [n] of the sums of exponentials over all ranks first
@@ -165,17 +166,18 @@ def head_loss(
             weights = weigh(-head_loss(hidden, head, labels, weights, group, vocab_size, softcap, leaves, bias)[1])
     leaves = leaves or Leaves()
     against = soft or OneLabel(labels, head.shape[0], group, softcap, leaves)
-    sizes = chunks_of(hidden, head.shape[0], compiled=leaves.compiled)
+    step = few = chunk_of(hidden, head.shape[0])
+    if hidden.device.type == "cpu":
+        few = max(16, LEAF_ELEMENTS[leaves.compiled] // head.shape[0])
     result: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, head, against, weights, group, vocab_size, differentiable, bias, sizes
+        hidden, head, against, weights, group, vocab_size, differentiable, bias, step, few
     )
     return result
 
 
-def chunks_of(hidden: Tensor, rows: int, *, compiled: bool = False) -> tuple[int, int]:
-    """Of how many tokens the logits over so many rows of the head are made at a time, and of how many of these looked at."""
-    made, narrow, plain = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
-    return max(16, made // rows), max(16, (narrow if compiled else plain) // rows)
+def chunk_of(hidden: Tensor, rows: int) -> int:
+    """Of how many tokens the logits over so many rows of the head are made at a time."""
+    return max(16, CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"]) // rows)
 
 
 def logits_of(
