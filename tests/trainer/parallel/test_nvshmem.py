@@ -18,8 +18,16 @@ from mega_common.errors import ConfigError
 from mega_trainer.comm import Group, Work
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.parallel import nvshmem
-from mega_trainer.parallel.nvshmem import ALIGNMENT, Nvshmem, SymmetricWire, Tables, make_tables, summed_leaf
-from mega_trainer.parallel.slots import summed
+from mega_trainer.parallel.nvshmem import (
+    ALIGNMENT,
+    Nvshmem,
+    SymmetricWire,
+    Tables,
+    make_tables,
+    spread_leaf,
+    summed_leaf,
+)
+from mega_trainer.parallel.slots import Slots, picked, summed
 
 
 def poisoned(*args: Any) -> Tables:
@@ -101,13 +109,22 @@ def test_sums_at_their_place() -> None:
     torch.testing.assert_close(out, summed(rows, numbers))
 
 
+def test_rows_at_their_place() -> None:
+    slots = Slots.of(torch.tensor([[3, 0], [-1, 3], [0, -1]]), 4, 6)
+    x, out = torch.randn(3, 4), torch.full((7, 4), torch.nan)
+    assert spread_leaf(x, slots.row, out) is out
+    assert torch.equal(out[:4], picked(x, slots)[:4])
+    assert out[4:6].isnan().all()  # nobody's
+
+
 def test_tables_take_turns() -> None:
     """What has been sent may still be on its way when the next rows are made."""
     wire = SymmetricWire(Group("ep", (0, 1)), 8, Leaves())
     x = torch.randn(8, 16, dtype=torch.float64)
-    first, second, third = (wire.pick(x, torch.arange(n, 8)) for n in range(3))
+    one_each = Slots.of(torch.arange(8).unsqueeze(1), 8, 7)
+    first, second, third = (wire.pick(x, one_each) for _ in range(3))
     assert first.data_ptr() == third.data_ptr() != second.data_ptr()
-    assert torch.equal(second, x[1:])
+    assert torch.equal(second[:7], x[:7])
 
 
 def test_where_it_is_missing() -> None:

@@ -118,9 +118,9 @@ class SymmetricWire:
     _made: dict[int, Tables] = field(default_factory=dict)  # whose rows are made and not sent yet, by their memory
     _stream: torch.cuda.Stream | None = None
 
-    def pick(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """See `slots.picked`."""
-        return torch.index_select(x, 0, numbers, out=self._place(len(numbers), x))
+    def pick(self, x: Tensor, slots: Slots) -> Tensor:
+        """As `slots.picked`; a row that is for no token holds anything."""
+        return self.leaves(spread_leaf, x, slots.row, self._place(slots.rows + 1, x))
 
     def sum(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """See `slots.summed`."""
@@ -209,6 +209,14 @@ def make_tables(group: Group, length: int, width: int, like: Tensor) -> Tables:
     for table in tables:
         symmetric_memory.rendezvous(table, group.handle)
     return Tables(*tables)
+
+
+def spread_leaf(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """Each of x [N, D] to its rows of `out` [M + 1, D], by their numbers int64 [N, K]; a token is read once.
+
+    The last row is nobody's, and all choices without one are written there, in any order.
+    """
+    return out.index_put_((rows,), x.unsqueeze(1).expand(-1, rows.shape[1], -1))
 
 
 def summed_leaf(rows: Tensor, numbers: Tensor, out: Tensor) -> Tensor:

@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-def picked(x: Tensor, numbers: Tensor) -> Tensor:
-    """Rows of x [N, ..] by their numbers, int64 [M + 1]."""
-    return x[numbers]
+def picked(x: Tensor, slots: Slots) -> Tensor:
+    """Of x [N, ..] the token of each row [M + 1, ..], some token where it is for none."""
+    return x[slots.token]
 
 
 def summed(rows: Tensor, numbers: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Slots:
     choice: Tensor
     ends: Tensor
     lost: Tensor
-    pick: Callable[[Tensor, Tensor], Tensor] = picked
+    pick: Callable[[Tensor, Slots], Tensor] = picked
     sum: Callable[[Tensor, Tensor], Tensor] = summed
 
     @classmethod
@@ -102,7 +102,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
         ctx.slots = slots
-        return slots.pick(x, slots.token) if len(x) else x.new_empty((slots.rows + 1, *x.shape[1:]))
+        return slots.pick(x, slots) if len(x) else x.new_empty((slots.rows + 1, *x.shape[1:]))
 
     @staticmethod
     @once_differentiable
@@ -119,7 +119,7 @@ class _Collect(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.slots.pick(dy, ctx.slots.token), None
+        return ctx.slots.pick(dy, ctx.slots), None
 
 
 class _Pick(Function):
