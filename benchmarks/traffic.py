@@ -316,6 +316,9 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
     with ExitStack() as stack:
         for table in (loss.CHUNK_ELEMENTS, clip.WIDTHS, blocks.TILE_ELEMENTS):
             stack.enter_context(mock.patch.dict(table, cpu=table["cuda"]))
+        stack.enter_context(
+            mock.patch.dict(loss.LEAF_ELEMENTS, dict.fromkeys((True, False), loss.CHUNK_ELEMENTS["cuda"]))
+        )
         for place, name, stand_in in (
             (Leaves, "__call__", leaf), (products, "_at_once", lambda out: True),
             (F, "scaled_dot_product_attention", attention), (fp8_kernels, "product", eight_bits),
