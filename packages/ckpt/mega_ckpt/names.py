@@ -54,16 +54,15 @@ def _vision(config: ModelConfig) -> Tensors:
     vision, tower = config.vision, config.tower
     if vision is None or tower is None:
         return {}
-    width, size = vision.hidden_size, vision.patch_size
+    width, kept = vision.hidden_size, "model.layers." if vision.native else ("model.layers.", "model.norm.")
     layers = {
-        name.replace("model.", TOWER, 1): shape
-        for name, shape in tensors_of(tower).items()
-        if name.startswith(("model.layers.", "model.norm."))
+        name.replace("model.", TOWER, 1): shape for name, shape in tensors_of(tower).items() if name.startswith(kept)
     }
+    positions = {f"{TOWER}embed_positions.weight": (vision.patches + vision.class_token, width)}
     return {
-        **_linear(f"{TOWER}embed_patches", width, 3 * size * size, vision.patch_bias),
+        **_linear(f"{TOWER}embed_patches", width, vision.patch_elements, vision.patch_bias),
         **({f"{TOWER}class_embedding": (width,)} if vision.class_token else {}),
-        f"{TOWER}embed_positions.weight": (vision.patches + vision.class_token, width),
+        **({} if vision.native else positions),
         **(_norm(tower, f"{TOWER}pre_norm") if vision.pre_norm else {}),
         **layers,
         **_projector(config, vision),
@@ -75,6 +74,13 @@ def _projector(config: ModelConfig, vision: VisionConfig) -> Tensors:
         return {
             f"{PROJECTOR}norm.weight": (vision.hidden_size,),
             **_linear(f"{PROJECTOR}linear", config.hidden_size, vision.hidden_size, bias=False),
+        }
+    if vision.native:
+        joined = vision.hidden_size * vision.native.merge**2
+        return {
+            f"{PROJECTOR}norm.weight": (vision.hidden_size,),
+            **_linear(f"{PROJECTOR}linear_1", joined, joined, bias=True),
+            **_linear(f"{PROJECTOR}linear_2", config.hidden_size, joined, bias=True),
         }
     return {
         **_linear(f"{PROJECTOR}linear_1", config.hidden_size, vision.hidden_size, vision.projector_bias),

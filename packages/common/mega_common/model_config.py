@@ -57,6 +57,11 @@ class RopeConfig(Config):
     truncate: bool = Field(True, description="YaRN's ramp begins and ends at whole dimensions")
     short_factor: list[float] | None = None
     long_factor: list[float] | None = None
+    sections: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
+        None,
+        description="pairs of a head turned by a token's time, its row and its column, as `mrope_section`; the three are one "
+        "number but in images",
+    )
 
 
 class MoeConfig(Config):

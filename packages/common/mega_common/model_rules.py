@@ -126,6 +126,10 @@ def _layer_problems(model: ModelConfig) -> Iterator[Problem]:
 def _rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[Problem]:
     if rope.scaling != "none" and rope.factor < 1:
         yield Problem(f"{name}.factor", "must be at least 1 to stretch the context", rope.factor)
+    if rope.sections is not None and sum(rope.sections) != pairs:
+        yield Problem(f"{name}.sections", f"must be {pairs} together, the pairs that are turned", rope.sections)
+    if rope.sections is not None and rope.scaling in ("dynamic", "longrope"):
+        yield Problem(f"{name}.sections", f"does not go with scaling {rope.scaling!r}, which asks for one position")
     if rope.scaling in ("llama3", "yarn", "longrope") and rope.original_max_position is None:
         yield Problem(f"{name}.original_max_position", f"required by rope scaling {rope.scaling!r}")
     for key in ("short_factor", "long_factor"):

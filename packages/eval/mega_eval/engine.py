@@ -337,8 +337,9 @@ class Engine:
             self._adapters.begin([row.request.adapter for row, count in work for _ in range(count)], device)
         # each token is a batch row of its own: what concerns its neighbours is up to the cache
         columns = torch.tensor(positions, device=device)[:, None]
-        context = model.context(columns, outline=Outline(lengths), cache=self._cache)
         images = seen_columns([(row.request.images, row.done, count) for row, count in work], device)
+        turned = columns if images is None or images.positions is None else images.positions
+        context = model.context(turned, outline=Outline(lengths), cache=self._cache)
         x = model(model.embed(torch.tensor(tokens, device=device)[:, None], columns, images=images), context)
         return x, model.logits(x[torch.tensor(wanted, dtype=torch.int64, device=device)]).squeeze(1)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mega_common.errors import DataError
 from mega_common.vision import VisionConfig
+from mega_data.images.native import rotary_positions
 from mega_eval.text import Text
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.vision.images import Images, image_blocks
@@ -50,12 +51,16 @@ class Pictured:
         times[here] = [one.features.size for one in pictures]
         tokens = np.repeat(tokens, times)
         rows = np.full(tokens.size, -1)
-        before = np.cumsum([0, *(len(one.pixels) for one in pictures)]) * vision.rows
+        before = np.cumsum([0, *(sum(vision.features(*each.shape[1:]) for each in one.pixels) for one in pictures)])
         rows[tokens == vision.image_token] = np.concatenate(
             [one.features + first for one, first in zip(pictures, before, strict=False)]
         )
-        pixels = np.concatenate([one.pixels for one in pictures])
-        return tokens.tolist(), seen(model, Images(torch.from_numpy(pixels), torch.from_numpy(rows)[None]))
+        pixels, where = [torch.from_numpy(one) for picture in pictures for one in picture.pixels], torch.from_numpy(rows)[None]
+        if vision.native is None:
+            return tokens.tolist(), seen(model, Images(torch.stack(pixels), where))
+        places, grids = np.flatnonzero(rows >= 0), [vision.grid(*one.shape[1:]) for one in pixels]
+        turned = rotary_positions(np.arange(tokens.size), places, rows[places], grids)
+        return tokens.tolist(), seen(model, Images(pixels, where, positions=torch.from_numpy(turned)[:, None]))
 
 
 def _framed(text: str, vision: VisionConfig, tokenizer: Text) -> str:
@@ -82,12 +87,12 @@ def seen_together(tokens: Sequence[int], vision: VisionConfig) -> list[range]:
 
 def columns(parts: Sequence[tuple[Images | None, int, int]], device: torch.device) -> Images | None:
     """What some tokens of several rows see, each of them a row of its own: of each row the images, the first token, how many."""
-    every = [one for one, _, _ in parts if one is not None and one.features is not None]
+    every = [one for one, _, _ in parts if one is not None]
     if not every:
         return None
     rows: list[Tensor] = []
     features: list[Tensor] = []
-    count = 0
+    count, turned = 0, [_turned(*part) for part in parts]
     for one, first, number in parts:
         own = torch.full((number,), -1)
         if one is not None and one.features is not None:
@@ -96,4 +101,15 @@ def columns(parts: Sequence[tuple[Images | None, int, int]], device: torch.devic
             features.append(one.features)
             count += len(one.features)
         rows.append(own)
-    return Images(every[0].pixels, torch.cat(rows)[:, None].to(device)).known(torch.cat(features))
+    positions = torch.cat(turned, 1)[..., None].to(device) if any(one.positions is not None for one in every) else None
+    known = torch.cat(features) if features else None
+    return Images(every[0].pixels, torch.cat(rows)[:, None].to(device), known, positions)
+
+
+def _turned(images: Images | None, first: int, number: int) -> Tensor:
+    """What some tokens of a row are turned by, int64 [3, number]: those behind the prompt go on from its last one."""
+    places = torch.arange(first, first + number).expand(3, -1)
+    if images is None or images.positions is None:
+        return places
+    told, length = images.positions[:, 0], images.positions.shape[-1]
+    return torch.where(places < length, told[:, places[0].clamp(max=length - 1)], places + told.max() + 1 - length)

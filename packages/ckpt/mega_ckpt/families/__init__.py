@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mega_ckpt.families.arcee import ARCEE
@@ -44,6 +45,7 @@ from mega_ckpt.families.olmoe import OLMOE
 from mega_ckpt.families.phi3 import PHI3
 from mega_ckpt.families.plain import same_model
 from mega_ckpt.families.qwen2 import QWEN2
+from mega_ckpt.families.qwen2_5_vl import QWEN2_5_VL
 from mega_ckpt.families.qwen2_moe import QWEN2_MOE
 from mega_ckpt.families.qwen3 import QWEN3
 from mega_ckpt.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -71,7 +73,7 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 # Models that see, around a text model of one of these families.
-SEEING: tuple[SeeingFamily, ...] = (LLAVA, LLAVA_NEXT, GEMMA3_VISION)
+SEEING: tuple[SeeingFamily, ...] = (LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL)
 
 _NEAREST = 8  # families that are named where none fits
 
@@ -104,7 +106,7 @@ def family_of(raw: Raw, source: str = "config.json") -> Family:
         return MINISTRAL
     seeing = next((family for family in SEEING if family.name == raw["model_type"]), None)
     if seeing is not None:
-        return replace(seeing, text=family_of(seeing.text_of(raw), f"{source}: text_config"))
+        return replace(seeing, text=seeing.text or family_of(seeing.text_of(raw), f"{source}: text_config"))
     whole = next((family for family in FAMILIES if family.whole and family.whole == raw["model_type"]), None)
     if whole is None and "vision_config" in raw:
         known = ", ".join(family.name for family in SEEING)
@@ -125,7 +127,11 @@ def family_for(model: ModelConfig) -> Family:
         raise CheckpointError(
             "no HuggingFace family reads neighbours of its text (retro)", hint="keep mega's own format"
         )
-    known = [replace(family, text=family_for(text_model(model))) for family in SEEING] if model.vision else FAMILIES
+    known: Sequence[Family] = FAMILIES
+    if model.vision is not None:
+        known = [family for family in SEEING if family.text is not None]  # of one text model alone
+        if model.rope.sections is None:
+            known = [replace(family, text=family_for(text_model(model))) for family in SEEING if family not in known]
     found = [(family, family.problems(model)) for family in known]
     for family, problems in found:
         if not problems:

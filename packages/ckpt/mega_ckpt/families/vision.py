@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isqrt
 from typing import Any
@@ -38,8 +38,58 @@ def _tower(layers: int, heads: int, patch: int, activation: str, eps: float, **f
     )
 
 
+@dataclass(frozen=True)
+class Windows:
+    """What a tower makes of images of any shape: `NativeResolution`."""
+
+    names: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "spatial_merge_size": "merge",
+            "temporal_patch_size": "frames",
+            "window_size": "window",
+            "fullatt_block_indexes": "full_layers",
+        }
+    )
+    fields: frozenset[str] = frozenset({"native"})
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Those, and the rotation's."""
+        return frozenset({*self.names, "rope_parameters"})
+
+    def read(self, raw: Raw) -> dict[str, Any]:
+        """`native`; MismatchError for a rotation of another kind."""
+        rope = raw.get("rope_parameters") or {}
+        if rope.get("rope_type", "axial") != "axial" or rope.get("rope_theta", 10_000) != 10_000:
+            raise MismatchError(f"rope_parameters = {rope!r} is not axial with rope_theta = 10000")
+        return {"native": {ours: raw[theirs] for theirs, ours in self.names.items() if raw.get(theirs) is not None}}
+
+    def write(self, model: Any) -> dict[str, Any]:
+        """As it would be read, of a `VisionConfig`."""
+        if model.native is None:
+            raise MismatchError("native must be given")
+        told = model.native.model_dump(mode="json")
+        return {theirs: told[ours] for theirs, ours in self.names.items()}
+
+
 # By the `model_type` of the vision_config.
+_NATIVE = (
+    Key("depth num_hidden_layers", "num_layers", 32),
+    Key("hidden_size", "hidden_size", 3584),
+    Key("intermediate_size", "ffn_hidden_size", 3420),
+    Key("num_heads num_attention_heads", "num_attention_heads", 16),
+    Key("patch_size", "patch_size", 14),
+    Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
+    Windows(),
+    Only({"in_channels": (3,), "in_chans": (3,)}),
+    Fixed({
+        "norm_eps": 1e-6, "class_token": False, "pre_norm": False, "patch_bias": False, "feature_layer": -1, "projector": "merger",
+        "feature_norm": False, "feature_class": False, "pool": 1, "bidirectional": False, "projector_bias": True,
+        "projector_activation": "gelu", "pinpoints": None, "begin_token": None, "end_token": None,
+    }),
+)  # fmt: skip
 TOWERS: Mapping[str, tuple[Entry, ...]] = {
+    "qwen2_5_vl_vision": _NATIVE, "qwen2_5_vl": _NATIVE,
     "clip_vision_model": _tower(
         12, 12, 32, "quick_gelu", 1e-5, class_token=True, patch_bias=False, pre_norm=True
     ),
@@ -49,11 +99,12 @@ TOWERS: Mapping[str, tuple[Entry, ...]] = {
 }  # fmt: skip
 # How images are made ready for each, which no config.json says: see `VisionConfig`.
 PIXELS: Mapping[str, dict[str, Any]] = {
+    "qwen2_5_vl_vision": {}, "qwen2_5_vl": {},
     "clip_vision_model": {}, "siglip_vision_model": {"resize": "stretch", "mean": _HALF, "std": _HALF},
 }  # fmt: skip
-_CARRIED = words("initializer_factor initializer_range projection_dim vision_use_head vocab_size")
+_CARRIED = words("out_hidden_size spatial_patch_size tokens_per_second initializer_factor initializer_range projection_dim vision_use_head vocab_size")
 # What transformers takes for absent keys of a text_config, where published folders leave some out.
-_TEXTS: Mapping[object, dict[str, int]] = {
+_TEXTS: Mapping[object, dict[str, float]] = {
     "llama": {
         "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
         "vocab_size": 32000, "max_position_embeddings": 2048,
@@ -66,28 +117,35 @@ _TEXTS: Mapping[object, dict[str, int]] = {
         "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
         "vocab_size": 262208, "max_position_embeddings": 131072,
     },
+    "qwen2_5_vl_text": {
+        "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+    },
 }  # fmt: skip
 _TIED = "tie_word_embeddings"
 
 
 @dataclass(frozen=True)
 class Patches:
-    """The weight [C, 3 size size] of embedded patches, stored as that of a convolution: [C, 3, size, size]."""
+    """The weight [C, 3 frames size size] of embedded patches, stored as that of a convolution: [C, 3, size, size], or where
+    patches are of several frames [C, 3, frames, size, size].
+    """
 
     by_slab: bool = False
+    frames: int | None = None
 
     def shape(self, parts: Sequence[Shape]) -> Shape:
         """The convolution's."""
         ((width, elements),) = parts
-        size = isqrt(elements // 3)
-        return (width, 3, size, size)
+        size = isqrt(elements // (3 * (self.frames or 1)))
+        return (width, 3, *(() if self.frames is None else (self.frames,)), size, size)
 
     def views(self, disk: Tensor, parts: Sequence[Shape]) -> list[Tensor]:
         """The convolution, flat."""
         return [disk.flatten(1)]
 
 
-def tower_rules() -> tuple[Rule, ...]:
+def tower_rules(vision: VisionConfig) -> tuple[Rule, ...]:
     """Where the tensors of a CLIP or SigLIP tower are on disk, below the tower's own prefix."""
     layer = {
         "input_layernorm": "layer_norm1", "post_attention_layernorm": "layer_norm2", "mlp.up_proj": "mlp.fc1",
@@ -114,6 +172,9 @@ class SeeingFamily(Family):
 
     Attributes:
         text: the text model's family, where it is known.
+        tower: where a tower's tensors are on disk, below its own prefix.
+        styles: what names begin with; the first is written.
+        flat: older folders have the text model's keys beside `vision_config`, in no `text_config`.
         projector: where the projector's tensors are on disk.
         towers: kinds of tower that it may have, by their `model_type`.
         texts: likewise of text models; empty: any.
@@ -121,6 +182,9 @@ class SeeingFamily(Family):
     """
 
     text: Family | None = None
+    tower: Callable[[VisionConfig], Sequence[Rule]] = tower_rules
+    styles: tuple[Style, ...] = field(default_factory=lambda: STYLES)
+    flat: bool = False
     projector: tuple[Rule, ...] = ()
     towers: tuple[str, ...] = tuple(TOWERS)
     texts: tuple[str, ...] = ()
@@ -162,6 +226,10 @@ class SeeingFamily(Family):
     def text_of(self, raw: Raw) -> dict[str, Any]:
         """The `text_config`, with what transformers takes for absent keys of it, and tied where the whole says so."""
         inner = dict(raw.get("text_config") or {})
+        if not inner and self.flat:
+            own = frozenset({"vision_config", "model_type"}).union(*(entry.keys for entry in self.entries))
+            inner = {key: value for key, value in raw.items() if key not in own | self.carried}
+            inner["model_type"] = self.within.name
         tied = {_TIED: True} if raw.get(_TIED) else {}
         return _TEXTS.get(inner.get("model_type"), {}) | inner | tied
 
@@ -172,7 +240,8 @@ class SeeingFamily(Family):
         known = CARRIED.union(_CARRIED, *(entry.keys for entry in tower))
         own = CARRIED.union(self.carried, {"text_config", "vision_config", _TIED}, *(one.keys for one in self.entries))
         unread = [f"vision_config.{key}" for key, value in inner.items() if key not in known and value is not None]
-        unread += [key for key, value in raw.items() if key not in own and value is not None]
+        if "text_config" in raw or not self.flat:
+            unread += [key for key, value in raw.items() if key not in own and value is not None]
         return sorted(unread) + self.within.unread_keys(self.text_of(raw))
 
     def problems(self, model: ModelConfig) -> list[str]:
@@ -213,40 +282,46 @@ class SeeingFamily(Family):
     def table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
         """See `Family`. Of the names that folders have had for the same, those that this one has."""
         held = None if names is None else set(names)
-        style = Style.of(held)
+        style = Style.of(held, self.styles)
         theirs = None if held is None else {name for name in map(style.text_name, held) if name is not None}
         text = self.within.table(text_model(model), theirs)
         vision = {name: shape for name, shape in tensors_of(model).items() if name.startswith((TOWER, PROJECTOR))}
-        layers = model.vision.num_layers if model.vision else 0
-        seen = disk_tensors((*_below(style.tower, tower_rules()), *_below(style.outer, self.projector)), vision, layers)
+        assert model.vision is not None
+        rules = (*_below(style.tower, self.tower(model.vision)), *_below(style.outer, self.projector))
+        seen = disk_tensors(rules, vision, model.vision.num_layers)
         named = {style.disk_name(name): replace(disk, name=style.disk_name(name)) for name, disk in text.items()}
         return seen | named
 
     def copies(self, model: ModelConfig) -> dict[str, str]:
         """See `Family`."""
         text = self.within.copies(text_model(model))
-        return {style.disk_name(copy): name for style in STYLES for copy, name in text.items()}
+        return {style.disk_name(copy): name for style in self.styles for copy, name in text.items()}
 
     def is_buffer(self, name: str) -> bool:
         """See `Family`; so is the pooling head of a tower, which has no use here."""
-        text = next((inner for style in STYLES if (inner := style.text_name(name)) is not None), "")
+        text = next((inner for style in self.styles if (inner := style.text_name(name)) is not None), "")
         return super().is_buffer(name) or self.within.is_buffer(text)
 
 
 @dataclass(frozen=True)
 class Style:
-    """What the names of a folder's tensors begin with: of the tower, the projector, the text model's body and head."""
+    """What the names of a folder's tensors begin with: of the tower, the projector, the text model's body and head.
+
+    Attributes:
+        further: what those of the tower go on with.
+    """
 
     tower: str
     outer: str
     body: str
     head: str
+    further: str = "e"
 
-    @classmethod
-    def of(cls, names: set[str] | None) -> Style:
-        """That of a folder with these names; of a new one, what the most software reads."""
-        fits = (style for style in STYLES if any(name.startswith(f"{style.tower}e") for name in names or ()))
-        return next(fits, STYLES[0])
+    @staticmethod
+    def of(names: set[str] | None, styles: Sequence[Style]) -> Style:
+        """That of a folder with these names; of a new one the first, what the most software reads."""
+        fits = (one for one in styles if any(name.startswith(one.tower + one.further) for name in names or ()))
+        return next(fits, styles[0])
 
     def disk_name(self, name: str) -> str:
         """What a tensor of the text model alone is called here."""

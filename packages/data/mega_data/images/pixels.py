@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from mega_common.errors import DataError, MissingPackageError
 from mega_common.vision import VisionConfig
+from mega_data.images.native import size_of
 from mega_data.images.tiles import features_of, fitted, resolution_of
 
 try:
@@ -78,9 +79,12 @@ def _tiles(image: Image.Image, vision: VisionConfig) -> list[Image.Image]:
 
 
 def _resized(image: Image.Image, vision: VisionConfig) -> Image.Image:
-    """A square: all of the image, stretched, or its middle. What does not reach its edges is black, as in transformers."""
+    """Its own shape, or a square: all of the image, stretched, or its middle. What does not reach its edges is black, as in transformers."""
     size, (width, height) = vision.image_size, image.size
     filtered = Image.Resampling[vision.resample.upper()]
+    if vision.native is not None:
+        high, wide = size_of(vision, height, width)
+        return image.resize((wide, high), filtered)
     if vision.resize == "stretch":
         return image.resize((size, size), filtered)
     longer = int(size * max(width, height) / min(width, height))

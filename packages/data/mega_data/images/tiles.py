@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.vision import VisionConfig
+from mega_data.images.native import size_of
 
 
 def resolution_of(vision: VisionConfig, height: int, width: int) -> tuple[int, int]:
@@ -43,6 +44,8 @@ def features_of(vision: VisionConfig, height: int, width: int) -> npt.NDArray[np
 
     A square has `vision.rows` of them: P, and where there are tiles the end of a line.
     """
+    if vision.native is not None:
+        return np.arange(vision.features(*size_of(vision, height, width)))
     whole = np.arange(vision.tokens)
     if vision.pinpoints is None:
         return whole

@@ -111,7 +111,7 @@ class Decoder(nn.Module):
         outline: Outline | None = None,
         routing: Routing | None = None,
     ) -> Context:
-        """What the layers share for tokens at `positions` int64 [B or 1, S].
+        """What the layers share for tokens at `positions` int64 [B or 1, S], or [3, B, S] as `Rotary.at` takes them.
 
         `outline` says where attention is closed at document ends; it is required where context ranks have other tokens.
         An explicit `sight` replaces what would be derived; with a cache, which knows better, neither is asked.
@@ -127,8 +127,9 @@ class Decoder(nn.Module):
 
     def context_of(self, batch: MicroBatch, dropout: Dropouts, routing: Routing | None = None) -> Context:
         """The same for a micro-batch."""
-        drop = dropout(batch.tokens.shape[1], 0)
-        return self.context(batch.positions, dropout=drop, outline=batch.outline, routing=routing)
+        drop, seen = dropout(batch.tokens.shape[1], 0), batch.images
+        positions = batch.positions if seen is None or seen.positions is None else seen.positions
+        return self.context(positions, dropout=drop, outline=batch.outline, routing=routing)
 
     def begin(self, batch: MicroBatch, context: Context) -> Tensor:
         """A micro-batch's stream into the first layer."""

@@ -43,6 +43,8 @@ class Rotary:
     def at(self, positions: Tensor, dtype: torch.dtype, lengths: Sequence[int] | None = None) -> Rotation:
         """The rotation at integer `positions` [B or 1, S], in `dtype`; angles are computed in fp32, as transformers does.
 
+        With `sections` there may be three of a token, [3, B, S] (M-RoPE, arXiv:2409.12191): each turns its pairs of the head.
+
         What depends on the length at hand depends on that of each row by itself, not on its neighbours'; `lengths` are
         those of whole rows, where `positions` are only some of theirs.
         """
@@ -53,6 +55,10 @@ class Rotary:
         made = [self._frequencies(length, positions.device) for length in lengths]
         frequency, scale = torch.stack([row for row, _ in made]).unsqueeze(1), made[0][1]
         angles = positions.float().unsqueeze(-1) * frequency
+        if positions.dim() == 3:
+            assert self.rope.sections is not None
+            parts = torch.split(angles, list(self.rope.sections), -1)
+            angles = torch.cat([part[number] for number, part in enumerate(parts)], -1)
         cos, sin = angles.cos() * scale, angles.sin() * scale
         return Rotation(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype), self.rope.interleaved)
 

@@ -29,14 +29,17 @@ class Images:
     """The images of a micro-batch, all of them, and where tokens find their features.
 
     Attributes:
-        pixels: fp32 [n, 3, H, W] in host memory, normalised.
+        pixels: fp32 [n, 3, H, W] in host memory, normalised; where images have shapes of their own [3, H, W] of each.
         rows: int64 [B, S], of all features [n P] the one that stands at a token; -1 at tokens of text.
         features: [n P, D], where they are known already, as in generation.
+        positions: int64 [3, B, S], the time, line and column that the decoder turns tokens by; None: all three are their
+            positions in the text.
     """
 
-    pixels: Tensor
+    pixels: Tensor | Sequence[Tensor]
     rows: Tensor
     features: Tensor | None = None
+    positions: Tensor | None = None
 
     def known(self, features: Tensor) -> Images:
         """The same images, whose features are known."""
@@ -44,19 +47,26 @@ class Images:
 
     def part(self, places: Any) -> Images:
         """The same images, for the tokens at some places of the sequences."""
-        return replace(self, rows=self.rows[:, places])
+        positions = None if self.positions is None else self.positions[:, :, places]
+        return replace(self, rows=self.rows[:, places], positions=positions)
 
-    def dealt(self, groups: Sequence[Group]) -> Tensor:
-        """Those that this rank of `groups`, the last of which counts fastest, computes: as many on each, the last ones black.
+    def dealt(self, rank: int, ranks: int) -> Tensor:
+        """Those squares that this rank, of those that share them, computes: as many on each, the last ones black.
 
         One at least, for where one rank has a gradient of the tower, all must have one.
         """
-        rank, ranks = 0, 1
-        for group in groups:
-            rank, ranks = rank * group.size + group.rank, ranks * group.size
+        assert isinstance(self.pixels, Tensor)
         share = max(1, -(-len(self.pixels) // ranks))
         own = self.pixels[rank * share : (rank + 1) * share]
         return F.pad(own, (0, 0, 0, 0, 0, 0, 0, share - len(own)))
+
+
+def sharing(groups: Sequence[Group]) -> tuple[int, int]:
+    """The number of this rank among those of all combinations of `groups`, the last of which counts fastest, and theirs."""
+    rank, ranks = 0, 1
+    for group in groups:
+        rank, ranks = rank * group.size + group.rank, ranks * group.size
+    return rank, ranks
 
 
 def image_blocks(images: np.ndarray, begins: np.ndarray | None = None) -> list[Block]:

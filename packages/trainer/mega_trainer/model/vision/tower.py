@@ -8,83 +8,22 @@ Legend: n images, P patches (and the class token), C tower width, D model width,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from math import isqrt
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mega_ckpt.pieces import Piece
 from mega_common.vision import PROJECTOR, TOWER
-from mega_trainer.comm import Group
+from mega_trainer.device import to_device
 from mega_trainer.kernels.masks import ALL, Mask
-from mega_trainer.mesh import Groups
 from mega_trainer.model.activation import plain
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder, Norm
 from mega_trainer.model.context import Context
-from mega_trainer.model.recompute import SavedActivations
-from mega_trainer.model.vision.images import Images, gathered, placed
-from mega_trainer.parallel.param import make_parameter
+from mega_trainer.model.vision.build import TowerBuilder
+from mega_trainer.model.vision.images import Images, gathered, placed, sharing
+from mega_trainer.model.vision.native import Deal, Merger, NativeTower
 from mega_trainer.parallel.tensor import sequence_part
-
-
-@dataclass(frozen=True)
-class TowerBuilder(Builder):
-    """Makes parameters that every tensor rank holds whole and has a part of the gradient of.
-
-    Attributes:
-        prefix: what stands for `model.` in their names.
-        tp: the tensor ranks, who share no layer of it.
-    """
-
-    prefix: str = TOWER
-    tp: Group = field(default_factory=lambda: Group("tp"))
-
-    @classmethod
-    def of(cls, build: Builder, prefix: str) -> TowerBuilder:
-        """For the tower of that builder's model."""
-        tower, groups = build.config.tower, build.groups
-        assert tower is not None
-        return cls(
-            tower, Groups(dp_cp=groups.dp_cp), build.kernels, build.leaves, dtype=build.dtype, device=build.device,
-            deferred=build.deferred, saved=SavedActivations(build.saved.recompute), prefix=prefix, tp=groups.tp,
-        )  # fmt: skip
-
-    def parameter(
-        self,
-        shape: Sequence[int],
-        pieces: Sequence[Piece],
-        *,
-        grad_sync: Sequence[Group] = (),
-        replicas: Sequence[Group] = (),
-        **start: Any,
-    ) -> nn.Parameter:
-        """See `Builder.parameter`."""
-        own = [replace(piece, name=piece.name.replace("model.", self.prefix, 1)) for piece in pieces]
-        return make_parameter(
-            shape, own, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
-            grad_sync=(self.tp,), replicas=(self.tp,), parts=self.tp, **start,
-        )  # fmt: skip
-
-    def matrix(self, name: str, shape: tuple[int, int], *, bias: bool) -> WholeLinear:
-        """A linear layer of `shape` (out, in), whole on every rank."""
-        weight = self.replicated(f"model.{name}.weight", shape, std=self.config.init_std)
-        return WholeLinear(self, weight, self.replicated(f"model.{name}.bias", shape[:1]) if bias else None)
-
-
-class WholeLinear(nn.Module):
-    """Y = X W^T + b with all of W [N, K] on every rank."""
-
-    def __init__(self, build: Builder, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.linear, self.weight, self.bias = build.linear, weight, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[.., K] -> [.., N]."""
-        return self.linear(x, self.weight, self.bias)
 
 
 class _Everything:
@@ -167,7 +106,7 @@ class NormProjector(nn.Module):
         return y
 
 
-PROJECTORS = {"mlp": Projector, "norm": NormProjector}
+PROJECTORS = {"mlp": Projector, "norm": NormProjector, "merger": Merger}
 
 
 class Vision(nn.Module):
@@ -178,7 +117,8 @@ class Vision(nn.Module):
         self.groups, self.sp, self.dtype = build.groups, build.sp, build.dtype
         vision = build.config.vision
         assert vision is not None
-        self.tower, self.projector = Tower(build), PROJECTORS[vision.projector](build)
+        self.config, self.projector = vision, PROJECTORS[vision.projector](build)
+        self.tower = NativeTower(build) if vision.native else Tower(build)
 
     @classmethod
     def of(cls, build: Builder) -> Vision | None:
@@ -193,11 +133,17 @@ class Vision(nn.Module):
 
     def see(self, images: Images, device: torch.device) -> Tensor:
         """The features of all images, one after another: [n P, D]. A collective call of the ranks that share them."""
-        groups = self.groups
-        own = images.dealt((groups.cp, groups.tp)).to(device, self.dtype)
-        features: Tensor = self.projector(self.tower(own))
-        features = gathered(features, groups.tp, partial=self.sp)
-        return gathered(features, groups.cp, partial=True).flatten(0, 1)
+        rank, ranks = sharing((self.groups.cp, self.groups.tp))
+        if isinstance(self.tower, NativeTower):
+            deal = Deal(images.pixels, self.config, rank, ranks)
+            every = self._everyones(self.projector(self.tower(deal, device)))
+            return every[to_device(deal.rows, device)]
+        own = images.dealt(rank, ranks).to(device, self.dtype)
+        return self._everyones(self.projector(self.tower(own))).flatten(0, 1)
+
+    def _everyones(self, features: Tensor) -> Tensor:
+        features = gathered(features, self.groups.tp, partial=self.sp)
+        return gathered(features, self.groups.cp, partial=True)
 
 
 def pooled(features: Tensor, pool: int) -> Tensor:
