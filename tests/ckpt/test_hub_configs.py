@@ -92,6 +92,19 @@ HUB: dict[str, dict[str, Any]] = {
             "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
         },
     },
+    "qwen2.5-vl-7b": {  # the text model's keys beside the tower's
+        "model_type": "qwen2_5_vl", "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 3584, "image_token_id": 151655,
+        "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 128000, "max_window_layers": 28,
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+        "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"}, "rope_theta": 1000000.0, "sliding_window": 32768,
+        "tie_word_embeddings": False, "use_sliding_window": False, "video_token_id": 151656, "vision_end_token_id": 151653,
+        "vision_start_token_id": 151652, "vision_token_id": 151654, "vocab_size": 152064, "vision_config": {
+            "depth": 32, "fullatt_block_indexes": [7, 15, 23, 31], "hidden_act": "silu", "hidden_size": 1280, "in_chans": 3,
+            "intermediate_size": 3420, "model_type": "qwen2_5_vl", "num_heads": 16, "out_hidden_size": 3584, "patch_size": 14,
+            "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2, "tokens_per_second": 2,
+            "window_size": 112,
+        },
+    },
     "gemma3-4b": {  # with as few keys as published
         "model_type": "gemma3", "boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144,
         "mm_tokens_per_image": 256, "initializer_range": 0.02, "text_config": {
@@ -114,10 +127,29 @@ def test_a_folder_of_the_hub_is_the_preset(name: str) -> None:
 
 
 def test_another_way_of_seeing_is_refused() -> None:
-    raw = {"model_type": "qwen2_5_vl", "hidden_size": 2048, "vision_config": {"depth": 32, "window_size": 112}}
-    with pytest.raises(CheckpointError, match="'qwen2_5_vl' sees images in a way that mega does not know") as error:
+    raw = {
+        "model_type": "qwen3_vl",
+        "hidden_size": 2048,
+        "vision_config": {"depth": 32, "deepstack_visual_indexes": [5]},
+    }
+    with pytest.raises(CheckpointError, match="'qwen3_vl' sees images in a way that mega does not know") as error:
         family_of(raw)
-    assert error.value.hint == "models that see: llava, llava_next, gemma3"
+    assert error.value.hint == "models that see: llava, llava_next, gemma3, qwen2_5_vl"
+
+
+def test_what_qwen_with_its_eyes_cannot_be() -> None:
+    whole = HUB["qwen2.5-vl-7b"]
+    tower = whole["vision_config"]
+    assert not family_of(whole).unread_keys(whole)
+    assert family_of(whole).unread_keys({**whole, "wings": 2}) == ["wings"]
+    for change, said in (
+        ({"vision_config": {**tower, "out_hidden_size": 2048}}, "out_hidden_size = 2048 is not hidden_size = 3584"),
+        ({"vision_config": {**tower, "in_chans": 1}}, "in_chans = 1"),
+        ({"vision_config": {**tower, "rope_parameters": {"rope_type": "axial", "rope_theta": 5.0}}}, "not axial"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            family_of(whole | change).read_config(whole | change)
 
 
 def test_what_gemma3_cannot_be_with_its_eyes() -> None:

@@ -137,7 +137,11 @@ def test_a_folder_as_it_was_first_published(tmp_path: Path) -> None:
     text["rope_scaling"] = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}
     text["rope_theta"] = 1_000_000.0
     tower |= {"model_type": "qwen2_5_vl", "in_chans": 3, "spatial_patch_size": 4}
-    old = text | config | {"vision_config": {key: tower[key] for key in tower if key not in ("in_channels", "rope_parameters")}}
+    old = (
+        text
+        | config
+        | {"vision_config": {key: tower[key] for key in tower if key not in ("in_channels", "rope_parameters")}}
+    )
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.json").write_text(json.dumps(old))
     tensors = load_file(tmp_path / "new" / "model.safetensors")
@@ -171,11 +175,15 @@ def test_greedy_text_image_by_image(tmp_path: Path) -> None:
     theirs, _ = reference("as published", tmp_path)
     model = load_model(tmp_path)
     vision = model.config.vision
-    assert vision is not None and vision.native is not None
+    assert vision is not None
+    assert vision.native is not None
     text = " ".join(map(str, [*range(1, 20), IMAGE, 3, 4]))
     shapes = [[(60, 75)], [(75, 60)], [(90, 80)], [(60, 70), (57, 99)]]
     prompts = [
-        Pictured(" ".join([text, *([f"{IMAGE} 7"] if len(own) > 1 else [])]), [picture(7 * n + m, one) for m, one in enumerate(own)])
+        Pictured(
+            " ".join([text, *([f"{IMAGE} 7"] if len(own) > 1 else [])]),
+            [picture(7 * n + m, one) for m, one in enumerate(own)],
+        )
         for n, own in enumerate(shapes)
     ]
     found = generate(model, Numbers(), [*prompts, [5, 6, 7]], Limits(12))
@@ -197,7 +205,8 @@ def test_greedy_text_image_by_image(tmp_path: Path) -> None:
 def test_loss_and_gradients(tmp_path: Path) -> None:
     theirs, sizes = reference("as published", tmp_path / "hf")
     ours = load_model(tmp_path / "hf").requires_grad_(True)
-    assert ours.config.vision is not None and ours.vision is not None
+    assert ours.config.vision is not None
+    assert ours.vision is not None
     tokens, pixels, images = inputs(ours.config.vision, sizes)
     labels = torch.where(tokens == IMAGE, -100, tokens)
     expected = theirs(input_ids=tokens, labels=labels, **told(ours.config.vision, tokens, pixels)).loss
@@ -215,4 +224,6 @@ def test_loss_and_gradients(tmp_path: Path) -> None:
         (ours.vision.projector.norm.weight, visual.merger.ln_q.weight),
         (ours.embedding.weight, theirs.model.language_model.embed_tokens.weight),
     ):
-        torch.testing.assert_close(mine.grad, other.grad.flatten(1) if mine.dim() > 1 else other.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            mine.grad, other.grad.flatten(1) if mine.dim() > 1 else other.grad, rtol=1e-4, atol=1e-6
+        )

@@ -162,6 +162,13 @@ VARIANTS["vision"] = [
             "image_size": 8, "projector": "norm", "pool": 2, "bidirectional": True, "feature_layer": -1,
         },
     },
+    {
+        "head_dim": 8, "scale_embeddings": False, "rope": {"theta": 100.0, "sections": [2, 1, 1]},
+        "vision": MODELS["vision"]["vision"] | {
+            "hidden_size": 16, "class_token": False, "pre_norm": False, "feature_layer": -1, "activation": "swiglu",
+            "projector": "merger", "native": {"window": 8, "full_layers": [1], "min_pixels": 64, "max_pixels": 96},
+        },
+    },
 ]  # fmt: skip
 # What may be frozen of a model.
 FROZEN: dict[str, list[list[str]]] = {"vision": [[], ["model.vision_tower.*"], ["model.projector.*"]]}

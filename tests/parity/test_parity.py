@@ -48,6 +48,18 @@ def test_images_in_different_numbers_of_tiles() -> None:
     assert not problems(cases, 4)
 
 
+def test_images_of_different_shapes() -> None:
+    """Dealt by their features, in windows, and turned by line and column in the decoder."""
+    shapes: list[dict[str, Any]] = [
+        {"tp": 4}, {"tp": 2, "sp": True, "cp": 2}, {"tp": 2, "zero": 3}, {"pp": 2, "cp": 2, "cp_kind": "alltoall"},
+    ]  # fmt: skip
+    cases = [
+        case("vision", 4, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS["vision"][4])
+        for shape in shapes
+    ]
+    assert not problems(cases, 4)
+
+
 def test_experts_with_a_capacity_with_losses_over_the_batch_and_with_a_balanced_choice() -> None:
     """The losses are of a micro-batch of all data ranks, so that of one process must be as large."""
     base = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "layers": [1], "z_loss": 0.01, "aux_loss": 0.1}

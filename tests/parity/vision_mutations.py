@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from parity.cases import VARIANTS, Case, case
 from parity.recurrence_mutations import Patch
@@ -18,8 +18,9 @@ from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import Group
 from mega_trainer.kernels.masks import Part
 from mega_trainer.model.context import Sequences
-from mega_trainer.model.vision import tower
+from mega_trainer.model.vision import build, native, tower
 from mega_trainer.model.vision.images import Images, placed
+from mega_trainer.model.vision.native import Deal, Grid, Windows
 
 swap = mock.patch.object
 TP = case("vision", 2, parallel={"tp": 2, "zero": 0})
@@ -28,8 +29,9 @@ CP = case("vision", 4, parallel={"tp": 2, "cp": 2, "zero": 3}, variant={"tie_emb
 PIPED = case("vision", 4, layers=4, parallel={"tp": 2, "pp": 2, "schedule": "zb-h1"}, micro=2)
 
 
-RING = case("vision", 2, parallel={"cp": 2}, variant=VARIANTS["vision"][-1])
+RING = case("vision", 2, parallel={"cp": 2}, variant=VARIANTS["vision"][3])
 TILES = case("vision", 2, parallel={"tp": 2}, variant=VARIANTS["vision"][2])
+SHAPES = case("vision", 4, parallel={"tp": 2, "cp": 2}, variant=VARIANTS["vision"][4])
 
 
 def _within_a_chunk(self: Sequences, queries: range, keys: range) -> list[Part]:
@@ -40,11 +42,12 @@ def _within_a_chunk(self: Sequences, queries: range, keys: range) -> list[Part]:
 _ahead = Sequences._ahead
 
 
-def _one_dealt_twice(self: Images, groups: Sequence[Group]) -> Tensor:
+def _one_dealt_twice(self: Images, rank: int, ranks: int) -> Tensor:
     """The last rank computes the first one's images too."""
+    assert isinstance(self.pixels, Tensor)
     count = len(self.pixels)
     return _dealt(
-        replace(self, pixels=torch.cat([self.pixels[: count // 2], self.pixels[: count - count // 2]])), groups
+        replace(self, pixels=torch.cat([self.pixels[: count // 2], self.pixels[: count - count // 2]])), rank, ranks
     )
 
 
@@ -67,12 +70,12 @@ def _gradient(partial: bool, axis: str) -> Patch:
 
 def _stays(prefix: str) -> Patch:
     """Gradients of some tensors stay with the tensor rank."""
-    real = tower.make_parameter
+    real = build.make_parameter
 
     def make(shape: Any, pieces: Any, **options: Any) -> Any:
         return real(shape, pieces, **(options | {"grad_sync": ()} if pieces[0].name.startswith(prefix) else options))
 
-    return lambda: swap(tower, "make_parameter", make)
+    return lambda: swap(build, "make_parameter", make)
 
 
 def _places_of_the_first_chunk() -> AbstractContextManager[Any]:
@@ -87,6 +90,29 @@ def _places_of_the_first_chunk() -> AbstractContextManager[Any]:
     return swap(MicroBatch, "part", part)
 
 
+def _by_lines(grid: Grid, side: int) -> tuple[np.ndarray, list[int]]:
+    """Windows as large as they should be, of features line by line."""
+    order, lengths = windows_of(grid, side)
+    return np.sort(order), lengths
+
+
+windows_of = native.windows_of
+
+
+def _without_shares(self: Deal) -> Tensor:
+    """Where features stood if no rank had padding."""
+    return torch.from_numpy(np.concatenate([np.argsort(order) for order, _ in self.orders] or [np.zeros(1, np.int64)]))
+
+
+def _columns_before_lines(self: Images, places: Any) -> Images:
+    own = _part(self, places)
+    assert own.positions is not None
+    return replace(own, positions=own.positions[[0, 2, 1]])
+
+
+_part = Images.part
+
+
 VISIONS: list[tuple[str, Case, Patch]] = [
     ("vision: an image is dealt twice", TP, lambda: swap(Images, "dealt", _one_dealt_twice)),
     ("vision: features one place off under sp", SP, lambda: swap(tower, "placed", _one_place_off)),
@@ -98,4 +124,20 @@ VISIONS: list[tuple[str, Case, Patch]] = [
     ("vision: features' gradients of context ranks are not summed", CP, _gradient(False, "cp")),
     ("vision: an image ends with its chunk", RING, lambda: swap(Sequences, "_ahead", _within_a_chunk)),
     ("vision: context ranks look at the first places", CP, _places_of_the_first_chunk),
+    ("vision: windows of features line by line", SHAPES, lambda: swap(native, "windows_of", _by_lines)),
+    (
+        "vision: every layer sees the whole image",
+        SHAPES,
+        lambda: swap(Windows, "mask", lambda self, window: self.images),
+    ),
+    (
+        "vision: what a rank has no images for stays among features",
+        SHAPES,
+        lambda: swap(Deal, "rows", property(_without_shares)),
+    ),
+    (
+        "vision: context ranks turn by columns where lines should",
+        SHAPES,
+        lambda: swap(Images, "part", _columns_before_lines),
+    ),
 ]

@@ -18,6 +18,7 @@ from mega_ckpt.pieces import Box, Sharded, copy_overlap
 from mega_common.log import ProgressBar
 from mega_common.retro import RetroConfig
 from mega_common.vision import VisionConfig
+from mega_data.images.native import size_of
 from mega_data.images.tiles import features_of
 from mega_data.kinds.base import SampleImages
 from mega_data.loader import SourceTokens, StepBatch
@@ -159,16 +160,19 @@ def drawn_images(rng: np.random.Generator, tokens: np.ndarray, vision: VisionCon
     if not count:
         return None
     cut = int(rng.integers(2))
-    squares, features = 0, np.zeros(0, np.int64)
+    rows, features = 0, np.zeros(0, np.int64)
+    shapes: list[tuple[int, int]] = []
     for _ in range(count):
-        sides = rng.integers(1, 9, 2) if vision.pinpoints else (size, size)
+        sides = rng.integers(1, 9, 2) if vision.varies else (size, size)
         found = features_of(vision, int(sides[0]), int(sides[1]))
-        features = np.append(features, squares * vision.rows + found)
-        squares += 1 + (found.max() // vision.rows)
+        features = np.append(features, rows + found)
+        whole = [size_of(vision, int(sides[0]), int(sides[1]))] if vision.native else []
+        shapes += whole or [(size, size)] * (1 + found.max() // vision.rows)
+        rows = sum(vision.features(*one) for one in shapes)
     features = features[cut:][: len(tokens)]
     places = np.sort(rng.choice(len(tokens), len(features), replace=False))
     tokens[places] = vision.image_token
-    return SampleImages(list(rng.standard_normal((squares, 3, size, size), np.float32)), places, features)
+    return SampleImages([rng.standard_normal((3, *shape), np.float32) for shape in shapes], places, features)
 
 
 def _source(config: RunConfig, step: int, own: slice, count: int) -> SourceTokens:

@@ -127,12 +127,28 @@ def _llava_next() -> dict[str, Any]:
     return {**whole, **text, "vision": whole["vision"] | tiles}
 
 
+def _qwen_vl(layers: int, width: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    """Qwen2.5-VL: Qwen 2.5 that is turned by time, line and column, behind a tower for images of any shape."""
+    return {
+        "num_layers": layers, "hidden_size": width, "ffn_hidden_size": ffn, "num_attention_heads": heads, "num_kv_heads": kv_heads,
+        "vocab_size": vocab, "max_position": 128_000, "norm_eps": 1e-6, "qkv_bias": True,
+        "rope": {"theta": 1_000_000.0, "sections": [16, 24, 24]},
+        "vision": {
+            "num_layers": 32, "hidden_size": 1280, "ffn_hidden_size": 3420, "num_attention_heads": 16, "activation": "swiglu",
+            "norm_eps": 1e-6, "class_token": False, "pre_norm": False, "feature_layer": -1, "projector": "merger",
+            "image_token": 151_655, "native": {},
+        },
+    }  # fmt: skip
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _tiny(2, 64, 192, 4, 2),
     "tiny-10m": _tiny(6, 320, 896, 5, 5),
     "llava-1.5-7b": _llava(32, 4096, 11_008, 32),
     "llava-1.5-13b": _llava(40, 5120, 13_824, 40),
     "llava-1.6-mistral-7b": _llava_next(),
+    "qwen2.5-vl-3b": {**_qwen_vl(36, 2048, 11_008, 16, 2, 151_936), "tie_embeddings": True},
+    "qwen2.5-vl-7b": _qwen_vl(28, 3584, 18_944, 28, 4, 152_064),
     "llama3-8b": _llama3(32, 4096, 14_336, 32),
     "llama3-70b": _llama3(80, 8192, 28_672, 64),
     "llama3-405b": {**_llama3(126, 16_384, 53_248, 128)},

@@ -46,7 +46,7 @@ class VisionConfig(Config):
     hidden_size: PositiveInt
     ffn_hidden_size: PositiveInt
     num_attention_heads: PositiveInt
-    image_size: PositiveInt = Field(336, description="pixels of a side")
+    image_size: PositiveInt = Field(336, description="pixels of a side; beside native of what plans are made for")
     patch_size: PositiveInt = Field(14, description="likewise")
     activation: Literal["quick_gelu", "gelu", "gelu_tanh", "swiglu"] = "quick_gelu"
     norm_eps: float = Field(1e-5, gt=0)
@@ -79,7 +79,9 @@ class VisionConfig(Config):
         description="heights and widths in pixels, to the best of which an image is resized, to be cut in tiles of image_size; "
         "their lines of patches, each with a learned row behind it, follow those of the whole image",
     )
-    native: NativeResolution | None = Field(None, description="images keep their shape; they are no squares of image_size")
+    native: NativeResolution | None = Field(
+        None, description="images keep their shape; they are no squares of image_size"
+    )
     resize: Literal["crop", "stretch"] = Field(
         "crop", description="crop: the shorter side to image_size, and the middle; stretch: both sides"
     )
@@ -99,13 +101,26 @@ class VisionConfig(Config):
 
     @property
     def tokens(self) -> int:
-        """Placeholders of an image in a text; of one in tiles those of the whole, which come first."""
-        return self.patches // self.pool**2 + self.feature_class
+        """Placeholders of an image in a text; of one in tiles those of the whole, which come first; where images keep their
+        shape those of a square of image_size.
+        """
+        return self.patches // (self.native.merge if self.native else self.pool) ** 2 + self.feature_class
 
     @property
     def rows(self) -> int:
         """What the projector makes of a square: its features, and where images have tiles the end of a line."""
         return self.tokens + (self.pinpoints is not None)
+
+    @property
+    def varies(self) -> bool:
+        """Whether images have different numbers of placeholders."""
+        return self.pinpoints is not None or self.native is not None
+
+    @property
+    def sizes(self) -> tuple[int, int, int] | None:
+        """Of images that keep their shape: the side of a feature, and the fewest and most of an image, in pixels."""
+        native = self.native
+        return None if native is None else (self.patch_size * native.merge, native.min_pixels, native.max_pixels)
 
     @property
     def patch_elements(self) -> int:
@@ -186,8 +201,12 @@ class VisionConfig(Config):
             rule = f"must be a multiple of patch_size x merge = {self.patch_size * native.merge}"
             yield Problem("native.window", rule, native.window)
         if any(layer >= self.num_layers for layer in native.full_layers):
-            yield Problem("native.full_layers", f"names layers that {self.num_layers} layers do not have", native.full_layers)
+            yield Problem(
+                "native.full_layers", f"names layers that {self.num_layers} layers do not have", native.full_layers
+            )
         if native.min_pixels > native.max_pixels:
             yield Problem("native.min_pixels", f"must be at most max_pixels = {native.max_pixels}", native.min_pixels)
         if self.hidden_size // self.num_attention_heads % 4:
-            yield Problem("hidden_size", "a head's size must be a multiple of 4, for rows and columns turn it", self.hidden_size)
+            yield Problem(
+                "hidden_size", "a head's size must be a multiple of 4, for rows and columns turn it", self.hidden_size
+            )

@@ -55,7 +55,10 @@ class Pictured:
         rows[tokens == vision.image_token] = np.concatenate(
             [one.features + first for one, first in zip(pictures, before, strict=False)]
         )
-        pixels, where = [torch.from_numpy(one) for picture in pictures for one in picture.pixels], torch.from_numpy(rows)[None]
+        pixels, where = (
+            [torch.from_numpy(one) for picture in pictures for one in picture.pixels],
+            torch.from_numpy(rows)[None],
+        )
         if vision.native is None:
             return tokens.tolist(), seen(model, Images(torch.stack(pixels), where))
         places, grids = np.flatnonzero(rows >= 0), [vision.grid(*one.shape[1:]) for one in pixels]

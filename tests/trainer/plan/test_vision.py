@@ -25,7 +25,7 @@ FROZEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", VARIANTS["vision"], ids=["llava", "siglip", "tiles", "gemma"])
+@pytest.mark.parametrize("variant", VARIANTS["vision"], ids=["llava", "siglip", "tiles", "gemma", "qwen"])
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_products_of_an_image_are_those_that_torch_counts(variant: dict[str, object], frozen: str) -> None:
     config = ModelConfig.parse(
@@ -53,6 +53,11 @@ def test_an_image_of_llava_and_of_gemma_by_a_formula() -> None:
     assert sum(image_flops(llava).values()) == pytest.approx(3 * (tower + projector) - 2 * 576 * 3 * 14**2 * width)
     frozen = sum(image_flops(llava, ("model.vision_tower.*",)).values())
     assert frozen == pytest.approx(tower + 3 * projector - 2 * 576 * 1024 * 4096)
+    qwen = ModelConfig.parse(preset("qwen2.5-vl-7b"))
+    assert (
+        image_flops(qwen)["scores"] == 3 * 4 * 576 * (28 * 64 + 4 * 576) * 1280
+    )  # windows of 8 x 8 patches but in four layers
+    assert count_parameters(qwen).total == 8_292_166_656
     parts, pooled = image_flops(gemma), 2 * 256 * 1152 * 2560
     assert parts["scores"] == 3 * 27 * 4 * 4096**2 * 1152
     first, layer = 2 * 4096 * 3 * 14**2 * 1152, 2 * 4096 * (4 * 1152**2 + 2 * 1152 * 4304)

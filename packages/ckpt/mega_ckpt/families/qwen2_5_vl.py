@@ -46,7 +46,9 @@ QWEN2_5_VL_TEXT = replace(
     name="qwen2_5_vl_text",
     architecture="Qwen2_5_VLTextModel",
     entries=tuple(
-        SectionedRope(theta=1_000_000.0, aliases={"mrope": "none"}, scalings=frozenset({"none"})) if isinstance(entry, Rope) else entry
+        SectionedRope(theta=1_000_000.0, aliases={"mrope": "none"}, scalings=frozenset({"none"}))
+        if isinstance(entry, Rope)
+        else entry
         for entry in QWEN2.entries
     ),
 )
@@ -67,7 +69,9 @@ def tower_rules(vision: VisionConfig) -> tuple[Rule, ...]:
             for kind in ("weight", "bias")
         ),
         *(
-            Rule(f"blocks.{{i}}.attn.qkv.{kind}", tuple(f"{TOWER}layers.{{i}}.self_attn.{x}_proj.{kind}" for x in "qkv"))
+            Rule(
+                f"blocks.{{i}}.attn.qkv.{kind}", tuple(f"{TOWER}layers.{{i}}.self_attn.{x}_proj.{kind}" for x in "qkv")
+            )
             for kind in ("weight", "bias")
         ),
     )
@@ -99,7 +103,10 @@ QWEN2_5_VL = SeeingFamily(
     text=QWEN2_5_VL_TEXT,
     entries=(Key("image_token_id", "image_token", 151_655), OutHidden()),
     tower=tower_rules,
-    styles=(Style("visual.", "visual.", "model.", "", ""), Style("model.visual.", "model.visual.", "model.language_model.", "", "")),
+    styles=(
+        Style("visual.", "visual.", "model.", "", ""),
+        Style("model.visual.", "model.visual.", "model.language_model.", "", ""),
+    ),
     flat=True,
     projector=tuple(
         Rule(f"merger.{theirs}.{kind}", (f"{PROJECTOR}{ours}.{kind}",))

@@ -102,7 +102,9 @@ PIXELS: Mapping[str, dict[str, Any]] = {
     "qwen2_5_vl_vision": {}, "qwen2_5_vl": {},
     "clip_vision_model": {}, "siglip_vision_model": {"resize": "stretch", "mean": _HALF, "std": _HALF},
 }  # fmt: skip
-_CARRIED = words("out_hidden_size spatial_patch_size tokens_per_second initializer_factor initializer_range projection_dim vision_use_head vocab_size")
+_CARRIED = words(
+    "out_hidden_size spatial_patch_size tokens_per_second initializer_factor initializer_range projection_dim vision_use_head vocab_size"
+)
 # What transformers takes for absent keys of a text_config, where published folders leave some out.
 _TEXTS: Mapping[object, dict[str, float]] = {
     "llama": {
@@ -335,7 +337,7 @@ class Style:
 
 
 # As published, as transformers 5 saves them, and as it holds them. A tower's names go on with `embeddings` or `encoder`.
-STYLES = (
+STYLES: tuple[Style, ...] = (
     Style("vision_tower.vision_model.", "", "language_model.model.", "language_model."),
     Style("vision_tower.", "", "language_model.model.", "language_model."),
     Style("model.vision_tower.vision_model.", "model.", "model.language_model.", ""),

@@ -72,13 +72,15 @@ class ChatInfo(Config):
 class ImagesInfo(Config):
     """How images became placeholders: `token` is theirs, `tokens` how many an image has; `folder` is what paths begin at.
 
-    With `pinpoints` (`VisionConfig`) `tokens` are those of the whole image, and those of its tiles follow.
+    With `pinpoints` (`VisionConfig`) `tokens` are those of the whole image, and those of its tiles follow; with `sizes`
+    (likewise) each image has its own.
     """
 
     folder: str
     token: int
     tokens: int
     pinpoints: tuple[Resolution, ...] | None = None
+    sizes: tuple[int, int, int] | None = None
 
 
 class ShardInfo(Config):

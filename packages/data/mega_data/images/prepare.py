@@ -61,7 +61,7 @@ class ImageOptions:
     Attributes:
         folder: what paths begin at.
         placeholder: a text that is one token; `tokens` of it stand for each image.
-        vision: of a model that cuts images in tiles, which then say how many; else None.
+        vision: of a model that cuts images in tiles or keeps their shape, which then say how many; else None.
         text: what <image> becomes in a text, a placeholder and what a model wants around it; by default that alone.
     """
 
@@ -127,8 +127,8 @@ def prepare_images(
                 made.bad.append(item)
             bar.advance(len(batch))
         left_out.tell()
-        pinpoints = images.vision.pinpoints if images.vision else None
-        return made.finish(ImagesInfo(folder=str(folder), token=token, tokens=images.tokens, pinpoints=pinpoints))
+        told = {"pinpoints": images.vision.pinpoints, "sizes": images.vision.sizes} if images.vision else {}
+        return made.finish(ImagesInfo(folder=str(folder), token=token, tokens=images.tokens, **told))
 
 
 class _Made:
@@ -176,7 +176,7 @@ class _Made:
 
     def _placeholders(self, record: Record, folder: Path) -> list[int] | Rejected:
         """How many each image of a record has."""
-        if self.images.vision is None or self.images.vision.pinpoints is None:
+        if self.images.vision is None or not self.images.vision.varies:
             return [self.images.tokens] * len(record.images)
         from mega_data.images.pixels import placeholders_of  # here: paths alone want no Pillow
 
@@ -231,8 +231,8 @@ class _Made:
         self.writer.add_documents(
             np.ascontiguousarray(array["token"]), [array.size], np.ascontiguousarray(array["mask"])
         )
-        tiled = self.images.vision is not None and self.images.vision.pinpoints is not None
-        self.beside.add_document(encoded(references, counts if tiled else None))
+        varies = self.images.vision is not None and self.images.vision.varies
+        self.beside.add_document(encoded(references, counts if varies else None))
         self.documents += 1
         self.tokens += array.size
 

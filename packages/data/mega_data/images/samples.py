@@ -41,12 +41,15 @@ class SeeingSamples(PackedSamples):
                 hint="model.vision says what a model sees with",
             )
         self._vision: VisionConfig = setting.vision
-        seen = (self._vision.image_token, self._vision.tokens, self._vision.pinpoints)
-        if (told.token, told.tokens, told.pinpoints) != seen:
-            tiles = "" if told.pinpoints == self._vision.pinpoints else f", or other tiles: {self._vision.pinpoints}"
+        vision = self._vision
+        if (told.token, told.pinpoints, told.sizes) != (vision.image_token, vision.pinpoints, vision.sizes) or (
+            told.tokens != vision.tokens and not vision.native
+        ):
+            tiles = "" if told.pinpoints == vision.pinpoints else f", or other tiles: {vision.pinpoints}"
+            tiles += "" if told.sizes == vision.sizes else f", or other sizes: {vision.sizes}"
             raise DataError(
                 f"{prefix}: {told.tokens} placeholders {told.token} stand for an image, and the model has "
-                f"{self._vision.tokens} features and vision.image_token = {self._vision.image_token}{tiles}",
+                f"{vision.tokens} features and vision.image_token = {vision.image_token}{tiles}",
                 hint="prepare the data for this model: mega data preprocess --images --image-model",
             )
         self._references = References(part.reader, setting.config.image_folder or Path(told.folder))
@@ -56,8 +59,9 @@ class SeeingSamples(PackedSamples):
         vision = self._vision
         tiles = "" if vision.pinpoints is None else f" {vision.pinpoints}"
         bilinear = "" if vision.resample == "bicubic" else f" {vision.resample}"
+        size = vision.image_size if vision.sizes is None else vision.sizes
         return (
-            f"packed images={self._references.fingerprint} {vision.image_size} {vision.resize} {vision.mean} {vision.std}"
+            f"packed images={self._references.fingerprint} {size} {vision.resize} {vision.mean} {vision.std}"
             + bilinear
             + tiles
         )
@@ -94,13 +98,17 @@ class SeeingSamples(PackedSamples):
                 numbers = before + np.arange(here.size)
                 places.append(at + here)
                 found, seen = self._seen(document, numbers)
-                features.append(seen + len(pixels) * self._vision.rows)
+                features.append(seen + self._count(pixels))
                 pixels += found
             at += size
         return SampleImages(pixels, np.concatenate(places), np.concatenate(features)) if pixels else None
 
+    def _count(self, pixels: list[Pixels]) -> int:
+        """Features of some squares or images."""
+        return sum(self._vision.features(*one.shape[1:]) for one in pixels)
+
     def _seen(self, document: int, numbers: npt.NDArray[np.int64]) -> tuple[list[Pixels], npt.NDArray[np.int64]]:
-        """The squares fp32 [3, H, W] of the images that some of a document's placeholders are of, and which of their rows each
+        """The squares, or whole, fp32 [3, H, W] of the images that some of a document's placeholders are of, and which of their rows each
         of these int64 [k] stands for.
         """
         from mega_data.images.pixels import picture_of  # here: text wants no Pillow
@@ -121,6 +129,6 @@ class SeeingSamples(PackedSamples):
             except DataError as error:
                 where = f"image {number} of document {document}, {references[number]}"
                 raise DataError(f"{where}: {error.message}") from None
-            features.append(picture.features + len(pixels) * self._vision.rows)
+            features.append(picture.features + self._count(pixels))
             pixels += list(picture.pixels)
         return pixels, np.concatenate(features)[numbers - (ends[first] - counts[first])]

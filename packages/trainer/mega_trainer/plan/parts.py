@@ -292,7 +292,10 @@ class Counter:
         if vision is None:
             return None
         count, size = self.run.micro_batch * (self.run.seq_length // vision.tokens), vision.image_size
-        return Images(torch.empty(count, 3, size, size, device=self.device), ids)
+        squares = torch.empty(count, 3, size, size, device=self.device)
+        if vision.native is None:
+            return Images(squares, ids)
+        return Images(list(squares), ids, positions=torch.stack([ids] * 3))
 
     def _context(self, model: Decoder) -> Context:
         routing = Routing(None, None, 1.0, 1.0) if self.model.moe else None

@@ -15,10 +15,12 @@ def image_flops(model: ModelConfig, freeze: tuple[str, ...] = (), lora: LoraConf
     """Operations of an image, forward and backward, by part: products with weights, and attention's scores.
 
     A product with a weight is 2 rows K N operations forward, as many for the weight's gradient where it is trained, and as
-    many for that of its input where something before it is: what is frozen up to its end counts forward only.
+    many for that of its input where something before it is: what is frozen up to its end counts forward only. Of a model
+    whose images keep their shape it is one of image_size x image_size.
     """
     vision, parts, behind = model.vision, {"products": 0.0, "scores": 0.0}, False
-    if vision is None:
+    tower = model.tower
+    if vision is None or tower is None:
         return parts
     trained = partial(is_trained, freeze=freeze, lora=lora)
     patches = vision.patches + vision.class_token
@@ -31,6 +33,8 @@ def image_flops(model: ModelConfig, freeze: tuple[str, ...] = (), lora: LoraConf
             rows = vision.patches if "embed_patches" in name else rows
             parts["products"] += 2.0 * rows * math.prod(shape) * (1 + moves + behind)
         if name.endswith("self_attn.o_proj.weight"):
-            parts["scores"] += 4.0 * patches * patches * vision.hidden_size * (1 + 2 * behind)
+            window = tower.window(int(name.removeprefix(f"{TOWER}layers.").partition(".")[0]))
+            seen = patches if window is None else min(window, patches)
+            parts["scores"] += 4.0 * patches * seen * vision.hidden_size * (1 + 2 * behind)
         behind = behind or moves
     return parts

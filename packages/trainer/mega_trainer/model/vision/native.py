@@ -80,7 +80,7 @@ class Deal:
     @cached_property
     def rows(self) -> Tensor:
         """Where the features of all images, line by line and one image after another, stand among those of all ranks: int64 [n]."""
-        found = [np.zeros(0 if self.images else 1, np.int64)]  # one at least, which nobody asks for
+        found = [np.zeros(0 if len(self.images) else 1, np.int64)]  # one at least, which nobody asks for
         for rank, part in enumerate(self.parts):
             first = rank * self.share
             for order, _ in self.orders[part.start : part.stop]:
@@ -92,13 +92,13 @@ class Deal:
         """Those of this rank, window by window: fp32 [P, 3 frames size size]."""
         part, each = self.parts[self.rank], self.native.merge**2
         own = [self._cut(self.images[number])[self.orders[number][0]].flatten(0, 1) for number in part]
-        cut = torch.cat([*own, torch.zeros(0, self.vision.patch_elements)])
+        cut = torch.cat(own) if own else torch.empty(0, self.vision.patch_elements)
         return F.pad(cut, (0, 0, 0, self.share * each - len(cut)))
 
     def places(self) -> Tensor:
         """Line and column of each of these patches in its image: int64 [P, 2]."""
         part, merge = self.parts[self.rank], self.native.merge
-        inner = np.stack(np.indices((merge, merge)), -1).reshape(1, -1, 2)
+        inner = np.indices((merge, merge)).reshape(2, -1).T
         own = [np.zeros((0, 2), np.int64)]
         for number in part:
             units = np.stack(np.divmod(self.orders[number][0], self.grids[number][1]), -1)
@@ -118,9 +118,9 @@ class Deal:
     def _cut(self, image: Tensor) -> Tensor:
         """[3, H, W] in patches, those of a feature together: [h w, m^2, 3 frames size size]."""
         size, merge, frames = self.vision.patch_size, self.native.merge, self.native.frames
-        cut = image.unflatten(2, (-1, merge, size)).unflatten(1, (-1, merge, size))  # [3, h, m, size, w, m, size]
-        cut = cut.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(-3).expand(*(-1,) * 5, frames, -1, -1)
-        return cut.flatten(4).flatten(2, 3).flatten(0, 1)
+        high, wide = self.vision.grid(*image.shape[1:])
+        cut = image.reshape(3, high, merge, size, wide, merge, size).permute(1, 4, 2, 5, 0, 3, 6)
+        return cut.unsqueeze(-3).expand(*(-1,) * 5, frames, -1, -1).reshape(high * wide, merge**2, -1)
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class NativeTower(nn.Module):
         self.saved, self.dtype = own.saved, build.dtype
         self.patches = own.matrix("embed_patches", (vision.hidden_size, vision.patch_elements), bias=False)
         self.layers = nn.ModuleList(Block(own, layer) for layer in range(vision.num_layers))
-        self.half = own.config.head_size // 2
+        self.turned = own.config.head_size // 2
         self.rope = own.config.rope
 
     def forward(self, deal: Deal, device: torch.device) -> Tensor:
@@ -171,7 +171,7 @@ class NativeTower(nn.Module):
 
     def _turn(self, places: Tensor) -> Rotation:
         """Half of a head's pairs by a patch's line, half by its column."""
-        frequency, _ = frequencies(self.rope, self.half, 1, 1)
+        frequency, _ = frequencies(self.rope, self.turned, 1, 1)
         angles = (places.float().unsqueeze(-1) * to_device(frequency, places.device)).flatten(1)[None, :, None]
         return Rotation(angles.cos().to(self.dtype), angles.sin().to(self.dtype))
 
@@ -182,7 +182,8 @@ class Merger(nn.Module):
     def __init__(self, build: Builder) -> None:
         super().__init__()
         vision, width = build.config.vision, build.config.hidden_size
-        assert vision is not None and vision.native is not None
+        assert vision is not None
+        assert vision.native is not None
         own, self.joined = TowerBuilder.of(build, PROJECTOR), vision.hidden_size * vision.native.merge**2
         weight = own.replicated("model.norm.weight", (vision.hidden_size,), fill=1.0)
         self.norm = Norm(own.kernels, weight, None, vision.norm_eps)

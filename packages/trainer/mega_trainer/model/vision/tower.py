@@ -135,7 +135,7 @@ class Vision(nn.Module):
         """The features of all images, one after another: [n P, D]. A collective call of the ranks that share them."""
         rank, ranks = sharing((self.groups.cp, self.groups.tp))
         if isinstance(self.tower, NativeTower):
-            deal = Deal(images.pixels, self.config, rank, ranks)
+            deal = Deal(list(images.pixels), self.config, rank, ranks)
             every = self._everyones(self.projector(self.tower(deal, device)))
             return every[to_device(deal.rows, device)]
         own = images.dealt(rank, ranks).to(device, self.dtype)
