@@ -26,7 +26,7 @@ demo: $(VENV)/.done  ## text -> tokens -> trained model -> HuggingFace folder ->
 test: $(VENV)/.done  ## every test that this machine can run, but a few long ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-long: $(VENV)/.done  ## those: a real pretrained model, machines that restart, the largest sweeps for equal bits
+test-long: $(VENV)/.done  ## those: a real pretrained model, Megatron's own checkpoints, planted bugs, machines that restart, the largest sweeps
 	$(BIN)/python -m pytest -m long
 
 parity: $(VENV)/.done  ## every layout of up to 8 ranks against one process; writes docs/parity.md. N=500: so many of them

@@ -102,6 +102,7 @@ def save_sharded(folder: Path) -> None:
         torch.save(full, folder / "expected.pt")
 
 
+@pytest.mark.long
 def test_shards_of_fsdp_as_torch_saves_them(tmp_path: Path) -> None:
     run_ranks(save_sharded, 2, tmp_path)
     expected = torch.load(tmp_path / "expected.pt")

@@ -90,12 +90,17 @@ def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path, place: int
     assert "Traceback" in done.stderr
 
 
+NAMED = {
+    "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"
+}  # the shell is the one that is named, wherever tests are started
+
+
 def test_output_into_a_closed_pipe_is_quiet() -> None:
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "mega_cli.main", "--show-completion", "bash"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **NAMED},
     ) as child:
         assert child.stdout is not None
         assert child.stderr is not None

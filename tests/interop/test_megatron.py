@@ -23,7 +23,10 @@ from mega_trainer.parallel.param import info_of, kept_of
 from mega_trainer.step import weigh_ahead
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
-pytestmark = pytest.mark.timeout(900)  # the first test of a fixture waits for four ranks that start twice
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+]  # the first test of a fixture waits for four ranks that start twice
 
 LATENT: dict[str, Any] = {
     "multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 6,

@@ -20,7 +20,7 @@ from mega_trainer.batch import Pairs
 from mega_trainer.model.context import Outline
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 BERT: dict[str, Any] = {
     **BASE, "normalization": "LayerNorm", "swiglu": False, "add_bias_linear": True, "position_embedding_type": "learned_absolute",

@@ -27,7 +27,7 @@ from mega_trainer.state import TrainState
 from mega_trainer.train import run as train
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
-pytestmark = pytest.mark.timeout(900)  # the first test waits for four ranks
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # the first test waits for four ranks
 
 # name: what differs from BASE, and how Megatron trains and saves it
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -67,7 +67,8 @@ def bits(cases: list[tuple[Case, Case]], steps: int = STEPS) -> list[list[str] |
     return pairs(cases, norms=True, steps=steps)
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp64", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_any_schedule_computes_what_serial_microbatches_compute(precision: str) -> None:
     cases = [serial(other) for other in [*pipelines(precision), *(growing() if precision == "bf16" else [])]]
     assert not told([b for _, b in cases], run_ranks(bits, 4, cases, timeout=240))
@@ -187,6 +188,7 @@ def recomputed() -> list[tuple[Case, Case]]:
     ]
 
 
+@pytest.mark.long
 def test_recomputation_and_offload_change_nothing() -> None:
     cases = recomputed()
     assert not told([b for _, b in cases], run_ranks(bits, 2, cases, 2))

@@ -22,6 +22,7 @@ def results(cases: Sequence[Case]) -> list[Verdict]:
     return verdicts(cases, run_ranks(sweep, eight_bits.RANKS, cases, timeout=3600))
 
 
+@pytest.mark.long
 def test_with_scales_of_blocks_to_the_last_digits() -> None:
     cases = [replace(one, steps=1) for one in covering(all_layouts("mxfp8"), 5)]
     shapes = [{"tp": 2, "sp": True, "zero": 1}, {"zero": 2}]

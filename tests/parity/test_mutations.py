@@ -13,6 +13,7 @@ SEEN = 1e-6
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_each_is_seen() -> None:
     """One test, for pytest-xdist would train them once in each of its processes."""
     for one, *ranks in zip(MUTATIONS, *run_ranks(mutated, 4, timeout=580), strict=True):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import pytest
 from parity.cases import MODELS, SINKHORN, VARIANTS, Case, all_layouts, case, covering
 from parity.worker import Verdict, sweep, verdicts
 from ranks import run_ranks
@@ -85,6 +86,7 @@ def test_a_fixed_number_of_tokens_to_each_rank() -> None:
     assert not problems(cases, 4)
 
 
+@pytest.mark.long
 def test_as_many_tokens_as_there_are_without_the_host_knowing_how_many() -> None:
     """The same room, and what has no room in one way of recomputation or schedule would have none in the other."""
     shapes: list[dict[str, Any]] = [
@@ -100,6 +102,7 @@ def test_as_many_tokens_as_there_are_without_the_host_knowing_how_many() -> None
     assert not problems(cases, 4)
 
 
+@pytest.mark.long
 def test_experts_and_ranks_that_get_no_token() -> None:
     """A step has 32 tokens for 64 experts, so that half of these get none; a micro-batch of 4, for 8 ranks."""
     shapes = [

@@ -131,6 +131,7 @@ def hands_on(cases: Sequence[Case], folder: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_weights_are_handed_on_as_an_export_has_them_and_memory_is_given_and_taken_back(tmp_path: Path) -> None:
     """In any layout; and a checkpoint of the engine's goes on where it was."""
     cases = [

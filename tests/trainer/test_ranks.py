@@ -151,6 +151,7 @@ def test_a_run_in_use_is_refused_and_its_ranks_end_with_their_launcher(
     assert latest(output / "checkpoints") is not None
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_named_and_ends_the_job(long_run: tuple[subprocess.Popen[str], Path]) -> None:
     process, output = long_run
     os.kill(ranks_under(process)[1], signal.SIGKILL)
@@ -165,6 +166,7 @@ def test_a_killed_rank_is_named_and_ends_the_job(long_run: tuple[subprocess.Pope
     assert "the other ranks cannot be reached" in recorded
 
 
+@pytest.mark.long
 def test_a_stopped_rank_0_is_named_and_ends_the_job(long_run: tuple[subprocess.Popen[str], Path]) -> None:
     process, _ = long_run
     os.kill(ranks_under(process)[0], signal.SIGSTOP)
@@ -174,6 +176,7 @@ def test_a_stopped_rank_0_is_named_and_ends_the_job(long_run: tuple[subprocess.P
     assert re.search(r"rank 0 on .*, step \d+, was in", told.split("no progress")[1])
 
 
+@pytest.mark.long
 def test_a_stopped_rank_0_that_holds_the_store_ends_the_others(settings: Settings, tmp_path: Path) -> None:
     """As under torchrun with a store of the ranks' own, or with no launcher that has one."""
     with socket.socket() as found:
@@ -192,6 +195,7 @@ def test_a_stopped_rank_0_that_holds_the_store_ends_the_others(settings: Setting
     assert "rank 0 on 127.0.0.1, which holds the job's store, does not answer" in told
 
 
+@pytest.mark.long
 def test_torchrun_does_not_restart_what_was_asked_to_end(settings: Settings, tmp_path: Path) -> None:
     raw = settings(train={"steps": 100_000})
     torchrun = (

@@ -44,6 +44,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 def test_a_run_goes_on_bit_for_bit(settings: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     stages = []
     for name, change in CHANGES.items():

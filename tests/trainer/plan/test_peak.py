@@ -16,6 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from parity.cases import Case
 from parity.worker import Trainer, make_groups
@@ -182,6 +183,7 @@ def wrong(cases: Mapping[str, Case], counted: Callable[[Callable[[], object]], i
     return found
 
 
+@pytest.mark.long
 def test_a_rank_holds_what_was_planned() -> None:
     some = (
         "alone", "sinks", "latents, further tokens", "dropout", "adapters", "experts", "recurrences", "encoder-decoder",
