@@ -96,12 +96,16 @@ def preprocess(
     ] = None,
     image_token: Annotated[
         str | None,
-        typer.Option(help="What stands for an image in a text.", rich_help_panel=CHAT, show_default="<image>"),
+        typer.Option(
+            help="What stands for an image in a text.",
+            rich_help_panel=CHAT,
+            show_default="<image>, or the model's token",
+        ),
     ] = None,
     image_text: Annotated[
         str | None,
         typer.Option(
-            help="What <image> becomes in a text: the token, and what the model wants around it.",
+            help="What <image> becomes in a text: the token, and what is around it; by default what the model wants there.",
             rich_help_panel=CHAT,
             show_default="the token",
         ),
@@ -187,7 +191,7 @@ def preprocess(
 
         vision = None if image_model is None else _sight_of(image_model, image_tokens)
         features = vision.tokens if vision else image_tokens or 576
-        options = ImageOptions(images, features, image_token or "<image>", image_text or "", vision)
+        options = ImageOptions(images, features, image_token or "", image_text or "", vision)
         info = prepare_images(
             [*input, *(more or [])], tokenizer, output, chat, options, on_bad_line=on_bad_line, overwrite=overwrite
         )

@@ -47,8 +47,8 @@ difference, relative to the largest element of each tensor, must be below {toler
 - `deepseek`: `mla` with such experts, by sigmoid scores and within groups of them
 - `hybrid`: layers of Mamba-2, gated delta nets, attention, dense and expert feed-forwards, or of one of these alone; groups
   and key heads fewer than tensor ranks, states passed or heads exchanged over context ranks, experts in a latent space
-- `vision`: a vision tower (as CLIP's or SigLIP's), frozen or not, and a projector, whole on ranks that share the images,
-  in tiles or whole
+- `vision`: a vision tower (as CLIP's, SigLIP's or Qwen2.5-VL's), frozen or not, and a projector, whole on ranks that share the images,
+  in tiles, whole, or of any shape
 - `retro`: a decoder that attends to retrieved neighbours by chunks, with their encoder; some chunks without any
 
 {count} layouts. The table has a row for each set of dimensions larger than one; errors are rounded up to a power of ten.

@@ -136,7 +136,7 @@ def _qwen_vl(layers: int, width: int, ffn: int, heads: int, kv_heads: int, vocab
         "vision": {
             "num_layers": 32, "hidden_size": 1280, "ffn_hidden_size": 3420, "num_attention_heads": 16, "activation": "swiglu",
             "norm_eps": 1e-6, "class_token": False, "pre_norm": False, "feature_layer": -1, "projector": "merger",
-            "image_token": 151_655, "native": {},
+            "image_token": 151_655, "begin_token": 151_652, "end_token": 151_653, "native": {},
         },
     }  # fmt: skip
 

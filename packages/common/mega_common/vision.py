@@ -68,7 +68,7 @@ class VisionConfig(Config):
     projector_bias: bool = True
     image_token: NonNegativeInt = Field(description="the placeholder, of which a text has one for each feature")
     begin_token: NonNegativeInt | None = Field(
-        None, description="what a text has for an image, which is then put before its placeholders"
+        None, description="what is put before the placeholders of an image; a text of Gemma 3 has it alone for one"
     )
     end_token: NonNegativeInt | None = Field(None, description="what is put behind them")
     bidirectional: bool = Field(
@@ -110,6 +110,10 @@ class VisionConfig(Config):
     def rows(self) -> int:
         """What the projector makes of a square: its features, and where images have tiles the end of a line."""
         return self.tokens + (self.pinpoints is not None)
+
+    def framed(self, begin: str, image: str, end: str) -> str:
+        """What a text has for an image, of what its tokens are in a text: as Gemma 3's processor and Qwen's templates write it."""
+        return f"{begin}{image}{end}" if self.native else f"\n\n{begin}{image}{end}\n\n"
 
     @property
     def varies(self) -> bool:
@@ -192,7 +196,7 @@ class VisionConfig(Config):
     def _native_problems(self, native: NativeResolution) -> Iterator[Problem]:
         beside = {
             "activation": "swiglu", "class_token": False, "patch_bias": False, "pre_norm": False, "feature_layer": -1,
-            "feature_norm": False, "pool": 1, "begin_token": None, "bidirectional": False, "pinpoints": None, "projector_bias": True,
+            "feature_norm": False, "pool": 1, "bidirectional": False, "pinpoints": None, "projector_bias": True,
         }  # fmt: skip
         for name, value in beside.items():
             if getattr(self, name) != value:

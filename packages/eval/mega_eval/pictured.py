@@ -41,7 +41,8 @@ class Pictured:
         tokens = np.array(tokenizer.encode(text, add_special_tokens=True), np.int64)
         here = tokens == vision.image_token
         if here.sum() != len(self.pictures):
-            name = tokenizer.decode([vision.image_token if vision.begin_token is None else vision.begin_token])
+            mark = vision.image_token if vision.begin_token is None or vision.native else vision.begin_token
+            name = tokenizer.decode([mark])
             raise DataError(
                 f"{len(self.pictures)} image(s), and {here.sum()} placeholders {name} in the text",
                 hint=f"write {name} where an image belongs",
@@ -70,10 +71,10 @@ def _framed(text: str, vision: VisionConfig, tokenizer: Text) -> str:
     """A text in which each image has its placeholder between what begins and what ends an image, where the model wants that:
     as Gemma 3's processor writes it, with two ends of lines around.
     """
-    if vision.begin_token is None or vision.end_token is None:
+    if vision.begin_token is None or vision.end_token is None or vision.native:
         return text
     begin, image, end = (tokenizer.decode([one]) for one in (vision.begin_token, vision.image_token, vision.end_token))
-    return text if image in text else text.replace(begin, f"\n\n{begin}{image}{end}\n\n")
+    return text if image in text else text.replace(begin, vision.framed(begin, image, end))
 
 
 @torch.inference_mode()

@@ -152,9 +152,11 @@ class Loop:
         return result
 
     def _images(self, batch: StepBatch) -> float:
-        """How many this rank's samples have, shared with the ranks that have the same samples."""
-        groups = self._executor.groups
-        return sum(len(one.pixels) for one in batch.images if one is not None) * groups.dp.size / groups.world.size
+        """How many this rank's samples have, shared with the ranks that have the same samples: squares, or by their features."""
+        groups, vision = self._executor.groups, self._config.model.vision
+        pixels = [each.shape[1:] for one in batch.images if one is not None for each in one.pixels]
+        squares = sum(vision.features(*shape) for shape in pixels) / vision.rows if vision else 0
+        return squares * groups.dp.size / groups.world.size
 
     def _decoupled_lr(self, consumed: int) -> float | None:
         return None if self._own_lr is None else self._own_lr(consumed)
@@ -189,7 +191,7 @@ class Loop:
                 scores |= job.scorer(self._executor)
         self._metrics.step(
             state.step, state.consumed_samples, self._lr(before), result, decoupled_lr=self._decoupled_lr(before),
-            images=round(result.riders[3]) if config.model.vision else None,
+            images=round(result.riders[3], 2) if config.model.vision else None,
             mtp_loss=result.mtp_loss, pair_loss=result.pair_loss, loss_scale=result.loss_scale, predicted_seconds=job.predicted, **result.routing, **scores,
             epochs=lambda consumed: job.train_data.epochs(state.left_out.position(consumed)), phases=job.phases.take(),
         )  # fmt: skip

@@ -199,7 +199,7 @@ def test_images_in_tiles_have_placeholders_by_their_sizes(tmp_path: Path, tokeni
 
 
 def test_the_placeholder_is_the_models(tmp_path: Path, tokenizer: Path) -> None:
-    options = ImageOptions(tmp_path, EACH, vision=VISION.model_copy(update={"image_token": 5}))
+    options = ImageOptions(tmp_path, EACH, "<image>", vision=VISION.model_copy(update={"image_token": 5}))
     with pytest.raises(DataError, match="'<image>' is token 1, and the model's placeholder 5"):
         prepare_images([llava(tmp_path, [])], tokenizer, tmp_path / "data", ChatOptions(), options)
 
@@ -259,3 +259,36 @@ def test_moved_pictures_are_found_where_the_run_says(tmp_path: Path, tokenizer: 
     made(tmp_path, tokenizer, llava(tmp_path, [{"image": "red.png", "conversations": asked("red")}]))
     (tmp_path / "pictures").rename(tmp_path / "elsewhere")
     assert check(opened(tmp_path, image_folder=tmp_path / "elsewhere")[0], {"red": RED}) == 1
+
+
+def test_images_that_keep_their_shape(tmp_path: Path, tokenizer: Path) -> None:
+    """As many placeholders as their sizes say, between what the model wants around; pieces and whole documents have their own."""
+    native = {"window": 8, "full_layers": (), "min_pixels": 64, "max_pixels": 1024}
+    vision = VisionConfig.parse(
+        {
+            **VISION.model_dump(), "native": native, "activation": "swiglu", "class_token": False, "pre_norm": False,
+            "feature_layer": -1, "projector": "merger", "begin_token": 8, "end_token": 9,
+        },
+        source="test",
+    )  # fmt: skip
+    options = ImageOptions(tmp_path / "pictures", vision.tokens, vision=vision)
+    source = llava(tmp_path, [{"image": ["red.png", "wide.png"], "conversations": asked("red and blue", 2)}])
+    pictures = [RED, picture((0, 0, 255), (31, 9))]
+    (tmp_path / "pictures/wide.png").write_bytes(pictures[1])
+    info = prepare_images([source], tokenizer, tmp_path / "data", ChatOptions(), options)
+    assert info.images is not None
+    assert info.images.sizes == (8, 64, 1024)
+    data = opened(tmp_path, vision, seq_length=64)
+    images, tokens = data[0].images, data[0].tokens
+    assert images is not None
+    sizes = [one.shape[1:] for one in images.pixels]
+    assert sizes == [(16, 8), (8, 32)]
+    assert (tokens[images.places] == 1).all()
+    assert images.features.tolist() == list(range(2 + 4))
+    assert [tokens[at + step] for at, step in ((images.places[0], -1), (images.places[1], 1))] == [8, 9]
+    for one, content in zip(images.pixels, pictures, strict=True):
+        np.testing.assert_array_equal(one, picture_of(content, vision).pixels[0])
+    pieces = [data[number].images for data in [opened(tmp_path, vision, seq_length=5)] for number in range(4)]
+    assert sum(len(one.places) for one in pieces if one is not None) == 6
+    with pytest.raises(DataError, match="or other sizes: None"):
+        opened(tmp_path, VISION)[0]

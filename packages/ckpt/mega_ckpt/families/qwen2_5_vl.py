@@ -101,7 +101,12 @@ QWEN2_5_VL = SeeingFamily(
     name="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",
     text=QWEN2_5_VL_TEXT,
-    entries=(Key("image_token_id", "image_token", 151_655), OutHidden()),
+    entries=(
+        Key("image_token_id", "image_token", 151_655),
+        Key("vision_start_token_id", "begin_token", 151_652),
+        Key("vision_end_token_id", "end_token", 151_653),
+        OutHidden(),
+    ),
     tower=tower_rules,
     styles=(
         Style("visual.", "visual.", "model.", "", ""),
@@ -114,7 +119,7 @@ QWEN2_5_VL = SeeingFamily(
         for kind in ("weight", "bias")
     ),
     buffers=r"(.*\.)?(rotary_emb|rotary_pos_emb)\.inv_freq",
-    carried=words("initializer_range video_token_id vision_start_token_id vision_end_token_id vision_token_id"),
+    carried=words("initializer_range video_token_id vision_token_id"),
     towers=("qwen2_5_vl_vision", "qwen2_5_vl"),
     texts=("qwen2_5_vl_text",),
 )

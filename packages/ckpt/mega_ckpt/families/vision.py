@@ -85,7 +85,7 @@ _NATIVE = (
     Fixed({
         "norm_eps": 1e-6, "class_token": False, "pre_norm": False, "patch_bias": False, "feature_layer": -1, "projector": "merger",
         "feature_norm": False, "feature_class": False, "pool": 1, "bidirectional": False, "projector_bias": True,
-        "projector_activation": "gelu", "pinpoints": None, "begin_token": None, "end_token": None,
+        "projector_activation": "gelu", "pinpoints": None,
     }),
 )  # fmt: skip
 TOWERS: Mapping[str, tuple[Entry, ...]] = {

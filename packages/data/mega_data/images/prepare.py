@@ -16,7 +16,7 @@ import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -60,14 +60,15 @@ class ImageOptions:
 
     Attributes:
         folder: what paths begin at.
-        placeholder: a text that is one token; `tokens` of it stand for each image.
+        placeholder: a text that is one token; `tokens` of it stand for each image. Empty: the model's, or <image>.
         vision: of a model that cuts images in tiles or keeps their shape, which then say how many; else None.
-        text: what <image> becomes in a text, a placeholder and what a model wants around it; by default that alone.
+        text: what <image> becomes in a text, a placeholder and what a model wants around it; empty: as `vision` has it, or the
+            placeholder alone.
     """
 
     folder: Path
     tokens: int
-    placeholder: str = IMAGE
+    placeholder: str = ""
     text: str = ""
     vision: VisionConfig | None = None
 
@@ -103,6 +104,7 @@ def prepare_images(
     prefix, folder = data_prefix(Path(output_prefix)), images.folder.resolve()
     prepare_output(prefix, overwrite)
     tokenizer = Tokenizer(Path(tokenizer_path))
+    images = _with_marks(images, tokenizer)
     token = tokenizer.backend.token_to_id(images.placeholder)
     if token is None:
         raise DataError(
@@ -129,6 +131,18 @@ def prepare_images(
         left_out.tell()
         told = {"pinpoints": images.vision.pinpoints, "sizes": images.vision.sizes} if images.vision else {}
         return made.finish(ImagesInfo(folder=str(folder), token=token, tokens=images.tokens, **told))
+
+
+def _with_marks(images: ImageOptions, tokenizer: Tokenizer) -> ImageOptions:
+    """With what the model has in a text for an image, where nothing else is asked for."""
+    vision, read = images.vision, tokenizer.backend.id_to_token
+    if vision is None:
+        return replace(images, placeholder=images.placeholder or IMAGE)
+    placeholder = images.placeholder or read(vision.image_token) or IMAGE
+    text, begin, end = images.text, vision.begin_token, vision.end_token
+    if not text and begin is not None and end is not None:
+        text = vision.framed(read(begin) or "", placeholder, read(end) or "")
+    return replace(images, placeholder=placeholder, text=text)
 
 
 class _Made:

@@ -68,9 +68,9 @@ class FusedAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """See `Flash.forward`."""
-        rows, queries, heads, _ = q.shape
-        lse = q.new_empty(rows, heads, queries, dtype=torch.promote_types(q.dtype, torch.float32))
-        return q.new_empty(rows, queries, heads, v.shape[-1]), lse
+        *rows, queries, heads, _ = q.shape
+        lse = q.new_empty(*rows, heads, queries, dtype=torch.promote_types(q.dtype, torch.float32))
+        return q.new_empty(*rows, queries, heads, v.shape[-1]), lse
 
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: Call
