@@ -208,15 +208,18 @@ def test_what_is_bad_is_named(tmp_path: Path, tokenizer: Path) -> None:
     records = [
         {"image": "none.png", "conversations": asked("red")}, {"image": "red.png", "conversations": asked("red", 2)},
         {"image": 7, "conversations": asked("red")}, {"image": "red.png", "conversations": asked("red")},
+        {"video": "red.mp4", "conversations": asked("red")},
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": "red.mp4"}]}, {"role": "assistant", "content": "red"}]},
     ]  # fmt: skip
     source = llava(tmp_path, records)
     with pytest.raises(DataError, match=r"llava.json:1: .*none.png: cannot be read \(No such file"):
         made(tmp_path, tokenizer, source)
     assert not (tmp_path / "data.idx").exists()
     info = made(tmp_path, tokenizer, source, on_bad_line="skip")
-    assert (info.documents, info.skipped.bad) == (1, 3)
+    assert (info.documents, info.skipped.bad) == (1, 5)
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "data.quarantine.jsonl").read_text().splitlines()]
     assert "1 image(s), and 2 times <image> in the text" in " ".join(reasons)
+    assert sum("a video, which is not read here" in reason for reason in reasons) == 2
     with pytest.raises(DataError, match="is no token of it"):
         prepare_images([source], tokenizer, tmp_path / "x", ChatOptions(), ImageOptions(tmp_path, EACH, "<picture>"))
 

@@ -319,6 +319,8 @@ def _of_shard(path: Path) -> Iterator[Record | Rejected]:
 
 
 def _of_record(raw: dict[str, Any], file: str, line: int) -> Record | Rejected:
+    if raw.get("video") or raw.get("videos") or any(part.get("type") == "video" for part in _parts(raw)):
+        return Rejected("a video, which is not read here: images of it may be", "", file, line)
     given = raw.get("images", raw.get("image"))
     listed = given if isinstance(given, list) else [] if given is None else [given]
     images: list[Reference | bytes] = []
@@ -330,6 +332,14 @@ def _of_record(raw: dict[str, Any], file: str, line: int) -> Record | Rejected:
             return Rejected(f"an image is {type(one).__name__}, not a path", "", file, line)
         images.append(found)
     return Record({key: value for key, value in raw.items() if key not in ("image", "images")}, images, file, line)
+
+
+def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The parts of all messages that come in parts."""
+    messages = raw.get("messages")
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else None
+        yield from (part for part in content if isinstance(part, dict)) if isinstance(content, list) else ()
 
 
 def _png(image: Any) -> bytes:
