@@ -90,6 +90,7 @@ class PagedCache:
     def __init__(self, layers: int, pages: int, rows: int) -> None:
         self._slots, self._rows = pages * PAGE, rows
         self._held: list[tuple[Tensor, ...]] = [()] * layers
+        self._by_head = list(self._held)  # the same memory, seen as attention wants it
         self._spans: list[Span] = []
         self._seen: dict[int | None, list[list[Run]]] = {}
         self._single = 0  # of the spans the first so many have one token
@@ -105,8 +106,7 @@ class PagedCache:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: AttendCached
     ) -> Tensor:
         """See `Cache.attend`; each of the N tokens stands in a batch row of its own: [N, 1, H or K, d]."""
-        held = self._put(layer, k) if v is None else self._put(layer, k, v)
-        by_head = [part.transpose(0, 1).unsqueeze(0) for part in held]  # [1, K, slots, d]
+        by_head = self._put(layer, k) if v is None else self._put(layer, k, v)
         if window not in self._seen:
             self._seen[window] = [span.seen(window) for span in self._spans]
         keys = [_joined(by_head[0], runs) for runs in self._seen[window]]
@@ -120,7 +120,7 @@ class PagedCache:
                 own, value = (part[:, :, : part.shape[2] - behind].transpose(1, 2) for part in kept)
                 new = q[first : first + len(places)].transpose(0, 1)
                 rows.append(attend(new, own, value, Band(left, None if image else 0)).transpose(0, 1))
-        return torch.cat(rows)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def cross(self, layer: int, q: Tensor, attend: Attend) -> Tensor:
         """See `Cache.cross`; each of the N tokens stands in a batch row of its own: [N, 1, H, d]."""
@@ -152,12 +152,13 @@ class PagedCache:
         return torch.empty_like(joined).index_copy_(0, torch.tensor(order, device=x.device), joined).unsqueeze(1)
 
     def _put(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Keep tensors [N, 1, K, d]; returns all of the layer's."""
+        """Keep tensors [N, 1, K, d]; returns all of the layer's, [1, K, slots, d]."""
         if not self._held[layer]:  # not touched before it is used: on a CPU it costs memory only then
             self._held[layer] = tuple(part.new_empty(self._slots, *part.shape[2:]) for part in new)
+            self._by_head[layer] = tuple(held.transpose(0, 1).unsqueeze(0) for held in self._held[layer])
         for held, part in zip(self._held[layer], new, strict=True):
             held.index_copy_(0, self._new, part.squeeze(1))
-        return self._held[layer]
+        return self._by_head[layer]
 
 
 def _runs(pages: Sequence[int], total: int) -> list[Run]:

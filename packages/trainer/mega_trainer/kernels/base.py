@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from mega_trainer.kernels.bias import DistanceBias
@@ -58,6 +60,11 @@ class Rotation:
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
+
+    @cached_property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """cos of both halves of the rotated elements, and sin, of the first half with the other sign: [B or 1, S, 1, r] both."""
+        return torch.cat([self.cos, self.cos], -1), torch.cat([-self.sin, self.sin], -1)
 
 
 # A factor of two products, as a tensor or as what the back end has prepared of it for both.

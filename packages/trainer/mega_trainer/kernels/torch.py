@@ -109,9 +109,11 @@ class TorchKernels:
 
     def attention_of_rows(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
         """See `Kernels.attention_of_rows`. Heads that share a key stand as queries of it, so that it is read once."""
-        rows = torch.split(torch.unflatten(q, 1, (keys[0].shape[1], -1)), 1)
+        rows = torch.unflatten(q, 1, (keys[0].shape[1], -1))
         attend = partial(F.scaled_dot_product_attention, scale=scale)
-        return torch.cat(list(map(attend, rows, keys, values))).flatten(1, 2)
+        if len(keys) == 1:
+            return attend(rows, keys[0], values[0]).flatten(1, 2)
+        return torch.cat(list(map(attend, torch.split(rows, 1), keys, values))).flatten(1, 2)
 
     def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor]:
         """See `Kernels.attend_block`."""

@@ -20,15 +20,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from mega_trainer.comm import Group, all_gather, all_reduce, start_all_gather, start_reduce_scatter
 from mega_trainer.kernels.base import Factor, Kernels
 from mega_trainer.kernels.grouped import Rows
-from mega_trainer.kernels.leaves import recorded
 from mega_trainer.parallel.deferred import Deferred
-from mega_trainer.parallel.param import MainGrad, keeper_of, main_grad_of
+from mega_trainer.parallel.param import MainGrad, PackedWeight, PreparedWeight, keeper_of, main_grad_of
 
 SEQUENCE = 1  # the axis of [B, S, D] that sequence parallelism splits
 ALONE = Group("alone")
@@ -71,8 +71,14 @@ class Linear:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """[B, S or S/T, D], [N/T, D] and [N/T] -> [B, S, N/T]."""
-        y: Tensor = recorded(_Linear, x, weight, bias, self)
+        if not torch.is_grad_enabled():
+            return self.products.linear(self.whole(x), self.factor(weight, keeper_of(weight)), bias)
+        y: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return y
+
+    def factor(self, weight: Tensor, keeper: PreparedWeight | PackedWeight | None) -> Factor:
+        """The weight for a product. It is asked for in each pass, so that nothing holds the numbers of a packed one between them."""
+        return weight if keeper is None else keeper.of(weight, self.products.prepare_weight)
 
     def whole(self, x: Tensor) -> Tensor:
         """All of X: [B, S, D]."""
@@ -98,7 +104,7 @@ class _Linear(Function):
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         # the weight that a backward sees may be a copy, made in recomputation
         ctx.layer, ctx.main, ctx.keeper = layer, main_grad_of(weight), keeper_of(weight)
-        return layer.products.linear(layer.whole(x), _factor(ctx, weight), bias)
+        return layer.products.linear(layer.whole(x), layer.factor(weight, ctx.keeper), bias)
 
     # not once_differentiable: its check costs 5 us of host time, a third of what is here
     @staticmethod
@@ -111,7 +117,7 @@ class _Linear(Function):
         dx = work = dweight = None
         given = layer.products.prepare_gradient(dy)
         if ctx.needs_input_grad[0]:
-            dx = layer.products.linear_dx(given, _factor(ctx, weight))
+            dx = layer.products.linear_dx(given, layer.factor(weight, ctx.keeper))
             if layer.sp:
                 dx, work = start_reduce_scatter(dx, layer.group, SEQUENCE)
             elif layer.group.size > 1:
@@ -126,11 +132,6 @@ class _Linear(Function):
         if work is not None:
             work.wait()
         return dx, dweight, dbias, None
-
-
-def _factor(ctx: Any, weight: Tensor) -> Factor:
-    """The weight for a product. It is asked for in each pass, so that nothing holds the numbers of a packed one between them."""
-    return weight if ctx.keeper is None else ctx.keeper.of(weight, ctx.layer.products.prepare_weight)
 
 
 @dataclass(frozen=True)
