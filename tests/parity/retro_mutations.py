@@ -16,7 +16,8 @@ from mega_ckpt.pieces import Piece
 from mega_trainer import batch as batches
 from mega_trainer.model import retro
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Chunks, Context, Sequences
+from mega_trainer.model.context import Context, Sequences
+from mega_trainer.model.cross import Chunks
 from mega_trainer.model.retro import EncoderBuilder, Retro
 
 swap = mock.patch.object

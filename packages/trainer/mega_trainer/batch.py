@@ -73,7 +73,7 @@ class SourceBatch:
     Attributes:
         tokens, positions: int64 [B, E].
         outline: of the whole samples; what is padding is a document of its own, so that no token sees it.
-        seen: as in `model.context.Source`.
+        seen: as in `model.cross.Source`.
     """
 
     tokens: Tensor

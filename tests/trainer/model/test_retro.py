@@ -16,7 +16,7 @@ from mega_data.loader import StepBatch
 from mega_trainer.batch import micro_batches
 from mega_trainer.config import RunConfig
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Chunks
+from mega_trainer.model.cross import Chunks
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import model_class
 from mega_trainer.model.init import init_weights

@@ -4,55 +4,42 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from mega_common.layers import Feed, Mixer
-from mega_trainer.model.builder import Builder, Norm
+from mega_common.layers import Feed
+from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.cross import CrossAttention
-from mega_trainer.model.kinds import FEEDS, MIXERS
+from mega_trainer.model.kinds import FEEDS, MIXERS, Kind
 
 
 class Half(nn.Module):
-    """norm(work(norm x)), which a mixer, a feed-forward or, of neither, a cross attention adds to the stream x."""
+    """norm(work(norm x)), which a mixer, a cross attention or a feed-forward adds to the stream x; either norm may be missing."""
 
-    def __init__(self, build: Builder, layer: int, mixer: Mixer | None, feed: Feed | None) -> None:
+    def __init__(
+        self, build: Builder, layer: int, site: str, kind: Kind, before: str, after: str, feed: Feed | None = None
+    ) -> None:
         super().__init__()
-        config, self.layer, self.saved, self.feed = build.config, layer, build.saved, feed
-        self.dropout, self.multiplier = config.residual_dropout, config.residual_multiplier
-
-        def norm(which: str, there: bool) -> nn.Module:
-            return build.norm(f"model.layers.{layer}.{which}_layernorm") if there else nn.Identity()
-
-        before, after = config.norm_position in ("pre", "both"), config.norm_position in ("post", "both")
-        self.replaces = config.norm_position == "sum"  # the norm's result is the stream
-        if mixer:
-            self.before, self.work = (
-                norm("input", before and (layer > 0 or config.first_norm)),
-                MIXERS[mixer](build, layer),
-            )
-            self.after = norm("post_attention", after)
-        if feed:
-            there = self.replaces or (before and not config.shared_norm)
-            self.before = norm("pre_feedforward" if after else "post_attention", there)
-            self.work, self.after = FEEDS[feed](build, layer), norm("post_feedforward", after)
-        if not mixer and not feed:
-            self.before, self.work, self.after = norm("cross_attn", True), CrossAttention(build, layer), nn.Identity()
-        self.site = "attention" if mixer else "mlp" if feed else "cross"
+        self.layer, self.saved, self.site, self.feed = layer, build.saved, site, feed
+        self.dropout, self.multiplier = build.config.residual_dropout, build.config.residual_multiplier
+        self.replaces = build.config.norm_position == "sum"  # the norm's result is the stream
+        self.before = build.norm(f"model.layers.{layer}.{before}_layernorm") if before else None
+        self.work = kind(build, layer)
+        self.after = build.norm(f"model.layers.{layer}.{after}_layernorm") if after else None
 
     def normed(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The stream x, or x + y, and its norm, if there is one at this place: [B, S or S/T, D] all."""
-        if isinstance(self.before, Norm):
-            x, normed = self.before.of_sum(x, y)
-            if self.replaces:
-                return normed, normed
-            self.saved.forget("norm", normed, self.before, x)
-            return x, normed
-        x = x if y is None else x + y
-        return x, x
+        if self.before is None:
+            x = x if y is None else x + y
+            return x, x
+        x, normed = self.before.of_sum(x, y)
+        if self.replaces:
+            return normed, normed
+        self.saved.forget("norm", normed, self.before, x)
+        return x, normed
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """What comes to the stream, from what is normed of it."""
         y: Tensor = self.saved.whole(self.feed, self.work, x, context) if self.feed else self.work(x, context)
-        y = self.after(y)
+        y = y if self.after is None else self.after(y)
         if context.dropout is not None:
             y = context.dropout.residual(y, self.dropout, self.layer, self.site)
         return y if self.multiplier == 1 else y * self.multiplier
@@ -69,12 +56,20 @@ class Block(nn.Module):
 
     def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
-        (mixer, feed), build = build.config.kind(layer), build.of_layer(layer)
-        self.parallel, self.shared_norm = build.config.parallel_residual, build.config.shared_norm
-        self.mixer = Half(build, layer, mixer, None) if mixer else None
-        self.cross = Half(build, layer, None, None) if build.config.crosses(layer) else None
-        self.feed = Half(build, layer, None, feed) if feed else None
-        last = build.config.norm_position == "sum"
+        (mixer, feed), config, build = build.config.kind(layer), build.config, build.of_layer(layer)
+        before, after = config.norm_position in ("pre", "both"), config.norm_position in ("post", "both")
+        self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
+        last = config.norm_position == "sum"
+        self.mixer = self.cross = self.feed = None
+        if mixer:
+            first = "input" if before and (layer > 0 or config.first_norm) else ""
+            self.mixer = Half(build, layer, "attention", MIXERS[mixer], first, "post_attention" if after else "")
+        if config.crosses(layer):
+            self.cross = Half(build, layer, "cross", CrossAttention, "cross_attn", "")
+        if feed:
+            second = "pre_feedforward" if after else "post_attention"
+            second = second if last or (before and not config.shared_norm) else ""
+            self.feed = Half(build, layer, "mlp", FEEDS[feed], second, "post_feedforward" if after else "", feed)
         self.norm = build.norm(f"model.layers.{layer}.post_feedforward_layernorm") if last else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

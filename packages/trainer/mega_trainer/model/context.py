@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mega_trainer.comm import Group
 from mega_trainer.device import to_device
@@ -21,6 +20,9 @@ from mega_trainer.model.routing import Routes, Routing
 from mega_trainer.model.vision.images import Block, image_blocks
 from mega_trainer.parallel.context import place_of_tokens
 from mega_trainer.rng import Dropout
+
+if TYPE_CHECKING:
+    from mega_trainer.model.cross import Source
 
 # Queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e] and the mask to [B, S, H, e], by a layer's rule.
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
@@ -225,54 +227,3 @@ class Context:
     def rotation_within(self, window: int | None) -> Rotation | None:
         """The angles of a layer whose queries see `window` keys, or all."""
         return self.rotation if window is None else self.local_rotation
-
-
-@dataclass(frozen=True)
-class Source:
-    """The encoder's side of one forward pass.
-
-    Attributes:
-        context: of its layers.
-        length: its tokens in this rank's residual stream.
-        seen: bool [B, 1, 1, E], which of its tokens are no padding, those of each context rank one after another; None: all.
-        memory: what it made, [B, length, D], once it is done; of neighbours, first what it reads.
-        chunks: where parts of the queries see parts of the memory.
-    """
-
-    context: Context
-    length: int
-    seen: Tensor | None = None
-    memory: Tensor | None = None
-    chunks: Chunks | None = None
-
-
-def remembering(context: Context, memory: Tensor) -> Context:
-    """The context of a layer whose cross attention asks what an encoder made, [B, E or E/T, D]."""
-    assert context.source is not None
-    return replace(context, source=replace(context.source, memory=memory))
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Cross attention of parts: the queries are cut into chunks, and each sees as large a part of the keys.
-
-    Attributes:
-        count: chunks of all rows together.
-        samples: the number of each, for its dropout.
-        shift: the first chunk begins so many queries behind the first one. Those before it see nothing; the last one has as
-            many fewer.
-        some: [count, 1, 1, 1], or for each of its m queries [count, m, 1, 1]: 1 where it sees any key and 0 where none;
-            None: all see some.
-    """
-
-    count: int
-    samples: Sequence[int]
-    shift: int = 0
-    some: Tensor | None = None
-
-    def attend(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [.., S, H, d], k and v [.., T, K, d], whose rows and tokens are `count` chunks in order -> as q, 0 where it sees nothing."""
-        ahead = F.pad(q, (0, 0, 0, 0, -self.shift, self.shift))
-        y = attend(*(t.reshape(self.count, -1, *t.shape[2:]) for t in (ahead, k, v)))
-        y = y if self.some is None else y * self.some
-        return F.pad(y.reshape(q.shape), (0, 0, 0, 0, self.shift, -self.shift))

@@ -7,18 +7,71 @@ T tensor-parallel ranks, C context ranks.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.masks import ALL
 from mega_trainer.kernels.torch import plain_attention
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Source
+from mega_trainer.model.context import Context
 from mega_trainer.parallel.tensor import Heads, whole_sequence
+
+
+@dataclass(frozen=True)
+class Source:
+    """The encoder's side of one forward pass.
+
+    Attributes:
+        context: of its layers.
+        length: its tokens in this rank's residual stream.
+        seen: bool [B, 1, 1, E], which of its tokens are no padding, those of each context rank one after another; None: all.
+        memory: what it made, [B, length, D], once it is done; of neighbours, first what it reads.
+        chunks: where parts of the queries see parts of the memory.
+    """
+
+    context: Context
+    length: int
+    seen: Tensor | None = None
+    memory: Tensor | None = None
+    chunks: Chunks | None = None
+
+
+def remembering(context: Context, memory: Tensor) -> Context:
+    """The context of a layer whose cross attention asks what an encoder made, [B, E or E/T, D]."""
+    assert context.source is not None
+    return replace(context, source=replace(context.source, memory=memory))
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Cross attention of parts: the queries are cut into chunks, and each sees as large a part of the keys.
+
+    Attributes:
+        count: chunks of all rows together.
+        samples: the number of each, for its dropout.
+        shift: the first chunk begins so many queries behind the first one. Those before it see nothing; the last one has as
+            many fewer.
+        some: [count, 1, 1, 1], or for each of its m queries [count, m, 1, 1]: 1 where it sees any key and 0 where none;
+            None: all see some.
+    """
+
+    count: int
+    samples: Sequence[int]
+    shift: int = 0
+    some: Tensor | None = None
+
+    def attend(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [.., S, H, d], k and v [.., T, K, d], whose rows and tokens are `count` chunks in order -> as q, 0 where it sees nothing."""
+        ahead = F.pad(q, (0, 0, 0, 0, -self.shift, self.shift))
+        y = attend(*(t.reshape(self.count, -1, *t.shape[2:]) for t in (ahead, k, v)))
+        y = y if self.some is None else y * self.some
+        return F.pad(y.reshape(q.shape), (0, 0, 0, 0, self.shift, -self.shift))
 
 
 class CrossAttention(nn.Module):

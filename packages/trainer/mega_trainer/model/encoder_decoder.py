@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from mega_common.model_config import ModelConfig
 from mega_trainer.batch import MicroBatch
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Sequences, Source, remembering
-from mega_trainer.model.cross import CrossAttention
+from mega_trainer.model.context import Context, Sequences
+from mega_trainer.model.cross import CrossAttention, Source, remembering
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.offload import Offload
 from mega_trainer.model.recompute import Recompute

@@ -28,9 +28,6 @@ def _mlp(build: Builder, layer: int) -> nn.Module:
     return Mlp(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size)
 
 
-MIXERS: Mapping[Mixer, Callable[[Builder, int], nn.Module]] = {
-    "attention": _attention,
-    "mamba": Mamba,
-    "delta": GatedDelta,
-}
-FEEDS: Mapping[Feed, Callable[[Builder, int], nn.Module]] = {"mlp": _mlp, "moe": Moe}
+Kind = Callable[[Builder, int], nn.Module]
+MIXERS: Mapping[Mixer, Kind] = {"attention": _attention, "mamba": Mamba, "delta": GatedDelta}
+FEEDS: Mapping[Feed, Kind] = {"mlp": _mlp, "moe": Moe}

@@ -35,7 +35,8 @@ from mega_trainer.batch import MicroBatch
 from mega_trainer.device import to_device
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Chunks, Context, Sequences, Source, remembering
+from mega_trainer.model.context import Context, Sequences
+from mega_trainer.model.cross import Chunks, Source, remembering
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.routing import Routing
 from mega_trainer.parallel.tensor import sequence_part

@@ -33,7 +33,8 @@ from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import build_groups
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Outline, remembering
+from mega_trainer.model.context import Context, Outline
+from mega_trainer.model.cross import remembering
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoder, model_class
 from mega_trainer.model.recompute import Module, Recompute
