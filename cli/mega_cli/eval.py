@@ -84,6 +84,15 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 TokenizerOption = Annotated[
     Path | None, typer.Option("--tokenizer", help="The model's tokenizer; default: the one beside its weights.")
 ]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        help="Guess tokens, which changes no text: ngrams repeats the text, mtp asks the model's own layers for further tokens, "
+        "none does not; or a smaller model's folder.",
+        show_default="ngrams on a CPU, in fp32 and fp64",
+    ),
+]
 
 Temperature = Annotated[float | None, typer.Option(min=0, help="0 takes the likeliest token each time.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Draw from so many likeliest tokens only.")]
@@ -299,14 +308,7 @@ def generate_command(
     grammar: Annotated[
         Path | None, typer.Option(help="A file with a JSON schema, or a Lark grammar, that the text has to obey.")
     ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="Guess tokens, which changes no text: ngrams repeats the text, mtp asks the model's own layers for further tokens, "
-            "none does not; or a smaller model's folder.",
-            show_default="ngrams on a CPU, in fp32 and fp64",
-        ),
-    ] = None,
+    draft: DraftOption = None,
     logprobs: Annotated[
         int | None, typer.Option(min=0, help="With --json: each token's log-probability, and so many alternatives.")
     ] = None,

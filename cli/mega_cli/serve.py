@@ -17,6 +17,7 @@ import typer
 from mega_cli import __version__
 from mega_cli.eval import (
     Device,
+    DraftOption,
     MinP,
     Model,
     Precision,
@@ -46,6 +47,8 @@ SERVE_EXAMPLES = """Examples:
     mega serve out/hf --precision bf16 --tp 2
 
     mega serve out/hf --adapter polite=runs/polite --adapter sql=adapters/sql
+
+    mega serve out/hf --draft smaller/hf
 
     mega serve out/hf --host 0.0.0.0 --api-key-file secrets/key --max-requests 64
 
@@ -107,6 +110,7 @@ def serve_command(
     tp: Annotated[int, typer.Option(min=1, help="Ranks to start here that share each weight.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Ranks that share the experts.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Ranks that share the layers.")] = 1,
+    draft: DraftOption = None,
     precision: PrecisionOption = Precision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
@@ -132,10 +136,14 @@ def serve_command(
     from mega_eval.server.service import Service
 
     sharing = Sharing(tp, ep, pp)
+    if sharing.size > 1 and draft not in (None, "ngrams", "none"):
+        raise ConfigError(
+            f"--draft {draft}: guesses on one rank alone", hint="--draft ngrams, or no --tp, --ep and --pp"
+        )
     with ranks_for(sharing, sharing.size, device, FOREVER) as ranks:
         listener = bind(host, port, key) if ranks.rank == 0 else None
         found = _load(
-            model, precision, device, tokenizer, max_length, cache_tokens, batch_size, sharing, ranks, adapters
+            model, precision, device, tokenizer, max_length, cache_tokens, batch_size, sharing, ranks, adapters, draft
         )
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -179,6 +187,7 @@ def chat_command(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the draws; the same seed gives the same answers.")] = 0,
     max_length: MaxLength = None,
+    draft: DraftOption = None,
     precision: PrecisionOption = Precision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
@@ -200,7 +209,7 @@ def chat_command(
     Sampling.parse(settings, source="options")
     sampling = Sampling.parse({**_own_sampling(model), **settings}, source="options and generation_config.json")
     template = load_chat_template(model, tokenizer, chat_template)
-    found = _load(model, precision, device, tokenizer, max_length, None, 1)
+    found = _load(model, precision, device, tokenizer, max_length, None, 1, draft=draft)
     chat = Chat(
         found.engine, found.tokenizer, template, sampling, found.ends, max_new_tokens, found.max_length, system=system
     )
@@ -229,10 +238,11 @@ def _load(
     sharing: Sharing | None = None,
     ranks: Ranks | None = None,
     adapters: Mapping[str, str] | None = None,
+    draft: str | None = None,
 ) -> _Loaded:
     from mega_ckpt.source import model_at
     from mega_eval.engine import Engine
-    from mega_eval.generate import usual_drafter
+    from mega_eval.generate import drafter_of
     from mega_eval.language_model import LanguageModel
     from mega_eval.lead import LeadingEngine
     from mega_eval.replicas import connect
@@ -241,13 +251,14 @@ def _load(
     if sharing is not None and ranks is not None and ranks.world_size > 1:
         groups, leads = connect(model_at(model), ranks.rank, ranks.world_size, sharing), ranks.rank == 0
     loaded = LanguageModel.load(
-        model, precision=precision, device=device, tokenizer=tokenizer, groups=groups, adapters=adapters
+        model, precision=precision, device=device, tokenizer=tokenizer, draft=draft, groups=groups, adapters=adapters
     )
     config, words = loaded.model.config, loaded.tokenizer
     longest = max_length or min(config.max_position, LONGEST_DEFAULT)
+    room = cache_tokens or 2 * longest
     engine = (LeadingEngine if leads else Engine)(
-        loaded.model, words, cache_tokens=cache_tokens or 2 * longest, batch_size=batch_size,
-        drafter=usual_drafter(loaded.model), adapters=loaded.adapters,
+        loaded.model, words, cache_tokens=room, batch_size=batch_size,
+        drafter=drafter_of(loaded.draft, loaded.model, words, room, batch_size), adapters=loaded.adapters,
     )  # fmt: skip
     return _Loaded(engine, words, loaded.ends, longest, config.vocab_size)
 

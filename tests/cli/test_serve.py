@@ -80,6 +80,13 @@ def test_what_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert "[serve]" in str(mega("serve", folder, fails=MissingPackageError).exception)
 
 
+def test_a_smaller_model_guesses_for_one_rank(folder: Path) -> None:
+    mistake = mega("serve", folder, "--port", 0, "--tp", 2, "--draft", folder, fails=ConfigError)
+    assert "guesses on one rank alone" in str(mistake.exception)
+    one, other = (mega("chat", folder, *more, stdin="the end\n").stdout for more in ([], ["--draft", folder]))
+    assert one == other
+
+
 def test_adapters_have_names_of_their_own(folder: Path) -> None:
     for given, message in (
         (["polite"], "polite: is no NAME=FOLDER"),
@@ -96,6 +103,7 @@ def test_serve_from_start_to_end(folder: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "mega_cli.main", "serve", str(folder), "--port", str(port), "--name", "tiny"]
+    command += ["--draft", str(folder)]
     command += ["--adapter", f"other={save_adapter(tmp_path / 'adapter', folder, LoraConfig(rank=2))}"]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "MEGA_API_KEY": "sk-secret"}

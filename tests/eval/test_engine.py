@@ -230,6 +230,16 @@ def test_guesses_are_checked_as_tokens_are_computed(name: str):
     assert tokens_of(one) == tokens_of(other)
 
 
+def test_a_smaller_model_that_reads_less_guesses_as_far_as_it_can():
+    learned = variant("gpt2")
+    model, smaller = (model_of(learned.model_copy(update={"max_position": most})) for most in (64, 20))
+    request = Request([5, 6, 7], Limits(30))
+    (one,), (other,) = (
+        run(engine_of(model, drafter=each), [request]).values() for each in (None, ModelDrafter(engine_of(smaller)))
+    )
+    assert tokens_of(one) == tokens_of(other)
+
+
 def test_what_is_drawn_with_guesses_is_distributed_as_without():
     """Chi-square over a vocabulary of 61, of tokens that another model guessed."""
     count, other = 500, model_of(variant("multi-query"))

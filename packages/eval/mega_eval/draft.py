@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from mega_common.errors import DataError
 
 if TYPE_CHECKING:
     from mega_eval.engine import Engine, Request
@@ -92,11 +95,17 @@ class ModelDrafter:
         self._engine = engine
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """See `Drafter`. What the smaller model has computed of a row before lies in its engine's shared pages."""
-        found: dict[int, list[int]] = {}
-        for one in requests:
-            found[self._engine.add(one)] = []
+        """See `Drafter`. What the smaller model has computed of a row before lies in its engine's shared pages.
+
+        Of a row that is longer than it can read, or has images, it says nothing.
+        """
+        found: list[list[int]] = [[] for _ in requests]
+        places: dict[int, list[int]] = {}
+        for one, guesses in zip(requests, found, strict=True):
+            with suppress(DataError):
+                if one.images is None:
+                    places[self._engine.add(one)] = guesses
         while self._engine.waiting or self._engine.running:
             for event in self._engine.step():
-                found[event.request] += event.tokens
-        return list(found.values())
+                places[event.request] += event.tokens
+        return found

@@ -117,16 +117,29 @@ def _engine(
     """One with room for the longest of these rows as often as they run together."""
     batch_size = min(batch_size, len(rows))
     room = (max(map(len, rows), default=0) + limits.max_new_tokens) * batch_size
-    named: dict[object, Drafter | Literal["mtp"]] = {"ngrams": NgramDrafter(), "mtp": "mtp"}
-    drafter = usual_drafter(model) if draft is None else named.get(draft)
-    if isinstance(draft, Decoder):
-        if draft.config.vocab_size != model.config.vocab_size:
-            raise ConfigError(
-                f"the draft model has a vocabulary of {draft.config.vocab_size}, the model one of {model.config.vocab_size}",
-                hint="a draft model has to have the model's own tokenizer",
-            )
-        drafter = ModelDrafter(Engine(draft, tokenizer, cache_tokens=room, batch_size=batch_size))
+    drafter = drafter_of(draft, model, tokenizer, room, batch_size)
     return Engine(model, tokenizer, cache_tokens=room, batch_size=batch_size, drafter=drafter)
+
+
+def drafter_of(
+    draft: Draft | None, model: Decoder, tokenizer: Text, cache_tokens: int, batch_size: int
+) -> Drafter | Literal["mtp"] | None:
+    """What guesses for an `Engine` of `model` that is as large.
+
+    Raises:
+        ConfigError: when a draft model has another vocabulary.
+    """
+    if draft is None:
+        return usual_drafter(model)
+    if not isinstance(draft, Decoder):
+        named: dict[str, Drafter | Literal["mtp"]] = {"ngrams": NgramDrafter(), "mtp": "mtp"}
+        return named.get(draft)
+    if draft.config.vocab_size != model.config.vocab_size:
+        raise ConfigError(
+            f"the draft model has a vocabulary of {draft.config.vocab_size}, the model one of {model.config.vocab_size}",
+            hint="a draft model has to have the model's own tokenizer",
+        )
+    return ModelDrafter(Engine(draft, tokenizer, cache_tokens=cache_tokens, batch_size=batch_size))
 
 
 def usual_drafter(model: Decoder) -> Drafter | None:
