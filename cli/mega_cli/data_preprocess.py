@@ -105,9 +105,9 @@ def preprocess(
     image_text: Annotated[
         str | None,
         typer.Option(
-            help="What <image> becomes in a text: the token, and what is around it; by default what the model wants there.",
+            help="What <image> becomes in a text: the token, and what a model wants around it.",
             rich_help_panel=CHAT,
-            show_default="the token",
+            show_default="the token, and around it what --image-model wants",
         ),
     ] = None,
     shard: Annotated[

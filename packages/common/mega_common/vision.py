@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -137,6 +137,10 @@ class VisionConfig(Config):
             return self.rows
         high, wide = self.grid(height, width)
         return high * wide
+
+    def features_of_all(self, shapes: Iterable[Sequence[int]]) -> int:
+        """Those of several images or tiles, by their shapes [3, H, W]."""
+        return sum(self.features(*shape[1:]) for shape in shapes)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Those from top to bottom, and from left to right, where images keep their shape."""

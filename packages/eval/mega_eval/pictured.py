@@ -52,14 +52,12 @@ class Pictured:
         times[here] = [one.features.size for one in pictures]
         tokens = np.repeat(tokens, times)
         rows = np.full(tokens.size, -1)
-        before = np.cumsum([0, *(sum(vision.features(*each.shape[1:]) for each in one.pixels) for one in pictures)])
+        before = np.cumsum([0, *(vision.features_of_all(each.shape for each in one.pixels) for one in pictures)])
         rows[tokens == vision.image_token] = np.concatenate(
             [one.features + first for one, first in zip(pictures, before, strict=False)]
         )
-        pixels, where = (
-            [torch.from_numpy(one) for picture in pictures for one in picture.pixels],
-            torch.from_numpy(rows)[None],
-        )
+        pixels = [torch.from_numpy(one) for picture in pictures for one in picture.pixels]
+        where = torch.from_numpy(rows)[None]
         if vision.native is None:
             return tokens.tolist(), seen(model, Images(torch.stack(pixels), where))
         places, grids = np.flatnonzero(rows >= 0), [vision.grid(*one.shape[1:]) for one in pixels]
@@ -96,7 +94,7 @@ def columns(parts: Sequence[tuple[Images | None, int, int]], device: torch.devic
         return None
     rows: list[Tensor] = []
     features: list[Tensor] = []
-    count, turned = 0, [_turned(*part) for part in parts]
+    count, positions = 0, None
     for one, first, number in parts:
         own = torch.full((number,), -1)
         if one is not None and one.features is not None:
@@ -105,7 +103,8 @@ def columns(parts: Sequence[tuple[Images | None, int, int]], device: torch.devic
             features.append(one.features)
             count += len(one.features)
         rows.append(own)
-    positions = torch.cat(turned, 1)[..., None].to(device) if any(one.positions is not None for one in every) else None
+    if any(one.positions is not None for one in every):
+        positions = torch.cat([_turned(*part) for part in parts], 1)[..., None].to(device)
     known = torch.cat(features) if features else None
     return Images(every[0].pixels, torch.cat(rows)[:, None].to(device), known, positions)
 

@@ -233,19 +233,19 @@ def micro_batches(
 def _images(batch: StepBatch, part: slice, vision: VisionConfig, device: torch.device) -> Images:
     """Those of some samples, one after another, with their features in the order of `Images.rows`."""
     rows, size = np.full(batch.tokens[part].shape, -1), vision.image_size
-    turned = np.stack([batch.position_ids[part]] * 3)
+    turned = None if vision.native is None else np.stack([batch.position_ids[part]] * 3)
     seen: list[np.ndarray] = []
     count = 0
     for number, sample in enumerate(batch.images[part]):
         if sample is not None:
             rows[number, sample.places] = count + sample.features
-            count += sum(vision.features(*one.shape[1:]) for one in sample.pixels)
+            count += vision.features_of_all(one.shape for one in sample.pixels)
             seen += sample.pixels
-            if vision.native is not None:
+            if turned is not None:
                 grids = [vision.grid(*one.shape[1:]) for one in sample.pixels]
                 turned[:, number] = rotary_positions(turned[0, number], sample.places, sample.features, grids)
     where = to_device(torch.from_numpy(rows), device)
-    if vision.native is not None:
+    if turned is not None:
         return Images([*map(torch.from_numpy, seen)], where, positions=to_device(torch.from_numpy(turned), device))
     pixels = np.stack(seen) if seen else np.empty((0, 3, size, size), np.float32)
     return Images(torch.from_numpy(pixels), where)

@@ -154,8 +154,8 @@ class Loop:
     def _images(self, batch: StepBatch) -> float:
         """How many this rank's samples have, shared with the ranks that have the same samples: squares, or by their features."""
         groups, vision = self._executor.groups, self._config.model.vision
-        pixels = [each.shape[1:] for one in batch.images if one is not None for each in one.pixels]
-        squares = sum(vision.features(*shape) for shape in pixels) / vision.rows if vision else 0
+        shapes = [each.shape for one in batch.images if one is not None for each in one.pixels]
+        squares = vision.features_of_all(shapes) / vision.rows if vision else 0
         return squares * groups.dp.size / groups.world.size
 
     def _decoupled_lr(self, consumed: int) -> float | None:

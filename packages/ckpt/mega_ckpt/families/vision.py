@@ -38,38 +38,33 @@ def _tower(layers: int, heads: int, patch: int, activation: str, eps: float, **f
     )
 
 
+_NATIVE_SIZES = (
+    Key("spatial_merge_size", "merge", 2),
+    Key("temporal_patch_size", "frames", 2),
+    Key("window_size", "window", 112),
+    Key("fullatt_block_indexes", "full_layers", (7, 15, 23, 31)),
+)
+
+
 @dataclass(frozen=True)
 class Windows:
-    """What a tower makes of images of any shape: `NativeResolution`."""
+    """The section `native`: what a tower makes of images of any shape."""
 
-    names: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "spatial_merge_size": "merge",
-            "temporal_patch_size": "frames",
-            "window_size": "window",
-            "fullatt_block_indexes": "full_layers",
-        }
-    )
+    keys: frozenset[str] = frozenset({"rope_parameters"}).union(*(entry.keys for entry in _NATIVE_SIZES))
     fields: frozenset[str] = frozenset({"native"})
 
-    @property
-    def keys(self) -> frozenset[str]:
-        """Those, and the rotation's."""
-        return frozenset({*self.names, "rope_parameters"})
-
     def read(self, raw: Raw) -> dict[str, Any]:
-        """`native`; MismatchError for a rotation of another kind."""
+        """The section; MismatchError for a rotation of another kind."""
         rope = raw.get("rope_parameters") or {}
         if rope.get("rope_type", "axial") != "axial" or rope.get("rope_theta", 10_000) != 10_000:
             raise MismatchError(f"rope_parameters = {rope!r} is not axial with rope_theta = 10000")
-        return {"native": {ours: raw[theirs] for theirs, ours in self.names.items() if raw.get(theirs) is not None}}
+        return {"native": {name: value for entry in _NATIVE_SIZES for name, value in entry.read(raw).items()}}
 
     def write(self, model: Any) -> dict[str, Any]:
         """As it would be read, of a `VisionConfig`."""
         if model.native is None:
             raise MismatchError("native must be given")
-        told = model.native.model_dump(mode="json")
-        return {theirs: told[ours] for theirs, ours in self.names.items()}
+        return {key: value for entry in _NATIVE_SIZES for key, value in entry.write(model.native).items()}
 
 
 # By the `model_type` of the vision_config.

@@ -105,7 +105,7 @@ class SeeingSamples(PackedSamples):
 
     def _count(self, pixels: list[Pixels]) -> int:
         """Features of some squares or images."""
-        return sum(self._vision.features(*one.shape[1:]) for one in pixels)
+        return self._vision.features_of_all(one.shape for one in pixels)
 
     def _seen(self, document: int, numbers: npt.NDArray[np.int64]) -> tuple[list[Pixels], npt.NDArray[np.int64]]:
         """The squares, or whole, fp32 [3, H, W] of the images that some of a document's placeholders are of, and which of their rows each

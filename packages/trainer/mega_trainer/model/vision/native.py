@@ -24,7 +24,7 @@ from mega_trainer.kernels.masks import ALL, Mask, Packed
 from mega_trainer.model.block import Block
 from mega_trainer.model.builder import Builder, Norm
 from mega_trainer.model.context import Context
-from mega_trainer.model.rope import frequencies
+from mega_trainer.model.rope import Rotary
 from mega_trainer.model.vision.build import TowerBuilder
 
 Grid = tuple[int, int]  # features of an image from top to bottom, and from left to right
@@ -157,8 +157,7 @@ class NativeTower(nn.Module):
         self.saved, self.dtype = own.saved, build.dtype
         self.patches = own.matrix("embed_patches", (vision.hidden_size, vision.patch_elements), bias=False)
         self.layers = nn.ModuleList(Block(own, layer) for layer in range(vision.num_layers))
-        self.turned = own.config.head_size // 2
-        self.rope = own.config.rope
+        self.rotary = Rotary(own.config.rope, own.config.head_size // 2, 1)
 
     def forward(self, deal: Deal, device: torch.device) -> Tensor:
         """This rank's patches: [P, C]."""
@@ -171,9 +170,8 @@ class NativeTower(nn.Module):
 
     def _turn(self, places: Tensor) -> Rotation:
         """Half of a head's pairs by a patch's line, half by its column."""
-        frequency, _ = frequencies(self.rope, self.turned, 1, 1)
-        angles = (places.float().unsqueeze(-1) * to_device(frequency, places.device)).flatten(1)[None, :, None]
-        return Rotation(angles.cos().to(self.dtype), angles.sin().to(self.dtype))
+        turns = [self.rotary.at(each[None], self.dtype) for each in places.unbind(1)]
+        return Rotation(torch.cat([turn.cos for turn in turns], -1), torch.cat([turn.sin for turn in turns], -1))
 
 
 class Merger(nn.Module):
