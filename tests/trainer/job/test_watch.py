@@ -148,3 +148,20 @@ def test_a_long_evaluation_or_save_is_no_hang(phase: str, moves: bool, name: str
     second.set()
     thread.join()
     assert watch._since == (2.0 if moves else 1.0)
+
+
+def test_a_rank_met_in_the_same_place_of_another_step_has_moved(tmp_path: Path) -> None:
+    """Steps of about the time between two looks are seen at the same point again and again."""
+    reached, let, step = threading.Event(), threading.Event(), iter([4, 5, 5, 6])
+    thread = threading.Thread(target=works, args=(Never(reached, let),))
+    thread.start()
+    reached.wait()
+    watch = Watch(HashStore(), 0, 2, lambda: next(step), lambda: "forward", 60.0, tmp_path)
+    watch._main = thread.ident
+    since = []
+    for now in (1.0, 2.0, 3.0):
+        watch._look(now)
+        since.append(watch._since)
+    let.set()
+    thread.join()
+    assert since == [1.0, 1.0, 3.0]

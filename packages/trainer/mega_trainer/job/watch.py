@@ -101,9 +101,9 @@ class Watch:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._asking = threading.Thread()
-        # where the main thread is, since when
+        # where the main thread is, since when; one that is met in the same place of another step has moved
         self._place, self._since = Standing(where="the start", phase=""), time.monotonic()
-        self._lines: tuple[Line, ...] = ()
+        self._at_step, self._lines = step(), tuple[Line, ...]()
         self._looks, self._slow, self._output = Counter[str](), frozenset[int](), output
         self._heard: dict[int, tuple[float, float]] = {}  # of each rank when its sign was written, and first read
         self._last: tuple[float, float] | None = None  # when the next rank's sign was written, and first read
@@ -149,8 +149,8 @@ class Watch:
         ):  # a harness works in code of its own; a save may wait for the one before, which a thread writes
             writers = [thread.ident or 0 for thread in threading.enumerate() if thread.name.startswith(WRITER)]
             lines = tuple(line for thread in (main, *writers) for line in lines_of.get(thread, ()))
-        if (place, lines) != (self._place, self._lines):
-            self._place, self._lines, self._since = place, lines, now
+        if (step := self._step(), place, lines) != (self._at_step, self._place, self._lines):
+            self._at_step, self._place, self._lines, self._since = step, place, lines, now
 
     def _ask(self) -> None:
         try:
