@@ -35,6 +35,7 @@ from mega_data.loader import StepBatch
 from mega_trainer import build, step
 from mega_trainer.batch import micro_batches
 from mega_trainer.config import RunConfig
+from mega_trainer.evaluation import evaluate
 from mega_trainer.kernels import blocks, grouped
 from mega_trainer.model import loss
 from mega_trainer.optim import clip
@@ -191,7 +192,7 @@ def count(name: str, *, documents: bool = True) -> dict[str, list[str]]:
         for stage in state.stages.values():
             stage.eval()
         with HostWaits() as evaluation:
-            step.evaluate(executor, [micro(), micro()])
+            evaluate(executor, [micro(), micro()])
     return {"training step": training.found, "evaluation": evaluation.found}
 
 

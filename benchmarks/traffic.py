@@ -41,6 +41,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_common.model_config import ModelConfig
+from mega_trainer.batch import Outline
 from mega_trainer.comm import Group
 from mega_trainer.kernels import blocks, grouped, products
 from mega_trainer.kernels import fp8 as fp8_kernels
@@ -54,7 +55,7 @@ from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.model import loss, router
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Outline, Sequences
+from mega_trainer.model.context import Context, Sequences
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.moe import Moe
 from mega_trainer.model.rope import Rotary

@@ -14,8 +14,7 @@ from torch import Tensor
 from mega_ckpt.convert import convert
 from mega_ckpt.families import family_for
 from mega_eval.load import load_model
-from mega_trainer.batch import Pairs
-from mega_trainer.model.context import Outline
+from mega_trainer.batch import Outline, Pairs
 from mega_trainer.model.decoder import Decoder
 
 pytest.importorskip("transformers", reason="the reference implementation")

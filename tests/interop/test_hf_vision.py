@@ -39,7 +39,7 @@ from mega_eval.generate import generate
 from mega_eval.load import load_model
 from mega_eval.pictured import Pictured
 from mega_eval.text import Limits
-from mega_trainer.model.context import Outline
+from mega_trainer.batch import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.vision.images import Images
 

@@ -15,9 +15,8 @@ from mega_ckpt.convert import Options, convert
 from mega_ckpt.pieces import boxes_of
 from mega_ckpt.source import load_weights, open_source
 from mega_eval.load import load_model
-from mega_trainer.batch import Ahead, MicroBatch
+from mega_trainer.batch import Ahead, MicroBatch, Outline
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.parallel.param import info_of, kept_of
 from mega_trainer.step import weigh_ahead

@@ -16,8 +16,7 @@ from mega_data.dataset import build_datasets
 from mega_data.loader import Loader, StepBatch
 from mega_data.tokenizer import Tokenizer
 from mega_eval.load import load_model
-from mega_trainer.batch import Pairs
-from mega_trainer.model.context import Outline
+from mega_trainer.batch import Outline, Pairs
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

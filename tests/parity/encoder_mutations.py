@@ -18,7 +18,7 @@ from mega_trainer.kernels.masks import Band
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Sequences
 from mega_trainer.model.embeddings import Inputs
-from mega_trainer.model.heads import Pooler
+from mega_trainer.model.encoder_heads import Pooler
 
 swap = mock.patch.object
 WINDOW = VARIANTS["encoder"][2]

@@ -35,14 +35,14 @@ from mega_common.errors import NumbersError
 from mega_data.loader import StepBatch
 from mega_trainer import batch as batches
 from mega_trainer import rng, step
-from mega_trainer.batch import MicroBatch, Targets
+from mega_trainer.batch import MicroBatch, Outline, Targets
 from mega_trainer.comm import Group, Passing, all_reduce
 from mega_trainer.kernels import products
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.model import builder, decoder, embeddings, heads, loss, mla
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Outline, Sequences
+from mega_trainer.model.context import Sequences
 from mega_trainer.model.core import AttentionCore
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.heads import Head, Output

@@ -122,7 +122,7 @@ def _channels_of_the_first_rank() -> AbstractContextManager[Any]:
 
 
 def _gate_of_another_head() -> AbstractContextManager[Any]:
-    return swap(attention, "_gated", lambda y, gate: y * torch.sigmoid(gate.roll(1, -1)))
+    return swap(attention, "opened", lambda y, gate: y * torch.sigmoid(gate.roll(1, -1)))
 
 
 def first_of_shared(mixer: str) -> Patch:

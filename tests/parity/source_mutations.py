@@ -77,13 +77,13 @@ def _bias_of_the_first_heads() -> AbstractContextManager[Any]:
 
 
 def _table_of_the_first_rank() -> AbstractContextManager[Any]:
-    real = Builder.relative_table
+    real = encoder_decoder.relative_table
 
-    def table(self: Builder, name: str) -> Any:
-        groups = replace(self.groups, tp=replace(self.groups.tp, rank=0))
-        return real(replace(self, groups=groups), name)
+    def table(build: Builder, name: str) -> Any:
+        groups = replace(build.groups, tp=replace(build.groups.tp, rank=0))
+        return real(replace(build, groups=groups), name)
 
-    return swap(Builder, "relative_table", table)
+    return swap(encoder_decoder, "relative_table", table)
 
 
 def _gathered_without_sum() -> AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,9 @@ from mega_common.vision import PROJECTOR, TOWER
 from mega_trainer.batch import MicroBatch
 from mega_trainer.comm import Group
 from mega_trainer.kernels.masks import Part
-from mega_trainer.model.context import Sequences
-from mega_trainer.model.vision import build, native, tower
-from mega_trainer.model.vision.images import Images, placed
+from mega_trainer.model import context
+from mega_trainer.model.vision import build, images, native, tower
+from mega_trainer.model.vision.images import Block, Images, placed
 from mega_trainer.model.vision.native import Deal, Grid, Windows
 
 swap = mock.patch.object
@@ -34,12 +35,9 @@ TILES = case("vision", 2, parallel={"tp": 2}, variant=VARIANTS["vision"][2])
 SHAPES = case("vision", 4, parallel={"tp": 2, "cp": 2}, variant=VARIANTS["vision"][4])
 
 
-def _within_a_chunk(self: Sequences, queries: range, keys: range) -> list[Part]:
+def _within_a_chunk(blocks: Sequence[Block], queries: range, keys: range) -> list[Part]:
     """An image's tokens see none of it in a chunk behind."""
-    return _ahead(self, queries, keys) if queries == keys else []
-
-
-_ahead = Sequences._ahead
+    return images.ahead(blocks, queries, keys) if queries == keys else []
 
 
 def _one_dealt_twice(self: Images, rank: int, ranks: int) -> Tensor:
@@ -122,7 +120,7 @@ VISIONS: list[tuple[str, Case, Patch]] = [
     ("vision: features' gradients of tensor ranks are summed without sp", TP, _gradient(True, "tp")),
     ("vision: features' gradients of tensor ranks are not summed under sp", SP, _gradient(False, "tp")),
     ("vision: features' gradients of context ranks are not summed", CP, _gradient(False, "cp")),
-    ("vision: an image ends with its chunk", RING, lambda: swap(Sequences, "_ahead", _within_a_chunk)),
+    ("vision: an image ends with its chunk", RING, lambda: swap(context, "ahead", _within_a_chunk)),
     ("vision: context ranks look at the first places", CP, _places_of_the_first_chunk),
     ("vision: windows of features line by line", SHAPES, lambda: swap(native, "windows_of", _by_lines)),
     (

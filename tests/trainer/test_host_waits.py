@@ -22,6 +22,6 @@ def test_a_step_waits_once() -> None:
     (found,) = run_ranks(alone, 1, timeout=200)
     once = {
         "training step": ["copy to the host: step.py train_step"],
-        "evaluation": ["copy to the host: step.py evaluate"],
+        "evaluation": ["copy to the host: evaluation.py evaluate"],
     }
     assert found == dict.fromkeys(NAMES, once)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mega_eval.pages import PAGE
 from mega_trainer.kernels.masks import ALL, Band
-from mega_trainer.model.context import Attend, AttendCached, Recur
+from mega_trainer.model.cached import Attend, CachedAttention, Recur
 
 Memory = Mapping[int, tuple[Tensor, Tensor]]
 Run = tuple[int, int]  # slots from the first to before the second
@@ -103,7 +103,7 @@ class PagedCache:
         self._new = torch.tensor([slot for span in spans for slot in span.new], device=device)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: AttendCached
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CachedAttention
     ) -> Tensor:
         """See `Cache.attend`; each of the N tokens stands in a batch row of its own: [N, 1, H or K, d]."""
         by_head = self._put(layer, k) if v is None else self._put(layer, k, v)

@@ -17,7 +17,7 @@ from torch import Tensor
 from mega_common.errors import ConfigError, DataError
 from mega_common.log import ProgressBar, logger
 from mega_eval.encoder_decoder import padded
-from mega_trainer.model.context import Outline
+from mega_trainer.batch import Outline
 from mega_trainer.model.decoder import Decoder
 
 Pooling = Literal["mean", "cls"]

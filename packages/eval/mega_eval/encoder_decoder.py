@@ -15,9 +15,8 @@ from mega_data.dataset import BlendedDataset, build_datasets
 from mega_data.kinds.t5 import T5Sample
 from mega_data.tokenizer import Tokenizer
 from mega_eval.perplexity import Losses, Result, added_up, checked_info
-from mega_trainer.batch import MicroBatch, source_batch
+from mega_trainer.batch import MicroBatch, Outline, source_batch
 from mega_trainer.comm import Group
-from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.sections import TrainConfig
 

@@ -31,7 +31,7 @@ from mega_eval.pictured import seen_together
 from mega_eval.rows import Row
 from mega_eval.sampling import Sampling, draw, penalised, probabilities
 from mega_eval.text import Continuation, Finish, Limits, Text
-from mega_trainer.model.context import Outline
+from mega_trainer.batch import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoder
 from mega_trainer.model.vision.images import Images

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mega_eval.cache import PagedCache, Span
 from mega_eval.rows import Row
-from mega_trainer.model.context import Outline
+from mega_trainer.batch import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.embeddings import scaled
 from mega_trainer.parallel.tensor import embed_tokens

@@ -17,12 +17,43 @@ from mega_data.loader import StepBatch
 from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
 from mega_trainer.device import to_device
-from mega_trainer.model.context import Outline
 from mega_trainer.model.routing import Routes
-from mega_trainer.model.vision.images import Images
+from mega_trainer.model.vision.images import Block, Images, image_blocks
 from mega_trainer.parallel.context import place_of_tokens
 
 Weigh = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is known of whole sequences in host memory: no device need be asked.
+
+    Attributes:
+        lengths: of each sequence, one more than its largest position.
+        begins: int64 [B, S], where the document begins that a token belongs to, if attention is closed at its end.
+        blocks: tokens that see those of their block behind them, too: images under `VisionConfig.bidirectional`.
+    """
+
+    lengths: list[int]
+    begins: np.ndarray | None = None
+    blocks: Sequence[Block] = ()
+
+    @classmethod
+    def of(cls, positions: np.ndarray, documents: np.ndarray | None, images: np.ndarray | None = None) -> Outline:
+        """That of sequences with these positions and documents, int [B, S], and tokens whose blocks are told, bool [B, S]."""
+        begins = None
+        if documents is not None:
+            new = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+            begins = np.maximum.accumulate(np.where(new, np.arange(documents.shape[1]), 0), axis=1)
+        blocks = () if images is None else image_blocks(images, begins)
+        return cls((positions.max(axis=1) + 1).tolist(), begins, blocks)
+
+    @classmethod
+    def padded(cls, lengths: np.ndarray, width: int) -> Outline:
+        """That of rows of `width` tokens, of which the first int [B] are no padding: this is a document that no text sees."""
+        positions = np.broadcast_to(np.arange(width), (len(lengths), width))
+        padding = positions >= lengths[:, None]
+        return cls.of(positions, padding.astype(np.int32) if padding.any() else None)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from mega_data.loader import Loader, StepBatch
 from mega_trainer.batch import MicroBatch, micro_batches
 from mega_trainer.build import dtype_of
 from mega_trainer.comm import all_reduce
+from mega_trainer.evaluation import evaluate
 from mega_trainer.job.faults import faults_told
 from mega_trainer.job.garbage import Garbage
 from mega_trainer.job.guard import StopSignal
@@ -38,7 +39,7 @@ from mega_trainer.pipeline.run import Executor
 from mega_trainer.plan.advice import Needs
 from mega_trainer.ranks import Ranks
 from mega_trainer.state import Saver, TrainState
-from mega_trainer.step import StepResult, evaluate, train_step
+from mega_trainer.step import StepResult, train_step
 
 T = TypeVar("T")
 

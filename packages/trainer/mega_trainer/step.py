@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -151,31 +151,6 @@ def move_selection(executor: Executor, table: Tensor) -> None:
             table[:, SUMS:],
             layers,
         )
-
-
-def counted_tokens(executor: Executor, sums: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
-    """The sum of the losses of next tokens, and how many count: fp64 [2]."""
-    return torch.stack([sums[0], torch.stack([batch.weights.sum(dtype=torch.float64) for batch in batches]).sum()])
-
-
-@torch.no_grad()
-def evaluate(
-    executor: Executor,
-    steps: Iterable[Sequence[MicroBatch]],
-    totals: Callable[[Executor, Tensor, Sequence[MicroBatch]], Tensor] = counted_tokens,
-) -> list[float]:
-    """Mean loss of all steps' micro-batches, forward only, and what else `totals` tells. The host waits once, at the end.
-
-    Args:
-        totals: makes of the sums of a step's losses [2] those to be told and, last, what their mean is over.
-    """
-    found = [totals(executor, executor.run(batches, 1.0), batches) for batches in steps]
-    total, groups = torch.stack(found).sum(0), executor.groups
-    if groups.tp.rank > 0 or executor.last_stage not in executor.stages:
-        total.zero_()
-    all_reduce(total, groups.world)
-    *sums, count = to_host(total).tolist()
-    return [each / max(count, 1.0) for each in sums]
 
 
 def count_tokens(batch: StepBatch, further: int, groups: Groups) -> list[float]:

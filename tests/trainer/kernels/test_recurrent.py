@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mega_trainer.batch import Outline
 from mega_trainer.comm import Group
 from mega_trainer.kernels.chunks import Chunks
 from mega_trainer.kernels.delta_rule import Updates
 from mega_trainer.kernels.recurrent import CausalConv1d, FlaDelta, MambaScan, RecurrentLibraries
 from mega_trainer.kernels.scan import Steps
 from mega_trainer.kernels.torch import TorchKernels
-from mega_trainer.model.context import Outline, Sequences
+from mega_trainer.model.context import Sequences
 from mega_trainer.parallel.state import pass_states
 
 B, S, G, H, P, N = 2, 37, 2, 4, 3, 5

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega_trainer.batch import Outline
 from mega_trainer.kernels.masks import ALL, CAUSAL, dense
-from mega_trainer.model.context import Outline, Sequences
+from mega_trainer.model.context import Sequences
 
 CPU = torch.device("cpu")
 

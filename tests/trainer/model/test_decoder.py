@@ -16,10 +16,10 @@ from trainer.fake import decoders
 
 from mega_ckpt.names import tensors_of
 from mega_common.model_config import ModelConfig
+from mega_trainer.batch import Outline
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.layout import Layout
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.recompute import Recompute

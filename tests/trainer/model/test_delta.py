@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mega_common.model_config import ModelConfig
+from mega_trainer.batch import Outline
 from mega_trainer.comm import CommLog, Group
 from mega_trainer.mesh import Groups
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Outline, Sequences
+from mega_trainer.model.context import Context, Sequences
 from mega_trainer.model.delta import GatedDelta
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.mamba import Mamba

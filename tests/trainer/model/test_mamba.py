@@ -17,11 +17,12 @@ from trainer.fake import builders
 
 from mega_ckpt.pieces import Box, boxes_of, copy_overlap
 from mega_common.model_config import ModelConfig
+from mega_trainer.batch import Outline
 from mega_trainer.comm import CommLog
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, build_groups
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Outline, Sequences
+from mega_trainer.model.context import Context, Sequences
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.mamba import Mamba
 from mega_trainer.model.recurrence import Recurrence

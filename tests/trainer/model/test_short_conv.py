@@ -14,11 +14,12 @@ from torch.nn import functional as F
 
 from mega_ckpt.pieces import Box, copy_overlap
 from mega_common.model_config import ModelConfig
+from mega_trainer.batch import Outline
 from mega_trainer.comm import all_reduce
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, Groups, build_groups
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Outline, Sequences
+from mega_trainer.model.context import Context, Sequences
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.short_conv import ShortConv
 from mega_trainer.optim.muon import is_hidden_matrix

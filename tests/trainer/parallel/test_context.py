@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor
 
+from mega_trainer.batch import Outline
 from mega_trainer.comm import Group
 from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.masks import dense
 from mega_trainer.kernels.torch import TorchKernels, plain_attention
-from mega_trainer.model.context import Outline, Sequences
+from mega_trainer.model.context import Sequences
 from mega_trainer.parallel import context
 from mega_trainer.parallel.context import Blockwise, Kind, Ring, chunks_of, context_parallel, place_of_tokens
 

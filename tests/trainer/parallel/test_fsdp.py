@@ -22,10 +22,10 @@ from mega_ckpt.store import save
 from mega_common.errors import ConfigError
 from mega_trainer.batch import micro_batches
 from mega_trainer.config import RunConfig
+from mega_trainer.evaluation import evaluate
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import GroupMaker, build_groups
 from mega_trainer.parallel.fsdp import cut_rows
-from mega_trainer.step import evaluate
 
 MODEL = {
     "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 2,

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.batch import MicroBatch
+from mega_trainer.batch import MicroBatch, Outline
 from mega_trainer.comm import Group
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import build_groups
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.recompute import Recompute

@@ -14,9 +14,8 @@ from mega_ckpt.names import num_parameters
 from mega_ckpt.source import open_source
 from mega_common.model_config import ModelConfig
 from mega_common.presets import preset
-from mega_trainer.batch import MicroBatch, neighbor_batch
+from mega_trainer.batch import MicroBatch, Outline, neighbor_batch
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import model_class
 from mega_trainer.pipeline.stages import stage_layers

@@ -30,3 +30,8 @@ def plain(x: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return F.relu(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def opened(y: Tensor, gate: Tensor) -> Tensor:
+    """y as far as its gate of the same shape is open (arXiv:2505.06708)."""
+    return y * torch.sigmoid(gate)

@@ -6,15 +6,14 @@ With K < T every key/value head lives on T/K ranks, whose gradients for it are s
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
+from mega_trainer.model.activation import opened
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 from mega_trainer.model.core import AttentionCore
-from mega_trainer.model.relative import Relative
+from mega_trainer.model.relative import OwnTable
 from mega_trainer.parallel.tensor import Heads
 
 
@@ -33,8 +32,7 @@ class Attention(nn.Module):
         sinks = build.sinks(f"{name}.sinks") if config.attention_sinks else None
         self.core = AttentionCore(build, layer, scale=config.attention_scale, sinks=sinks)
         own = config.position == "relative" and config.relative.every_layer
-        self.table = build.relative_table(f"{name}.relative_bias") if own else None
-        self.relative, self.causal = config.relative, not config.encodes(layer)
+        self.relative = OwnTable(build, f"{name}.relative_bias", causal=not config.encodes(layer)) if own else None
         self.gated, self.saved = config.attention_gate, build.saved
         counts = {"g": config.num_attention_heads} if self.gated else {}  # first, where it splits no neighbours
         counts |= {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
@@ -50,11 +48,8 @@ class Attention(nn.Module):
         if self.gated:
             gate, qkv = torch.tensor_split(qkv, [self.heads * self.size], -1)
         q, k, v = self._rotated(torch.unflatten(qkv, -1, (-1, self.size)), context)
-        if self.table is not None:
-            context = replace(context, relative=Relative(self.table, self.relative, self.causal))
-        y = self.core(q, k, v, context).flatten(-2)
-        y = y if gate is None else self.saved.again("activation", _gated, y, gate)
-        out: Tensor = self.out(y, context.dropout)
+        y = self.core(q, k, v, context if self.relative is None else self.relative.within(context)).flatten(-2)
+        out: Tensor = self.out(y if gate is None else self.saved.again("activation", opened, y, gate), context.dropout)
         return out
 
     def _rotated(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +61,3 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return (q, k, v) if rotation is None else (kernels.rotate(q, rotation), kernels.rotate(k, rotation), v)
-
-
-def _gated(y: Tensor, gate: Tensor) -> Tensor:
-    return y * torch.sigmoid(gate)

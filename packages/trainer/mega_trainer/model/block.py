@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from mega_common.layers import Feed
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
-from mega_trainer.model.cross import CrossAttention
 from mega_trainer.model.kinds import FEEDS, MIXERS, Kind
 
 
 class Half(nn.Module):
     """norm(work(norm x)), which a mixer, a cross attention or a feed-forward adds to the stream x; either norm may be missing."""
 
-    def __init__(
-        self, build: Builder, layer: int, site: str, kind: Kind, before: str, after: str, feed: Feed | None = None
-    ) -> None:
+    def __init__(self, build: Builder, layer: int, name: str, kind: Kind, before: str, after: str) -> None:
         super().__init__()
-        self.layer, self.saved, self.site, self.feed = layer, build.saved, site, feed
+        self.layer, self.saved, self.name = layer, build.saved, name
+        self.feed = next((feed for feed in FEEDS if feed == name), None)
         self.dropout, self.multiplier = build.config.residual_dropout, build.config.residual_multiplier
-        self.replaces = build.config.norm_position == "sum"  # the norm's result is the stream
         self.before = build.norm(f"model.layers.{layer}.{before}_layernorm") if before else None
         self.work = kind(build, layer)
         self.after = build.norm(f"model.layers.{layer}.{after}_layernorm") if after else None
@@ -31,8 +27,6 @@ class Half(nn.Module):
             x = x if y is None else x + y
             return x, x
         x, normed = self.before.of_sum(x, y)
-        if self.replaces:
-            return normed, normed
         self.saved.forget("norm", normed, self.before, x)
         return x, normed
 
@@ -41,7 +35,7 @@ class Half(nn.Module):
         y: Tensor = self.saved.whole(self.feed, self.work, x, context) if self.feed else self.work(x, context)
         y = y if self.after is None else self.after(y)
         if context.dropout is not None:
-            y = context.dropout.residual(y, self.dropout, self.layer, self.site)
+            y = context.dropout.residual(y, self.dropout, self.layer, "mlp" if self.feed else self.name)
         return y if self.multiplier == 1 else y * self.multiplier
 
 
@@ -50,8 +44,7 @@ class Block(nn.Module):
 
     With `norm_position` post it is norm(mixer x) and norm(feed x) (arXiv:2501.00656), with both it is norm(mixer(norm x))
     and so on (arXiv:2408.00118); with `parallel_residual` the feed-forward sees what the mixer sees (arXiv:2204.06745),
-    with `shared_norm` through the same norm. What they add is multiplied by `residual_multiplier`. With `norm_position` sum
-    it is x = norm(x + mixer x), then x = norm(x + feed x) (arXiv:1706.03762).
+    with `shared_norm` through the same norm. What they add is multiplied by `residual_multiplier`.
     """
 
     def __init__(self, build: Builder, layer: int) -> None:
@@ -59,18 +52,14 @@ class Block(nn.Module):
         (mixer, feed), config, build = build.config.kind(layer), build.config, build.of_layer(layer)
         before, after = config.norm_position in ("pre", "both"), config.norm_position in ("post", "both")
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
-        last = config.norm_position == "sum"
-        self.mixer = self.cross = self.feed = None
+        self.mixer = self.feed = None
+        self.cross: Half | None = None  # see `block_of`
         if mixer:
             first = "input" if before and (layer > 0 or config.first_norm) else ""
             self.mixer = Half(build, layer, "attention", MIXERS[mixer], first, "post_attention" if after else "")
-        if config.crosses(layer):
-            self.cross = Half(build, layer, "cross", CrossAttention, "cross_attn", "")
         if feed:
-            second = "pre_feedforward" if after else "post_attention"
-            second = second if last or (before and not config.shared_norm) else ""
-            self.feed = Half(build, layer, "mlp", FEEDS[feed], second, "post_feedforward" if after else "", feed)
-        self.norm = build.norm(f"model.layers.{layer}.post_feedforward_layernorm") if last else None
+            second = ("pre_feedforward" if after else "post_attention") if before and not config.shared_norm else ""
+            self.feed = Half(build, layer, feed, FEEDS[feed], second, "post_feedforward" if after else "")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """The residual stream [B, S or S/T, D], one layer further."""
@@ -79,5 +68,4 @@ class Block(nn.Module):
             if not (added and self.shared_norm):
                 x, normed = half.normed(x, *(() if self.parallel else added[-1:]))
             added.append(half(normed, context))
-        x = sum(added if self.parallel else added[-1:], start=x)
-        return x if self.norm is None else self.norm(x)
+        return sum(added if self.parallel else added[-1:], start=x)

@@ -9,8 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from mega_ckpt.lora import Adapted
 from mega_ckpt.names import HEAD, SCORE
@@ -24,6 +23,7 @@ from mega_trainer.kernels.nf4 import Packing
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.mesh import Groups
 from mega_trainer.model.adapters import Choice, column_adapter, row_adapter
+from mega_trainer.model.norms import EachHeadNorm, HeadsNorm, Norm
 from mega_trainer.model.recompute import SavedActivations
 from mega_trainer.parallel.context import Kind
 from mega_trainer.parallel.deferred import Deferred
@@ -37,73 +37,8 @@ from mega_trainer.parallel.tensor import (
     RowLinear,
     VocabEmbedding,
     split_heads,
-    sum_gradient,
-    sum_over,
     vocab_parameter,
 )
-
-
-class Norm(nn.Module):
-    """RMSNorm, or with `layer` LayerNorm, over the last axis; `zero_centered` ones multiply by 1 + weight."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        eps: float,
-        *,
-        zero_centered: bool = False,
-        layer: bool = False,
-    ) -> None:
-        super().__init__()
-        self.kernels, self.eps, self.zero_centered, self.layer = kernels, eps, zero_centered, layer
-        self.weight, self.bias = weight, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[.., D] -> [.., D]."""
-        return self.of_sum(x)[1]
-
-    def of_sum(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x + y, or x, and its norm, all [.., D]: one kernel each way where the back end has it."""
-        if not self.layer:
-            return self.kernels.add_rms_norm(x, y, self.weight, self.eps, zero_centered=self.zero_centered)
-        x = x if y is None else x + y
-        return x, self.kernels.layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
-
-
-class HeadsNorm(nn.Module):
-    """RMSNorm over all heads of a token together, which the ranks of `group` share equally.
-
-    A rank's mean of squares goes into the mean over the ranks, and the gradient of that comes from all of them. Heads
-    that several ranks hold count as often on each, which leaves the mean as it is.
-    """
-
-    def __init__(self, weight: nn.Parameter, eps: float, group: Group, *, zero_centered: bool) -> None:
-        super().__init__()
-        self.weight, self.eps, self.group, self.zero_centered = weight, eps, group, zero_centered
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, H/T, d] -> the same shape; statistics in at least fp32."""
-        wide = x.flatten(-2).to(torch.promote_types(x.dtype, torch.float32))
-        mean = wide.square().mean(-1, keepdim=True) / self.group.size
-        mean = sum_gradient(sum_over(mean, self.group, sp=False), self.group)
-        factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
-        return (wide * torch.rsqrt(mean + self.eps) * factor).to(x.dtype).view_as(x)
-
-
-class EachHeadNorm(nn.Module):
-    """LayerNorm without bias over each head, by a weight [H/T, d] of its own."""
-
-    def __init__(self, weight: nn.Parameter, eps: float, *, zero_centered: bool) -> None:
-        super().__init__()
-        self.weight, self.eps, self.zero_centered = weight, eps, zero_centered
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, H/T, d] -> the same shape; statistics in at least fp32."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
-        return (F.layer_norm(wide, x.shape[-1:], eps=self.eps) * factor).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -339,13 +274,6 @@ class Builder:
     def sinks(self, name: str) -> nn.Parameter:
         """This rank's part [H/T] of a number for each head."""
         return self.heads([Heads(name, self.config.num_attention_heads)], std=self.config.init_std)[0]
-
-    def relative_table(self, name: str) -> nn.Parameter:
-        """This rank's columns [buckets, H/T] of a table of relative positions, named without `.weight`."""
-        rows, heads, tp = self.config.relative.buckets, self.config.num_attention_heads, self.groups.tp
-        own = heads // tp.size
-        piece = Piece(f"{name}.weight", (rows, heads), (0, tp.rank * own), (0, 0), (rows, own))
-        return self.parameter((rows, own), [piece], std=self.config.init_std)
 
     def vocabulary(self, name: str, *, shared: Sequence[Group] = ()) -> nn.Parameter:
         """A [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""

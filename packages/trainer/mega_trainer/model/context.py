@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -14,48 +14,16 @@ from torch import Tensor
 from mega_trainer.comm import Group
 from mega_trainer.device import to_device
 from mega_trainer.kernels.base import Rotation
-from mega_trainer.kernels.masks import ALL, Band, Mask, Packed, Part, rectangle
+from mega_trainer.kernels.masks import Band, Mask, Packed, Part, rectangle
+from mega_trainer.model.cached import Cache
 from mega_trainer.model.relative import Relative
 from mega_trainer.model.routing import Routes, Routing
-from mega_trainer.model.vision.images import Block, image_blocks
+from mega_trainer.model.vision.images import Block, ahead
 from mega_trainer.parallel.context import place_of_tokens
 from mega_trainer.rng import Dropout
 
 if TYPE_CHECKING:
     from mega_trainer.model.cross import Source
-
-# Queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e] and the mask to [B, S, H, e], by a layer's rule.
-Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
-# The next tokens of some sequences [R, S, c], and what earlier ones left, tensors [R, ..], or None: to [R, S, e] and the same.
-Recur = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, Sequence[Tensor]]]
-
-
-class AttendCached(Protocol):
-    """Attention by a layer's rule, to what a cache holds."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Queries [B, S, H, d], keys [B, T, K, d] and values [B, T, K, e] -> [B, S, H, e]."""
-
-    def rows(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """See `Kernels.attention_of_rows`."""
-
-
-class Cache(Protocol):
-    """Keeps the keys and values of earlier tokens for generation, or the latents of both, or what tokens leave of a state."""
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: AttendCached
-    ) -> Tensor:
-        """Keep this call's k and v, and let its queries see them and what was kept before, `window` keys at most.
-
-        q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are the values, too.
-        """
-
-    def cross(self, layer: int, q: Tensor, attend: Attend) -> Tensor:
-        """Let this call's queries [B, S, H, d] see what the encoder made of their texts: [B, S, H, d]."""
-
-    def recur(self, layer: int, x: Tensor, step: Recur) -> Tensor:
-        """Let this call's tokens x [B, S, c] go on from the states before them, and keep those behind: [B, S, e]."""
 
 
 class Sight(Protocol):
@@ -66,38 +34,6 @@ class Sight(Protocol):
 
 
 @dataclass(frozen=True)
-class Outline:
-    """What is known of whole sequences in host memory: no device need be asked.
-
-    Attributes:
-        lengths: of each sequence, one more than its largest position.
-        begins: int64 [B, S], where the document begins that a token belongs to, if attention is closed at its end.
-        blocks: tokens that see those of their block behind them, too: images under `VisionConfig.bidirectional`.
-    """
-
-    lengths: list[int]
-    begins: np.ndarray | None = None
-    blocks: Sequence[Block] = ()
-
-    @classmethod
-    def of(cls, positions: np.ndarray, documents: np.ndarray | None, images: np.ndarray | None = None) -> Outline:
-        """That of sequences with these positions and documents, int [B, S], and tokens whose blocks are told, bool [B, S]."""
-        begins = None
-        if documents is not None:
-            new = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
-            begins = np.maximum.accumulate(np.where(new, np.arange(documents.shape[1]), 0), axis=1)
-        blocks = () if images is None else image_blocks(images, begins)
-        return cls((positions.max(axis=1) + 1).tolist(), begins, blocks)
-
-    @classmethod
-    def padded(cls, lengths: np.ndarray, width: int) -> Outline:
-        """That of rows of `width` tokens, of which the first int [B] are no padding: this is a document that no text sees."""
-        positions = np.broadcast_to(np.arange(width), (len(lengths), width))
-        padding = positions >= lengths[:, None]
-        return cls.of(positions, padding.astype(np.int32) if padding.any() else None)
-
-
-@dataclass(frozen=True)
 class Sequences:
     """Whole sequences: a token sees itself and those before it, or all; where documents are closed only those of its own.
 
@@ -105,7 +41,7 @@ class Sequences:
 
     Attributes:
         length: S.
-        begins, blocks: as in `Outline`. What `mask` says is without the blocks, which `parts` adds.
+        begins, blocks: as in `mega_trainer.batch.Outline`. What `mask` says is without the blocks, which `parts` adds.
     """
 
     length: int
@@ -123,9 +59,9 @@ class Sequences:
     def parts(self, queries: range, keys: range, window: int | None) -> list[Part]:
         """Which of the keys at some places the queries at the same places, or at others all before or behind, see."""
         if queries == keys:
-            return [Part(slice(None), queries, keys, self._square(queries, window)), *self._ahead(queries, keys)]
+            return [Part(slice(None), queries, keys, self._square(queries, window)), *ahead(self.blocks, queries, keys)]
         if self.causal and keys.start > queries.start:
-            return self._ahead(queries, keys)
+            return ahead(self.blocks, queries, keys)
         band = self._band(window)
         if self.begins is None:
             found = [rectangle(slice(None), queries, keys, band)]
@@ -140,19 +76,6 @@ class Sequences:
                 here, there = parts if early is queries else parts[::-1]
                 found += [rectangle(slice(row, row + 1), here, there, band)] if n else []
         return [part for part in found if part is not None]
-
-    def _ahead(self, queries: range, keys: range) -> list[Part]:
-        """What queries see of keys of their block behind them, which no window hides; the queries are the keys or all before."""
-        found = []
-        for row, block in self.blocks:
-            here, there = (
-                range(max(block.start, places.start), min(block.stop, places.stop)) for places in (queries, keys)
-            )
-            band = ALL
-            if queries == keys:  # each but the last sees from the next one on
-                here, there, band = here[:-1], there[1:], Band(left=0)
-            found += [Part(slice(row, row + 1), here, there, band)] if here and there else []
-        return found
 
     def _band(self, window: int | None) -> Band:
         """What a query sees of the sequence."""

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from mega_ckpt.names import EMBEDDING
-from mega_trainer.batch import Ahead, MicroBatch, Targets
-from mega_trainer.model.block import Block
+from mega_trainer.batch import Ahead, MicroBatch, Outline, Targets
+from mega_trainer.model.blocks import block_of
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Cache, Context, Outline, Sequences, Sight
+from mega_trainer.model.cached import Cache
+from mega_trainer.model.context import Context, Sequences, Sight
 from mega_trainer.model.embeddings import Inputs, scaled
 from mega_trainer.model.heads import Head, Output
 from mega_trainer.model.mtp import Predictor
@@ -71,7 +72,7 @@ class Decoder(nn.Module):
         self.predictors = nn.ModuleList(Predictor(build, config.num_layers + index) for index in range(further))
 
     def _layer(self, build: Builder, index: int) -> nn.Module:
-        return Block(build, index)
+        return block_of(build, index)
 
     def units(self) -> list[Unit]:
         """The parts in the order of a forward, each with the parameters that it is the first to need."""

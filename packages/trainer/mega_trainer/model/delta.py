@@ -21,8 +21,9 @@ from torch.nn import functional as F
 from mega_trainer.kernels.chunks import Chunks
 from mega_trainer.kernels.delta_rule import Pass, Updates
 from mega_trainer.kernels.fused import wide
-from mega_trainer.model.builder import Builder, Norm
+from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
+from mega_trainer.model.norms import Norm
 from mega_trainer.model.recurrence import Recurrence
 from mega_trainer.parallel.param import Uniform
 from mega_trainer.parallel.tensor import Heads

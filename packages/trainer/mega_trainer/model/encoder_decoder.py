@@ -28,7 +28,7 @@ from mega_trainer.model.cross import CrossAttention, Source, remembering
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.offload import Offload
 from mega_trainer.model.recompute import Recompute
-from mega_trainer.model.relative import Relative
+from mega_trainer.model.relative import Relative, relative_table
 from mega_trainer.model.retro import Retro
 from mega_trainer.model.reward import RewardModel
 from mega_trainer.model.routing import Routing
@@ -58,7 +58,7 @@ class EncoderDecoder(Decoder):
         self.table_shape = (config.relative.buckets, config.num_attention_heads // tp.size) if shared else None
         owns = shared and self.stage.embeds
         names = ("encoder", "decoder") if owns else ()
-        self.tables = nn.ParameterList(build.relative_table(f"model.{name}_relative_bias") for name in names)
+        self.tables = nn.ParameterList(relative_table(build, f"model.{name}_relative_bias") for name in names)
 
     def units(self) -> list[Unit]:
         """See `Decoder.units`."""

@@ -26,9 +26,11 @@ from torch import Tensor, nn
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.model.adapters import whole_adapter
-from mega_trainer.model.builder import Builder, Norm
-from mega_trainer.model.context import Cache, Context
+from mega_trainer.model.builder import Builder
+from mega_trainer.model.cached import Cache
+from mega_trainer.model.context import Context
 from mega_trainer.model.core import AttentionCore
+from mega_trainer.model.norms import Norm
 from mega_trainer.model.rope import yarn_mscale
 from mega_trainer.parallel.linear import Linear
 from mega_trainer.parallel.tensor import Heads, whole_sequence

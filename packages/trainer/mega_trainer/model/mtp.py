@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mega_trainer.model.block import Block
+from mega_trainer.model.blocks import block_of
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
 
@@ -33,7 +33,7 @@ class Predictor(nn.Module):
         self.layer, self.linear = layer, build.linear
         self.embedding_norm, self.hidden_norm = build.norm(f"{name}.enorm"), build.norm(f"{name}.hnorm")
         self.join = build.replicated(f"{name}.eh_proj.weight", (width, 2 * width), std=build.config.init_std)
-        self.block = Block(build, layer)
+        self.block = block_of(build, layer)
         self.norm = build.norm(f"{name}.shared_head.norm")
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: Context) -> Tensor:

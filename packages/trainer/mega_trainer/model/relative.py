@@ -6,14 +6,21 @@ Legend: H heads, T tensor-parallel ranks, S queries, K keys.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from mega_ckpt.pieces import Piece
 from mega_common.encoder import RelativeConfig
 from mega_trainer.device import to_device
+from mega_trainer.kernels.base import Scores
 from mega_trainer.kernels.bias import DistanceBias
+
+if TYPE_CHECKING:
+    from mega_trainer.model.builder import Builder
+    from mega_trainer.model.context import Context
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,30 @@ class Relative:
             places = buckets(distances, self.config.buckets, self.config.max_distance, causal=self.causal)
             self._made[queries, keys] = to_device(places, self.table.device)
         return DistanceBias(nn.functional.embedding(self._made[queries, keys], self.table).t(), keys - 1)
+
+    def of_scores(self, how: Scores, queries: int, keys: int) -> Scores:
+        """What becomes of the scores with it."""
+        return replace(how, bias=self.of(queries, keys))
+
+
+class OwnTable(nn.Module):
+    """The table of a layer that shares none."""
+
+    def __init__(self, build: Builder, name: str, *, causal: bool) -> None:
+        super().__init__()
+        self.config, self.causal, self.table = build.config.relative, causal, relative_table(build, name)
+
+    def within(self, context: Context) -> Context:
+        """What the layer's attention is to know."""
+        return replace(context, relative=Relative(self.table, self.config, self.causal))
+
+
+def relative_table(build: Builder, name: str) -> nn.Parameter:
+    """This rank's columns [buckets, H/T] of a table, named without `.weight`."""
+    rows, heads, tp = build.config.relative.buckets, build.config.num_attention_heads, build.groups.tp
+    own = heads // tp.size
+    piece = Piece(f"{name}.weight", (rows, heads), (0, tp.rank * own), (0, 0), (rows, own))
+    return build.parameter((rows, own), [piece], std=build.config.init_std)
 
 
 def buckets(distances: Tensor, count: int, most: int, *, causal: bool) -> Tensor:

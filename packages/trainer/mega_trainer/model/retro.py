@@ -33,7 +33,7 @@ from mega_ckpt.names import neighbor_encoder
 from mega_ckpt.pieces import Piece
 from mega_trainer.batch import MicroBatch
 from mega_trainer.device import to_device
-from mega_trainer.model.block import Block
+from mega_trainer.model.blocks import block_of
 from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context, Sequences
 from mega_trainer.model.cross import Chunks, Source, remembering
@@ -72,8 +72,8 @@ class EncodingBlock(nn.Module):
     def __init__(self, build: Builder, layer: int) -> None:
         super().__init__()
         own = EncoderBuilder.of(build, layer)
-        self.block = Block(build, layer)
-        self.encoder = nn.ModuleList(Block(own, index) for index in range(own.config.num_layers))
+        self.block = block_of(build, layer)
+        self.encoder = nn.ModuleList(block_of(own, index) for index in range(own.config.num_layers))
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The stream [B, S or S/T, D] one layer further, and the encoded neighbours: of `context.source.memory`, as that is."""
@@ -96,7 +96,7 @@ class Retro(Decoder):
     """What of a model with retrieval `stage` has; after its last layer the stream is the text's tokens alone."""
 
     def _layer(self, build: Builder, index: int) -> nn.Module:
-        return (EncodingBlock if index == build.config.retro_layers[0] else Block)(build, index)
+        return (EncodingBlock if index == build.config.retro_layers[0] else block_of)(build, index)
 
     def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """See `Decoder.message_shape`."""

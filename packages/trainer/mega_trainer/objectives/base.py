@@ -8,9 +8,10 @@ from torch import Tensor
 
 from mega_data.loader import StepBatch
 from mega_trainer.batch import MicroBatch
+from mega_trainer.evaluation import counted_tokens
 from mega_trainer.mesh import Groups
 from mega_trainer.pipeline.run import Executor
-from mega_trainer.step import count_tokens, counted_tokens, own_counts
+from mega_trainer.step import count_tokens, own_counts
 
 
 class Objective:

@@ -48,8 +48,7 @@ class Sharing:
         slices: each rank keeps, updates and saves its slice of every bucket (ZeRO-1 and up), rather than all of it.
         each_backward: gradients are summed after every micro-batch and not kept whole (ZeRO-2).
         apart: which parameters have buffers of their own, for an optimizer that treats them otherwise.
-        decoupled: the input embedding and the output layer have, for a learning rate of their own.
-        lr_factor: so have those of each factor.
+        decoupled, lr_factor: so have the embedding and the output layer, or those of each factor, for their learning rates.
         reduce_dtype: the type that gradients are sent and summed over the data ranks in; default: their own.
         bucket_elements: a bucket is closed when it has so many; default: grows with the number of ranks.
         prepares: what a back end prepares of a weight for its products is kept until the next update.
@@ -156,9 +155,8 @@ class FlatStage:
         self._buckets = sorted(self._homes, key=lambda bucket: -min(position[p] for p in bucket.places))
         self._arriving: dict[Bucket, tuple[Work | None, Tensor]] = {}
         self._await_before(units)
-        self._prepared = (
-            {parameter: PreparedWeight() for parameter in position} if sharing.prepares else {}
-        )  # frozen too
+        # of frozen ones, too
+        self._prepared = {parameter: PreparedWeight() for parameter in position} if sharing.prepares else {}
         for parameter, prepared in self._prepared.items():
             parameter.prepared = prepared  # type: ignore[attr-defined]
         self._waiting: deque[Bucket] = deque()

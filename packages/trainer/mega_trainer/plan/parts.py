@@ -28,12 +28,12 @@ from mega_ckpt.lora import Adapted, adapted, packed_tensors
 from mega_ckpt.names import tensors_of
 from mega_common.lora import is_trained
 from mega_common.model_config import ModelConfig
-from mega_trainer.batch import Ahead, MicroBatch, NeighborBatch, Pairs, SourceBatch
+from mega_trainer.batch import Ahead, MicroBatch, NeighborBatch, Outline, Pairs, SourceBatch
 from mega_trainer.kernels.leaves import Leaves
 from mega_trainer.layout import Layout
 from mega_trainer.mesh import build_groups
 from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Outline
+from mega_trainer.model.context import Context
 from mega_trainer.model.cross import remembering
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoder, model_class

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mega_trainer.comm import Group, all_gather, reduce_scatter
+from mega_trainer.kernels.masks import ALL, Band, Part
 
 Block = tuple[int, range]  # a row, and tokens of it that see one another
 
@@ -75,6 +76,20 @@ def image_blocks(images: np.ndarray, begins: np.ndarray | None = None) -> list[B
     for row, own in enumerate(np.where(images, 0 if begins is None else begins, -1)):
         cuts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
         found += [(row, range(a, b)) for a, b in pairwise(cuts) if own[a] >= 0 and b - a > 1]
+    return found
+
+
+def ahead(blocks: Sequence[Block], queries: range, keys: range) -> list[Part]:
+    """What queries see of keys of their block behind them, which no window hides; the queries are the keys or all before."""
+    found = []
+    for row, block in blocks:
+        here, there = (
+            range(max(block.start, places.start), min(block.stop, places.stop)) for places in (queries, keys)
+        )
+        band = ALL
+        if queries == keys:  # each but the last sees from the next one on
+            here, there, band = here[:-1], there[1:], Band(left=0)
+        found += [Part(slice(row, row + 1), here, there, band)] if here and there else []
     return found
 
 

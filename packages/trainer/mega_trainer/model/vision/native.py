@@ -22,8 +22,9 @@ from mega_trainer.device import to_device
 from mega_trainer.kernels.base import Rotation
 from mega_trainer.kernels.masks import ALL, Mask, Packed
 from mega_trainer.model.block import Block
-from mega_trainer.model.builder import Builder, Norm
+from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
+from mega_trainer.model.norms import Norm
 from mega_trainer.model.rope import Rotary
 from mega_trainer.model.vision.build import TowerBuilder
 

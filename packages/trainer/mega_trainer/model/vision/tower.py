@@ -18,8 +18,9 @@ from mega_trainer.device import to_device
 from mega_trainer.kernels.masks import ALL, Mask
 from mega_trainer.model.activation import plain
 from mega_trainer.model.block import Block
-from mega_trainer.model.builder import Builder, Norm
+from mega_trainer.model.builder import Builder
 from mega_trainer.model.context import Context
+from mega_trainer.model.norms import Norm
 from mega_trainer.model.vision.build import TowerBuilder
 from mega_trainer.model.vision.images import Images, gathered, placed, sharing
 from mega_trainer.model.vision.native import Deal, Merger, NativeTower
