@@ -112,6 +112,8 @@ class PagedCache:
         keys = [_joined(by_head[0], runs) for runs in self._seen[window]]
         values = keys if v is None else [_joined(by_head[1], runs) for runs in self._seen[window]]
         single = self._single
+        if single == len(self._spans):
+            return attend.rows(q.squeeze(1), keys, values).unsqueeze(1)
         rows = [attend.rows(q[:single, 0], keys[:single], values[:single]).unsqueeze(1)] if single else []
         left = None if window is None else window - 1
         for span, *kept in zip(self._spans[single:], keys[single:], values[single:], strict=True):

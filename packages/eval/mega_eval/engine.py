@@ -22,6 +22,7 @@ from torch import Tensor
 from mega_common.errors import CheckpointError, DataError
 from mega_eval.cache import PagedCache, Span
 from mega_eval.draft import Drafter
+from mega_eval.flat import flat
 from mega_eval.grammar import Grammars
 from mega_eval.load import check_length
 from mega_eval.mtp_draft import MtpDrafter
@@ -124,7 +125,7 @@ class Engine:
         adapters: Selection | None = None,
     ) -> None:
         self._model, self._tokenizer, self._adapters = model, tokenizer, adapters or Selection([])
-        self._batch_size, self._chunk = batch_size, chunk_tokens
+        self._layers, self._batch_size, self._chunk = flat(model), batch_size, chunk_tokens
         self._pages = Pages(-(-cache_tokens // PAGE))
         self._cache = PagedCache(model.config.num_layers + len(model.predictors), self._pages.count, batch_size)
         self._places = list(range(batch_size))  # of states, those that no row has
@@ -340,7 +341,7 @@ class Engine:
         images = seen_columns([(row.request.images, row.done, count) for row, count in work], device)
         turned = columns if images is None or images.positions is None else images.positions
         context = model.context(turned, outline=Outline(lengths), cache=self._cache)
-        x = model(model.embed(torch.tensor(tokens, device=device)[:, None], columns, images=images), context)
+        x = self._layers(model.embed(torch.tensor(tokens, device=device)[:, None], columns, images=images), context)
         return x, model.logits(x[torch.tensor(wanted, dtype=torch.int64, device=device)]).squeeze(1)
 
     def _likeliest(self, logits: Tensor) -> list[int]:

@@ -101,7 +101,8 @@ def rms_norm_leaf(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) ->
     """The norm of x [N, D], and what each row was multiplied by, [N, 1] in at least fp32."""
     values = wide(x)
     scale = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (values * scale).mul_(_factor(weight, zero_centered)).to(x.dtype), scale
+    normed = (values * scale).mul_(_factor(weight, zero_centered))
+    return normed if values is x else normed.to(x.dtype), scale
 
 
 def add_rms_norm_leaf(
@@ -254,7 +255,8 @@ def rotate(x: Tensor, rotation: Rotation, heads: Sequence[int], turning: int, le
         cos, sin = rotation.whole
         turns, stays = torch.tensor_split(x, [sum(heads[:turning])], -2)
         turned = torch.addcmul(turns * cos, turns.roll(x.shape[-1] // 2, -1), sin)
-        return *torch.split(turned, list(heads[:turning]), -2), *torch.split(stays, list(heads[turning:]), -2)
+        kept = [stays] if turning + 1 == len(heads) else stays.split_with_sizes(list(heads[turning:]), -2)
+        return *turned.split_with_sizes(list(heads[:turning]), -2), *kept
     parts: tuple[Tensor, ...] = recorded(
         _Rotate, x, rotation.cos, rotation.sin, rotation.interleaved, heads, turning, leaves
     )

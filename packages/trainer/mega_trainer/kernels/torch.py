@@ -109,7 +109,7 @@ class TorchKernels:
 
     def attention_of_rows(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
         """See `Kernels.attention_of_rows`. Heads that share a key stand as queries of it, so that it is read once."""
-        rows = torch.unflatten(q, 1, (keys[0].shape[1], -1))
+        rows = q.view(len(q), keys[0].shape[1], -1, q.shape[-1])
         attend = partial(F.scaled_dot_product_attention, scale=scale)
         if len(keys) == 1:
             return attend(rows, keys[0], values[0]).flatten(1, 2)

@@ -28,7 +28,8 @@ class Mlp(nn.Module):
         super().__init__()
         config = build.config
         parts = ["gate_proj", "up_proj"] if config.gated else ["up_proj"]
-        self.activate, self.saved = partial(activate, config=config, kernels=build.kernels), build.saved
+        self.config, self.saved = config, build.saved
+        self.activate = partial(activate, config=config, kernels=build.kernels)
         self.up = build.column([Heads(f"{name}.{part}", width) for part in parts], bias=config.mlp_bias)
         self.down = build.row(f"{name}.down_proj", width, bias=config.mlp_bias)
 
