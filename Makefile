@@ -11,11 +11,12 @@ help:  ## list the targets
 
 setup: $(VENV)/.done  ## make the environment: torch first and alone, then the rest, all at pinned versions
 
-$(VENV)/.done: constraints.txt published.txt $(addsuffix /pyproject.toml,$(PACKAGES))
+$(VENV)/.done: constraints.txt constraints-deepspeed.txt published.txt $(addsuffix /pyproject.toml,$(PACKAGES))
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install --no-deps -r constraints.txt
 	$(BIN)/python -m pip install -q --no-deps $(addprefix -e ./,$(PACKAGES))
+	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/deepspeed -r constraints-deepspeed.txt
 	grep -v '^#' published.txt | FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE xargs -n 1 $(BIN)/python -m pip download -q \
 		--no-deps --prefer-binary --no-build-isolation --dest $(VENV)/published
 	touch $@

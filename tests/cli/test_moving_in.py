@@ -71,6 +71,7 @@ def test_what_deepspeed_leaves_to_others_is_told_and_its_defaults_are_written_ou
     run = loaded(text)
     assert (run.precision, run.fp16.initial_scale, run.optimizer.clip_grad, run.parallel.zero) == ("fp16", 4096, 0, 0)
     assert "train_batch_size: is left to the program" in text
+    assert "gradient_clipping: is 0 where the file has none" in text
     assert "optimizer.type: mega has adamw and muon, and not Lamb" in text
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +137,24 @@ def by_lightning(tmp_path: Path, _: str) -> tuple[Path, Path]:
     return tmp_path / "after-3", tmp_path / "after-4"
 
 
+@pytest.fixture(scope="session")
+def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What DeepSpeed itself writes of each ZeRO stage, on two ranks."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    (folder / "given.json").write_text(json.dumps({"tokens": TOKENS.tolist(), "sizes": SIZES, "adam": ADAM}))
+    script, installed = Path(__file__).parent / "written_by_deepspeed.py", Path(sys.prefix) / "deepspeed"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, folder]
+    environment = {**os.environ, "DEEPSPEED": str(installed), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_next_step_is_the_one_that_deepspeed_makes(tmp_path: Path, deepspeed: Path, stage: int) -> None:
+    the_next_step_is_theirs(tmp_path, deepspeed / str(stage) / "after-3", deepspeed / str(stage) / "after-4")
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("name", "make"), [("fsdp", by_torch), ("colossalai", by_torch), ("litgpt", by_litgpt), ("lightning", by_lightning)]
@@ -141,7 +162,11 @@ def by_lightning(tmp_path: Path, _: str) -> tuple[Path, Path]:
 def test_the_next_step_is_the_one_that_they_make(
     tmp_path: Path, name: str, make: Callable[[Path, str], tuple[Path, Path]]
 ) -> None:
-    theirs, after = make(tmp_path, name)
+    the_next_step_is_theirs(tmp_path, *make(tmp_path, name))
+
+
+def the_next_step_is_theirs(tmp_path: Path, theirs: Path, after: Path) -> None:
+    """That a run of ours goes on from one folder as theirs did to the other."""
     with IndexedWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
         writer.add_document(TOKENS[3].astype(np.uint16))
     convert(theirs, tmp_path / "ours", "mega", verify=True)

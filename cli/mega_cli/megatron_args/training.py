@@ -138,7 +138,10 @@ def _clip(draft: Draft) -> None:
         return draft.put_filed("optimizer.clip_grad", "gradient_clipping", filed, "clip_grad", flags=clip)
     draft.put("optimizer.clip_grad", clip, "clip_grad")
     if file.name and "gradient_clipping" not in file.values and clip:
-        text = f"{file.name} has no gradient_clipping, without which DeepSpeed does not clip, whatever --clip-grad says; 0 does the same"
+        text = (
+            f"{file.name} has no gradient_clipping, without which DeepSpeed up to 0.19.2 does not clip, and from 0.19.3 on "
+            "clips at 1, whatever --clip-grad says; 0 or 1 does the same"
+        )
         draft.tell("open", text, key="optimizer.clip_grad")
     return None
 

@@ -62,6 +62,12 @@ def from_deepspeed(path: Path, ranks: int | None = None) -> Translation:
     saved = [given.get(f"activation_checkpointing.{key}") for key in CHECKPOINTING]
     if any(saved):
         given.put("recompute", "full", "activation_checkpointing")
+    if given.get("gradient_clipping") is None:
+        given.tell(
+            "open",
+            "is 0 where the file has none, as up to DeepSpeed 0.19.2; from 0.19.3 on it is 1",
+            "gradient_clipping",
+        )
     given.defaults({"optimizer.clip_grad": 0.0, "parallel.zero": 0}, "DeepSpeed's")
     return given.finish(REASONS, f"{ranks} ranks" if ranks else "")
 

@@ -1,6 +1,6 @@
 """DeepSpeed's folders: weights and Adam's moments, out of the stretches that its ranks keep.
 
-    global_step100/*_model_states.pt, *_optim_states.pt      ZeRO-1 to 3
+    global_step100/*_model_states.pt, *_optim_states.pt      ZeRO-1 to 3, and without ZeRO the first alone
     zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt  universal checkpoints
 
 The fp32 weights that the optimizer keeps are read, as its own `zero_to_fp32` does: with ZeRO-1 and 2 each rank has a stretch of
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from mega_ckpt.formats import dcp
 from mega_ckpt.formats.disk import Stored
 from mega_ckpt.formats.named_state import NamedState, number, plain
+from mega_ckpt.formats.numbered_state import with_moments
 from mega_ckpt.formats.torch_archive import StoredTensor, load_archive
 from mega_ckpt.training import MOMENTS
 from mega_common.errors import CheckpointError
@@ -80,7 +82,7 @@ def zero_state(folder: Path) -> NamedState:
     held = {name: plain(folder, one) for name, one in _module(model, folder).items() if isinstance(one, StoredTensor)}
     states = [_mapping(path).get("optimizer_state_dict") for path in _by_rank(folder, OPTIM_STATES)]
     if not states:
-        return NamedState(held)
+        return _unshared(folder, model, held)
     with dcp.failing(f"{folder}: its files are not laid out as DeepSpeed does"):
         found, moments, steps = _from_partitions(folder, states, model)
         kept = set(model.get("buffer_names") or ())
@@ -92,6 +94,17 @@ def zero_state(folder: Path) -> NamedState:
         raise CheckpointError(f"{folder}: frozen weights, such as {min(frozen)}, are not in its files whole")
     found |= {name: held[name] for name in frozen}
     return NamedState(found, moments, steps, number(model.get("global_samples")))
+
+
+def _unshared(folder: Path, model: Mapping[str, Any], held: Mapping[str, Stored]) -> NamedState:
+    """Of a run without ZeRO, whose optimizer may be torch's as it is, by the number of each parameter."""
+    optimizer = model.get("optimizer")
+    if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
+        return NamedState(held)
+    buffers = set(model.get("buffer_names") or ())
+    weights = {name: one for name, one in _module(model, folder).items() if name in held and name not in buffers}
+    found = with_moments(folder, weights, optimizer)
+    return replace(found, weights=held, steps=_updates(model), samples=number(model.get("global_samples")))
 
 
 def _from_partitions(
