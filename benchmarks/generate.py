@@ -3,7 +3,8 @@
     python benchmarks/generate.py [--smollm2 FOLDER] [--rounds 3] [--threads 2] [--dry]
 
 Each side is a process of its own, and they take turns. Batch 1: requests one after another. Batch 32: 64 requests of mixed
-lengths, 32 at a time; transformers pads a batch and ends with its longest, mega lets the next one in. mega guesses
+lengths, 32 at a time, evenly from 8 to 256 tokens of prompt and to 128 new ones, or with the same means and a long tail;
+transformers pads a batch and ends with its longest, mega lets the next one in. mega guesses
 by repetition of the text, as it does where nobody says otherwise; a third side is mega without. The random model has
 ten million weights; FOLDER is SmolLM2-135M as a HuggingFace folder. Greedy tokens are compared, too. On a busy machine take
 one thread: those that wait for each other count as busy.
@@ -36,12 +37,16 @@ def workloads(vocabulary: int) -> dict[str, dict[str, Any]]:
     def request(prompt: int, new: int) -> dict[str, Any]:
         return {"prompt": [draw.randrange(10, vocabulary) for _ in range(prompt)], "new": new}
 
+    def tailed(mean: int) -> int:
+        return 8 + int(draw.expovariate(1 / (mean - 8)))
+
     return {
         "batch 1": {"batch": 1, "requests": [request(n, 64) for n in (8, 64, 200)]},
         "batch 32": {
             "batch": 32,
             "requests": [request(draw.randrange(8, 257), draw.randrange(8, 129)) for _ in range(64)],
         },
+        "batch 32, long tail": {"batch": 32, "requests": [request(tailed(132), tailed(68)) for _ in range(64)]},
     }
 
 
@@ -119,7 +124,7 @@ def main() -> None:
     parser.add_argument("--smollm2", help="SmolLM2-135M as a HuggingFace folder")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--case", choices=["batch 1", "batch 32"])
+    parser.add_argument("--case", choices=["batch 1", "batch 32", "batch 32, long tail"])
     parser.add_argument("--dry", action="store_true", help="write no result")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

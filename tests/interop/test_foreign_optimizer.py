@@ -84,8 +84,8 @@ def by_torch(tmp_path: Path, name: str) -> tuple[Path, Path]:
     return tmp_path / "after-3" / inside, tmp_path / "after-4" / inside
 
 
-def by_litgpt(tmp_path: Path, _: str) -> tuple[Path, Path]:
-    """The same by LitGPT's model, and its writers of weights and settings."""
+def by_litgpt(tmp_path: Path, name: str) -> tuple[Path, Path]:
+    """The same by LitGPT's model, and its writers of weights and settings; begun from a model of the hub, or from nothing."""
     fabric = pytest.importorskip("lightning.fabric", reason="LitGPT is not installed").Fabric(
         accelerator="cpu", devices=1
     )
@@ -106,7 +106,8 @@ def by_litgpt(tmp_path: Path, _: str) -> tuple[Path, Path]:
             folder.mkdir()
             state = {"model": model, "optimizer": optimizer, "step_count": number + 1, "hparams": {"out_dir": tmp_path}}
             fabric.save(folder / "lit_model.pth", state)
-            files.copy_config_files(tmp_path / "downloaded", folder)
+            if name == "litgpt":
+                files.copy_config_files(tmp_path / "downloaded", folder)
             files.save_config(config, folder)
     return tmp_path / "after-3", tmp_path / "after-4"
 
@@ -157,8 +158,12 @@ def test_the_next_step_is_the_one_that_deepspeed_makes(tmp_path: Path, deepspeed
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
-    ("name", "make"), [("fsdp", by_torch), ("colossalai", by_torch), ("litgpt", by_litgpt), ("lightning", by_lightning)]
-)
+    ("name", "make"),
+    [
+        ("fsdp", by_torch), ("colossalai", by_torch), ("litgpt", by_litgpt), ("litgpt from nothing", by_litgpt),
+        ("lightning", by_lightning),
+    ],
+)  # fmt: skip
 def test_the_next_step_is_the_one_that_they_make(
     tmp_path: Path, name: str, make: Callable[[Path, str], tuple[Path, Path]]
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from mega_ckpt.formats import litgpt
 from mega_ckpt.formats.gguf import GgufSource
 from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf
 from mega_ckpt.formats.hf import CONFIG, HfSource
@@ -24,7 +25,8 @@ def is_foreign(path: Place) -> bool:
     """Whether there is a HuggingFace folder or a GGUF file, and no checkpoint of mega."""
     if (path / MANIFEST).is_file():
         return False
-    return (path / CONFIG).is_file() or (isinstance(path, Path) and (is_gguf(path) or any(path.glob(f"*{SUFFIX}"))))
+    described = any((path / name).is_file() for name in (CONFIG, litgpt.FILE))
+    return described or (isinstance(path, Path) and (is_gguf(path) or any(path.glob(f"*{SUFFIX}"))))
 
 
 def inspect_foreign(path: Place) -> Summary:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from mega_ckpt.families import Family, family_of
+from mega_ckpt.families import Family, family_for, family_of
 from mega_ckpt.families.dialects import spoken
 from mega_ckpt.families.layouts import DiskTensor
+from mega_ckpt.formats import litgpt
 from mega_ckpt.formats.disk import DiskSource, Stored
 from mega_ckpt.formats.foreign_state import LATEST, unprefixed
 from mega_ckpt.formats.hf_files import INDEX, TORCH_INDEX, check_file_name, encode_json, open_weights, read_json
@@ -198,12 +199,15 @@ def has_weights(folder: Place) -> bool:
 
 
 def read_config(folder: Place) -> dict[str, Any]:
-    """The mapping in a folder's config.json.
+    """The mapping in a folder's config.json, or one that says what LitGPT's own description does.
 
     Raises:
         CheckpointError: when it is missing or no JSON mapping, with a hint about what the folder looks like.
     """
     path = folder / CONFIG
+    if not path.is_file() and (folder / litgpt.FILE).is_file():
+        model = litgpt.model_of(folder / litgpt.FILE)
+        return family_for(model).write_config(model)
     if not path.is_file():
         hint = "expected a mega checkpoint, a run folder, or a HuggingFace folder with config.json and safetensors"
         weights = [found.name for pattern in _FOUND for found in folder.glob(pattern)]

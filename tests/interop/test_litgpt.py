@@ -1,0 +1,60 @@
+"""Models that LitGPT makes from nothing, without a config.json: as mega they say what they say there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_ckpt.source import open_source
+from mega_common.errors import CheckpointError
+from mega_eval.load import load_model
+
+lit = pytest.importorskip("litgpt", reason="LitGPT is not installed")
+SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 4, "intermediate_size": 48, "block_size": 64, "padded_vocab_size": 56}
+TOKENS = torch.arange(40).reshape(2, 20) * 7 % 48
+MODELS: dict[str, dict[str, Any]] = {
+    "pythia-14m": {},
+    "Llama-3.2-1B": {"n_query_groups": 2, "head_size": 8, "rope_adjustments": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 16,
+    }},
+    "Qwen2.5-0.5B": {"n_query_groups": 2, "head_size": 8},
+    "Qwen3-0.6B": {"n_query_groups": 2, "head_size": 16},
+    "Mistral-7B-v0.1": {"n_query_groups": 2, "head_size": 8, "sliding_window_size": 5, "sliding_window_indices": [1, 1]},
+    "falcon-7b": {"n_query_groups": 1, "head_size": 8},
+    "tiny-llama-1.1b": {"n_query_groups": 2, "head_size": 8, "rope_condense_ratio": 2},
+}  # fmt: skip
+
+
+def written(folder: Path, name: str, **fields: Any) -> Any:
+    """A random model, saved as `litgpt pretrain` saves it; returns it."""
+    config = lit.Config.from_name(name, **SMALL, **fields)
+    torch.manual_seed(0)
+    model = lit.GPT(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    torch.save({"model": model.state_dict(), "step_count": 3}, folder / "lit_model.pth")
+    lit.utils.save_config(config, folder)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_its_description_of_a_model_is_read(tmp_path: Path, name: str) -> None:
+    theirs = written(tmp_path, name, **MODELS[name])
+    ours, positions = load_model(str(tmp_path)), torch.arange(TOKENS.shape[1])[None]
+    with torch.no_grad():
+        found = ours.logits(ours(ours.embed(TOKENS, positions), ours.context(positions)))
+        torch.testing.assert_close(found, theirs(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_what_it_alone_does_not_tell_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    lit.utils.save_config(lit.Config.from_name("Gemma-2b", **SMALL), tmp_path)
+    with pytest.raises(CheckpointError, match="name = 'Gemma-2b' is not read") as error:
+        open_source(tmp_path)
+    assert "put the config.json of the model beside" in str(error.value)
+    (tmp_path / "model_config.yaml").write_text("n_layer: 2\n")
+    with pytest.raises(CheckpointError, match=r"model_config.yaml: describes no model"):
+        open_source(tmp_path)
