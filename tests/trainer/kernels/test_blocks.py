@@ -56,6 +56,18 @@ def test_one_block_is_all_of_it(monkeypatch: pytest.MonkeyPatch, kind: str, how:
         torch.testing.assert_close(part, whole.grad)
 
 
+@pytest.mark.parametrize("mask", [CAUSAL, Band(left=2, right=0), Band(left=2), Band(left=3, right=1)])
+@pytest.mark.parametrize("keys", [S, 15])
+def test_a_few_queries_of_a_cache_are_attended_at_once(mask: Band, keys: int) -> None:
+    q, k, v = (each.detach() for each in operands(keys=keys))
+    assert KERNELS.whole is not None
+    with torch.no_grad():
+        assert KERNELS.whole.takes(q, k, v, mask, Scores(0.4))
+        found = KERNELS.attention(q, k, v, mask, Scores(0.4))
+    torch.testing.assert_close(found, plain_attention(q, k, v, mask, Scores(0.4)))
+    assert not KERNELS.whole.takes(q, k, v, Band(left=2, right=0), Scores(0.4))  # training's, which keep no mask
+
+
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize(
     "how", [{}, {"softcap": 1.5}, {"sinks": torch.tensor([0.3, -1.0, 0.0, 2.0]).double()}], ids=str

@@ -17,9 +17,11 @@ from mega_trainer.kernels.flash import Flash, TorchFlash
 from mega_trainer.kernels.fused import wide
 from mega_trainer.kernels.grouped import Rows
 from mega_trainer.kernels.leaves import Leaves
-from mega_trainer.kernels.masks import ALL, CAUSAL, Mask, dense
+from mega_trainer.kernels.masks import ALL, CAUSAL, Band, Mask, dense
 from mega_trainer.kernels.recurrent import RecurrentLibraries
 from mega_trainer.kernels.scan import Steps, scan
+
+FEW_QUERIES = 16  # whose mask is small beside their keys
 
 
 class TorchKernels:
@@ -162,15 +164,34 @@ class TorchKernels:
 
 
 class Sdpa:
-    """Plain attention of whole sequences, causal or to all keys, by whatever kernel torch thinks best."""
+    """Plain attention of whole sequences, causal or to all keys, by whatever kernel torch thinks best; and of a few queries to
+    the keys of a cache, as a CPU's generation has them.
+    """
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> bool:
         """See `WholeAttention.takes`."""
-        return not how.bent and (mask == ALL or (mask == CAUSAL and q.shape[1] == k.shape[1]))
+        few = q.shape[1] <= FEW_QUERIES and not torch.is_grad_enabled() and q.device.type == "cpu"
+        return not how.bent and (_is_whole(q, k, mask) or (few and isinstance(mask, Band)))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, how: Scores) -> Tensor:
         """See `WholeAttention.__call__`."""
-        return _sdpa(q, k, v, None, how.scale, causal=mask == CAUSAL)
+        if _is_whole(q, k, mask):
+            return _sdpa(q, k, v, None, how.scale, causal=mask == CAUSAL)
+        return _of_few(q, k, v, dense(mask, q.shape, k.shape[1], q.device), how.scale)
+
+
+def _is_whole(q: Tensor, k: Tensor, mask: Mask) -> bool:
+    """Whether torch has a name for it."""
+    return mask == ALL or (mask == CAUSAL and q.shape[1] == k.shape[1])
+
+
+def _of_few(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """As `_sdpa`, with `seen` bool [1, 1, S, T]: heads that share a key stand as queries of it, so that it is read once."""
+    heads, keys = q.shape[2], k.shape[2]
+    rows = torch.unflatten(q, 2, (keys, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    seen, k, v = seen.repeat(1, 1, heads // keys, 1), k.transpose(1, 2), v.transpose(1, 2)
+    y = F.scaled_dot_product_attention(rows, k, v, attn_mask=seen, scale=scale)
+    return torch.unflatten(y, 2, (-1, q.shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool = False) -> Tensor:
