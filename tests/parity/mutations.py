@@ -401,16 +401,16 @@ def _views_begin_at_the_first_element() -> AbstractContextManager[Any]:
 @contextmanager
 def _layers_counted_from_zero() -> Any:
     """Every stage names its layers from 0: the layers of the first stage are started, or restored, everywhere."""
-    real, block, first = Decoder.__init__, decoder.Block, [0]
+    real, block, first = Decoder.__init__, decoder.block_of, [0]
 
     def init(self: Decoder, build: Builder, stage: Any, *more: Any) -> None:
         first[0] = stage.first
         real(self, build, stage, *more)
 
-    def renamed(build: Builder, index: int, **options: Any) -> Any:
-        return block(build, index - first[0], **options)
+    def renamed(build: Builder, index: int) -> Any:
+        return block(build, index - first[0])
 
-    with swap(decoder, "Block", renamed), swap(Decoder, "__init__", init):
+    with swap(decoder, "block_of", renamed), swap(Decoder, "__init__", init):
         yield
 
 
