@@ -153,7 +153,7 @@ def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_next_step_is_the_one_that_deepspeed_makes(tmp_path: Path, deepspeed: Path, stage: int) -> None:
-    the_next_step_is_theirs(tmp_path, deepspeed / str(stage) / "after-3", deepspeed / str(stage) / "after-4")
+    assert_the_next_step_is_theirs(tmp_path, deepspeed / str(stage) / "after-3", deepspeed / str(stage) / "after-4")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -167,10 +167,10 @@ def test_the_next_step_is_the_one_that_deepspeed_makes(tmp_path: Path, deepspeed
 def test_the_next_step_is_the_one_that_they_make(
     tmp_path: Path, name: str, make: Callable[[Path, str], tuple[Path, Path]]
 ) -> None:
-    the_next_step_is_theirs(tmp_path, *make(tmp_path, name))
+    assert_the_next_step_is_theirs(tmp_path, *make(tmp_path, name))
 
 
-def the_next_step_is_theirs(tmp_path: Path, theirs: Path, after: Path) -> None:
+def assert_the_next_step_is_theirs(tmp_path: Path, theirs: Path, after: Path) -> None:
     """That a run of ours goes on from one folder as theirs did to the other."""
     with IndexedWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
         writer.add_document(TOKENS[3].astype(np.uint16))

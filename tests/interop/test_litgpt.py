@@ -55,6 +55,13 @@ def test_what_it_alone_does_not_tell_is_refused_with_a_way_out(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="name = 'Gemma-2b' is not read") as error:
         open_source(tmp_path)
     assert "put the config.json of the model beside" in str(error.value)
-    (tmp_path / "model_config.yaml").write_text("n_layer: 2\n")
+    for damage in ("n_layer: 2\n", "- 1\n", "n_layer: [\n"):
+        (tmp_path / "model_config.yaml").write_text(damage)
+        with pytest.raises(CheckpointError, match=r"model_config.yaml: describes no model"):
+            open_source(tmp_path)
+    lit.utils.save_config(lit.Config.from_name("pythia-14m", **SMALL), tmp_path)
+    (tmp_path / "model_config.yaml").write_text(
+        (tmp_path / "model_config.yaml").read_text().replace("n_head: 4", "n_head: 0")
+    )
     with pytest.raises(CheckpointError, match=r"model_config.yaml: describes no model"):
         open_source(tmp_path)
