@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from mega_ckpt.convert import convert
+from mega_ckpt.formats.hf_write import plan_folder
+from mega_ckpt.source import open_source
 from mega_common.vision import VisionConfig
 from mega_data.images.native import rotary_positions
 from mega_eval import generate as generating
@@ -227,3 +229,25 @@ def test_loss_and_gradients(tmp_path: Path) -> None:
         torch.testing.assert_close(
             mine.grad, other.grad.flatten(1) if mine.dim() > 1 else other.grad, rtol=1e-4, atol=1e-6
         )
+
+
+def test_the_sizes_of_images_travel_with_the_weights(tmp_path: Path) -> None:
+    """As the folder's image processor has them, and into it where a run changed them."""
+    reference("as published", tmp_path / "hf")
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 256, "max_pixels": 4096}
+    (tmp_path / "hf/preprocessor_config.json").write_text(json.dumps(processor))
+    convert(tmp_path / "hf", tmp_path / "mega", to="mega")
+    vision = open_source(tmp_path / "mega").model.vision
+    assert vision is not None
+    assert vision.native is not None
+    assert (vision.native.min_pixels, vision.native.max_pixels) == (256, 4096)
+    convert(tmp_path / "mega", tmp_path / "back", to="hf")
+    for file in ("config.json", "preprocessor_config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
+    source = open_source(tmp_path / "mega")
+    smaller = vision.model_copy(update={"native": vision.native.model_copy(update={"max_pixels": 2048})})
+    with mock.patch.object(source, "model", source.model.model_copy(update={"vision": smaller})):
+        content = plan_folder(source).others["preprocessor_config.json"]
+    assert isinstance(content, bytes)
+    found = json.loads(content)
+    assert (found["min_pixels"], found["max_pixels"]) == (256, 2048)

@@ -6,13 +6,14 @@ Nothing is loaded when a folder is opened; headers, names and shapes are all che
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mega_ckpt.families import Family, family_for, family_of
+from mega_ckpt.families import Family, family_for, family_of, image_processor
 from mega_ckpt.families.dialects import spoken
 from mega_ckpt.families.layouts import DiskTensor
 from mega_ckpt.formats import litgpt
@@ -184,7 +185,34 @@ def described_by(path: Place, raw: Mapping[str, Any] | None = None) -> tuple[Fam
     """
     raw = read_json(path) if raw is None else raw
     family = family_of(raw, str(path))
-    return family, family.read_config(raw, str(path)), family.unread_keys(raw)
+    model, unread = family.read_config(raw, str(path)), family.unread_keys(raw)
+    return family, with_images(model, partial(_content, path.parent)), unread
+
+
+def with_images(model: ModelConfig, content: Callable[[str], bytes | None]) -> ModelConfig:
+    """The model with its images made ready as its folder says, of the content of the files there by name.
+
+    Raises:
+        CheckpointError: when what it says is damaged.
+    """
+    if model.vision is None:
+        return model
+    vision = image_processor.prepared(model.vision, image_processor.section(content))
+    return model.model_copy(update={"vision": vision})
+
+
+def warn_of_images(folder: Place, model: ModelConfig) -> None:
+    """One line for all that a folder says of images and that is not done."""
+    if model.vision is not None:
+        raw = image_processor.section(partial(_content, folder))
+        if keys := list(image_processor.undone(model.vision, raw)):
+            logger.warning(
+                "%s: images are made ready without %s, which its image processor has", folder, ", ".join(keys)
+            )
+
+
+def _content(folder: Place, name: str) -> bytes | None:
+    return (folder / name).read_bytes() if (folder / name).is_file() else None
 
 
 def warn_of_unread(path: Place, keys: Sequence[str]) -> None:

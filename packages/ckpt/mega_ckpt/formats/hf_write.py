@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_ckpt.families import Family, family_for, family_named, family_of, same_model
+from mega_ckpt.families import Family, family_for, family_named, family_of, image_processor, same_model
 from mega_ckpt.families.base import CARRIED
 from mega_ckpt.families.layouts import PLAIN, DiskTensor
-from mega_ckpt.formats.hf import CONFIG, LAYOUT, checked_table, decode_layout
+from mega_ckpt.formats.hf import CONFIG, LAYOUT, checked_table, decode_layout, with_images
 from mega_ckpt.formats.hf_files import INDEX, SINGLE, encode_json
 from mega_ckpt.formats.safetensors import Header, write_file
 from mega_ckpt.journal import Finished, Once, always
@@ -54,6 +54,10 @@ class Origin:
         config, index, layout = (_content(others.pop(name, None)) for name in (CONFIG, INDEX, LAYOUT))
         return cls(config, index, decode_layout(layout) if layout else {}, others)
 
+    def other(self, name: str) -> bytes | None:
+        """The content of one of the other files."""
+        return _content(self.others.get(name))
+
     @property
     def raw(self) -> dict[str, Any]:
         """The mapping in its config.json; empty when there is none."""
@@ -71,7 +75,7 @@ class Origin:
         try:
             family = family_of(self.raw)
             held = [name for header in self.headers.values() for name in header.entries]
-            read = family.read_config(self.raw)
+            read = with_images(family.read_config(self.raw), self.other)
             return family, family.as_held(read, held) if held or not model.mtp_layers else read
         except CheckpointError:
             return None
@@ -131,7 +135,7 @@ def plan_folder(
         raw = _with_dtype(origin.raw if same else _new_config(origin.raw, chosen, source.model), tensors)
         config, index = origin.config if raw == origin.raw else encode_json(raw), _index(files)
     own = {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
-    return Plan(table, files, {**others, **own})
+    return Plan(table, files, {**others, **({} if same else _images(origin, source.model)), **own})
 
 
 def write_folder(
@@ -248,6 +252,20 @@ def _new_config(raw: Mapping[str, Any], family: Family, model: ModelConfig) -> d
     carried = {key: value for key, value in raw.items() if key in CARRIED - _OWN_KEYS}
     unsaid = dict.fromkeys(family.tokens if raw.get("model_type") != family.name else ())
     return unsaid | carried | family.write_config(model)
+
+
+def _images(origin: Origin, model: ModelConfig) -> dict[str, bytes]:
+    """How the model's images are made ready, where the origin's files do not say it already."""
+    if model.vision is None:
+        return {}
+    said = image_processor.section(origin.other)
+    if said and image_processor.prepared(model.vision, said) == model.vision:
+        return {}
+    files = {image_processor.FILE: image_processor.described(model.vision)}
+    whole = json.loads(origin.other(image_processor.WHOLE) or b"{}")
+    if image_processor.SECTION in whole:
+        files[image_processor.WHOLE] = whole | {image_processor.SECTION: files[image_processor.FILE]}
+    return {name: encode_json(raw) for name, raw in files.items()}
 
 
 def _with_dtype(raw: Mapping[str, Any], tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""How a folder says that images are made ready, and the fields of `VisionConfig` that mean the same, both ways.
+
+It is transformers' `preprocessor_config.json`, or from version 5 the section `image_processor` of `processor_config.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from mega_ckpt.families.keys import Raw
+from mega_common.errors import CheckpointError, ConfigError
+from mega_common.vision import VisionConfig
+
+FILE = "preprocessor_config.json"
+WHOLE, SECTION = "processor_config.json", "image_processor"
+_FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+
+
+def section(content: Callable[[str], bytes | None]) -> Raw:
+    """What a folder says, of the content of its files by name; empty where it says nothing.
+
+    Raises:
+        CheckpointError: for a file that is no JSON mapping.
+    """
+    whole = _mapping(WHOLE, content(WHOLE)).get(SECTION)
+    return whole if isinstance(whole, Mapping) else _mapping(FILE, content(FILE))
+
+
+def prepared(vision: VisionConfig, raw: Raw) -> VisionConfig:
+    """The model's section `vision` where images are made ready as `raw` says; what it leaves out stays.
+
+    Raises:
+        CheckpointError: for values that no images could be made by.
+    """
+    fields: dict[str, Any] = {}
+    for key, name in (("image_mean", "mean"), ("image_std", "std")):
+        if raw.get(key) is not None:
+            fields[name] = raw[key] if isinstance(raw[key], list) else [raw[key]] * 3
+    if raw.get("resample") in _FILTERS:
+        fields["resample"] = _FILTERS[raw["resample"]]
+    if vision.native is not None:
+        fields["native"] = vision.native.model_dump() | _bounds(raw)
+    elif vision.pinpoints is None and (raw.get("do_center_crop") is not None or "height" in _sides(raw)):
+        fields["resize"] = "crop" if raw.get("do_center_crop") else "stretch"
+    try:
+        return VisionConfig.parse(vision.model_dump() | fields, source=FILE)
+    except ConfigError as error:
+        raise CheckpointError(error.message, hint=error.hint) from None
+
+
+def undone(vision: VisionConfig, raw: Raw) -> Iterator[str]:
+    """What `raw` says that is not done here, key by key."""
+    usual: dict[str, tuple[Any, ...]] = {
+        "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_pan_and_scan": (False,),
+        "do_pad": (True, False) if vision.pinpoints else (False,), "resample": tuple(_FILTERS),
+    }  # fmt: skip
+    if vision.native is not None:
+        native = vision.native
+        usual |= {
+            "patch_size": (vision.patch_size,),
+            "merge_size": (native.merge,),
+            "temporal_patch_size": (native.frames,),
+        }
+    else:
+        side = vision.image_size
+        square = {"height": side, "width": side}
+        cropped = vision.resize == "crop" or vision.pinpoints is not None
+        usual["size"] = (square, side, *([{"shortest_edge": side}] if cropped else []))
+        usual["crop_size"] = (square, side) if cropped else (raw.get("crop_size"),)
+    yield from (
+        f"{key} = {raw[key]}" for key, known in usual.items() if raw.get(key) is not None and raw[key] not in known
+    )
+
+
+def described(vision: VisionConfig) -> dict[str, Any]:
+    """The `preprocessor_config.json` of a model."""
+    side = vision.image_size
+    square = {"height": side, "width": side}
+    kind = "SiglipImageProcessor" if vision.resize == "stretch" else "CLIPImageProcessor"
+    own: dict[str, Any] = {"size": square, "do_center_crop": False}
+    if vision.native is not None:
+        native, kind = vision.native, "Qwen2VLImageProcessor"
+        own = {
+            "min_pixels": native.min_pixels, "max_pixels": native.max_pixels, "patch_size": vision.patch_size,
+            "merge_size": native.merge, "temporal_patch_size": native.frames,
+        }  # fmt: skip
+    elif vision.pinpoints is not None:
+        kind = "LlavaNextImageProcessor"
+        own = {"do_pad": True, "image_grid_pinpoints": [list(one) for one in vision.pinpoints]}
+    elif vision.bidirectional:
+        kind = "Gemma3ImageProcessor"
+    if vision.native is None and (vision.pinpoints or vision.resize == "crop"):
+        own |= {"size": {"shortest_edge": side}, "crop_size": square, "do_center_crop": True}
+    filters = {name: number for number, name in _FILTERS.items()}
+    return {
+        "image_processor_type": kind, "do_convert_rgb": True, "do_resize": True, "resample": filters[vision.resample],
+        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": list(vision.mean),
+        "image_std": list(vision.std), **own,
+    }  # fmt: skip
+
+
+def _bounds(raw: Raw) -> dict[str, int]:
+    """The fewest and most pixels of an image that keeps its shape, under either pair of names."""
+    given = {
+        "min_pixels": raw.get("min_pixels", _sides(raw).get("shortest_edge")),
+        "max_pixels": raw.get("max_pixels", _sides(raw).get("longest_edge")),
+    }  # fmt: skip
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _sides(raw: Raw) -> Raw:
+    """Its size, where it has names for the sides."""
+    size = raw.get("size")
+    return size if isinstance(size, Mapping) else {}
+
+
+def _mapping(name: str, content: bytes | None) -> dict[str, Any]:
+    try:
+        raw = json.loads(content or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{name}: expected keys with values, found {type(raw).__name__}")
+    return raw

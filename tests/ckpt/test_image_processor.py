@@ -1,0 +1,102 @@
+"""What a folder says of its images is what transformers' own processors make of it, and what we write they make, too."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from PIL import Image
+
+from mega_ckpt.families.image_processor import FILE, WHOLE, described, prepared, section, undone
+from mega_common.errors import CheckpointError
+from mega_common.vision import CLIP_MEAN, VisionConfig
+from mega_data.images.pixels import picture_of
+
+TOWER: dict[str, Any] = {
+    "num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "image_size": 32, "patch_size": 8,
+    "image_token": 1,
+}  # fmt: skip
+HALF = (0.5, 0.5, 0.5)
+NATIVE = {
+    **TOWER, "native": {"window": 16, "full_layers": [], "min_pixels": 1024, "max_pixels": 4096}, "projector": "merger",
+    "activation": "swiglu", "class_token": False, "patch_bias": False, "pre_norm": False, "feature_layer": -1,
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "cropped": TOWER | {"mean": HALF, "resample": "bilinear"},
+    "stretched": TOWER | {"resize": "stretch", "mean": HALF, "std": (0.2, 0.3, 0.4)},
+    "gemma3": TOWER | {"resize": "stretch", "bidirectional": True, "resample": "bilinear"},
+    "tiles": TOWER | {"resize": "stretch", "pinpoints": [[32, 64], [64, 32]], "std": HALF},
+    "native": NATIVE | {"hidden_size": 16, "num_attention_heads": 2, "mean": HALF},
+}  # fmt: skip
+
+
+def said(folder: Path) -> Any:
+    return section(lambda name: (folder / name).read_bytes() if (folder / name).is_file() else None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_written_for_transformers_and_read_from_it(tmp_path: Path, name: str) -> None:
+    vision = VisionConfig(**CASES[name])
+    (tmp_path / FILE).write_text(json.dumps(described(vision)))
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    for size in ((50, 37), (40, 90), (9, 8)):
+        noise, stream = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8), io.BytesIO()
+        Image.fromarray(noise).save(stream, "png")
+        theirs = processor(Image.fromarray(noise), return_tensors="np")
+        found = picture_of(stream.getvalue(), vision).pixels
+        if vision.native:
+            patches = [side // vision.patch_size for side in found.shape[2:]]
+            assert theirs["image_grid_thw"].tolist() == [[1, *patches]]
+            np.testing.assert_allclose(np.sort(found, None), np.sort(theirs["pixel_values"], None)[::2], atol=1e-6)
+        else:
+            expected = theirs["pixel_values"]
+            np.testing.assert_array_equal(found, expected[0] if vision.pinpoints else expected)
+    usual = VisionConfig(
+        **TOWER | {key: CASES[name][key] for key in ("pinpoints", "bidirectional") if key in CASES[name]}
+    )
+    usual = VisionConfig(**NATIVE | {"hidden_size": 16, "num_attention_heads": 2}) if vision.native else usual
+    if vision.pinpoints:
+        usual = usual.model_copy(update={"resize": "stretch"})
+    (tmp_path / FILE).unlink()
+    processor.save_pretrained(tmp_path)
+    assert prepared(usual, said(tmp_path)) == prepared(vision, described(vision)) == vision
+    assert not list(undone(vision, said(tmp_path)))
+
+
+def test_the_section_of_a_processor_goes_first(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(json.dumps({"image_mean": 0.5}))
+    assert prepared(VisionConfig(**TOWER), said(tmp_path)).mean == HALF
+    (tmp_path / WHOLE).write_text(json.dumps({"image_seq_length": 3}))
+    assert prepared(VisionConfig(**TOWER), said(tmp_path)).mean == HALF
+    (tmp_path / WHOLE).write_text(json.dumps({"image_processor": {"image_mean": list(CLIP_MEAN)}}))
+    assert prepared(VisionConfig(**TOWER), said(tmp_path)) == VisionConfig(**TOWER)
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ({"do_pan_and_scan": True}, ["do_pan_and_scan = True"]),
+        ({"resample": 1, "do_pad": True}, ["do_pad = True", "resample = 1"]),
+        ({"size": {"shortest_edge": 48}, "crop_size": 32}, ["size = {'shortest_edge': 48}"]),
+        ({"size": 32, "do_pad": False, "do_pan_and_scan": None, "do_rescale": True}, []),
+    ],
+)
+def test_what_is_not_done_is_told(raw: dict[str, Any], told: list[str]) -> None:
+    assert list(undone(VisionConfig(**TOWER), raw)) == told
+
+
+@pytest.mark.parametrize("raw", [{"image_mean": [1, 2]}, {"image_std": "x"}])
+def test_what_no_image_could_be_made_by(raw: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=FILE):
+        prepared(VisionConfig(**TOWER), raw)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"3"])
+def test_what_is_no_mapping(content: bytes) -> None:
+    with pytest.raises(CheckpointError, match=FILE):
+        section(lambda name: content if name == FILE else None)
