@@ -46,16 +46,6 @@ def test_every_kind_of_folder_is_the_same_model(folder: Path, tmp_path: Path):
         assert end_tokens(path, tokenizer) == end_tokens(folder, tokenizer)
 
 
-def test_matrices_lie_by_columns_where_few_rows_meet_them_so_faster(folder: Path):
-    model, wide = load_model(folder), load_model(folder, dtype=torch.float64)
-    block = model.layers[0]
-    for matrix in (model.head_weight, *block.mixer.work.qkv.weights, block.feed.work.down.weight):
-        assert matrix.t().is_contiguous() == torch.backends.mkl.is_available()
-    assert wide.head_weight.is_contiguous()
-    for weight, other in zip(model.parameters(), wide.parameters(), strict=True):
-        assert torch.equal(weight.double(), other)
-
-
 @pytest.mark.parametrize("kind", ["fp8", "gguf", "pytorch_model.bin"])
 def test_what_is_not_stored_plainly_is_the_model_that_its_export_is(kind: str, tmp_path: Path):
     folder = save_tiny_as(kind, tmp_path)

@@ -188,5 +188,5 @@ def _last(runs: Sequence[Run], count: int) -> list[Run]:
 
 def _joined(held: Tensor, runs: Sequence[Run]) -> Tensor:
     """What stands in these slots of [1, K, slots, d]: a view if they are one run."""
-    parts = [held[:, :, start:stop] for start, stop in runs]
+    parts = [held.narrow(2, start, stop - start) for start, stop in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)

@@ -17,8 +17,9 @@ from mega_common.errors import DataError
 if TYPE_CHECKING:
     from mega_eval.engine import Engine, Request
 
-MOST = 8  # tokens of a guess: as many as a CPU computes in little more time than one
-LONGEST_PAUSE = 32  # steps
+FEW = 2  # tokens of a guess, which a CPU checks in little more time than it computes one
+MOST = 8  # likewise, where they are likely right
+LONGEST_PAUSE = 16  # steps
 
 
 class Drafter(Protocol):
@@ -30,14 +31,14 @@ class Drafter(Protocol):
 
 @dataclass
 class Trust:
-    """How many tokens are guessed next for a text, by how the guesses before fared.
+    """How many tokens are guessed next for a text, by how the guess before fared.
 
-    Twice as many after right ones; after a wrong one none for some steps, and twice as many of these the next time. So a
-    text that repeats nothing pays for a guess in one of `LONGEST_PAUSE` steps.
+    `FEW`, and after a guess that was all right `MOST`; after a wrong one none for a step, after the next wrong one for two, and
+    so on. So a text that repeats nothing pays for a guess in one of `LONGEST_PAUSE` steps.
     """
 
-    _count: int = 2
-    _pause: int = 1
+    _count: int = FEW
+    _pause: int = 0
     _left: int = 0
 
     def count(self) -> int:
@@ -49,9 +50,9 @@ class Trust:
         """So many tokens were guessed, and the first of them were right."""
         if not guessed:
             return
-        self._count = min(2 * right, MOST) if right == guessed else max(2, right)
-        self._pause = 1 if right else min(2 * self._pause, LONGEST_PAUSE)
-        self._left = 0 if right else self._pause
+        self._count = MOST if right == guessed else max(FEW, right)
+        self._pause = 0 if right else min(self._pause + 1, LONGEST_PAUSE)
+        self._left = self._pause
 
 
 class NgramDrafter:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from mega_trainer.kernels.fused import gated_leaf, rms_norm_leaf
+from mega_trainer.kernels.fused import gated_leaf, rms_norm_leaf, wide
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.model.attention import Attention
 from mega_trainer.model.block import Block, Half
@@ -27,11 +27,11 @@ from mega_trainer.model.norms import Norm
 from mega_trainer.parallel.param import keeper_of
 from mega_trainer.parallel.tensor import ColumnLinear, RowLinear
 
-Layer = Callable[[Tensor, Context], Tensor]  # the stream, or what is normed of it, [N, 1, D] -> the same shape
+Layer = Callable[[Tensor, Context], Tensor]  # the stream, or what is normed of it, [N, D] -> the same shape
 
 
 def flat(model: Decoder) -> Layer:
-    """The model's layers as a function of the stream and a context with a cache; or the model, where that is as fast.
+    """The model's layers as a function of the stream [N, 1, D] and a context with a cache; or the model, where that is as fast.
 
     Weights are looked up now: a model whose weights are replaced by others wants another one.
     """
@@ -40,36 +40,58 @@ def flat(model: Decoder) -> Layer:
     layers = [_layer(layer) for layer in model.layers]
 
     def run(x: Tensor, context: Context) -> Tensor:
+        x = x.squeeze(1)
         for layer in layers:
             x = layer(x, context)
-        return x
+        return x.unsqueeze(1)
 
     return run
 
 
 def _layer(layer: nn.Module) -> Layer:
     if type(layer) is not Block or layer.mixer is None or layer.feed is None or layer.cross or layer.parallel:
-        return layer
+        return _module(layer)
     first, second = _norm(layer.mixer), _norm(layer.feed)
     if first is None or second is None:
-        return layer
+        return _module(layer)
     mix, feed = _work(layer.mixer.work), _work(layer.feed.work)
 
     def run(x: Tensor, context: Context) -> Tensor:
-        x = x + mix(first(x)[0], context)
-        return x + feed(second(x)[0], context)
+        x = x + mix(first(x), context)
+        return x + feed(second(x), context)
 
     return run
 
 
-def _norm(half: Half) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+def _module(module: nn.Module) -> Callable[..., Tensor]:
+    """A module as it is, which takes [N, 1, D]."""
+
+    def run(x: Tensor, *context: Context) -> Tensor:
+        y: Tensor = module(x.unsqueeze(1), *context)
+        return y.squeeze(1)
+
+    return run
+
+
+def _norm(half: Half) -> Callable[[Tensor], Tensor] | None:
     """The norm before a half that has no other and no factor, as a leaf of plain torch."""
     norm = half.before
     if not isinstance(norm, Norm) or norm.layer or half.after is not None or half.multiplier != 1:
         return None
     if type(norm.kernels) is not TorchKernels or norm.kernels.leaves.compiled:
         return None
-    return partial(rms_norm_leaf, weight=norm.weight, eps=norm.eps, zero_centered=norm.zero_centered)
+    weight, eps = norm.weight, norm.eps
+    if norm.zero_centered or wide(weight) is not weight:
+        return lambda x: rms_norm_leaf(x, weight, eps, norm.zero_centered)[0]
+    # of a number torch makes a tensor at each call
+    count, added = weight.new_tensor(len(weight)), weight.new_tensor(eps)
+
+    def run(x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale: Tensor = length.mul_(length).div_(count).add_(added).rsqrt_()
+        return (x * scale).mul_(weight)
+
+    return run
 
 
 def _work(work: nn.Module) -> Layer:
@@ -85,7 +107,7 @@ def _work(work: nn.Module) -> Layer:
         up, down, activation = _product(work.up), _product(work.down), work.config.activation
         limit = work.config.activation_limit
         return lambda x, context: down(gated_leaf(up(x), activation, limit))
-    return work
+    return _module(work)
 
 
 def _attention(work: Attention) -> Layer:
@@ -98,7 +120,7 @@ def _attention(work: Attention) -> Layer:
         assert rotation is not None
         assert cache is not None
         q, k, v = rotate(qkv(x).view(len(x), 1, -1, size), rotation, heads, kv_heads)
-        return out(cache.attend(layer, q, k, v, window, attend).flatten(-2))
+        return out(cache.attend(layer, q, k, v, window, attend).flatten(1))
 
     return run
 
@@ -111,5 +133,6 @@ def _product(linear: ColumnLinear | RowLinear) -> Callable[[Tensor], Tensor]:
         weights, bias = [*linear.weights], next(iter(linear.biases), None)
     plain = type(linear.linear.products) is TorchKernels and linear.adapter is None
     if not plain or len(weights) > 1 or keeper_of(weights[0]) is not None:
-        return linear
-    return partial(F.linear, weight=weights[0], bias=bias)
+        return _module(linear)
+    factor = weights[0].t()
+    return partial(torch.mm, mat2=factor) if bias is None else lambda x: torch.addmm(bias, x, factor)

@@ -28,7 +28,6 @@ from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import model_class
 from mega_trainer.parallel.param import kept_of
-from mega_trainer.parallel.tensor import ColumnLinear, RowLinear
 
 PRECISIONS: Mapping[str, torch.dtype] = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -110,19 +109,7 @@ def load_model(
     load_weights(source, boxes)
     if beside is not None:
         beside.load(model)
-    if dtype == torch.float32 and model.device.type == "cpu" and torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        _lay_out_by_columns(model)
     return model.eval().requires_grad_(False)
-
-
-def _lay_out_by_columns(model: Decoder) -> None:
-    """Change how the matrices of linear layers lie in memory: MKL multiplies a few rows with them so up to a third faster."""
-    matrices = [model.head_weight] if model.stage.heads else []
-    for layer in model.modules():
-        matrices += [*layer.weights] if isinstance(layer, ColumnLinear) else []
-        matrices += [layer.weight] if isinstance(layer, RowLinear) else []
-    for matrix in matrices:
-        matrix.data = matrix.data.t().contiguous().t()
 
 
 def load_tokenizer(path: str | Place) -> Tokenizer:

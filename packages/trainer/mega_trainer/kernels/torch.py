@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -177,7 +177,8 @@ class Sdpa:
         """See `WholeAttention.__call__`."""
         if _is_whole(q, k, mask):
             return _sdpa(q, k, v, None, how.scale, causal=mask == CAUSAL)
-        return _of_few(q, k, v, dense(mask, q.shape, k.shape[1], q.device), how.scale)
+        assert isinstance(mask, Band)
+        return _of_few(q, k, v, mask, how.scale)
 
 
 def _is_whole(q: Tensor, k: Tensor, mask: Mask) -> bool:
@@ -185,13 +186,21 @@ def _is_whole(q: Tensor, k: Tensor, mask: Mask) -> bool:
     return mask == ALL or (mask == CAUSAL and q.shape[1] == k.shape[1])
 
 
-def _of_few(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """As `_sdpa`, with `seen` bool [1, 1, S, T]: heads that share a key stand as queries of it, so that it is read once."""
-    heads, keys = q.shape[2], k.shape[2]
-    rows = torch.unflatten(q, 2, (keys, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    seen, k, v = seen.repeat(1, 1, heads // keys, 1), k.transpose(1, 2), v.transpose(1, 2)
-    y = F.scaled_dot_product_attention(rows, k, v, attn_mask=seen, scale=scale)
-    return torch.unflatten(y, 2, (-1, q.shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3)
+def _of_few(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
+    """As `_sdpa`. Heads that share a key stand as queries of it, so that it is read once."""
+    batch, queries, heads, size = q.shape
+    keys, kv_heads = k.shape[1:3]
+    rows = q.view(batch, queries, kv_heads, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    unseen = _unseen(band, queries, keys, heads // kv_heads, q.dtype)
+    y = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=unseen, scale=scale)
+    return y.view(batch, kv_heads, -1, queries, y.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+@lru_cache(8)
+def _unseen(band: Band, queries: int, keys: int, times: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores, minus infinity where a key is not seen: [1, 1, times * queries, keys]. Layers ask for the same."""
+    seen = dense(band, (1, queries), keys, torch.device("cpu")).repeat(1, 1, times, 1)
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool = False) -> Tensor:
