@@ -13,6 +13,7 @@ import transformers
 from PIL import Image
 
 from mega_ckpt.families.image_processor import FILE, WHOLE, described, prepared, section, undone
+from mega_ckpt.formats.hf_files import decode_json
 from mega_common.errors import CheckpointError
 from mega_common.vision import CLIP_MEAN, VisionConfig
 from mega_data.images.pixels import picture_of
@@ -36,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def said(folder: Path) -> Any:
-    return section(lambda name: (folder / name).read_bytes() if (folder / name).is_file() else None)
+    return section(lambda name: json.loads((folder / name).read_text()) if (folder / name).is_file() else {})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -99,4 +100,4 @@ def test_what_no_image_could_be_made_by(raw: dict[str, Any]) -> None:
 @pytest.mark.parametrize("content", [b"[]", b"{", b"3"])
 def test_what_is_no_mapping(content: bytes) -> None:
     with pytest.raises(CheckpointError, match=FILE):
-        section(lambda name: content if name == FILE else None)
+        section(lambda name: decode_json(content, name) if name == FILE else {})

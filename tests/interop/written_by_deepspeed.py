@@ -47,6 +47,5 @@ def main(folder):
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # all is written; native threads that a closing interpreter ends have aborted a rank (SIGABRT, once in a hundred)
+    # all is written; native threads that a closing interpreter ends have aborted a rank (SIGABRT, once in a hundred)
+    os._exit(0)

@@ -27,7 +27,7 @@ from mega_ckpt.adapter import (
 from mega_ckpt.checkpoint import AVERAGE, BUFFERS, WEIGHTS
 from mega_ckpt.formats.gguf import GgufSource
 from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf
-from mega_ckpt.formats.hf import CONFIG, HfSource, described_by, has_weights, warn_of_images, warn_of_unread
+from mega_ckpt.formats.hf import CONFIG, HfSource, described_by, has_weights, warn_of_unread
 from mega_ckpt.formats.hf_files import holds_weights, read_json
 from mega_ckpt.formats.megatron import MegatronSource, is_megatron
 from mega_ckpt.formats.peft import CONFIG as PEFT_CONFIG
@@ -248,16 +248,14 @@ def model_at(path: str | Place, *, tell: bool = False) -> ModelConfig:
         return source.model
     _, model, unread = described_by(config)
     if tell:
-        warn_of_unread(config, unread)
-        warn_of_images(config.parent, model)
+        warn_of_unread(config, unread, model)
     return model
 
 
 def tell_unread(source: Source) -> None:
     """Warn of what a HuggingFace folder says and nothing reads."""
     if isinstance(source, HfSource):
-        warn_of_unread(source.folder / CONFIG, source.unread)
-        warn_of_images(source.folder, source.model)
+        warn_of_unread(source.folder / CONFIG, source.unread, source.model)
 
 
 def _only_model(folder: Path, files: Sequence[Path]) -> Path:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mega_trainer.kernels.fused import gated_leaf, rms_norm_leaf, wide
+from mega_trainer.kernels.fused import gated_leaf, inverse_rms, rms_norm_leaf, wide
 from mega_trainer.kernels.torch import TorchKernels
 from mega_trainer.model.attention import Attention
 from mega_trainer.model.block import Block, Half
@@ -83,15 +83,8 @@ def _norm(half: Half) -> Callable[[Tensor], Tensor] | None:
     weight, eps = norm.weight, norm.eps
     if norm.zero_centered or wide(weight) is not weight:
         return lambda x: rms_norm_leaf(x, weight, eps, norm.zero_centered)[0]
-    # of a number torch makes a tensor at each call
     count, added = weight.new_tensor(len(weight)), weight.new_tensor(eps)
-
-    def run(x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale: Tensor = length.mul_(length).div_(count).add_(added).rsqrt_()
-        return (x * scale).mul_(weight)
-
-    return run
+    return lambda x: (x * inverse_rms(x, count, added)).mul_(weight)
 
 
 def _work(work: nn.Module) -> Layer:

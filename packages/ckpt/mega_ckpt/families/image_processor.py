@@ -5,7 +5,6 @@ It is transformers' `preprocessor_config.json`, or from version 5 the section `i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,14 +17,10 @@ WHOLE, SECTION = "processor_config.json", "image_processor"
 _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
-def section(content: Callable[[str], bytes | None]) -> Raw:
-    """What a folder says, of the content of its files by name; empty where it says nothing.
-
-    Raises:
-        CheckpointError: for a file that is no JSON mapping.
-    """
-    whole = _mapping(WHOLE, content(WHOLE)).get(SECTION)
-    return whole if isinstance(whole, Mapping) else _mapping(FILE, content(FILE))
+def section(read: Callable[[str], Raw]) -> Raw:
+    """What a folder says, of its files' keys by name, which are none where there is no such file."""
+    whole = read(WHOLE).get(SECTION)
+    return whole if isinstance(whole, Mapping) else read(FILE)
 
 
 def prepared(vision: VisionConfig, raw: Raw) -> VisionConfig:
@@ -56,19 +51,16 @@ def undone(vision: VisionConfig, raw: Raw) -> Iterator[str]:
         "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_pan_and_scan": (False,),
         "do_pad": (True, False) if vision.pinpoints else (False,), "resample": tuple(_FILTERS),
     }  # fmt: skip
+    side = vision.image_size
+    square = {"height": side, "width": side}
     if vision.native is not None:
         native = vision.native
-        usual |= {
-            "patch_size": (vision.patch_size,),
-            "merge_size": (native.merge,),
-            "temporal_patch_size": (native.frames,),
-        }
+        sizes = {"patch_size": vision.patch_size, "merge_size": native.merge, "temporal_patch_size": native.frames}
+        usual |= {key: (size,) for key, size in sizes.items()}
+    elif vision.resize == "crop" or vision.pinpoints is not None:
+        usual |= {"size": (square, side, {"shortest_edge": side}), "crop_size": (square, side)}
     else:
-        side = vision.image_size
-        square = {"height": side, "width": side}
-        cropped = vision.resize == "crop" or vision.pinpoints is not None
-        usual["size"] = (square, side, *([{"shortest_edge": side}] if cropped else []))
-        usual["crop_size"] = (square, side) if cropped else (raw.get("crop_size"),)
+        usual["size"] = (square, side)
     yield from (
         f"{key} = {raw[key]}" for key, known in usual.items() if raw.get(key) is not None and raw[key] not in known
     )
@@ -114,13 +106,3 @@ def _sides(raw: Raw) -> Raw:
     """Its size, where it has names for the sides."""
     size = raw.get("size")
     return size if isinstance(size, Mapping) else {}
-
-
-def _mapping(name: str, content: bytes | None) -> dict[str, Any]:
-    try:
-        raw = json.loads(content or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{name}: expected keys with values, found {type(raw).__name__}")
-    return raw

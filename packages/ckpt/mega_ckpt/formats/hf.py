@@ -186,39 +186,35 @@ def described_by(path: Place, raw: Mapping[str, Any] | None = None) -> tuple[Fam
     raw = read_json(path) if raw is None else raw
     family = family_of(raw, str(path))
     model, unread = family.read_config(raw, str(path)), family.unread_keys(raw)
-    return family, with_images(model, partial(_content, path.parent)), unread
+    return family, with_images(model, partial(_beside, path.parent)), unread
 
 
-def with_images(model: ModelConfig, content: Callable[[str], bytes | None]) -> ModelConfig:
-    """The model with its images made ready as its folder says, of the content of the files there by name.
+def with_images(model: ModelConfig, read: Callable[[str], Mapping[str, Any]]) -> ModelConfig:
+    """The model with its images made ready as its folder says: see `image_processor.section`.
 
     Raises:
         CheckpointError: when what it says is damaged.
     """
     if model.vision is None:
         return model
-    vision = image_processor.prepared(model.vision, image_processor.section(content))
+    vision = image_processor.prepared(model.vision, image_processor.section(read))
     return model.model_copy(update={"vision": vision})
 
 
-def warn_of_images(folder: Place, model: ModelConfig) -> None:
-    """One line for all that a folder says of images and that is not done."""
-    if model.vision is not None:
-        raw = image_processor.section(partial(_content, folder))
-        if keys := list(image_processor.undone(model.vision, raw)):
-            logger.warning(
-                "%s: images are made ready without %s, which its image processor has", folder, ", ".join(keys)
-            )
-
-
-def _content(folder: Place, name: str) -> bytes | None:
-    return (folder / name).read_bytes() if (folder / name).is_file() else None
-
-
-def warn_of_unread(path: Place, keys: Sequence[str]) -> None:
-    """One line for all keys of a config.json that nothing reads, if there are any."""
+def warn_of_unread(path: Place, keys: Sequence[str], model: ModelConfig) -> None:
+    """A line for all keys of a config.json that nothing reads, and one for what is said of images beside it and is not done."""
     if keys:
         logger.warning("%s: neither transformers nor mega reads %s; carried as it is", path, ", ".join(keys))
+    if model.vision is not None:
+        said = image_processor.section(partial(_beside, path.parent))
+        if undone := list(image_processor.undone(model.vision, said)):
+            told = "%s: images are made ready without %s, which its image processor has"
+            logger.warning(told, path.parent, ", ".join(undone))
+
+
+def _beside(folder: Place, name: str) -> dict[str, Any]:
+    """The mapping in another file of a folder; empty where there is none."""
+    return read_json(folder / name) if (folder / name).is_file() else {}
 
 
 def has_weights(folder: Place) -> bool:

@@ -140,11 +140,24 @@ def read_json(path: Place) -> dict[str, Any]:
         CheckpointError: when the file is anything else.
     """
     try:
-        raw = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = path.read_bytes()
+    except OSError as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    return decode_json(content, path)
+
+
+def decode_json(content: bytes, source: object) -> dict[str, Any]:
+    """The JSON mapping that is the content of a file.
+
+    Raises:
+        CheckpointError: when it is anything else, naming `source`.
+    """
+    try:
+        raw = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: expected keys with values, found {type(raw).__name__}")
+        raise CheckpointError(f"{source}: expected keys with values, found {type(raw).__name__}")
     return raw
 
 

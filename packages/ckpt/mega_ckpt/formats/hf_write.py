@@ -23,7 +23,7 @@ from mega_ckpt.families import Family, family_for, family_named, family_of, imag
 from mega_ckpt.families.base import CARRIED
 from mega_ckpt.families.layouts import PLAIN, DiskTensor
 from mega_ckpt.formats.hf import CONFIG, LAYOUT, checked_table, decode_layout, with_images
-from mega_ckpt.formats.hf_files import INDEX, SINGLE, encode_json
+from mega_ckpt.formats.hf_files import INDEX, SINGLE, decode_json, encode_json
 from mega_ckpt.formats.safetensors import Header, write_file
 from mega_ckpt.journal import Finished, Once, always
 from mega_ckpt.pieces import Shape
@@ -54,9 +54,14 @@ class Origin:
         config, index, layout = (_content(others.pop(name, None)) for name in (CONFIG, INDEX, LAYOUT))
         return cls(config, index, decode_layout(layout) if layout else {}, others)
 
-    def other(self, name: str) -> bytes | None:
-        """The content of one of the other files."""
-        return _content(self.others.get(name))
+    def other(self, name: str) -> dict[str, Any]:
+        """The mapping in one of the other files; empty where there is none.
+
+        Raises:
+            CheckpointError: when the file is no mapping.
+        """
+        content = _content(self.others.get(name))
+        return {} if content is None else decode_json(content, name)
 
     @property
     def raw(self) -> dict[str, Any]:
@@ -262,7 +267,7 @@ def _images(origin: Origin, model: ModelConfig) -> dict[str, bytes]:
     if said and image_processor.prepared(model.vision, said) == model.vision:
         return {}
     files = {image_processor.FILE: image_processor.described(model.vision)}
-    whole = json.loads(origin.other(image_processor.WHOLE) or b"{}")
+    whole = origin.other(image_processor.WHOLE)
     if image_processor.SECTION in whole:
         files[image_processor.WHOLE] = whole | {image_processor.SECTION: files[image_processor.FILE]}
     return {name: encode_json(raw) for name, raw in files.items()}

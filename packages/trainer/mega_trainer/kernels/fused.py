@@ -97,10 +97,16 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def inverse_rms(x: Tensor, count: int | Tensor, eps: float | Tensor) -> Tensor:
+    """[N, 1] of x [N, D = count]. Of a number torch makes a tensor at each call, which takes as long as the operation on few rows."""
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return length.mul_(length).div_(count).add_(eps).rsqrt_()
+
+
 def rms_norm_leaf(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """The norm of x [N, D], and what each row was multiplied by, [N, 1] in at least fp32."""
     values = wide(x)
-    scale = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    scale = inverse_rms(values, x.shape[-1], eps)
     normed = (values * scale).mul_(_factor(weight, zero_centered))
     return normed if values is x else normed.to(x.dtype), scale
 
