@@ -1,24 +1,32 @@
-"""The trainer as a library in any layout, against one process: log-probabilities, routes, and a step by a loss of them.
+"""The trainer as a library in any layout: log-probabilities, routes and a step by a loss of them, against one process;
+and the weights that it streams, against the folder that is exported.
 
-`python tests/parity/library.py [N]` holds every layout of up to eight ranks against it, or N of them.
+`python tests/parity/library.py [N]` holds every layout of up to eight ranks against one process, or N of them;
+`--weights` does it with what they stream, and `--skip N` goes on where N layouts are done.
 """
 
 from __future__ import annotations
 
+import argparse
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from parity.cases import Case, all_layouts, covering
-from parity.full import TOLERANCE, batches
+from parity.full import batches
 from parity.worker import clone, difference, make_groups
 from ranks import run_ranks
+from safetensors.torch import load_file
 from torch import Tensor
 
+from mega_ckpt.convert import convert
 from mega_trainer.build import connect
 from mega_trainer.config import RunConfig
 from mega_trainer.engine import TrainingEngine
@@ -26,6 +34,17 @@ from mega_trainer.ranks import Ranks
 
 # whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbours
 SKIPPED = ("tied", "encoder", "t5", "vision", "retro")
+# What makes of the models of these names some that HuggingFace has: OLMo's kind and Mixtral's.
+NAMED = {
+    "gqa": {
+        "qkv_bias": False, "activation": "swiglu", "rope": {"theta": 100.0}, "attention_gate": False,
+        "zero_centered_norm": False,
+    },
+    "moe": {
+        "mlp_bias": False, "attention_sinks": False, "activation_limit": None, "full_attention_layers": None,
+        "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24},
+    },
+}  # fmt: skip
 
 
 def sequences(vocab: int, length: int) -> list[list[int]]:
@@ -52,6 +71,11 @@ def quiet(case: Case) -> Case:
 def layouts(ranks: int) -> list[Case]:
     found = [quiet(case) for case in all_layouts() if case.ranks == ranks and case.name not in SKIPPED]
     return [case for case in found if not (case.model.get("moe") or {}).get("sinkhorn")]
+
+
+def exportable(cases: Sequence[Case]) -> list[Case]:
+    """Those whose names are in `NAMED`, as models that HuggingFace has."""
+    return [quiet(replace(one, model={**one.model, **NAMED[one.name]})) for one in cases if one.name in NAMED]
 
 
 def engine_of(case: Case, ranks: Ranks, maker: Any = None) -> TrainingEngine:
@@ -84,17 +108,68 @@ def against_one_process(cases: Sequence[Case]) -> list[str]:
     return wrong
 
 
+def streamed(engine: TrainingEngine, size: int) -> dict[str, Tensor]:
+    """What the engine streams, in buckets of `size` bytes, which only a single tensor may exceed."""
+    found: dict[str, Tensor] = {}
+    for bucket in engine.stream_weights(bucket_bytes=size):
+        assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= size
+        found |= {name: tensor.clone() for name, tensor in bucket}
+    return found
+
+
+def streams_its_export(engine: TrainingEngine, folder: Path) -> bool:
+    """Whether what it streams is what is exported of its checkpoint, saved to `folder`, to the bit; rank 0 compares."""
+    found = streamed(engine, 5_000)
+    made = engine.save(folder / "mega")
+    if dist.get_rank() != 0:
+        return True
+    convert(made, folder / "hf", "hf")
+    there = {name: one for path in (folder / "hf").glob("*.safetensors") for name, one in load_file(path).items()}
+    return there.keys() == found.keys() and all(
+        one.dtype == found[name].dtype and torch.equal(one.view(torch.uint8), found[name].view(torch.uint8))
+        for name, one in there.items()
+    )
+
+
+def against_the_export(cases: Sequence[Case], folder: Path) -> list[str]:
+    rank, maker, wrong = dist.get_rank(), make_groups(cases), []
+    for number, case in enumerate(cases):
+        engine = engine_of(case, Ranks(rank, case.ranks), maker)
+        work = sequences(engine.config.model.vocab_size, engine.config.data.seq_length)
+        engine.train_step(work, policy_loss, lr=1e-2)
+        wrong += [] if streams_its_export(engine, folder / str(number)) else [str(case)]
+        if rank == 0:
+            shutil.rmtree(folder / str(number))
+    return wrong
+
+
 def main() -> int:
     """All of them, or as many as asked for; 1 when one disagrees."""
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("count", type=int, nargs="?", help="a covering of so many layouts; all, when not given")
+    asked.add_argument("--weights", action="store_true", help="compare streamed weights with the exported folder")
+    asked.add_argument("--skip", type=int, default=0, help="go on where so many layouts are done")
+    given = asked.parse_args()
     cases = [case for ranks in range(1, 9) for case in layouts(ranks)]
-    if len(sys.argv) > 1:
-        cases = covering(cases, int(sys.argv[1]))
-    wrong = []
+    if given.weights:
+        cases = list({str(case.raw): case for case in exportable(all_layouts())}.values())
+    if given.count:
+        cases = covering(cases, given.count)
+    wrong, done = [], 0
     for part in batches(cases):
-        found = run_ranks(against_one_process, part[0].ranks, part, timeout=3600)
+        done += len(part)
+        if done <= given.skip:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            work = (
+                (against_the_export, part[0].ranks, part, Path(folder))
+                if given.weights
+                else (against_one_process, part[0].ranks, part)
+            )
+            found = run_ranks(*work, timeout=3600)
         wrong += sorted({problem for one in found for problem in one})
-        print(f"{len(part)} layouts on {part[0].ranks} ranks", *wrong, sep="\n", flush=True)
-    print(f"{len(cases)} layouts, {len(wrong)} of them wrong (tolerance {TOLERANCE:g})")
+        print(f"{done} of {len(cases)} layouts, {len(part)} on {part[0].ranks} ranks", *wrong, sep="\n", flush=True)
+    print(f"{len(cases) - given.skip} layouts, {len(wrong)} of them wrong")
     return 1 if wrong else 0
 
 

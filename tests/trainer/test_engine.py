@@ -8,7 +8,6 @@ import io
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,29 +16,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity.cases import Case, covering
-from parity.library import against_one_process, engine_of, layouts, outcome, sequences
+from parity.library import (
+    against_one_process,
+    engine_of,
+    exportable,
+    layouts,
+    outcome,
+    sequences,
+    streams_its_export,
+)
 from parity.worker import make_groups
 from ranks import run_ranks
-from safetensors.torch import load_file
-from torch import Tensor
 
 import mega_trainer
 from mega_ckpt.convert import convert
 from mega_ckpt.source import open_source
 from mega_common.errors import ConfigError, DataError
-from mega_trainer.engine import TrainingEngine
 from mega_trainer.model.router import Router
 from mega_trainer.ranks import Ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples/rl"
-# What makes of the models of these names some that HuggingFace has: OLMo's kind and Mixtral's.
-NAMED = {
-    "gqa": {"qkv_bias": False, "activation": "swiglu", "rope": {"theta": 100.0}},
-    "moe": {
-        "mlp_bias": False, "attention_sinks": False, "activation_limit": None, "full_attention_layers": None,
-        "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24},
-    },
-}  # fmt: skip
 
 
 def test_log_probs_and_steps_by_a_loss_of_ones_own_are_those_of_one_process() -> None:
@@ -91,14 +87,6 @@ def test_a_checkpoint_of_the_engine_s_has_the_tokenizer_that_came_with_the_weigh
     assert open_source(again).assets().keys() >= {"tokenizer.json", "config.json"}
 
 
-def streamed(engine: TrainingEngine, size: int) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for bucket in engine.stream_weights(bucket_bytes=size):
-        assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= size
-        found |= {name: tensor.clone() for name, tensor in bucket}
-    return found
-
-
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether this rank holds the same bits."""
     boxes = [[box.tensor for name in sorted(held) for box in held[name].boxes] for held in (one, other)]
@@ -110,18 +98,9 @@ def hands_on(cases: Sequence[Case], folder: Path) -> list[str]:
     for number, case in enumerate(cases):
         engine = engine_of(case, Ranks(rank, case.ranks), maker)
         outcome(engine)
-        found = streamed(engine, 5_000)
-        made = engine.save(folder / str(number))
-        if rank == 0:
-            convert(made, folder / f"hf-{number}", "hf")
-            files = [load_file(path) for path in sorted((folder / f"hf-{number}").glob("*.safetensors"))]
-            there = {name: tensor for file in files for name, tensor in file.items()}
-            exported = there.keys() == found.keys() and all(
-                torch.equal(there[name].view(torch.uint8), found[name].view(torch.uint8)) for name in there
-            )
-            wrong += [] if exported else [str(case)]
+        wrong += [] if streams_its_export(engine, folder / str(number)) else [str(case)]
         before = outcome(engine)
-        engine.resume(folder / str(number))
+        engine.resume(folder / str(number) / "mega")
         engine.offload()
         held = sum(storage.nbytes() for storage, _ in engine._away)
         engine.reload()
@@ -134,9 +113,7 @@ def hands_on(cases: Sequence[Case], folder: Path) -> list[str]:
 @pytest.mark.long
 def test_weights_are_handed_on_as_an_export_has_them_and_memory_is_given_and_taken_back(tmp_path: Path) -> None:
     """In any layout; and a checkpoint of the engine's goes on where it was."""
-    cases = [
-        replace(one, model={**one.model, **NAMED[one.name]}) for one in covering(layouts(4), 40) if one.name in NAMED
-    ]
+    cases = exportable(covering(layouts(4), 40))
     assert run_ranks(hands_on, 4, cases[:3], tmp_path) == [[]] * 4
 
 
