@@ -24,6 +24,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {"n_query_groups": 2, "head_size": 16},
     "Mistral-7B-v0.1": {"n_query_groups": 2, "head_size": 8, "sliding_window_size": 5, "sliding_window_indices": [1, 1]},
     "falcon-7b": {"n_query_groups": 1, "head_size": 8},
+    "Gemma-2b": {"n_query_groups": 1, "head_size": 8},
+    "Gemma-2-2b": {
+        "n_query_groups": 2, "head_size": 8, "attention_scores_scalar": 12, "sliding_window_size": 5,
+        "sliding_window_indices": [1, 0],
+    },
+    "Gemma-3-1b-it": {
+        "n_query_groups": 1, "head_size": 8, "attention_scores_scalar": 12, "sliding_window_size": 5,
+        "sliding_window_indices": [1, 0], "rope_indices": [1, 0], "rope_adjustments": {"factor": 2.0},
+    },
+    "OLMo-2-1124-7B": {"n_query_groups": 4, "head_size": 8},
+    "Mixtral-8x7B-v0.1": {"n_query_groups": 2, "head_size": 8, "n_expert": 4},
+    "Qwen3-30B-A3B": {
+        "n_query_groups": 2, "head_size": 16, "moe_intermediate_size": 24, "n_expert": 6, "n_expert_per_token": 3,
+    },
+    "Phi-3-mini-4k-instruct": {"sliding_window_size": 7},
     "tiny-llama-1.1b": {"n_query_groups": 2, "head_size": 8, "rope_condense_ratio": 2},
 }  # fmt: skip
 
@@ -51,10 +66,16 @@ def test_its_description_of_a_model_is_read(tmp_path: Path, name: str) -> None:
 
 
 def test_what_it_alone_does_not_tell_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    lit.utils.save_config(lit.Config.from_name("Gemma-2b", **SMALL), tmp_path)
-    with pytest.raises(CheckpointError, match="name = 'Gemma-2b' is not read") as error:
-        open_source(tmp_path)
-    assert "put the config.json of the model beside" in str(error.value)
+    scaled = {"factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16}
+    refused: dict[str, dict[str, Any]] = {
+        "lm_head_bias = True": {"lm_head_bias": True}, "rope_adjustments": {"rope_adjustments": scaled},
+        "norm_1 = True": {"post_mlp_norm": True}, "n_shared_expert = 2": {"n_shared_expert": 2},
+    }  # fmt: skip
+    for said, fields in refused.items():
+        lit.utils.save_config(lit.Config.from_name("tiny-llama-1.1b", **SMALL, n_query_groups=2, **fields), tmp_path)
+        with pytest.raises(CheckpointError, match=f"{said}.* is not read") as error:
+            open_source(tmp_path)
+        assert "put the config.json of the model beside" in str(error.value)
     for damage in ("n_layer: 2\n", "- 1\n", "n_layer: [\n"):
         (tmp_path / "model_config.yaml").write_text(damage)
         with pytest.raises(CheckpointError, match=r"model_config.yaml: describes no model"):
