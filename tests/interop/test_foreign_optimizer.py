@@ -138,6 +138,30 @@ def by_lightning(tmp_path: Path, _: str) -> tuple[Path, Path]:
     return tmp_path / "after-3", tmp_path / "after-4"
 
 
+def by_the_hub(tmp_path: Path, name: str) -> tuple[Path, Path]:
+    """The same by transformers' Trainer, whose optimizer has two groups, or by Accelerate's `save_state`."""
+    from accelerate import Accelerator
+
+    model = llama(tie_word_embeddings=name == "trainer, tied")
+    if name == "accelerate":
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **ADAM))
+        for number in range(4):
+            step(model, optimizer, number)
+            accelerator.save_state(str(tmp_path / f"checkpoint-{number + 1}"))
+            model.config.save_pretrained(tmp_path / f"checkpoint-{number + 1}")
+    else:
+        (one, other), eps = ADAM["betas"], 1e-8
+        how = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=4, save_steps=1, per_device_train_batch_size=1, learning_rate=ADAM["lr"],
+            lr_scheduler_type="constant", weight_decay=0.0, adam_beta1=one, adam_beta2=other, adam_epsilon=eps,
+            max_grad_norm=0.0, use_cpu=True, report_to=[], disable_tqdm=True, train_sampling_strategy="sequential",
+        )  # fmt: skip
+        rows = [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in TOKENS]
+        transformers.Trainer(model, how, train_dataset=rows).train()  # type: ignore[arg-type]
+    return tmp_path / "checkpoint-3", tmp_path / "checkpoint-4"
+
+
 @pytest.fixture(scope="session")
 def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What DeepSpeed itself writes of each ZeRO stage, on two ranks."""
@@ -161,7 +185,7 @@ def test_the_next_step_is_the_one_that_deepspeed_makes(tmp_path: Path, deepspeed
     ("name", "make"),
     [
         ("fsdp", by_torch), ("colossalai", by_torch), ("litgpt", by_litgpt), ("litgpt from nothing", by_litgpt),
-        ("lightning", by_lightning),
+        ("lightning", by_lightning), ("accelerate", by_the_hub), ("trainer", by_the_hub), ("trainer, tied", by_the_hub),
     ],
 )  # fmt: skip
 def test_the_next_step_is_the_one_that_they_make(

@@ -64,9 +64,9 @@ class HfSource(DiskSource):
         self._raw = read_config(folder)
         self.family, described, self.unread = described_by(folder / CONFIG, self._raw)
         files = open_weights(folder)
-        self._foreign, tensors = files.foreign, files.tensors
-        self._spoken = spoken(self.family, tensors) if self._foreign else self.family
-        if self._foreign:
+        self._trained, tensors = files.trained, files.tensors
+        self._spoken = spoken(self.family, tensors) if files.foreign else self.family
+        if files.foreign:
             tensors = unprefixed(tensors, set(self._spoken.table(described)))
         disk, quantised = dequantised(tensors, self._raw, folder)
         self._headers = {} if quantised else files.headers
@@ -95,17 +95,18 @@ class HfSource(DiskSource):
         Raises:
             StaysBehindError: why it cannot be taken from what another trainer saved.
         """
-        if self._foreign is None:
+        trained = self._trained()
+        if trained is None:
             return None
-        steps = self._foreign.steps
-        if not all(self._foreign.moments.get(kind) for kind in MOMENTS):
-            raise StaysBehindError(self._foreign.lacks)
-        if steps is None:
+        if not all(trained.moments.get(kind) for kind in MOMENTS):
+            raise StaysBehindError(trained.lacks)
+        if trained.steps is None:
             raise StaysBehindError("the moments do not say after how many steps they were saved")
-        tensors: dict[str, Tensors] = {kind: self._moments(self._foreign.moments[kind], kind) for kind in MOMENTS}
+        tensors: dict[str, Tensors] = {kind: self._moments(trained.moments[kind], kind) for kind in MOMENTS}
         if dtype in LOW:
             tensors["main"] = self
-        return Training(steps, numbers(self.model, samples=self._foreign.samples or 0, updates=steps), tensors)
+        state = numbers(self.model, samples=trained.samples or 0, updates=trained.steps)
+        return Training(trained.steps, state, tensors)
 
     def _moments(self, saved: Mapping[str, Stored], kind: str) -> DiskSource:
         """One of the moments, which lie as the weights do."""

@@ -6,12 +6,13 @@ One file, or several with an index that says which tensor is in which.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mega_ckpt.formats import trainer_state
 from mega_ckpt.formats.disk import Stored
 from mega_ckpt.formats.foreign_state import foreign_state
 from mega_ckpt.formats.named_state import NamedState, plain
@@ -32,12 +33,14 @@ class WeightFiles:
     Attributes:
         tensors: {name: tensor}.
         headers: {file name: header} of safetensors files; empty for other kinds.
-        foreign: all that there is, where another trainer wrote them, with names that all may have something in front.
+        trained: reads weights and moments, where a trainer left some.
+        foreign: the names are such a trainer's own, and all may have something in front.
     """
 
     tensors: Mapping[str, Stored]
     headers: Mapping[str, Header] = field(default_factory=dict)
-    foreign: NamedState | None = None
+    trained: Callable[[], NamedState | None] = lambda: None
+    foreign: bool = False
 
 
 def holds_weights(folder: Place) -> bool:
@@ -55,7 +58,11 @@ def open_weights(folder: Place) -> WeightFiles:
         files = [SafetensorsFile.open(folder / name) for name in _names(folder, SINGLE, INDEX)]
         held = {file.path.name: _tensors(file) for file in files}
         _check_index(folder, SINGLE, INDEX, held)
-        return WeightFiles(_together(held), {file.path.name: file.header for file in files})
+        tensors = _together(held)
+        headers = {file.path.name: file.header for file in files}
+        if not isinstance(folder, Path):
+            return WeightFiles(tensors, headers)
+        return WeightFiles(tensors, headers, partial(trainer_state.beside, folder, tensors))
     if (folder / TORCH_SINGLE).is_file() or (folder / TORCH_INDEX).is_file():
         if not isinstance(folder, Path):
             raise CheckpointError(f"{folder}: pickled weights are read from a folder here", hint="download it first")
@@ -63,15 +70,12 @@ def open_weights(folder: Place) -> WeightFiles:
         _check_index(folder, TORCH_SINGLE, TORCH_INDEX, saved)
         state = beside(folder, saved)
         if state is not None:
-            return WeightFiles(state.weights, foreign=state)
-        return WeightFiles(
-            _together(
-                {name: {key: plain(one.path, one) for key, one in tensors.items()} for name, tensors in saved.items()}
-            )
-        )
+            return WeightFiles(state.weights, trained=lambda: state, foreign=True)
+        tensors = {key: plain(one.path, one) for part in saved.values() for key, one in part.items()}
+        return WeightFiles(tensors, trained=partial(trainer_state.beside, folder, tensors))
     foreign = foreign_state(folder) if isinstance(folder, Path) else None
     if foreign is not None:
-        return WeightFiles(foreign.weights, foreign=foreign)
+        return WeightFiles(foreign.weights, trained=lambda: foreign, foreign=True)
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     raise CheckpointError(
         f"{folder}: there are no weights, neither {SINGLE} nor {INDEX}, nor {TORCH_SINGLE}"

@@ -13,11 +13,12 @@ in `param_names` of the groups, or stand for the numbers (`FSDP.optim_state_dict
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mega_ckpt.formats.dcp import failing
+from mega_ckpt.formats.disk import Stored
 from mega_ckpt.formats.named_state import NamedState, number, plain
 from mega_ckpt.formats.torch_archive import StoredTensor, load_archive
 from mega_ckpt.training import MOMENTS
@@ -29,26 +30,36 @@ BY_NUMBER = "the moments are kept by the number of a parameter"
 
 
 def with_moments(path: Path, weights: Mapping[str, StoredTensor], optimizer: Mapping[Any, Any]) -> NamedState:
+    """As `numbered`, of an optimizer that was given the weights in the order of the model's state, which `weights` are in."""
+    held = {name: plain(one.path, one) for name, one in weights.items()}
+    return numbered(path, held, optimizer, [[_distinct(weights)]])
+
+
+def numbered(
+    path: Path, held: Mapping[str, Stored], optimizer: Mapping[Any, Any], orders: Sequence[Sequence[Sequence[str]]]
+) -> NamedState:
     """The weights, and the moments by their names; the weights alone, and why, where it cannot be told whose they are.
 
     Args:
         path: the file that the moments are in, for messages.
-        weights: of the whole model, in the order of its state.
+        held: the weights of the whole model.
         optimizer: the optimizer's state.
+        orders: of the names that it may have been given, by group; the first with as many in each counts.
 
     Raises:
         CheckpointError: when that is not laid out so.
     """
-    held = {name: plain(one.path, one) for name, one in weights.items()}
     with failing(f"{path}: not the state of an optimizer of torch"):
         groups, state = optimizer["param_groups"], optimizer["state"]
         keys = [key for group in groups for key in group["params"]]
         names = [name for group in groups for name in group.get("param_names", ())] or keys
         if not all(isinstance(name, str) for name in names):
-            names = _distinct(weights)
-            if len(groups) > 1 or len(names) != len(keys):
-                counted = f"{len(keys)} in {len(groups)} groups, the weights are {len(names)}"
+            counts = [len(group["params"]) for group in groups]
+            order = next((order for order in orders if [len(group) for group in order] == counts), None)
+            if order is None:
+                counted = f"{len(keys)} in {len(groups)} groups, the weights are {sum(map(len, orders[0]))}"
                 return NamedState(held, lacks=f"{BY_NUMBER}, {counted}")
+            names = [name for group in order for name in group]
         told = dict(zip(names, (state.get(key, {}) for key in keys), strict=True))
         if any(
             name in held and kind in one and one[kind].shape != held[name].shape

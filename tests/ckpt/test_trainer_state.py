@@ -1,0 +1,120 @@
+"""Moments beside models of the hub, by number: whose they are, and what is said where that cannot be told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+from mega_ckpt.formats.hf import HfSource
+from mega_ckpt.source import open_source
+from mega_ckpt.training import MOMENTS, StaysBehindError
+from mega_common.errors import CheckpointError
+
+SIZES = {"vocab_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS: dict[str, Any] = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=37, n_embd=16, n_layer=2, n_head=4, n_positions=32)
+    ),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SIZES, hidden_size=16, intermediate_size=24, num_key_value_heads=2, head_dim=4)
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **SIZES,
+            hidden_size=16,
+            intermediate_size=24,
+            num_key_value_heads=2,
+            head_dim=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+        )
+    ),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SIZES, hidden_size=16, intermediate_size=24, num_key_value_heads=2, head_dim=4)
+    ),
+}
+
+
+def decays(name: str) -> bool:
+    return not ("bias" in name or "norm" in name or "ln_" in name)
+
+
+def written(folder: Path, name: str, optimizer: str, *, groups: int) -> transformers.PreTrainedModel:
+    """A model, and an optimizer's state of so many groups, whose moments are twice and three times the weights."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    model.save_pretrained(folder)
+    named = list(model.named_parameters())
+    parts = [[p for n, p in named if decays(n)], [p for n, p in named if not decays(n)]]
+    adam = torch.optim.AdamW([{"params": part} for part in parts] if groups == 2 else [p for _, p in named])
+    for _, parameter in named:
+        moments = {kind: parameter.detach() * times for kind, times in zip(MOMENTS, (2, 3), strict=True)}
+        adam.state[parameter] = {"step": torch.tensor(7.0), **moments}
+    torch.save(adam.state_dict(), folder / optimizer)
+    return model
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"qwen3_moe"}))
+@pytest.mark.parametrize(("optimizer", "groups"), [("optimizer.pt", 2), ("optimizer.bin", 1)])
+def test_moments_are_those_of_their_weights(tmp_path: Path, name: str, optimizer: str, groups: int) -> None:
+    written(tmp_path, name, optimizer, groups=groups)
+    source = open_source(tmp_path)
+    assert isinstance(source, HfSource)
+    training = source.training(torch.float32)
+    assert training is not None
+    assert training.step == 7
+    for key in source.keys():  # noqa: SIM118
+        shape = source.shape(key)
+        for kind, times in zip(MOMENTS, (2, 3), strict=True):
+            assert torch.equal(
+                training.tensors[kind].read_slice(key, (0,) * len(shape), shape), source.read(key) * times
+            )
+
+
+def test_moments_of_experts_that_are_held_together_stay_behind(tmp_path: Path) -> None:
+    written(tmp_path, "qwen3_moe", "optimizer.pt", groups=2)
+    source = open_source(tmp_path)
+    assert isinstance(source, HfSource)
+    with pytest.raises(StaysBehindError, match=r"its optimizer has no exp_avg of model.layers.0.mlp.experts"):
+        source.training(torch.float32)
+
+
+def test_moments_that_nobody_can_tell_apart_stay_behind(tmp_path: Path) -> None:
+    model = written(tmp_path, "qwen3", "optimizer.pt", groups=2)
+    path, source = tmp_path / "optimizer.pt", open_source(tmp_path)
+    assert isinstance(source, HfSource)
+    broken = mock.patch.object(transformers.Qwen3ForCausalLM, "__init__", side_effect=RuntimeError("no such kernel"))
+    missing = mock.patch.dict(sys.modules, {"transformers": None})
+    for lacking, said in (
+        (missing, "transformers, which knows their order, is not installed"),
+        (broken, r"cannot tell their order \(no such kernel\)"),
+    ):
+        with lacking, pytest.raises(StaysBehindError, match=said):
+            source.training(torch.float32)
+    parameters = list(model.parameters())
+    for spoilt, said in (
+        (torch.optim.AdamW([{"params": [one]} for one in parameters[:3]]), "3 in 3 groups, the weights are 25"),
+        (torch.optim.AdamW(parameters[::-1]), "in another order than the weights"),
+    ):
+        for group in spoilt.param_groups:
+            for one in group["params"]:
+                spoilt.state[one] = {"step": torch.tensor(1.0), "exp_avg": one.detach(), "exp_avg_sq": one.detach()}
+        torch.save(spoilt.state_dict(), path)
+        with pytest.raises(StaysBehindError, match=said):
+            source.training(torch.float32)
+    torch.save([1], path)
+    with pytest.raises(CheckpointError, match=r"optimizer.pt: not the state of an optimizer"):
+        source.training(torch.float32)
+    path.write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"optimizer.pt"):
+        source.training(torch.float32)
+    assert torch.equal(
+        source.read("lm_head.weight"), model.lm_head.weight
+    )  # nobody who wants weights alone looks at it
