@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from mega_eval.load import load_model
 from mega_eval.pages import PAGE
 from mega_eval.text import Limits
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.parallel.lora import Adapter, Selected
 
 EXPERTS = {"qk_norm": True, "head_dim": 6, "moe": MOE}
 ATTENTION = LoraConfig(rank=3, alpha=8.0, modules=["q_proj", "v_proj", "o_proj"], ranks={".*1.*o_proj": 2})
@@ -85,6 +87,16 @@ def test_each_row_of_a_mixed_batch_is_as_by_its_adapter_merged(name: str, tmp_pa
                 assert logprobs == pytest.approx(expected, abs=1e-9)
                 texts.add((tuple(prompt), round(logprobs[0], 6)))
     assert len(texts) == len(prompts)  # the adapters matter
+
+
+def test_what_magnitudes_multiply_is_worked_out_once(tmp_path: Path) -> None:
+    base, folders = saved(tmp_path, *MODELS["magnitudes"][:3])
+    beside = Beside.open(base, folders)
+    model = load_model(base, beside=beside)
+    layers = [layer for layer in model.modules() if isinstance(layer, Selected)]
+    with mock.patch.object(Adapter, "factors", autospec=True, side_effect=Adapter.factors) as worked_out:
+        told(engine_of(model, beside), [Request(prompt, Limits(6), adapter="a") for prompt in (SHARED, [7])])
+    assert worked_out.call_count == len(layers) > 0
 
 
 def test_rows_without_an_adapter_keep_their_bits(tmp_path: Path) -> None:

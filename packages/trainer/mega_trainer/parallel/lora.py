@@ -66,19 +66,28 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         self.linear, self.updates, self.meet, self.drop = linear, tuple(updates), meet, drop
+        self._ranks = [update.rank for update in updates]
         self.a, self.b, self.magnitudes = a, nn.ParameterList(b), nn.ParameterList(magnitudes)
         self.sum_squares = sum_squares
 
     def forward(
-        self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, dropout: Dropout | None = None
+        self,
+        x: Tensor,
+        y: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        dropout: Dropout | None = None,
+        factors: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """The layer's input and its output, made by `weight` and `bias`: the latter with the updates added."""
+        """The layer's input and its output, made by `weight` and `bias`: the latter with the updates added.
+
+        `factors` are those of this weight where the caller has them, from `self.factors`.
+        """
         x = x if dropout is None else self.drop(dropout, x)
-        ranks = [update.rank for update in self.updates]
-        narrow = torch.split(self.meet(self.linear(x, self.a)), ranks, -1)
-        factors = self._factors(weight, ranks) if self.magnitudes else [None] * len(ranks)
+        narrow = torch.split(self.meet(self.linear(x, self.a)), self._ranks, -1)
+        found: Sequence[Tensor | None] = (self.factors(weight) if factors is None else factors) or [None] * len(narrow)
         parts, done = [], 0
-        for update, u, b, factor in zip(self.updates, narrow, self.b, factors, strict=True):
+        for update, u, b, factor in zip(self.updates, narrow, self.b, found, strict=True):
             end = update.first + update.rows
             own, more = y[..., update.first : end], self.linear(u * update.scale, b)
             if factor is not None:
@@ -88,11 +97,13 @@ class Adapter(nn.Module):
             done = end
         return torch.cat([*parts, y[..., done:]], -1)
 
-    def _factors(self, weight: Tensor, ranks: list[int]) -> list[Tensor]:
-        """m / |W + s B A| of each adapter [rows], in at least fp32; the gradient goes to m alone."""
+    def factors(self, weight: Tensor) -> list[Tensor]:
+        """m / |W + s B A| of each adapter [rows], in at least fp32; the gradient goes to m alone. None without magnitudes."""
+        if not self.magnitudes:
+            return []
         wide, out = torch.promote_types(weight.dtype, torch.float32), []
         with torch.no_grad():
-            for update, a, b in zip(self.updates, torch.split(self.a, ranks), self.b, strict=True):
+            for update, a, b in zip(self.updates, torch.split(self.a, self._ranks), self.b, strict=True):
                 held = weight[update.first : update.first + update.rows].to(wide)
                 squares = torch.addmm(held, b.to(wide), a.to(wide), alpha=update.scale).square().sum(1)
                 out.append(self.sum_squares(squares).sqrt())
@@ -137,10 +148,14 @@ class Selection:
 
 
 class Selected(nn.Module):
-    """Several adapters beside one layer, for inference; an adapter that `adapters` lacks is not beside this one."""
+    """Several adapters beside one layer, for inference; an adapter that `adapters` lacks is not beside this one.
+
+    Neither they nor the layer's weight change once a pass has been made: what a magnitude multiplies is worked out then.
+    """
 
     def __init__(self, selection: Selection, adapters: Mapping[str, Adapter]) -> None:
         super().__init__()
+        self._factors: dict[str, list[Tensor]] = {}
         self.selection, self.names = selection, {name: place for place, name in enumerate(adapters)}
         self.adapters = nn.ModuleList(adapters.values())
 
@@ -161,5 +176,7 @@ class Selected(nn.Module):
         for name, rows in self.selection.rows.items():
             adapter = self.of(name)
             if adapter is not None:
-                y = y.index_copy(0, rows, adapter(x[rows], y[rows], weight, bias))
+                if name not in self._factors:
+                    self._factors[name] = adapter.factors(weight)
+                y = y.index_copy(0, rows, adapter(x[rows], y[rows], weight, bias, factors=self._factors[name]))
         return y
