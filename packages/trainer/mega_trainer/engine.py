@@ -37,7 +37,7 @@ from mega_trainer.build import connect, dtype_of
 from mega_trainer.comm import all_reduce
 from mega_trainer.config import RunConfig, resolve
 from mega_trainer.device import pick_device
-from mega_trainer.gathered import Bucket, GatheredSource, buckets_of
+from mega_trainer.gathered import Bucket, ShareSource, buckets_of
 from mega_trainer.mesh import Groups
 from mega_trainer.model.init import init_weights
 from mega_trainer.model.routing import Routes, expert_layers
@@ -251,7 +251,8 @@ class TrainingEngine:
         """All weights as (name, whole tensor), under HuggingFace's names, in buckets: what vLLM and SGLang load.
 
         They are byte for byte those of the folder that `mega ckpt convert --to hf` would write. Two buckets at most are in
-        memory, that at hand and the one that is made. All ranks go through all buckets.
+        memory, that at hand and the one that is made; the tensors of one lie in one piece of memory, for one collective call.
+        All ranks go through all buckets.
 
         Args:
             bucket_bytes: most bytes of a bucket; a tensor that is larger comes alone.
@@ -262,7 +263,7 @@ class TrainingEngine:
             CheckpointError: when no family has all of the model.
         """
         self._state.optimizer.settle()
-        source = GatheredSource(self.config.model, self._state.stages, self._groups.world, self.device, self._assets)
+        source = ShareSource(self.config.model, self._state.stages, self._groups.world, self.device, self._assets)
         return buckets_of(source, bucket_bytes, family=family, dtype=dtype)
 
     def load_weights(self, path: str | Path) -> None:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from mega_ckpt.families import Family, family_for, family_named, family_of, image_processor, same_model
 from mega_ckpt.families.base import CARRIED
-from mega_ckpt.families.layouts import PLAIN, DiskTensor
+from mega_ckpt.families.layouts import PLAIN, DiskTensor, Slab
 from mega_ckpt.formats.hf import CONFIG, LAYOUT, checked_table, decode_layout, with_images
 from mega_ckpt.formats.hf_files import INDEX, SINGLE, decode_json, encode_json
 from mega_ckpt.formats.safetensors import Header, write_file
@@ -32,7 +31,6 @@ from mega_ckpt.stream import blocks
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
-CPU = torch.device("cpu")
 MAX_SHARD = 5 * 10**9  # bytes
 _METADATA = {"format": "pt"}
 _OWN_KEYS = frozenset({"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"})
@@ -168,37 +166,35 @@ def _tensors(source: Source, plan: Plan, header: Header) -> Iterator[Tensor]:
             yield source.read_buffer(name)
 
 
-def whole_tensors(source: Source, plan: Plan, device: torch.device) -> Iterator[tuple[str, int, Callable[[], Tensor]]]:
-    """Each tensor of a folder's files in their order: its name, its bytes, and what makes it whole on a device."""
+def fillers(
+    plan: Plan, copy: Callable[[Slab, Tensor], None]
+) -> Iterator[tuple[str, torch.dtype, Shape, Callable[[Tensor], None]]]:
+    """Each tensor of a folder's files in their order: its name, dtype and shape, and what fills one with it.
 
-    def whole(disk: DiskTensor, dtype: torch.dtype) -> Tensor:
-        parts = _parts(source, disk, dtype, device)
-        first = next(parts)
-        if first.numel() == math.prod(disk.shape):
-            return first.view(disk.shape)
-        out, done = torch.empty(math.prod(disk.shape), dtype=dtype, device=device), 0
-        for part in chain([first], parts):
-            out[done : done + part.numel()] = part.flatten()
-            done += part.numel()
-        return out.view(disk.shape)
+    `copy` puts a slab of a canonical tensor into a tensor of its shape, which may have another dtype.
+    """
+
+    def fill(disk: DiskTensor, out: Tensor) -> None:
+        portions = list(disk.portions())
+        places = torch.split(out.view(-1), [math.prod(portion.shape) for portion in portions])
+        for portion, place in zip(portions, places, strict=True):
+            for slab, view in portion.views(place.view(portion.shape)):
+                copy(slab, view)
 
     for header in plan.files.values():
         for name, entry in header.entries.items():
             if name in plan.table:
-                yield name, entry.dtype.itemsize * math.prod(entry.shape), partial(whole, plan.table[name], entry.dtype)
+                yield name, entry.dtype, entry.shape, partial(fill, plan.table[name])
 
 
-def _parts(source: Source, disk: DiskTensor, dtype: torch.dtype, device: torch.device = CPU) -> Iterator[Tensor]:
-    """A disk tensor from the canonical tensors that it holds: in blocks of rows where it is one of them, else by expert.
-
-    The source's tensors are on `device`.
-    """
+def _parts(source: Source, disk: DiskTensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A disk tensor from the canonical tensors that it holds: in blocks of rows where it is one of them, else by expert."""
     if disk.layout == PLAIN and len(disk.slabs) == 1:
         for offset, shape in blocks(disk.shape, dtype):
             yield source.read_slice(disk.slabs[0].name, offset, shape).to(dtype)
         return
     for portion in disk.portions():
-        out = torch.empty(portion.shape, dtype=dtype, device=device)
+        out = torch.empty(portion.shape, dtype=dtype)
         for slab, view in portion.views(out):
             view.copy_(source.read_slice(slab.name, slab.offset, slab.shape))
         yield out
