@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from parity.cases import Case, all_layouts, covering
+from parity.cases import MODELS, Case, all_layouts, covering
 from parity.full import batches
 from parity.worker import clone, difference, make_groups
 from ranks import run_ranks
@@ -34,16 +34,27 @@ from mega_trainer.ranks import Ranks
 
 # whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbours
 SKIPPED = ("tied", "encoder", "t5", "vision", "retro")
-# What makes of the models of these names some that HuggingFace has: OLMo's kind and Mixtral's.
+# What makes of the models of these names some that HuggingFace has: Llama, Qwen3 (gqa, long), Gemma 2, Mixtral, DeepSeek-V3.
 NAMED = {
+    "dense": {
+        "parallel_residual": False, "shared_norm": False, "norm": "rmsnorm", "norm_bias": True, "no_rope_layers": None,
+        "num_kv_heads": 8, "logit_scale": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+        "attention_scale": None, "rope": {"theta": 100.0},
+    },
     "gqa": {
         "qkv_bias": False, "activation": "swiglu", "rope": {"theta": 100.0}, "attention_gate": False,
         "zero_centered_norm": False,
+    },
+    "long": {"attention_softcap": None, "attention_sinks": False, "full_attention_layers": None},
+    "gemma": {
+        "attention_sinks": False, "mlp_bias": False, "activation_limit": None, "qk_norm": False, "activation": "geglu",
+        "local_rope": None,
     },
     "moe": {
         "mlp_bias": False, "attention_sinks": False, "activation_limit": None, "full_attention_layers": None,
         "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24},
     },
+    "deepseek": {"qkv_bias": False, "moe": {**MODELS["deepseek"]["moe"], "shared_ffn_hidden_size": 24}},
 }  # fmt: skip
 
 
