@@ -14,7 +14,6 @@ import transformers
 from mega_ckpt.formats.hf import HfSource
 from mega_ckpt.source import open_source
 from mega_ckpt.training import MOMENTS, StaysBehindError
-from mega_common.errors import CheckpointError
 
 SIZES = {"vocab_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS: dict[str, Any] = {
@@ -109,12 +108,10 @@ def test_moments_that_nobody_can_tell_apart_stay_behind(tmp_path: Path) -> None:
         torch.save(spoilt.state_dict(), path)
         with pytest.raises(StaysBehindError, match=said):
             source.training(torch.float32)
-    torch.save([1], path)
-    with pytest.raises(CheckpointError, match=r"optimizer.pt: not the state of an optimizer"):
-        source.training(torch.float32)
+    for content, said in (([1], "not the state of an optimizer"), ({"param_groups": print}, "print")):
+        torch.save(content, path)
+        with pytest.raises(StaysBehindError, match=f"optimizer.pt.*{said}"):
+            source.training(torch.float32)
     path.write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"optimizer.pt"):
+    with pytest.raises(StaysBehindError, match=r"optimizer.pt: damaged"):
         source.training(torch.float32)
-    assert torch.equal(
-        source.read("lm_head.weight"), model.lm_head.weight
-    )  # nobody who wants weights alone looks at it

@@ -27,8 +27,7 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.|_)norm(\.|$)")
 def beside(folder: Path, weights: Mapping[str, Stored]) -> NamedState | None:
     """The weights of a folder with the moments in it, or why these stay behind; None where there is no such file.
 
-    Raises:
-        CheckpointError: when the file is damaged.
+    A file of them that cannot be read is no reason to refuse the weights, which do not come from it.
     """
     path = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if path is None:
@@ -40,10 +39,13 @@ def beside(folder: Path, weights: Mapping[str, Stored]) -> NamedState | None:
         return NamedState(weights, lacks=why)
     except Exception as error:  # noqa: BLE001  # of whatever kind: it is a model's own code that cannot make it
         return NamedState(weights, lacks=f"{BY_NUMBER}, and transformers cannot tell their order ({error})")
-    optimizer = load_archive(path)
-    if not isinstance(optimizer, Mapping):
-        raise CheckpointError(f"{path}: not the state of an optimizer of torch")
-    return numbered(path, weights, optimizer, orders)
+    try:
+        optimizer = load_archive(path)
+        if not isinstance(optimizer, Mapping):
+            raise CheckpointError(f"{path}: not the state of an optimizer of torch")
+        return numbered(path, weights, optimizer, orders)
+    except CheckpointError as error:
+        return NamedState(weights, lacks=error.message)
 
 
 def _orders(folder: Path) -> list[list[list[str]]]:
