@@ -36,11 +36,12 @@ parity: $(VENV)/.done  ## every layout of up to 8 ranks against one process; wri
 parity-fuzz: $(VENV)/.done  ## random models in random layouts against one process: N=20, SEED=1 to see a case again
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/parity/fuzz.py $(or $(N),20) $(if $(SEED),--seed $(SEED))
 
-lint: $(VENV)/.done  ## style, types, and who may import whom
+lint: $(VENV)/.done  ## style, types, how the code reads, and who may import whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/language_check.py
 
 docs: $(VENV)/.done  ## the documentation as a site, in build/site; needs no network, nor do its pages
 	$(BIN)/python -m mkdocs build
