@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,17 @@ import torch
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("house", settings.get_profile("random"), derandomize=True)
 settings.load_profile("house")
+
+
+def pytest_configure() -> None:
+    """Start child processes with the default dispositions of SIGINT and SIGHUP, also under `nohup` and in CI runners.
+
+    An ignored signal stays ignored in a program that is started, a handler does not. So a handler that does nothing takes
+    the place of an ignored signal, and the tests themselves still outlive a hang-up.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -335,8 +335,6 @@ class TestOutput:
             stderr=subprocess.PIPE,
             text=True,
             env=environment(),
-            # a test run in the background has SIGINT ignored, and its children with it
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         with open(tmp_path / "a.jsonl", "w") as pipe:
             for _ in range(5000):

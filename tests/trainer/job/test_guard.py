@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -57,6 +58,14 @@ def test_the_average_follows_the_loss() -> None:
     assert guard.average == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.fixture
+def default_ctrl_c() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_ctrl_c")
 def test_signals_after_the_first_change_nothing_but_a_later_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     ended: list[str] = []
