@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mega_cli.data_options import Overwrite, TokenizerPath
-from mega_cli.embed import Pooling
+from mega_cli.embed import Pooling, modes_of
 from mega_cli.eval import Device, Precision, PrecisionOption
 from mega_common.errors import DataError
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from mega_data.retrieval.retrieve import Encoder
-    from mega_data.tokenizer import Tokenizer
-    from mega_trainer.model.decoder import Decoder
+    from mega_eval.embed import TextEmbedder
 
 EXAMPLES = """Examples:
 
@@ -63,8 +62,11 @@ def retrieve(
     ] = None,
     probes: Annotated[int, typer.Option(min=1, help="Lists of an IVF index that are looked at for each chunk.")] = 32,
     pooling: Annotated[
-        Pooling, typer.Option(help="The mean over a text's tokens, or its first token's.")
-    ] = Pooling.MEAN,
+        Pooling | None,
+        typer.Option(
+            help="How hidden states become one vector; default: as a sentence-transformers folder says, or mean."
+        ),
+    ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are computed together.")] = 8192,
     precision: PrecisionOption = Precision.FP32,
     device: Device = "auto",
@@ -110,38 +112,25 @@ def retrieve(
     )
 
 
-def _encoder(folder: str, pooling: Pooling, batch_tokens: int, precision: Precision, device: str) -> Encoder:
+def _encoder(folder: str, pooling: Pooling | None, batch_tokens: int, precision: Precision, device: str) -> Encoder:
     """What embeds texts. The model is loaded when the first are; nothing of it where all were embedded before."""
     from functools import cache
 
     from mega_data.retrieval.retrieve import Encoder
 
     @cache
-    def loaded() -> tuple[Tokenizer, Decoder]:
-        from mega_eval.load import PRECISIONS, device_named, load_model, load_tokenizer
+    def loaded() -> TextEmbedder:
+        from mega_eval.embed import load_text_embedder
+        from mega_eval.load import PRECISIONS, device_named
 
-        model = load_model(
-            folder, dtype=PRECISIONS[precision], device=device_named(device), kinds=("decoder", "encoder")
+        return load_text_embedder(
+            folder, dtype=PRECISIONS[precision], device=device_named(device), modes=modes_of(pooling)
         )
-        return load_tokenizer(folder), model
 
     def embed_texts(texts: list[str], advance: Callable[[int], None]) -> npt.NDArray[np.float32]:
-        import numpy as np
-
-        from mega_eval.embed import embed
-
-        words, model = loaded()
-        tokens = [words.encode(text, add_special_tokens=True) for text in texts]
-        there = [row for row, text in enumerate(tokens) if text]  # of special tokens alone there is no text
-        advance(len(tokens) - len(there))
-        vectors = embed(
-            model, [tokens[row] for row in there], pooling=pooling.value, batch_tokens=batch_tokens, advance=advance
-        )
-        found = np.zeros((len(texts), vectors.shape[1]), np.float32)
-        found[there] = vectors
-        return found
+        return loaded().embed(texts, batch_tokens=batch_tokens, advance=advance)
 
     local = Path(folder)
     paths = sorted(path for path in ([local] if local.is_file() else local.rglob("*")) if path.is_file())
     states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return Encoder(folder, repr((folder, states, pooling.value, precision.value)), embed_texts)
+    return Encoder(folder, repr((folder, states, pooling and pooling.value, precision.value)), embed_texts)

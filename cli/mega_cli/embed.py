@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from mega_eval.sentence_folder import PoolingMode
+
 EXAMPLES = """Examples:
 
     mega embed out/modernbert texts.jsonl --output vectors.npy
@@ -25,14 +28,25 @@ EXAMPLES = """Examples:
     mega embed runs/bert texts.txt --output vectors.safetensors --pooling cls --normalize --precision bf16
 
     mega embed out/bert passages.jsonl --text-key passage --id-key number --output passages.npy
+
+    mega embed e5-small queries.txt --output queries.npy --prompt-name query
 """
 
 
 class Pooling(StrEnum):
-    """How a text's tokens become one vector."""
+    """Ways to make one vector of a text's hidden states, by the names of sentence-transformers."""
 
     MEAN = "mean"
     CLS = "cls"
+    MAX = "max"
+    LAST = "lasttoken"
+    WEIGHTED = "weightedmean"
+    MEAN_SQRT = "mean_sqrt_len_tokens"
+
+
+def modes_of(pooling: Pooling | None) -> list[PoolingMode] | None:
+    """Return the pooling modes of the option, None where the folder decides."""
+    return None if pooling is None else [cast("PoolingMode", pooling.value)]
 
 
 def embed_command(
@@ -46,9 +60,20 @@ def embed_command(
         typer.Option(help="A .npy file, or a .safetensors file with the tensor `embeddings`: fp32 [texts, width]."),
     ],
     pooling: Annotated[
-        Pooling, typer.Option(help="The mean over a text's tokens, or its first token's.")
-    ] = Pooling.MEAN,
-    normalize: Annotated[bool, typer.Option("--normalize", help="Vectors of length 1.")] = False,
+        Pooling | None,
+        typer.Option(
+            help="How hidden states become one vector; default: as a sentence-transformers folder says, or mean."
+        ),
+    ] = None,
+    normalize: Annotated[
+        bool | None,
+        typer.Option("--normalize/--no-normalize", help="Vectors of length 1; default: as the folder says, or not."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text put in front of each text.")] = None,
+    prompt_name: Annotated[
+        str | None,
+        typer.Option(help="Prompt of the folder's config_sentence_transformers.json; default: its own default."),
+    ] = None,
     text_key: Annotated[str, typer.Option(help="Of records: the key of the text.")] = "text",
     id_key: Annotated[str, typer.Option(help="Of records: the key of what names a text; else its number.")] = "id",
     max_length: Annotated[
@@ -61,23 +86,29 @@ def embed_command(
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Make a vector of each text, for search and comparison, from the last hidden states of an encoder.
+    """Compute a vector of each text, for search and comparison, from the last hidden states of an encoder or decoder.
 
-    Beside OUTPUT a file NAME.ids.jsonl names the texts in the order of the vectors. Of a decoder the mean can be taken.
+    A folder of sentence-transformers is followed: its pooling, projection, normalisation, prompts and length. A file
+    NAME.ids.jsonl next to OUTPUT names the texts in the order of the vectors.
     """
     if output.suffix not in (".npy", ".safetensors"):
         raise ConfigError(f"--output {output}: is neither .npy nor .safetensors")
     ids, read = _read(texts, text_key, id_key)
-    from mega_data.tokenizer import Tokenizer
-    from mega_eval.embed import embed
-    from mega_eval.load import PRECISIONS, device_named, load_model, load_tokenizer
+    from mega_eval.embed import load_text_embedder
+    from mega_eval.load import PRECISIONS, device_named
 
-    words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(model)
-    loaded = load_model(model, dtype=PRECISIONS[precision], device=device_named(device), kinds=("decoder", "encoder"))
-    tokens = [words.encode(text, add_special_tokens=True) for text in read]
-    vectors = embed(
-        loaded, tokens, pooling=pooling.value, normalize=normalize, max_length=max_length, batch_tokens=batch_tokens
+    embedder = load_text_embedder(
+        model,
+        dtype=PRECISIONS[precision],
+        device=device_named(device),
+        tokenizer=tokenizer,
+        modes=modes_of(pooling),
+        normalize=normalize,
     )
+    if max_length is not None:
+        embedder = replace(embedder, settings=replace(embedder.settings, max_length=max_length))
+    before = embedder.settings.prompt(prompt_name) if prompt is None else prompt
+    vectors = embedder.embed(read, prompt=before, batch_tokens=batch_tokens)
     _write(output, vectors, ids)
     logger.info("%s: %d vectors of %d numbers; %s names them", output, *vectors.shape, _ids_file(output).name)
 

@@ -42,5 +42,5 @@ def test_options_and_mistakes(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         with pytest.raises(DataError, match=told):
             embed(model, texts)
     model.config = model.config.model_copy(update={"causal": True})
-    with pytest.raises(ConfigError, match="the first token of a decoder sees no other"):
+    with pytest.raises(ConfigError, match="--pooling cls requires an encoder"):
         embed(model, TEXTS, pooling="cls")

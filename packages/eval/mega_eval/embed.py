@@ -7,50 +7,167 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from mega_common.errors import ConfigError, DataError
 from mega_common.log import ProgressBar, logger
+from mega_common.remote import Place
+from mega_data.tokenizer import Tokenizer
 from mega_eval.encoder_decoder import padded
+from mega_eval.load import load_model, load_tokenizer
+from mega_eval.sentence_folder import (
+    PoolingMode,
+    SentenceFolder,
+    log_settings,
+    normalized,
+    pool,
+    read_sentence_folder,
+)
 from mega_trainer.batch import Outline
 from mega_trainer.model.decoder import Decoder
 
-Pooling = Literal["mean", "cls"]
 BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class TextEmbedder:
+    """Model, tokenizer and sentence-transformers settings that turn texts into vectors.
+
+    Attributes:
+        model: in eval mode.
+        tokenizer: the model's.
+        settings: pooling, projection, prompts and length; of a folder without any, the mean over all tokens.
+    """
+
+    model: Decoder
+    tokenizer: Tokenizer
+    settings: SentenceFolder
+
+    def encode(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
+        """Return the tokens of each text behind the prompt, cut as the tokenizer cuts: special tokens at the end stay."""
+        most = min(self.settings.max_length or self.model.config.max_position, self.model.config.max_position)
+        found = [self.tokenizer.encode(self._read(prompt + text), add_special_tokens=True) for text in texts]
+        long = [row for row, tokens in enumerate(found) if len(tokens) > most]
+        if long:
+            logger.warning("%d of %d texts are cut to %d tokens", len(long), len(texts), most)
+            backend = Backend.from_str(self.tokenizer.backend.to_str())
+            backend.enable_truncation(most)
+            for row in long:
+                found[row] = backend.encode(self._read(prompt + texts[row])).ids
+        return found
+
+    def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        prompt: str = "",
+        batch_tokens: int = BATCH_TOKENS,
+        advance: Callable[[int], None] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Compute the vectors of texts, fp32 [N, P]; a text without a token has zeros."""
+        tokens = self.encode(texts, prompt)
+        rows = [row for row, text in enumerate(tokens) if text]
+        if advance is not None:
+            advance(len(tokens) - len(rows))
+        vectors = embed(
+            self.model,
+            [tokens[row] for row in rows],
+            pooling=self.settings.modes,
+            layers=self.settings.layers,
+            normalize=self.settings.normalized,
+            skipped=self._prompt_tokens(prompt),
+            batch_tokens=batch_tokens,
+            advance=advance,
+        )
+        found = np.zeros((len(texts), vectors.shape[1]), np.float32)
+        found[rows] = vectors
+        return found
+
+    def _read(self, text: str) -> str:
+        return text.lower() if self.settings.lower_case else text
+
+    def _prompt_tokens(self, prompt: str) -> int:
+        """Count the tokens of a prompt that are not pooled, special tokens before it included."""
+        if not prompt or self.settings.include_prompt:
+            return 0
+        tokens = self.tokenizer.encode(self._read(prompt), add_special_tokens=True)
+        special = {id for id, token in self.tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+        return len(tokens) - (tokens[-1] in special)
+
+
+def load_text_embedder(
+    path: str | Place,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tokenizer: Path | None = None,
+    modes: Sequence[PoolingMode] | None = None,
+    normalize: bool | None = None,
+) -> TextEmbedder:
+    """Open a folder for embedding; `modes` and `normalize` take the place of what a sentence-transformers folder declares.
+
+    Raises:
+        CheckpointError: when there is no model, or a declared module or setting is not supported.
+        ConfigError: for a model that is neither an encoder nor a decoder.
+    """
+    found = read_sentence_folder(Path(str(path)))
+    settings = found or SentenceFolder(Path(str(path)))
+    if modes is not None and tuple(modes) != settings.modes:
+        if settings.layers:
+            logger.warning("%s: modules behind the pooling are left out with another pooling", path)
+        settings = replace(settings, modes=tuple(modes), layers=(), normalized=False)
+    if normalize is not None and normalize != settings.normalized:
+        layers = settings.layers if normalize else tuple(each for each in settings.layers if each is not normalized)
+        settings = replace(settings, normalized=normalize, layers=layers)
+    if found is not None:
+        log_settings(settings)
+    folder = str(settings.model) if found else path
+    model = load_model(folder, dtype=dtype, device=device, kinds=("decoder", "encoder"))
+    return TextEmbedder(model, Tokenizer(tokenizer) if tokenizer else load_tokenizer(folder), settings)
 
 
 def embed(
     model: Decoder,
     texts: Sequence[Sequence[int]],
     *,
-    pooling: Pooling = "mean",
+    pooling: PoolingMode | Sequence[PoolingMode] = "mean",
+    layers: Sequence[Callable[[Tensor], Tensor]] = (),
     normalize: bool = False,
+    skipped: int = 0,
     max_length: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     advance: Callable[[int], None] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """A vector for each text, fp32 [N, D], in the order given. It does not depend on the others but for rounding.
+    """Compute a vector for each text, fp32 [N, P], in the order given; it does not depend on the other texts.
 
     Args:
         model: in eval mode.
         texts: token ids, those that the tokenizer puts around a text included.
-        pooling: the mean over all tokens of a text, or the first token's.
-        normalize: to length 1.
+        pooling: how a text's hidden states [S, D] become one vector [P]; vectors of several modes are joined.
+        layers: functions of pooled vectors, fp32 [B, P] to fp32 [B, P'], applied in order.
+        normalize: to length 1, in the end.
+        skipped: tokens at the beginning of each text that are not pooled, such as those of a prompt.
         max_length: tokens after which a text is cut; default: those that the model was made for.
         batch_tokens: of texts of about one length that are computed together, padding included.
-        advance: is told of texts that are done; default: a bar of its own.
+        advance: called with the number of texts that are done; default: a progress bar.
 
     Raises:
-        DataError: when a text has no tokens, or one that the model does not know.
+        DataError: when a text has no tokens, or one that is outside the vocabulary.
         ConfigError: for `cls` of a decoder.
     """
-    if pooling == "cls" and model.config.causal:
-        raise ConfigError("the first token of a decoder sees no other", hint="--pooling mean")
+    modes = (pooling,) if isinstance(pooling, str) else tuple(pooling)
+    if "cls" in modes and model.config.causal:
+        raise ConfigError(
+            "--pooling cls requires an encoder: the first token of a decoder does not attend to the others",
+            hint="use --pooling mean or lasttoken",
+        )
     most = min(max_length or model.config.max_position, model.config.max_position)
     for number, text in enumerate(texts):
         if not len(text):
@@ -62,14 +179,19 @@ def embed(
             )
     if cut := sum(len(text) > most for text in texts):
         logger.warning("%d of %d texts are cut to %d tokens", cut, len(texts), most)
-    out = np.empty((len(texts), model.config.hidden_size), np.float32)
+    out: npt.NDArray[np.float32] | None = None
     with contextlib.ExitStack() as stack:
-        tell = advance or stack.enter_context(ProgressBar("embedding", total=len(texts), unit="texts")).advance
+        report = advance or stack.enter_context(ProgressBar("embedding", total=len(texts), unit="texts")).advance
         for rows in _batches([min(len(text), most) for text in texts], batch_tokens):
-            found = _pooled(model, [texts[row][:most] for row in rows], pooling)
-            out[rows] = torch.nn.functional.normalize(found, dim=-1).numpy() if normalize else found.numpy()
-            tell(len(rows))
-    return out
+            vectors = _pooled(model, [texts[row][:most] for row in rows], modes, skipped)
+            for layer in layers:
+                vectors = layer(vectors)
+            vectors = torch.nn.functional.normalize(vectors, dim=-1) if normalize else vectors
+            if out is None:
+                out = np.empty((len(texts), vectors.shape[1]), np.float32)
+            out[rows] = vectors.numpy()
+            report(len(rows))
+    return np.empty((0, model.config.hidden_size), np.float32) if out is None else out
 
 
 def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
@@ -82,16 +204,12 @@ def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 @torch.inference_mode()
-def _pooled(model: Decoder, texts: Sequence[Sequence[int]], pooling: Pooling) -> Tensor:
-    """fp32 [B, D] on the host. Padding is a document by itself, which no text sees."""
+def _pooled(model: Decoder, texts: Sequence[Sequence[int]], modes: Sequence[PoolingMode], skipped: int) -> Tensor:
+    """Return fp32 [B, P] on the host; padding is a document by itself, which no text attends to."""
     tokens, lengths = padded(texts)
     places = np.arange(tokens.shape[1])
     ids, positions = (torch.from_numpy(each).to(model.device) for each in (tokens, places[None]))
     outline = Outline.padded(lengths, places.size)
     hidden = model.head.norm(model(model.embed(ids, positions), model.context(positions, outline=outline))).float()
-    if pooling == "cls":
-        first: Tensor = hidden[:, 0].cpu()
-        return first
     there = torch.from_numpy(places < lengths[:, None]).to(model.device)
-    mean: Tensor = ((hidden * there.unsqueeze(-1)).sum(1) / there.sum(1, keepdim=True)).cpu()
-    return mean
+    return pool(hidden, there, modes, skipped).cpu()
