@@ -54,7 +54,7 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert (run.batch.micro, run.batch.global_) == (4, 64)
     assert (run.optimizer.lr, run.optimizer.betas, run.optimizer.eps) == (3e-5, (0.9, 0.98), 1e-6)
     assert (run.optimizer.weight_decay, run.optimizer.clip_grad, run.optimizer.offload) == (0.01, 0.5, True)
-    assert (run.lr_schedule.name, run.lr_schedule.warmup_steps, run.lr_schedule.decay_steps) == ("linear", 10, 100)
+    assert (run.lr_schedule.name, run.lr_schedule.warmup_steps, run.lr_schedule.decay_steps) == ("wsd", 10, 101)
     assert (run.precision, run.parallel.zero) == ("bf16", 2)
     assert "compression.enabled: True, mystery: 3: not known here" in text
     assert "fp16.enabled: False" not in text
@@ -116,10 +116,11 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
     run = loaded(done.stdout)
     assert run.lora is not None
     assert (run.lora.rank, run.lora.alpha, run.lora.modules) == (8, 16, [".*q_proj", ".*v_proj"])
-    assert (run.train.epochs, run.optimizer.lr, run.precision, run.lr_schedule.name) == (2, 2e-4, "bf16", "linear")
+    assert (run.train.epochs, run.optimizer.lr, run.precision, run.lr_schedule.name) == (2, 2e-4, "bf16", "cosine")
     assert yaml.safe_load(done.stdout)["data"]["seq_length"] == 512
-    assert "batch.global: is for one rank" in done.stdout
-    assert "lr_schedule.warmup_steps: is 0.1 of all steps" in done.stdout
+    assert "batch.global: is for one data rank" in done.stdout
+    assert (run.lr_schedule.warmup_share, run.batch.micro) == (0.1, 2)
+    assert "lr_schedule.warmup_share: is rounded up to whole steps; Axolotl rounds it down" in done.stdout
     assert "mega ckpt pull some/model models/model" in done.stdout
 
 

@@ -67,7 +67,10 @@ class LRSchedule(Config):
             yield Problem("warmup_samples", "given beside warmup_steps", self.warmup_samples, "leave one of them out")
         if self.warmup_share and (self.warmup_steps or self.warmup_samples is not None):
             yield Problem(
-                "warmup_share", "given beside warmup_steps or warmup_samples", self.warmup_share, "leave one of them out"
+                "warmup_share",
+                "given beside warmup_steps or warmup_samples",
+                self.warmup_share,
+                "leave one of them out",
             )
         if self.timescale_steps and self.name != "inverse-sqrt":
             yield Problem(
@@ -151,10 +154,10 @@ class LRCurve:
     def __call__(self, samples: int) -> float:
         """The learning rate of the step that starts when `samples` samples have been consumed."""
         if samples < self.warmup + (self.delay if self.warmup else 0):
-            done, rise = max(0, samples - self.delay), self.highest - self.first
+            passed, rise = max(0, samples - self.delay), self.highest - self.first
             if self.rise == "linear":
-                return self.first + rise * done / self.warmup
-            return self.first + rise * _risen(self.rise, done / self.warmup, self.rise_steps)
+                return self.first + rise * passed / self.warmup
+            return self.first + rise * _risen(self.rise, passed / self.warmup, self.rise_steps)
         if self.name == "constant":
             return self.highest
         if self.name == "inverse-sqrt":
