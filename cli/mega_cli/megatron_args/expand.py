@@ -300,9 +300,9 @@ class _Parameter:
             return self._length(values, whole)
         if not operator:
             return values
-        pieces = (
-            list(self.words.mixed(self.node, self.quote, operand, len(self.node.text or b"") - 1)) if operand else []
-        )
+        # A pattern counts as one between double quotes, too.
+        quote = self.quote if operator.lstrip(":") in ("", "-", "=", "+", "?") else ""
+        pieces = list(self.words.mixed(self.node, quote, operand, len(self.node.text or b"") - 1)) if operand else []
         if operator.lstrip(":") in ("-", "=", "+", "?"):
             return self._default(name, values, operator, pieces)
         if operator == ":":

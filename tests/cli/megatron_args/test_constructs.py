@@ -24,6 +24,9 @@ PARAMETERS = [
     "$(dirname $(dirname a/b/c))/d", "$(basename $x)", "$(expr 3 + 4)", "$(expr 3 \\* $n)", "$(seq 1 3)",     "$(printf '%s-%d' a 3)", "$(printf '%03d' $n)", "$(echo $x | tr a-z A-Z)", "$(echo a:b:c | cut -d: -f2)",
     "$(echo $x | cut -d '.' -f 1)", "$(echo a_b | sed 's/_/-/')", "$(echo 'a b c' | wc -w)", "$(f a 'b c')", "$(cat file)",
     '"$(cat <<< "$x")"', "$(echo -n a; echo b)", "$(echo -e 'a\\nb')", "${x}_${y}", "$x$y", "$x-$n", "$x/$y", "pre${x}post", "$y.$x",
+    '"${x//a/b}"', '"${x/a/b}"', '"${x/#a/b}"', '"${x/%b/a}"', '"${x//[ab]/-}"', '"${x//\\//_}"', '"${x//./}"', '"${x//_}"',
+    '"${x%.*}"', '"${x%%.*}"', '"${x##*/}"', '"${x#*.}"', '"${x%$y*}"', '"${x//$y/c d}"', '"${x//a/$y}"', '"${x^^}"', '"${L[@]/a/x}"',
+    '"${L[@]%b}"', '"-${x//a/b}-$y"', "\"${x%'b'}\"", '"${x//"a"/b}"', '"${x:0:2}"', '"${x:-a  b}"',
 ]  # fmt: skip
 
 
