@@ -223,6 +223,11 @@ def test_an_objective_is_translated(tmp_path: Path, values: dict[str, Any], expe
         (TRL_BASE | {"loss_type": "sigmoid", "f_divergence_type": "js_divergence"}, "f_divergence_type"),
         (TRL_BASE | {"loss_type": "sigmoid", "cpo_alpha": 1.0}, "CPO is an objective that is not supported"),
         (TRL_BASE | {"teacher_model_name_or_path": "big", "lmbda": 0.5}, "teacher_model_name_or_path"),
+        (TRL_BASE | {"loss_type": "sigmoid", "beta": 0.1, "missing_eos_penalty": None}, "missing_eos_penalty"),
+        (TRL_BASE | {"loss_type": "sigmoid", "beta": 0.1, "tpo_alpha": 1.0}, "tpo_alpha = 1.0 is a setting of"),
+        (TRL_BASE | {"step_separator": "x"}, "step_separator"),
+        (TRL_BASE | {"min_density_ratio": 0.5, "beta": 0.1}, "min_density_ratio"),
+        (TRL_BASE | {"beta": 0.5, "seq_kd": False}, "seq_kd"),
         ({"stage": "dpo", "model_name_or_path": "some/model", "pref_beta": 0.1}, "stage = dpo"),
         (
             {k: v for k, v in AXOLOTL_BASE.items() if k != "learning_rate"},

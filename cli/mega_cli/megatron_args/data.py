@@ -12,7 +12,7 @@ from mega_cli.megatron_args.shell import MARK
 OWN = ("train_data_path", "valid_data_path", "test_data_path")
 SPLIT = "969, 30, 1"
 NUMBER = re.compile(r"[.0-9]+")
-PLAIN_SPLIT = re.compile(r"[\[(]?[.0-9]+([,/ ]+[.0-9]+)*,? *[\])]?")
+PLAIN_SPLIT = re.compile(r"[\[('\"]*[.0-9]+([,/ ]+[.0-9]+)*,? *[\])'\"]*")
 
 
 def data_section(draft: Draft) -> None:

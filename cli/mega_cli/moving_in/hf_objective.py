@@ -24,6 +24,12 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "sync_ref_model": (False,), "f_divergence_type": ("reverse_kl",), "trainer_cls": (),
 }  # fmt: skip
 
+# Settings that only trainers of other objectives have: TRL's online and offline RL, distillation, process rewards, TPO, BCO.
+FOREIGN = (
+    "temperature", "missing_eos_penalty", "total_episodes", "num_ppo_epochs", "min_density_ratio", "step_separator",
+    "train_on_last_step_only", "tpo_alpha", "num_value_samples", "seq_kd", "generation_batch_size", "max_new_tokens",
+)  # fmt: skip
+
 
 def put_objective(given: Given, dialect: Dialect) -> str:
     """Set `objective` and what goes with it, and return its kind.
@@ -35,6 +41,8 @@ def put_objective(given: Given, dialect: Dialect) -> str:
         value = given.get(key)
         if value is not None and value not in neutral:
             given.refuse(key, "is an objective, or a variant of one, that is not supported", HINT)
+    if foreign := next((key for key in FOREIGN if given.has(key)), None):
+        given.refuse(foreign, "is a setting of an objective that is not supported", HINT)
     kind = _axolotl_kind(given) if dialect.program == "Axolotl" else _trl_kind(given)
     if kind == "cross_entropy":
         return kind
