@@ -326,3 +326,33 @@ def test_what_huggingface_fills_into_deepspeeds_file_is_left_to_fill_in(tmp_path
     run = dict(flat(yaml.safe_load(to_yaml(from_deepspeed(written(tmp_path, values), 1)))))
     for key in ("optimizer.lr", "optimizer.betas", "lr_schedule.name"):
         assert run[key] == "TO BE FILLED IN", key
+
+
+@pytest.mark.parametrize(
+    ("file", "batch", "named"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}}, 8, "its sizes and stage are read"),
+        ({"sequence_parallel_size": 4, "zero_optimization": {"stage": 3}}, 4, "its sizes and stage are read"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {}}},
+            16,
+            "WarmupLR of DeepSpeed's file takes the place of linear",
+        ),
+        ({"mystery": 1}, 16, "deepspeed.mystery: 1: is of DeepSpeed's file"),
+        (None, 16, "ds.json is not there"),
+    ],
+)
+def test_a_file_of_deepspeed_that_the_arguments_name_is_read(
+    tmp_path: Path, file: dict[str, Any] | None, batch: int, named: str
+) -> None:
+    if file is not None:
+        (tmp_path / "ds.json").write_text(json.dumps(file))
+    run, text = translated(tmp_path, TRL_BASE | {"deepspeed": "ds.json"}, ranks=8)
+    assert run["batch.global"] == batch
+    assert named in text.replace("\n#     ", " ")
+    assert run["parallel.zero"] == (3 if file and "zero_optimization" in file else 1)
+
+
+def test_settings_of_deepspeed_may_stand_in_the_arguments(tmp_path: Path) -> None:
+    run, _ = translated(tmp_path, TRL_BASE | {"deepspeed": {"tensor_parallel": {"autotp_size": 4}}}, ranks=8)
+    assert (run["batch.global"], run["parallel.tp"]) == (4, 4)

@@ -28,18 +28,29 @@ class Given:
 
     def __init__(self, path: Path, what: str) -> None:
         self.path, self._what = path, what
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error})") from None
-        if not isinstance(values, Mapping) or not values:
-            raise ConfigError(f"{path}: holds no settings", hint=f"give {what}: JSON or YAML")
-        self._values = dict(_flat(values))
-        off = {key for key, value in self._values.items() if key.endswith(".enabled") and value is False}
-        self._left = {key for key, value in self._values.items() if value not in AUTO} - off
+        self._values: dict[str, Any] = {}
+        self._left: set[str] = set()
+        self._take(_read(path, what))
         self._run: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
         self._notes: list[Note] = []
+
+    def _take(self, values: Mapping[str, Any], path: str = "") -> None:
+        found = dict(_flat(values, path))
+        off = {key for key, value in found.items() if key.endswith(".enabled") and value is False}
+        self._values |= found
+        self._left |= {key for key, value in found.items() if value not in AUTO} - off
+
+    def include(self, name: str, prefix: str, what: str) -> bool:
+        """Add the settings of another file under a prefix; return False where it is not there.
+
+        Raises:
+            ConfigError: when it is there, and holds no settings.
+        """
+        path = next((path for path in (self.path.parent / name, Path(name)) if path.is_file()), None)
+        if path is not None:
+            self._take(_read(path, what), prefix)
+        return path is not None
 
     def has(self, *keys: str) -> bool:
         """Return whether the file names one of the keys, whatever their values."""
@@ -154,6 +165,17 @@ class Given:
             kind, why = next(found, ("open", "not known here; see whether it changes the model or the run"))
             self.tell(kind, why, f"{key}: {self._values[key]}")
         return Translation(self._run, self._notes, self._origins, launch, self._what)
+
+
+def _read(path: Path, what: str) -> Mapping[str, Any]:
+    """Return the settings of a file of JSON or YAML."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(values, Mapping) or not values:
+        raise ConfigError(f"{path}: holds no settings", hint=f"give {what}: JSON or YAML")
+    return values
 
 
 def _plain(value: Any) -> Any:

@@ -62,11 +62,16 @@ def put_sharding(given: Given) -> None:
         zero = 3 if kind is True else SHARDING.get(str(kind).split()[0], 3)
         given.put("parallel.zero", zero, f"FSDP: {kind}")
     given.put("parallel.zero", given.whole("deepspeed_config.zero_stage"), "deepspeed_config.zero_stage")
+    given.put("parallel.zero", given.whole("deepspeed.zero_optimization.stage"), "DeepSpeed's stage")
+
+
+def include_deepspeed(given: Given) -> None:
+    """Read the sizes of DeepSpeed's file where the settings name one, and name the file."""
     other = given.get("deepspeed", "deepspeed_config.deepspeed_config_file")
-    if other is not None:
-        text = (
-            f"has settings of its own, which are not read here: mega train --from-deepspeed {other}; ranks that share a"
-        )
-        given.tell(
-            "open", f"{text} model there (tensor_parallel, sequence_parallel_size) divide batch.global", "deepspeed"
-        )
+    if other is None:
+        return
+    if given.include(str(other), "deepspeed.", "a file of DeepSpeed's settings"):
+        text = f"its sizes and stage are read; see the rest with mega train --from-deepspeed {other}"
+    else:
+        text = f"{other} is not there: ranks that share a model by it (autotp_size, sequence_parallel_size) divide batch.global"
+    given.tell("open", text, "deepspeed")

@@ -149,7 +149,9 @@ def put_schedule(given: Given, dialect: Dialect, lr: float, steps: int | None) -
     warmup = (_axolotl_warmup if dialect.program == "Axolotl" else _warmup)(given, steps)
     schedule = Schedule(given, lr, steps, warmup)
     origin = f"lr_scheduler_type {name}" if found is not None else f"{dialect.program}'s default"
-    if isinstance(given.get("lr_scheduler_kwargs"), str):
+    if other := given.get("deepspeed.scheduler.type"):
+        schedule.ask(f"{other} of DeepSpeed's file takes the place of {name}: see mega train --from-deepspeed")
+    elif isinstance(given.get("lr_scheduler_kwargs"), str):
         schedule.ask("lr_scheduler_kwargs is one text; write it as a mapping")
     elif given.get("jagged_restart_steps") is not None:
         schedule.ask("jagged_restart_steps: schedules with restarts have no equivalent")

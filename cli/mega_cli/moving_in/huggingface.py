@@ -15,7 +15,7 @@ from mega_cli.moving_in.dialects import Dialect, find_dialect
 from mega_cli.moving_in.given import Given, Reasons
 from mega_cli.moving_in.hf_adapter import put_adapter
 from mega_cli.moving_in.hf_objective import LEARNING_RATES, put_objective
-from mega_cli.moving_in.hf_parallel import put_sharding, read_ranks, read_split
+from mega_cli.moving_in.hf_parallel import include_deepspeed, put_sharding, read_ranks, read_split
 from mega_cli.moving_in.hf_schedule import put_schedule
 
 SAME = {
@@ -55,6 +55,7 @@ REASONS: Mapping[Kind, Reasons] = {
         "a chat is rendered by the tokenizer's own template, as mega data preprocess does": "chat_template* train_on_inputs"
         " datasets dataset_* assistant_only_loss completion_only_loss",
     },
+    "open": {"is of DeepSpeed's file: mega train --from-deepspeed says what becomes of it": "deepspeed.*"},
     "no equivalent": {
         "changes the loss": "label_smoothing_factor neftune_noise_alpha router_aux_loss_coef",
         "the weights beside an adapter are kept in the run's precision, or in 4 bits": "load_in_8bit",
@@ -72,6 +73,7 @@ def from_hf_args(path: Path, ranks: int | None = None) -> Translation:
     dialect = find_dialect(given)
     _model_and_data(given)
     objective = put_objective(given, dialect)
+    include_deepspeed(given)
     split = read_split(given)
     ranks = read_ranks(given, ranks, split)
     _batch(given, dialect, count_data_ranks(given, ranks, split))
