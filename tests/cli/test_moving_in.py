@@ -182,6 +182,7 @@ def translated(folder: Path, values: dict[str, Any], ranks: int = 1) -> tuple[di
         (TRL_BASE | {"loss_type": "kto", "desirable_weight": 1.5}, {"objective.desirable_weight": 1.5}),
         (TRL_BASE | {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0}, {"objective.kind": "simpo"}),
         (TRL_BASE | {"center_rewards_coefficient": None}, {"objective.kind": "reward", "optimizer.lr": 1e-4}),
+        (AXOLOTL_BASE | {"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, {"data.kind": None}),
         (TRL_BASE | {"packing": True}, {"optimizer.lr": 2e-5, "precision": "bf16", "recompute": "full"}),
         (TRL_BASE | {"loss_type": "nll"}, {"optimizer.lr": 2e-5}),
         (TRL_BASE, {"optimizer.lr": 5e-5, "precision": "fp32"}),
@@ -228,6 +229,8 @@ def test_an_objective_is_translated(tmp_path: Path, values: dict[str, Any], expe
         (TRL_BASE | {"step_separator": "x"}, "step_separator"),
         (TRL_BASE | {"min_density_ratio": 0.5, "beta": 0.1}, "min_density_ratio"),
         (TRL_BASE | {"beta": 0.5, "seq_kd": False}, "seq_kd"),
+        (AXOLOTL_BASE | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins = .* has an objective"),
+        (AXOLOTL_BASE | {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "has an objective"),
         ({"stage": "dpo", "model_name_or_path": "some/model", "pref_beta": 0.1}, "stage = dpo"),
         (
             {k: v for k, v in AXOLOTL_BASE.items() if k != "learning_rate"},

@@ -5,6 +5,7 @@ Facts: TRL 1.16 (DPOConfig, KTOConfig, RewardConfig, CPOConfig), Axolotl 0.18 (c
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from mega_cli.moving_in.dialects import Dialect
@@ -30,6 +31,8 @@ FOREIGN = (
     "train_on_last_step_only", "tpo_alpha", "num_value_samples", "seq_kd", "generation_batch_size", "max_new_tokens",
 )  # fmt: skip
 
+PLUGINS = re.compile(r"diffusion|\bkd\b|distill|grpo|nemo_gym|ebft|\brl\b", re.IGNORECASE)
+
 
 def put_objective(given: Given, dialect: Dialect) -> str:
     """Set `objective` and what goes with it, and return its kind.
@@ -43,6 +46,8 @@ def put_objective(given: Given, dialect: Dialect) -> str:
             given.refuse(key, "is an objective, or a variant of one, that is not supported", HINT)
     if foreign := next((key for key in FOREIGN if given.has(key)), None):
         given.refuse(foreign, "is a setting of an objective that is not supported", HINT)
+    if PLUGINS.search(str(given.peek("plugins"))):
+        given.refuse("plugins", "has an objective that is not supported", HINT)
     kind = _axolotl_kind(given) if dialect.program == "Axolotl" else _trl_kind(given)
     if kind == "cross_entropy":
         return kind
