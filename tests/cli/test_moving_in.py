@@ -14,7 +14,7 @@ from mega_cli.main import build_app
 from mega_cli.megatron_args import to_yaml
 from mega_cli.moving_in import from_deepspeed, from_hf_args
 from mega_common.errors import ConfigError
-from mega_trainer.config import RunConfig, resolve
+from mega_trainer.config import RunConfig, flat, resolve
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
 
@@ -54,7 +54,7 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert (run.batch.micro, run.batch.global_) == (4, 64)
     assert (run.optimizer.lr, run.optimizer.betas, run.optimizer.eps) == (3e-5, (0.9, 0.98), 1e-6)
     assert (run.optimizer.weight_decay, run.optimizer.clip_grad, run.optimizer.offload) == (0.01, 0.5, True)
-    assert (run.lr_schedule.name, run.lr_schedule.warmup_steps, run.lr_schedule.decay_steps) == ("linear", 10, 100)
+    assert (run.lr_schedule.name, run.lr_schedule.warmup_steps, run.lr_schedule.decay_steps) == ("wsd", 10, 101)
     assert (run.precision, run.parallel.zero) == ("bf16", 2)
     assert "compression.enabled: True, mystery: 3: not known here" in text
     assert "fp16.enabled: False" not in text
@@ -116,10 +116,11 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
     run = loaded(done.stdout)
     assert run.lora is not None
     assert (run.lora.rank, run.lora.alpha, run.lora.modules) == (8, 16, [".*q_proj", ".*v_proj"])
-    assert (run.train.epochs, run.optimizer.lr, run.precision, run.lr_schedule.name) == (2, 2e-4, "bf16", "linear")
+    assert (run.train.epochs, run.optimizer.lr, run.precision, run.lr_schedule.name) == (2, 2e-4, "bf16", "cosine")
     assert yaml.safe_load(done.stdout)["data"]["seq_length"] == 512
-    assert "batch.global: is for one rank" in done.stdout
-    assert "lr_schedule.warmup_steps: is 0.1 of all steps" in done.stdout
+    assert "batch.global: is for one data rank" in done.stdout
+    assert (run.lr_schedule.warmup_share, run.batch.micro) == (0.1, 2)
+    assert "lr_schedule.warmup_share: is rounded up to whole steps; Axolotl rounds it down" in done.stdout
     assert "mega ckpt pull some/model models/model" in done.stdout
 
 
@@ -138,3 +139,223 @@ def test_a_file_that_is_none_is_told(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match="settings"):
         from_hf_args(path)
+
+
+AXOLOTL_BASE = {
+    "base_model": "some/model", "sequence_len": 64, "micro_batch_size": 2, "max_steps": 10, "learning_rate": 1e-5,
+}  # fmt: skip
+TRL_BASE = {"model_name_or_path": "some/model", "per_device_train_batch_size": 2, "max_steps": 10}
+PAIRS = {"data.kind": "pairs"}
+
+
+def translated(folder: Path, values: dict[str, Any], ranks: int = 1) -> tuple[dict[str, Any], str]:
+    """The run by dotted keys, and the whole text."""
+    text = to_yaml(from_hf_args(written(folder, values), ranks))
+    return dict(flat(yaml.safe_load(text))), text
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (AXOLOTL_BASE | {"rl": "dpo"}, PAIRS | {"objective.kind": "dpo", "objective.beta": 0.1}),
+        (AXOLOTL_BASE | {"rl": "dpo", "rl_beta": 0.2}, {"objective.kind": "dpo", "objective.beta": 0.2}),
+        (AXOLOTL_BASE | {"rl": "dpo", "trl": {"beta": 0.3}}, {"objective.beta": 0.3}),
+        (AXOLOTL_BASE | {"rl": "dpo", "dpo_label_smoothing": 0.1}, {"objective.label_smoothing": 0.1}),
+        (AXOLOTL_BASE | {"rl": "dpo", "dpo_loss_type": ["ipo"]}, {"objective.kind": "ipo"}),
+        (AXOLOTL_BASE | {"rl": "dpo", "train_on_inputs": False}, PAIRS),
+        (AXOLOTL_BASE | {"rl": "ipo", "rl_beta": 0.05}, PAIRS | {"objective.kind": "ipo", "objective.beta": 0.05}),
+        (
+            AXOLOTL_BASE | {"rl": "kto", "kto_undesirable_weight": 0.2},
+            PAIRS | {"objective.kind": "kto", "objective.undesirable_weight": 0.2, "objective.beta": 0.1},
+        ),
+        (
+            AXOLOTL_BASE | {"rl": "simpo", "rl_beta": 2.5, "simpo_gamma": 1.2, "cpo_alpha": 0},
+            PAIRS | {"objective.kind": "simpo", "objective.beta": 2.5, "objective.gamma": 1.2},
+        ),
+        (AXOLOTL_BASE | {"rl": "simpo"}, {"objective.beta": 0.1, "objective.gamma": 0.5}),
+        (
+            AXOLOTL_BASE | {"reward_model": True, "center_rewards_coefficient": 0.01},
+            PAIRS | {"objective.kind": "reward", "objective.center": 0.01, "model.score": True},
+        ),
+        (TRL_BASE | {"loss_type": "sigmoid"}, PAIRS | {"objective.kind": "dpo", "optimizer.lr": 1e-6}),
+        (TRL_BASE | {"loss_type": ["ipo"], "beta": 0.4}, PAIRS | {"objective.kind": "ipo", "objective.beta": 0.4}),
+        (TRL_BASE | {"loss_type": "kto", "desirable_weight": 1.5}, {"objective.desirable_weight": 1.5}),
+        (TRL_BASE | {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0}, {"objective.kind": "simpo"}),
+        (TRL_BASE | {"center_rewards_coefficient": None}, {"objective.kind": "reward", "optimizer.lr": 1e-4}),
+        (AXOLOTL_BASE | {"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, {"data.kind": None}),
+        (TRL_BASE | {"packing": True}, {"optimizer.lr": 2e-5, "precision": "bf16", "recompute": "full"}),
+        (TRL_BASE | {"loss_type": "nll"}, {"optimizer.lr": 2e-5}),
+        (TRL_BASE, {"optimizer.lr": 5e-5, "precision": "fp32"}),
+    ],
+)  # fmt: skip
+def test_an_objective_is_translated(tmp_path: Path, values: dict[str, Any], expected: dict[str, Any]) -> None:
+    run, text = translated(tmp_path, values)
+    assert {key: run.get(key) for key in expected} == expected
+    wanted = yaml.safe_load(text)
+    model = MODEL | {"score": True} if wanted.get("model", {}).get("score") else MODEL
+    data = {"train": "data/train", "seq_length": 64} | ({"kind": "pairs"} if run.get("data.kind") == "pairs" else {})
+    parsed = RunConfig.parse(resolve(wanted | {"model": model, "init_from": "model", "data": data}))
+    assert parsed.objective.of_pairs == (run.get("data.kind") == "pairs")
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (AXOLOTL_BASE | {"rl": "grpo"}, "rl = grpo is an objective that is not supported"),
+        (AXOLOTL_BASE | {"rl": "orpo"}, "rl = orpo"),
+        (AXOLOTL_BASE | {"rl": "gdpo"}, "rl = gdpo"),
+        (AXOLOTL_BASE | {"rl": "ebft"}, "rl = ebft"),
+        (AXOLOTL_BASE | {"rl": "dpo", "dpo_loss_type": ["sigmoid", "sft"]}, "dpo_loss_type"),
+        (AXOLOTL_BASE | {"rl": "dpo", "dpo_loss_type": ["robust"]}, "dpo_loss_type"),
+        (AXOLOTL_BASE | {"rl": "dpo", "dpo_use_weighting": True}, "dpo_use_weighting = True"),
+        (AXOLOTL_BASE | {"process_reward_model": True}, "process_reward_model"),
+        (AXOLOTL_BASE | {"kd_trainer": True}, "kd_trainer"),
+        (AXOLOTL_BASE | {"adapter": "llama-adapter"}, "adapter = llama-adapter is not supported"),
+        (AXOLOTL_BASE | {"load_in_4bit": True}, "load_in_4bit = True requires an adapter"),
+        (
+            AXOLOTL_BASE | {"adapter": "qlora", "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}},
+            "4 bits of type fp4 are not supported",
+        ),
+        (TRL_BASE | {"loss_type": "hinge"}, "loss_type = hinge is a loss that is not supported"),
+        (TRL_BASE | {"loss_type": "grpo"}, "loss_type = grpo"),
+        (TRL_BASE | {"loss_type": "dft"}, "loss_type = dft"),
+        (TRL_BASE | {"loss_type": "apo_zero_unpaired", "desirable_weight": 1.0}, "loss_type"),
+        (TRL_BASE | {"num_generations": 8}, "num_generations = 8"),
+        (TRL_BASE | {"loss_type": "sigmoid", "f_divergence_type": "js_divergence"}, "f_divergence_type"),
+        (TRL_BASE | {"loss_type": "sigmoid", "cpo_alpha": 1.0}, "CPO is an objective that is not supported"),
+        (TRL_BASE | {"teacher_model_name_or_path": "big", "lmbda": 0.5}, "teacher_model_name_or_path"),
+        (TRL_BASE | {"loss_type": "sigmoid", "beta": 0.1, "missing_eos_penalty": None}, "missing_eos_penalty"),
+        (TRL_BASE | {"loss_type": "sigmoid", "beta": 0.1, "tpo_alpha": 1.0}, "tpo_alpha = 1.0 is a setting of"),
+        (TRL_BASE | {"step_separator": "x"}, "step_separator"),
+        (TRL_BASE | {"min_density_ratio": 0.5, "beta": 0.1}, "min_density_ratio"),
+        (TRL_BASE | {"beta": 0.5, "seq_kd": False}, "seq_kd"),
+        (AXOLOTL_BASE | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins = .* has an objective"),
+        (AXOLOTL_BASE | {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "has an objective"),
+        ({"stage": "dpo", "model_name_or_path": "some/model", "pref_beta": 0.1}, "stage = dpo"),
+        (
+            {k: v for k, v in AXOLOTL_BASE.items() if k != "learning_rate"},
+            "learning_rate is not in the file, which Axolotl requires",
+        ),
+    ],
+)  # fmt: skip
+def test_an_objective_or_adapter_that_is_not_translated_is_refused(
+    tmp_path: Path, values: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        translated(tmp_path, values)
+
+
+def test_a_beta_of_no_known_objective_is_left_to_fill_in(tmp_path: Path) -> None:
+    run, text = translated(tmp_path, TRL_BASE | {"beta": 0.1})
+    assert run["objective.kind"] == "TO BE FILLED IN"
+    assert "objective.kind: beta is that of several objectives" in text
+
+
+LORA = {"lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected", "named"),
+    [
+        (AXOLOTL_BASE | LORA | {"adapter": "qlora", "load_in_4bit": True}, {"lora.quantize": "nf4"}, "second time"),
+        (AXOLOTL_BASE | LORA | {"adapter": "lora", "load_in_4bit": True}, {"lora.quantize": "nf4"}, ""),
+        (AXOLOTL_BASE | LORA | {"adapter": "lora"}, {"lora.quantize": None, "lora.rank": 8}, ""),
+        (AXOLOTL_BASE | LORA, {"lora.rank": None, "lora.modules": None}, "the file trains no adapter"),
+        (AXOLOTL_BASE | LORA | {"adapter": "lora", "peft_use_dora": True}, {"lora.dora": True}, ""),
+        (AXOLOTL_BASE | LORA | {"adapter": "lora", "peft_use_rslora": True}, {"lora.rslora": True}, ""),
+        (AXOLOTL_BASE | LORA | {"adapter": "lora", "load_in_8bit": True}, {"lora.quantize": None}, "load_in_8bit"),
+        (AXOLOTL_BASE | {"adapter": "lora", "lora_target_modules": ["q_proj"]}, {"lora.modules": [".*q_proj"]}, ""),
+        (AXOLOTL_BASE | {"adapter": "lora"}, {"lora.modules": "TO BE FILLED IN"}, "PEFT takes those of its table"),
+        (
+            AXOLOTL_BASE | LORA | {"adapter": "qlora", "fsdp_config": {"reshard_after_forward": True}},
+            {"lora.quantize": "nf4", "parallel.zero": 2},
+            "weights in 4 bits stay whole",
+        ),
+        (
+            TRL_BASE | {"use_peft": True, "load_in_4bit": True, "lora_target_modules": "all-linear"},
+            {"lora.quantize": "nf4", "lora.rank": 16, "lora.alpha": 32, "lora.dropout": 0.05, "lora.modules": [".*_proj"]},
+            "",
+        ),
+        (TRL_BASE | {"use_peft": False, "lora_r": 16}, {"lora.rank": None}, "the file trains no adapter"),
+        (TRL_BASE | {"peft_config": {"r": 4, "target_modules": ["v_proj"]}}, {"lora.rank": 4, "lora.alpha": 8}, ""),
+    ],
+)  # fmt: skip
+def test_an_adapter_is_translated(tmp_path: Path, values: dict[str, Any], expected: dict[str, Any], named: str) -> None:
+    run, text = translated(tmp_path, values)
+    assert {key: run.get(key) for key in expected} == expected
+    assert named in text
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks", "named"),
+    [
+        (AXOLOTL_BASE | {"tensor_parallel_size": 3}, 8, "8 ranks must be a multiple of 3"),
+        (AXOLOTL_BASE | {"dp_shard_size": 4, "tensor_parallel_size": 2}, 4, "are those of 8 ranks"),
+        (AXOLOTL_BASE | {"batch_size": 7}, 1, "batch_size = 7 must be a multiple of micro_batch_size = 2"),
+        (TRL_BASE | {"gradient_accumulation_steps": 1.5}, 1, "gradient_accumulation_steps = 1.5: expected a whole number"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, values: dict[str, Any], ranks: int, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        translated(tmp_path, values, ranks)
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks", "named"),
+    [
+        (
+            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+            4,
+            "train_batch_size = 32 must be micro x accumulation x data ranks = 2 x 2 x 4",
+        ),
+        ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, 4, "train_batch_size = 30 must be micro x"),
+        ({"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 3}, 8, "8 ranks must be a multiple of 3"),
+        ({"train_batch_size": 9, "tensor_parallel": {"autotp_size": 2}}, 4, "autotp_size = 2"),
+    ],
+)
+def test_a_batch_of_deepspeed_that_does_not_fit_is_refused(
+    tmp_path: Path, values: dict[str, Any], ranks: int, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        from_deepspeed(written(tmp_path, values), ranks)
+
+
+def test_what_huggingface_fills_into_deepspeeds_file_is_left_to_fill_in(tmp_path: Path) -> None:
+    values = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-8}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}},
+    }
+    run = dict(flat(yaml.safe_load(to_yaml(from_deepspeed(written(tmp_path, values), 1)))))
+    for key in ("optimizer.lr", "optimizer.betas", "lr_schedule.name"):
+        assert run[key] == "TO BE FILLED IN", key
+
+
+@pytest.mark.parametrize(
+    ("file", "batch", "named"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}}, 8, "its sizes and stage are read"),
+        ({"sequence_parallel_size": 4, "zero_optimization": {"stage": 3}}, 4, "its sizes and stage are read"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {}}},
+            16,
+            "WarmupLR of DeepSpeed's file takes the place of linear",
+        ),
+        ({"mystery": 1}, 16, "deepspeed.mystery: 1: is of DeepSpeed's file"),
+        (None, 16, "ds.json is not there"),
+    ],
+)
+def test_a_file_of_deepspeed_that_the_arguments_name_is_read(
+    tmp_path: Path, file: dict[str, Any] | None, batch: int, named: str
+) -> None:
+    if file is not None:
+        (tmp_path / "ds.json").write_text(json.dumps(file))
+    run, text = translated(tmp_path, TRL_BASE | {"deepspeed": "ds.json"}, ranks=8)
+    assert run["batch.global"] == batch
+    assert named in text.replace("\n#     ", " ")
+    assert run["parallel.zero"] == (3 if file and "zero_optimization" in file else 1)
+
+
+def test_settings_of_deepspeed_may_stand_in_the_arguments(tmp_path: Path) -> None:
+    run, _ = translated(tmp_path, TRL_BASE | {"deepspeed": {"tensor_parallel": {"autotp_size": 4}}}, ranks=8)
+    assert (run["batch.global"], run["parallel.tp"]) == (4, 4)

@@ -33,7 +33,14 @@ def test_without_a_rampup_all_steps_are_alike() -> None:
     assert batch().steps(191) == 5
 
 
-@given(growing(), st.integers(0, 400), st.integers(0, 400))
+@st.composite
+def staged(draw: st.DrawFn) -> BatchConfig:
+    untils = sorted(draw(st.sets(st.integers(1, 2000), max_size=5)))
+    stages = [{"until": until, "size": draw(st.integers(1, 50))} for until in untils]
+    return BatchConfig.parse({"global": 50, "stages": stages})
+
+
+@given(growing() | staged(), st.integers(0, 400), st.integers(0, 400))
 def test_whole_plateaus_at_once_are_step_by_step(sizes: BatchConfig, steps: int, more: int) -> None:
     consumed = stepwise(sizes, steps)
     assert sizes.consumed(steps) == consumed
@@ -62,3 +69,28 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
     assert "rampup.increment = 5: must divide batch.global - start = 24" in text
     with pytest.raises(ConfigError, match=r"rampup\.start = 32: must be below batch\.global = 32"):
         batch(start=32, increment=8, samples=100)
+
+
+def test_stages_have_their_sizes_up_to_their_samples() -> None:
+    sizes = BatchConfig.parse({"global": 8, "stages": [{"until": 4, "size": 2}, {"until": 10, "size": 4}]})
+    assert [sizes.at(consumed) for consumed in (0, 2, 3, 4, 8, 9, 10, 100)] == [2, 2, 2, 4, 4, 4, 8, 8]
+    assert list(sizes.plateaus()) == [(2, 2), (4, 2)]
+    assert sizes.consumed(5) == 2 + 2 + 4 + 4 + 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"stages": [{"until": 8, "size": 4}, {"until": 8, "size": 4}]}, r"stages\.1\.until = 8: must be above 8"),
+        ({"stages": [{"until": 8, "size": 64}]}, r"stages\.0\.size = 64: must be at most batch\.global = 32"),
+        ({"stages": [{"until": 8, "size": 3}]}, r"stages\.0\.size = 3: must be a multiple of batch\.micro = 2"),
+        ({"stages": [{"until": 0, "size": 2}]}, r"stages\.0\.until"),
+        (
+            {"stages": [{"until": 8, "size": 2}], "rampup": {"start": 2, "increment": 2, "samples": 9}},
+            r"stages: must not be given beside batch\.rampup",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(fields: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        BatchConfig.parse({"micro": 2, "global": 32, **fields})

@@ -134,8 +134,18 @@ def test_a_run_on_packed_documents_resumes_bitwise(settings: Settings, tmp_path:
     assert same_bits(whole, bits(resumed))
 
 
-def test_a_growing_batch_resumes_bitwise_and_reads_every_sample_once(settings: Settings, tmp_path: Path) -> None:
-    batch = {"micro": 2, "global": 8, "rampup": {"start": 2, "increment": 2, "samples": 13}}
+@pytest.mark.parametrize(
+    "growth",
+    [
+        {"rampup": {"start": 2, "increment": 2, "samples": 13}},
+        {"stages": [{"until": 6, "size": 2}, {"until": 10, "size": 4}, {"until": 16, "size": 6}]},
+    ],
+    ids=["rampup", "stages"],
+)
+def test_a_growing_batch_resumes_bitwise_and_reads_every_sample_once(
+    settings: Settings, tmp_path: Path, growth: dict[str, Any]
+) -> None:
+    batch = {"micro": 2, "global": 8, **growth}
     more: dict[str, Any] = {"batch": batch, "lr_schedule": {"decay_steps": 8, "warmup_steps": 3}}
     straight = settings(train={"steps": 8, "eval_every": 4, "eval_steps": 1}, output=str(tmp_path / "straight"), **more)
     whole = bits(trained(straight))

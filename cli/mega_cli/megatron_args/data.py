@@ -11,6 +11,8 @@ from mega_cli.megatron_args.shell import MARK
 
 OWN = ("train_data_path", "valid_data_path", "test_data_path")
 SPLIT = "969, 30, 1"
+NUMBER = re.compile(r"[.0-9]+")
+PLAIN_SPLIT = re.compile(r"[\[('\"]*[.0-9]+([,/ ]+[.0-9]+)*,? *[\])'\"]*")
 
 
 def data_section(draft: Draft) -> None:
@@ -22,8 +24,7 @@ def data_section(draft: Draft) -> None:
                 _sources(draft, f"data.{name.partition('_')[0]}", name)
     else:
         _sources(draft, "data.train", "data_path")
-        shares = [float(number) for number in _numbers(draft["split"] or SPLIT)]
-        put("data.split", None if MARK.search(draft["split"] or "") else shares, "split")
+        _split(draft)
     length = draft["seq_length"] if "seq_length" in draft else draft["encoder_seq_length"]
     put("data.seq_length", length, "seq_length", "encoder_seq_length")
     put("data.order", "megatron", because="the samples in Megatron's order")
@@ -36,6 +37,26 @@ def data_section(draft: Draft) -> None:
             put(f"data.{name}", True, name)
     if draft["data_cache_path"]:
         put("data.cache", draft["data_cache_path"], "data_cache_path")
+
+
+def _split(draft: Draft) -> None:
+    """Write `data.split`: Megatron takes what looks like a number out of the text, and passes over all else."""
+    text = draft["split"] or SPLIT
+    if MARK.search(text):
+        return draft.put("data.split", None, "split")
+    numbers = NUMBER.findall(text)
+    shares = [float(number) for number in numbers if number.count(".") < 2 and number != "."]
+    if len(shares) < len(numbers) or not 0 < len(shares) <= 3 or not sum(shares):
+        return draft.refuse("split", "must be one to three shares such as 969,30,1, not all of them 0")
+    draft.put("data.split", shares, "split")
+    if not PLAIN_SPLIT.fullmatch(text):
+        taken = ", ".join(numbers)
+        draft.tell(
+            "changes meaning",
+            f"Megatron takes the shares {taken} out of it, without signs, letters and exponents",
+            "split",
+        )
+    return None
 
 
 def _fim(draft: Draft) -> None:
@@ -68,10 +89,6 @@ def _sources(draft: Draft, key: str, dest: str) -> None:
         text = "without weights Megatron takes every data set whole; the weights of run.yaml are to be their sizes"
         draft.tell("changes meaning", text, dest, key=key)
     draft.put(key, sources or None, dest)
-
-
-def _numbers(text: str) -> list[str]:
-    return re.findall(r"\d+(?:\.\d*)?|\.\d+", text)
 
 
 def _is_number(text: str) -> bool:

@@ -19,6 +19,7 @@ Value = dict[str, Word]  # by index or key; a plain variable is what lies at "0"
 LONGEST = 1_000_000  # characters of a variable, lest a loop doubles it for ever
 EXPANSIONS = frozenset({"simple_expansion", "expansion", "command_substitution", "arithmetic_expansion"})
 ESCAPED = {'"': re.compile(r'\\([$`"\\])|\\\n'), "<<": re.compile(r"\\([$`\\])|\\\n"), "": re.compile(r"\\(.)|\\\n")}
+STARRED = re.compile(r"\$(\*|\{\*|\{!?\w+\[\*\])")  # whose words are joined by IFS between quotes
 NUMBERED = re.compile(f"{OPEN}#(\\d+){CLOSE}")
 ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "e": "\x1b", "a": "\a", "0": "\0"}
 
@@ -118,8 +119,10 @@ class Expander:
         return [word for part in brace_expansion(pieces) for word in self._split(part)]
 
     def text(self, *nodes: Node) -> str:
-        """A word as one text, as in the value of an assignment."""
-        return "".join(" " if piece is None else piece.text for node in nodes for piece in self.pieces(node))
+        """Return a word as one text, as in the value of an assignment, where `*` is joined as between quotes."""
+        starred = any(STARRED.search(text_of(node)) for node in nodes)
+        joint = self.separators[:1] if starred else " "
+        return "".join(joint if piece is None else piece.text for node in nodes for piece in self.pieces(node))
 
     def pattern(self, *nodes: Node) -> str:
         """A word as a pattern of file names: what is quoted stands for itself."""
@@ -143,8 +146,14 @@ class Expander:
         """The words of a text that is no part of the script."""
         return [word.text for word in self._split([Piece(text, "value", 0)])]
 
+    @property
+    def separators(self) -> str:
+        """IFS: the characters that part words, of which the first joins `"$*"` and `"${NAME[*]}"`."""
+        value = self.variables.get("IFS")
+        return value["0"].text if value else " \t\n"
+
     def _split(self, pieces: Sequence[Piece | None]) -> Iterator[Word]:
-        separators = self.variables["IFS"]["0"].text if self.variables.get("IFS") else " \t\n"
+        separators = self.separators
         current: Word | None = None
         for piece in [*pieces, None]:
             text = piece.text if piece else ""
@@ -235,8 +244,8 @@ class Expander:
                 )
                 return
             values = found
-        if quote and (source == "$*" or source.endswith("[*]}")):
-            values = [Word(" ".join(value.text for value in values), line)]
+        if quote and STARRED.match(source):
+            values = [Word(self.separators[:1].join(value.text for value in values), line)]
         for number, value in enumerate(values):
             if number:
                 yield None
@@ -291,9 +300,9 @@ class _Parameter:
             return self._length(values, whole)
         if not operator:
             return values
-        pieces = (
-            list(self.words.mixed(self.node, self.quote, operand, len(self.node.text or b"") - 1)) if operand else []
-        )
+        # A pattern counts as one between double quotes, too.
+        quote = self.quote if operator.lstrip(":") in ("", "-", "=", "+", "?") else ""
+        pieces = list(self.words.mixed(self.node, quote, operand, len(self.node.text or b"") - 1)) if operand else []
         if operator.lstrip(":") in ("-", "=", "+", "?"):
             return self._default(name, values, operator, pieces)
         if operator == ":":

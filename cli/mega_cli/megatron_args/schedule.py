@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mega_cli.megatron_args.draft import Draft
-from mega_cli.megatron_args.steps import RAMPUP, formula_of, samples_of, whole_steps
+from mega_cli.megatron_args.steps import RAMPUP, STEPWISE, formula_of, samples_of, whole_steps
 
 SCHEDULES = {
     "constant": "constant", "linear": "linear", "cosine": "cosine", "inverse-square-root": "inverse-sqrt", "WSD": "wsd",
@@ -64,7 +64,7 @@ def _share(draft: Draft, share: float | None, decay: int | None) -> None:
         ask = f"{share} of the steps of the decay, which the script does not say"
         return draft.put("lr_schedule.warmup_steps", None, "lr_warmup_fraction", ask=ask)
     samples = round(share * length)
-    if samples % batch == 0 and RAMPUP not in draft:
+    if samples % batch == 0 and RAMPUP not in draft and STEPWISE not in draft:
         return draft.put("lr_schedule.warmup_steps", samples // batch, "lr_warmup_fraction")
     return draft.put("lr_schedule.warmup_samples", samples, "lr_warmup_fraction")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from mega_cli.megatron_args.draft import Draft
 from mega_cli.megatron_args.shell import shown
 from mega_cli.megatron_args.training import model_ranks
 from mega_trainer.batch_size import BatchConfig
 
-RAMPUP = "rampup_batch_size"
+RAMPUP, STEPWISE = "rampup_batch_size", "step_batch_size_schedule"
+POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def batch_section(draft: Draft) -> None:
@@ -16,6 +19,8 @@ def batch_section(draft: Draft) -> None:
     micro, copies = draft.run["batch"]["micro"], model_ranks(draft)
     dp = max(1, draft.ranks // copies) if draft.ranks and copies else None
     file = draft.deepspeed_file
+    if STEPWISE in draft:
+        return _stepwise(draft)
     if "global_batch_size" in draft or file.whole("train_batch_size") or not micro or not dp:
         _filed_or_given(draft, "batch.global", "train_batch_size", "global_batch_size")
     elif rounds := file.whole("gradient_accumulation_steps"):
@@ -26,6 +31,53 @@ def batch_section(draft: Draft) -> None:
     if RAMPUP in draft:
         for name, value in zip(("start", "increment", "samples"), draft[RAMPUP] or [None] * 3, strict=True):
             draft.put(f"batch.rampup.{name}", value, RAMPUP)
+    return None
+
+
+def _stepwise(draft: Draft) -> None:
+    """Write the sizes of `--step-batch-size-schedule`, whose thresholds are tokens: "0:768 250B:1536"."""
+    given = draft.arguments.given[STEPWISE]
+    length = draft["seq_length"] or draft["encoder_seq_length"]
+    if given.unset or not length:
+        draft.put(
+            "batch.global", None, STEPWISE, ask="the last size of the schedule, with batch.stages for those before"
+        )
+        return
+    sizes = _sizes(" ".join(given.values), length)
+    both = next((name for name in (RAMPUP, "decrease_batch_size_if_needed") if name in draft), None)
+    if "global_batch_size" in draft and sizes and draft["global_batch_size"] != sizes[-1][1]:
+        both = "global_batch_size"
+    rule = ""
+    if not sizes:
+        rule = 'must be "0:SIZE TOKENS:SIZE ...", each threshold above the one before'
+    elif both:
+        rule = f"must not be given beside --{both.replace('_', '-')}"
+    elif max(size for _, size in sizes) > sizes[-1][1]:
+        rule = "is not supported where a batch becomes smaller in the course of the run"
+    if rule:
+        draft.refuse(STEPWISE, rule)
+    draft.put("batch.global", None if rule else sizes[-1][1], STEPWISE, "global_batch_size")
+    if not rule and len(sizes) > 1:
+        stages = [{"until": until, "size": size} for (_, size), (until, _) in pairwise(sizes)]
+        draft.put("batch.stages", stages, STEPWISE)
+
+
+def _sizes(text: str, length: int) -> list[tuple[int, int]]:
+    """Return (first sample, samples of a step) of a schedule in tokens; empty for none that Megatron-LM takes."""
+    try:
+        entries = [entry.split(":") for entry in text.replace(",", " ").split()]
+        found = sorted((_scaled(tokens) // length, _scaled(size)) for tokens, size in entries)
+    except (ValueError, OverflowError):
+        return []
+    starts = [start for start, _ in found]
+    fits = starts[:1] == [0] and len(set(starts)) == len(starts) and all(size > 0 for _, size in found)
+    return found if fits else []
+
+
+def _scaled(text: str) -> int:
+    """Return a number with one of the suffixes K, M, B and T, rounded down."""
+    power = POWERS.get(text[-1:].upper(), 1)
+    return int(float(text[:-1] if power > 1 else text) * power)
 
 
 def _filed_or_given(draft: Draft, key: str, path: str, dest: str) -> None:
@@ -81,7 +133,9 @@ def whole_steps(draft: Draft, samples: int | None, *, up: bool = False) -> int |
         (number or 0) < 1 for number in (samples, sizes["global"], *sizes.get("rampup", {}).values())
     ):
         return None
-    batch = BatchConfig.model_validate({"global": sizes["global"], "rampup": sizes.get("rampup")})
+    batch = BatchConfig.model_validate(
+        {"global": sizes["global"], "rampup": sizes.get("rampup"), "stages": sizes.get("stages", [])}
+    )
     steps = batch.steps(samples)
     return steps + 1 if up and batch.consumed(steps) < samples else steps
 

@@ -7,10 +7,13 @@ from pathlib import Path
 
 from mega_cli.megatron_args.draft import Kind
 from mega_cli.megatron_args.translate import Translation
-from mega_cli.moving_in.given import Given, Reasons, batch
+from mega_cli.moving_in.batch import Split, count_data_ranks, put_batch, put_split
+from mega_cli.moving_in.deepspeed_schedule import put_schedule
+from mega_cli.moving_in.given import Given, Reasons
 
-PARAMS, WARMUP = "optimizer.params.", "scheduler.params."
-SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+PARAMS = "optimizer.params."
+ADAM = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")
+DEFAULTS = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}  # of DeepSpeed's Adam
 CHECKPOINTING = ("partition_activations", "cpu_checkpointing", "number_checkpoints")
 REASONS: Mapping[Kind, Reasons] = {
     "not needed": {
@@ -34,31 +37,21 @@ REASONS: Mapping[Kind, Reasons] = {
 
 
 def from_deepspeed(path: Path, ranks: int | None = None) -> Translation:
-    """What DeepSpeed's file says of a run on so many ranks; model and data, of which it says nothing, are left to fill in.
+    """Translate DeepSpeed's file of a run on so many ranks; model, data and length, which it does not name, are left open.
 
     Raises:
-        ConfigError: when it is no such file.
+        ConfigError: when it is no such file, or its batch does not fit the ranks.
     """
     given = Given(path, "a file of DeepSpeed's settings")
     given.ask("model.from", "a folder of the hub or a checkpoint, which the program has loaded by itself")
     given.ask("data.train", "a token data set, as `mega data preprocess` makes it")
-    micro, whole = given.number("train_micro_batch_size_per_gpu"), given.number("train_batch_size")
-    batch(given, micro, given.number("gradient_accumulation_steps"), whole, ranks)
-    _optimizer(given)
-    _schedule(given)
+    given.tell("open", "is in the program: mega's default is 1000", "train.steps")
+    _batch(given, ranks)
+    put_schedule(given, _optimizer(given))
     given.put("precision", _precision(given), "bf16.enabled, fp16.enabled")
     stage = given.number("zero_optimization.stage")
     given.put("parallel.zero", stage, "zero_optimization.stage")
-    given.rows(
-        {
-            "parallel.tp": "tensor_parallel.autotp_size",
-            "parallel.pp": "pipeline.stages",
-            "parallel.zero3_shard": "zero_optimization.zero_hpz_partition_size",
-        }
-    )
-    ulysses = given.number("sequence_parallel_size")
-    given.put("parallel.cp", ulysses, "sequence_parallel_size")
-    given.put("parallel.cp_kind", None if ulysses is None else "alltoall", "as Ulysses exchanges heads")
+    given.rows({"parallel.zero3_shard": "zero_optimization.zero_hpz_partition_size"})
     saved = [given.get(f"activation_checkpointing.{key}") for key in CHECKPOINTING]
     if any(saved):
         given.put("recompute", "full", "activation_checkpointing")
@@ -72,42 +65,76 @@ def from_deepspeed(path: Path, ranks: int | None = None) -> Translation:
     return given.finish(REASONS, f"{ranks} ranks" if ranks else "")
 
 
-def _optimizer(given: Given) -> None:
+def _batch(given: Given, ranks: int | None) -> None:
+    """Set `batch` and the layout.
+
+    DeepSpeed's train_batch_size counts the ranks that its configuration takes for data ranks: all but those of Ulysses and of
+    the pipeline. AutoTP's tensor ranks are among them, although they read the same rows.
+    """
+    tp, ulysses = given.whole("tensor_parallel.autotp_size") or 1, given.whole("sequence_parallel_size") or 1
+    split = Split(tp=tp, pp=given.whole("pipeline.stages") or 1, cp=ulysses)
+    put_split(given, split, {"tp": "autotp_size", "pp": "pipeline.stages", "cp": "sequence_parallel_size"})
+    given.put("parallel.cp_kind", "alltoall" if ulysses > 1 else None, "as Ulysses exchanges heads")
+    data_ranks = given.whole("data_parallel_size")
+    if data_ranks is not None and ranks is None:
+        ranks = data_ranks * split.ranks
+    data_ranks = count_data_ranks(given, ranks, split)
+    micro, whole = given.whole("train_micro_batch_size_per_gpu"), given.whole("train_batch_size")
+    accumulation = given.whole("gradient_accumulation_steps")
+    if whole is not None:
+        _put_whole(given, whole, micro, accumulation, split, data_ranks)
+        return
+    if micro is None:
+        given.tell("open", "is in the program, as is batch.micro: mega's default is 1", "batch.global")
+    put_batch(given, micro, None if micro is None else micro * (accumulation or 1), data_ranks)
+
+
+def _put_whole(
+    given: Given, whole: int, micro: int | None, accumulation: int | None, split: Split, data_ranks: int | None
+) -> None:
+    """Set `batch` where the file gives the whole batch, and two of the three decide the third."""
+    if whole % split.tp:
+        given.refuse("train_batch_size", f"must be a multiple of tensor_parallel.autotp_size = {split.tp}")
+    if split.tp > 1:
+        text = f"counts tensor ranks, which read the same rows: a step has {whole // split.tp} different ones"
+        given.tell("changes meaning", text, f"train_batch_size: {whole}")
+    given.put("batch.global", whole // split.tp, "train_batch_size")
+    if data_ranks is None:
+        given.put("batch.micro", micro, "train_micro_batch_size_per_gpu")
+        return
+    counted = data_ranks * split.tp
+    micro = micro or whole // counted // (accumulation or 1)
+    steps = accumulation or whole // (micro or 1) // counted
+    if micro * steps * counted != whole:
+        rule = f"must be micro x accumulation x data ranks = {micro} x {steps} x {counted}"
+        given.refuse("train_batch_size", rule, "give the number of ranks of that run with --nproc")
+    given.put("batch.micro", micro, "train_micro_batch_size_per_gpu")
+
+
+def _optimizer(given: Given) -> float | None:
+    """Set `optimizer`, and return its learning rate where the file has it."""
     name = given.get("optimizer.type")
-    if name is not None and "adam" not in str(name).lower():
+    if name is not None and str(name).lower() not in ADAM:
         given.tell("open", f"mega has adamw and muon, and not {name}", "optimizer.type")
     if name is not None and str(name).lower() == "adam" and given.get(f"{PARAMS}adam_w_mode") is False:
         given.tell(
             "changes meaning", "weight decay is AdamW's, apart from the gradient", "optimizer.params.adam_w_mode"
         )
-    keys = ("lr", "betas", "eps", "weight_decay")
-    given.rows({f"optimizer.{key}": f"{PARAMS}{key}" for key in keys} | {"optimizer.clip_grad": "gradient_clipping"})
-    if name is not None:
-        given.defaults({"optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.0}, "DeepSpeed's")
+    given.rows(
+        {f"optimizer.{key}": f"{PARAMS}{key}" for key in DEFAULTS} | {"optimizer.clip_grad": "gradient_clipping"}
+    )
+    for key in DEFAULTS:
+        if given.automatic(f"{PARAMS}{key}"):
+            given.ask(f"optimizer.{key}", f"optimizer.params.{key} is auto: HuggingFace's arguments decide it")
+    if name is None:
+        given.tell("open", "is in the program: mega's defaults stand here", "optimizer")
+    else:
+        given.defaults({f"optimizer.{key}": value for key, value in DEFAULTS.items()}, "DeepSpeed's")
     device = given.get("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload")
     if device in ("cpu", "nvme", True):
         given.put("optimizer.offload", True, "zero_optimization.offload_optimizer")
-
-
-def _schedule(given: Given) -> None:
-    name = given.get("scheduler.type")
-    if name is None:
-        return
-    if name not in SCHEDULES:
-        given.tell("open", f"mega has {', '.join(SCHEDULES.values())} and others, and not {name}", "scheduler.type")
-        return
-    given.put("lr_schedule.name", SCHEDULES[name], f"scheduler.type {name}")
-    given.rows({
-        "lr_schedule.warmup_steps": f"{WARMUP}warmup_num_steps", "lr_schedule.decay_steps": f"{WARMUP}total_num_steps",
-        "optimizer.lr": f"{WARMUP}warmup_max_lr", "lr_schedule.warmup_init": f"{WARMUP}warmup_min_lr",
-    })  # fmt: skip
-    for ratio, key in (("warmup_min_ratio", "warmup_init"), ("cos_min_ratio", "min_lr")):
-        if share := given.number(f"{WARMUP}{ratio}"):
-            given.tell(
-                "open", f"is {share:g} of the rate here: lr_schedule.{key} is a rate", f"scheduler.params.{ratio}"
-            )
-    if given.get(f"{WARMUP}warmup_type") not in (None, "linear"):
-        given.tell("changes meaning", "the warm-up is linear here", "scheduler.params.warmup_type")
+    lr = given.set_to("optimizer.lr")
+    return float(lr) if isinstance(lr, int | float) else None
 
 
 def _precision(given: Given) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -28,24 +28,77 @@ class Given:
 
     def __init__(self, path: Path, what: str) -> None:
         self.path, self._what = path, what
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error})") from None
-        if not isinstance(values, Mapping) or not values:
-            raise ConfigError(f"{path}: holds no settings", hint=f"give {what}: JSON or YAML")
-        self._values = dict(_flat(values))
-        off = {key for key, value in self._values.items() if key.endswith(".enabled") and value is False}
-        self._left = {key for key, value in self._values.items() if value not in AUTO} - off
+        self._values: dict[str, Any] = {}
+        self._left: set[str] = set()
+        self._take(_read(path, what))
         self._run: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
         self._notes: list[Note] = []
+
+    def _take(self, values: Mapping[str, Any], path: str = "") -> None:
+        found = dict(_flat(values, path))
+        off = {key for key, value in found.items() if key.endswith(".enabled") and value is False}
+        self._values |= found
+        self._left |= {key for key, value in found.items() if value not in AUTO} - off
+
+    def include(self, name: str, prefix: str, what: str) -> bool:
+        """Add the settings of another file under a prefix; return False where it is not there.
+
+        Raises:
+            ConfigError: when it is there, and holds no settings.
+        """
+        path = next((path for path in (self.path.parent / name, Path(name)) if path.is_file()), None)
+        if path is not None:
+            self._take(_read(path, what), prefix)
+        return path is not None
+
+    def has(self, *keys: str) -> bool:
+        """Return whether the file names one of the keys, whatever their values."""
+        return any(key in self._values for key in keys)
+
+    def peek(self, key: str) -> Any:
+        """Return the value of a key without accounting for it."""
+        return self._values.get(key)
+
+    def refuse(self, key: str, rule: str, hint: str = "") -> NoReturn:
+        """Raise the error of a key whose value cannot be translated.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{self.path}: {key} = {self._values.get(key)} {rule}", hint=hint or None)
+
+    def refuse_run(self, rule: str, hint: str) -> NoReturn:
+        """Raise the error of settings that do not fit each other.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{self.path}: {rule}", hint=hint)
+
+    def set_to(self, key: str) -> Any:
+        """Return what a key of the run is set to so far, else None."""
+        node: Any = self._run
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        return node
 
     def get(self, *keys: str) -> Any:
         """The value of the first key that is there and says something, which is then accounted for."""
         found = [key for key in keys if key in self._left]
         self._left.difference_update(found)
         return self._values[found[0]] if found else None
+
+    def whole(self, *keys: str) -> int | None:
+        """Return a whole number of the file, else None.
+
+        Raises:
+            ConfigError: for anything else.
+        """
+        value = self.number(*keys)
+        if value is not None and value != int(value):
+            raise ConfigError(f"{self.path}: {keys[0]} = {value!r}: expected a whole number")
+        return None if value is None else int(value)
 
     def number(self, *keys: str) -> float | None:
         """The same of a number, which YAML takes for a text where it is written as 1e-4.
@@ -114,20 +167,15 @@ class Given:
         return Translation(self._run, self._notes, self._origins, launch, self._what)
 
 
-def batch(
-    given: Given, micro: float | None, accumulation: float | None, whole: float | None, ranks: int | None
-) -> None:
-    """Set `batch` from what other trainers say of it: rows of a rank at once, times accumulation, times ranks."""
-    if whole is None and micro is not None:
-        whole = micro * (accumulation or 1) * (ranks or 1)
-        if ranks is None:
-            given.tell(
-                "open",
-                "is for one rank: elsewhere it is multiplied by the number of ranks; --nproc says it",
-                "batch.global",
-            )
-    given.put("batch.micro", None if micro is None else int(micro), "rows of a rank at once")
-    given.put("batch.global", None if whole is None else int(whole), "micro x accumulation x ranks")
+def _read(path: Path, what: str) -> Mapping[str, Any]:
+    """Return the settings of a file of JSON or YAML."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(values, Mapping) or not values:
+        raise ConfigError(f"{path}: holds no settings", hint=f"give {what}: JSON or YAML")
+    return values
 
 
 def _plain(value: Any) -> Any:

@@ -10,22 +10,18 @@ from pathlib import Path
 
 from mega_cli.megatron_args.draft import Kind
 from mega_cli.megatron_args.translate import Translation
-from mega_cli.moving_in.given import Given, Reasons, batch
+from mega_cli.moving_in.batch import count_data_ranks, put_batch
+from mega_cli.moving_in.dialects import Dialect, find_dialect
+from mega_cli.moving_in.given import Given, Reasons
+from mega_cli.moving_in.hf_adapter import put_adapter
+from mega_cli.moving_in.hf_objective import LEARNING_RATES, put_objective
+from mega_cli.moving_in.hf_parallel import include_deepspeed, put_sharding, read_ranks, read_split
+from mega_cli.moving_in.hf_schedule import put_schedule
 
-SCHEDULES = {
-    "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
-    "inverse_sqrt": "inverse-sqrt", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd",
-}  # fmt: skip
-SHARDING = {
-    "FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "1": 3, "2": 2, "3": 0, "full_shard": 3,
-    "shard_grad_op": 2,
-}  # fmt: skip
 SAME = {
-    "optimizer.lr": "learning_rate",
     "optimizer.eps": "adam_epsilon",
     "optimizer.weight_decay": "weight_decay",
-    "optimizer.clip_grad": "max_grad_norm gradient_clipping",
-    "lr_schedule.min_lr": "lr_scheduler_kwargs.min_lr min_lr",
+    "optimizer.clip_grad": "max_grad_norm gradient_clipping deepspeed_config.gradient_clipping",
     "train.seed": "seed",
     "checkpoint.keep": "save_total_limit",
     "log.every": "logging_steps",
@@ -33,15 +29,10 @@ SAME = {
     "log.mlflow": "mlflow_experiment_name",
     "output": "output_dir",
     "data.seq_length": "max_length max_seq_length sequence_len model_max_length block_size",
-    "lora.rank": "lora_r peft_config.r",
-    "lora.alpha": "lora_alpha peft_config.lora_alpha",
-    "lora.dropout": "lora_dropout peft_config.lora_dropout",
-    "parallel.tp": "tensor_parallel_size parallelism_config.tp_size",
-    "parallel.cp": "context_parallel_size parallelism_config.cp_size",
 }
 DEFAULTS = {
-    "optimizer.lr": 5e-5, "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.0, "optimizer.clip_grad": 1.0,
-    "lr_schedule.name": "linear", "train.seed": 42, "parallel.zero": 1,
+    "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.0, "optimizer.clip_grad": 1.0, "train.seed": 42,
+    "parallel.zero": 1,
 }  # fmt: skip
 REASONS: Mapping[Kind, Reasons] = {
     "not needed": {
@@ -64,20 +55,39 @@ REASONS: Mapping[Kind, Reasons] = {
         "a chat is rendered by the tokenizer's own template, as mega data preprocess does": "chat_template* train_on_inputs"
         " datasets dataset_* assistant_only_loss completion_only_loss",
     },
+    "open": {"is of DeepSpeed's file: mega train --from-deepspeed says what becomes of it": "deepspeed.*"},
     "no equivalent": {
-        "changes the loss": "label_smoothing_factor neftune_noise_alpha",
-        "weights are trained as they are, or an adapter beside them": "load_in_8bit load_in_4bit",
+        "changes the loss": "label_smoothing_factor neftune_noise_alpha router_aux_loss_coef",
+        "the weights beside an adapter are kept in the run's precision, or in 4 bits": "load_in_8bit",
     },
 }  # fmt: skip
 
 
 def from_hf_args(path: Path, ranks: int | None = None) -> Translation:
-    """What TrainingArguments, or a file with their names, say of a run on so many ranks.
+    """Translate TrainingArguments, or a file with their names, of a run on so many ranks.
 
     Raises:
-        ConfigError: when it is no such file.
+        ConfigError: when it is no such file, its sizes do not fit the ranks, or mega does not have its objective.
     """
     given = Given(path, "TrainingArguments as JSON, or a configuration of Axolotl or Accelerate")
+    dialect = find_dialect(given)
+    _model_and_data(given)
+    objective = put_objective(given, dialect)
+    include_deepspeed(given)
+    split = read_split(given)
+    ranks = read_ranks(given, ranks, split)
+    _batch(given, dialect, count_data_ranks(given, ranks, split))
+    given.rows(SAME)
+    put_schedule(given, dialect, _learning_rate(given, dialect, objective), _length(given, dialect))
+    _optimizer(given)
+    _savings(given, dialect)
+    put_sharding(given)
+    put_adapter(given, dialect)
+    given.defaults(DEFAULTS, "HuggingFace's")
+    return given.finish(REASONS, f"{ranks} ranks" if ranks else "")
+
+
+def _model_and_data(given: Given) -> None:
     model = given.get("model_name_or_path", "base_model", "model_id")
     if model is None:
         given.ask("model.from", "a folder of the hub or a checkpoint, which the program has loaded by itself")
@@ -87,30 +97,50 @@ def from_hf_args(path: Path, ranks: int | None = None) -> Translation:
     given.ask("data.train", "a token data set, as `mega data preprocess` makes it, with --kind conversations of chats")
     if given.get("assistant_only_loss", "completion_only_loss") or given.get("train_on_inputs") is False:
         given.put("data.kind", "conversations", "a loss of answers alone")
-    processes = given.number("num_processes")
-    ranks = ranks if processes is None or ranks is not None else int(processes)
-    micro = given.number("per_device_train_batch_size", "micro_batch_size")
-    batch(given, micro, given.number("gradient_accumulation_steps"), None, ranks)
-    given.rows(SAME)
-    _length(given)
-    _optimizer(given)
-    _schedule(given)
-    _savings(given)
-    _sharding(given)
-    given.defaults(DEFAULTS, "HuggingFace's")
-    return given.finish(REASONS, f"{ranks} ranks" if ranks else "")
 
 
-def _length(given: Given) -> None:
-    steps, epochs = given.number("max_steps"), given.number("num_train_epochs", "num_epochs")
+def _batch(given: Given, dialect: Dialect, data_ranks: int | None) -> None:
+    """Set `batch`; Axolotl's batch_size is that of one data rank, and divides into micro-batches."""
+    micro = given.whole("per_device_train_batch_size", "micro_batch_size", "per_gpu_train_batch_size")
+    accumulation = given.whole("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
+    if micro is None and dialect.micro is None:
+        text = "is in the program, as are its learning rate and length: HuggingFace's defaults stand here"
+        given.tell("open", text, "batch.micro, batch.global")
+        return
+    micro = dialect.micro if micro is None else micro
+    assert micro is not None
+    whole = given.whole("batch_size") if dialect.program == "Axolotl" else None
+    if whole is not None and accumulation is None:
+        if whole % micro:
+            given.refuse("batch_size", f"must be a multiple of micro_batch_size = {micro}")
+        accumulation = whole // micro
+    put_batch(given, micro, micro * (accumulation or 1), data_ranks)
+
+
+def _learning_rate(given: Given, dialect: Dialect, objective: str) -> float:
+    """Set and return the highest learning rate, by default that of the program for its objective."""
+    lr = given.number("learning_rate")
+    if lr is None and dialect.lr is None:
+        given.refuse_run("learning_rate is not in the file, which Axolotl requires", "add learning_rate")
+    default = LEARNING_RATES.get(objective, 1e-6) if dialect.program == "TRL" else dialect.lr
+    rate = float(lr if lr is not None else default or 0.0)
+    given.put("optimizer.lr", rate, "learning_rate" if lr is not None else f"{dialect.program}'s default")
+    return rate
+
+
+def _length(given: Given, dialect: Dialect) -> int | None:
+    """Set the length of the run, and return its steps where the file has them."""
+    steps, epochs = given.whole("max_steps"), given.number("num_train_epochs", "num_epochs")
     if steps is not None and steps > 0:
-        given.put("train.steps", int(steps), "max_steps")
-    elif epochs is not None:
-        given.put("train.epochs", epochs, "num_train_epochs")
+        given.put("train.steps", steps, "max_steps")
+    else:
+        origin = f"{dialect.program}'s default" if epochs is None else "num_train_epochs"
+        given.put("train.epochs", dialect.epochs if epochs is None else epochs, origin)
     if given.get("eval_strategy", "evaluation_strategy") == "epoch":
         given.tell("changes meaning", "validations are counted in steps: train.eval_every", "eval_strategy")
     every = given.number("eval_steps")
     given.put("train.eval_every", int(every) if every is not None and every >= 1 else None, "eval_steps")
+    return steps if steps is not None and steps > 0 else None
 
 
 def _optimizer(given: Given) -> None:
@@ -128,52 +158,13 @@ def _optimizer(given: Given) -> None:
         given.tell("changes meaning", "moments are kept in fp32, by all data ranks together", f"optim: {name}")
 
 
-def _schedule(given: Given) -> None:
-    name = given.get("lr_scheduler_type", "lr_scheduler")
-    if name is not None and name not in SCHEDULES:
-        given.tell(
-            "open", f"mega has {', '.join(sorted(set(SCHEDULES.values())))}, and not {name}", "lr_scheduler_type"
-        )
-    given.put("lr_schedule.name", SCHEDULES.get(str(name)), f"lr_scheduler_type {name}")
-    steps, share = given.number("warmup_steps"), given.number("warmup_ratio")
-    if steps is not None and 0 < steps < 1:  # as transformers 5 takes it
-        steps, share = None, steps
-    given.put("lr_schedule.warmup_steps", None if steps is None else int(steps), "warmup_steps")
-    if share:
-        given.tell(
-            "open", f"is {share:g} of all steps: count them, for mega takes a number", "lr_schedule.warmup_steps"
-        )
-
-
-def _savings(given: Given) -> None:
+def _savings(given: Given, dialect: Dialect) -> None:
     every = given.number("save_steps")
     given.put("checkpoint.every", int(every) if every is not None and every >= 1 else None, "save_steps")
-    if given.get("gradient_checkpointing") in (True, "true", "unsloth", "offload"):
+    saved = given.get("gradient_checkpointing")
+    if saved in (True, "true", "unsloth", "offload") or (saved is None and dialect.program == "TRL"):
         given.put("recompute", "full", "gradient_checkpointing")
     mixed = given.get("mixed_precision")
     bf16, fp16 = (given.get(name) in (True, "true", "full") or mixed == name for name in ("bf16", "fp16"))
-    bf16 = bf16 or given.automatic("bf16")
+    bf16 = bf16 or given.automatic("bf16") or (dialect.program == "TRL" and not fp16 and not given.has("bf16"))
     given.put("precision", "bf16" if bf16 else "fp16" if fp16 else "fp32", "bf16, fp16, mixed_precision")
-
-
-def _sharding(given: Given) -> None:
-    kind = given.get("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward", "fsdp")
-    if isinstance(kind, list):
-        kind = next(iter(kind), None)
-    if kind is not None:
-        word = str(kind).split()[0]
-        given.put("parallel.zero", 3 if kind is True else SHARDING.get(word, 3), f"FSDP: {kind}")
-    stage = given.number("deepspeed_config.zero_stage")
-    given.put("parallel.zero", stage, "deepspeed_config.zero_stage")
-    other = given.get("deepspeed", "deepspeed_config.deepspeed_config_file")
-    if other is not None:
-        given.tell("open", f"says more: mega train --from-deepspeed {other}", "deepspeed")
-    modules = given.get("lora_target_modules", "peft_config.target_modules")
-    linear = given.get("lora_target_linear")
-    if isinstance(modules, list):
-        given.put("lora.modules", [f".*{module}" for module in modules], "lora_target_modules")
-    elif modules is not None or linear:
-        given.put("lora.modules", [".*_proj"], "all linear layers")
-    adapter = given.get("adapter")
-    if adapter not in (None, "lora"):
-        given.tell("no equivalent", "the weights beside the adapter stay in the run's precision", f"adapter: {adapter}")

@@ -21,18 +21,29 @@ class Rampup(Config):
     samples: PositiveInt = Field(description="consumed samples after which a step has batch.global")
 
 
+class BatchStage(Config):
+    """A size of the global batch for the steps that begin before a number of consumed samples."""
+
+    until: PositiveInt = Field(description="consumed samples from which on a step has the next size")
+    size: PositiveInt = Field(description="samples of a step, at most batch.global")
+
+
 class BatchConfig(Config):
     """Sizes in samples: of one forward pass on one rank, and of one optimizer step over all ranks."""
 
     micro: PositiveInt = 1
     global_: PositiveInt = Field(1, alias="global")
     rampup: Rampup | None = Field(None, description="smaller steps at first; default: none")
+    stages: list[BatchStage] = Field(
+        [],
+        description="sizes of the first steps, in order, instead of rampup; after the last one a step has batch.global",
+    )
 
     def at(self, consumed: int) -> int:
         """Samples of the step that begins when `consumed` samples have been."""
         ramp = self.rampup
         if ramp is None or consumed > ramp.samples:
-            return self.global_
+            return next((stage.size for stage in self.stages if consumed < stage.until), self.global_)
         # the quotients are Megatron's, in floating point: the batch grows at the same step, rounding included
         grown = int(consumed / (ramp.samples / self._increments))
         return min(ramp.start + grown * ramp.increment, self.global_)
@@ -45,6 +56,11 @@ class BatchConfig(Config):
             steps = 1 + bisect_left(beyond, True, key=lambda n: self.at(consumed + n * size) > size)
             yield size, steps
             consumed += steps * size
+        for stage in self.stages:
+            if consumed < stage.until:
+                steps = -(-(stage.until - consumed) // stage.size)
+                yield stage.size, steps
+                consumed += steps * stage.size
 
     def consumed(self, steps: int, samples: int = 0) -> int:
         """The samples consumed after `steps` steps, when `samples` have been before them."""
@@ -66,6 +82,7 @@ class BatchConfig(Config):
     def problems(self) -> Iterator[Problem]:
         """Whole micro-batches, and whole increments up to the full size."""
         yield from self.uneven(self.micro, f"batch.micro = {self.micro}")
+        yield from self._stage_problems()
         ramp = self.rampup
         if ramp is None:
             return
@@ -75,11 +92,24 @@ class BatchConfig(Config):
             rule = f"must divide batch.global - start = {self.global_ - ramp.start}"
             yield Problem("rampup.increment", rule, ramp.increment)
 
+    def _stage_problems(self) -> Iterator[Problem]:
+        """Yield stages out of order, of more than the global batch, or beside a ramp-up."""
+        if self.stages and self.rampup is not None:
+            yield Problem("stages", "must not be given beside batch.rampup", hint="leave one of them out")
+        before = 0
+        for index, stage in enumerate(self.stages):
+            if stage.until <= before:
+                yield Problem(f"stages.{index}.until", f"must be above {before}, the stage before it", stage.until)
+            if stage.size > self.global_:
+                yield Problem(f"stages.{index}.size", f"must be at most batch.global = {self.global_}", stage.size)
+            before = stage.until
+
     def uneven(self, unit: int, told: str) -> Iterator[Problem]:
         """The sizes that are no multiples of `unit`, which is `told`."""
         sizes = {"global": self.global_}
         if self.rampup is not None:
             sizes |= {"rampup.start": self.rampup.start, "rampup.increment": self.rampup.increment}
+        sizes |= {f"stages.{index}.size": stage.size for index, stage in enumerate(self.stages)}
         for path, size in sizes.items():
             if size % unit:
                 fits = max(unit, round(size / unit) * unit)

@@ -173,7 +173,7 @@ def ready_device(config: RunConfig, ranks: Ranks, groups: Groups) -> torch.devic
 def predicted_seconds(config: RunConfig, ranks: Ranks) -> float | None:
     """What `mega plan` says of a step, on a machine that is known; nothing is predicted for others, nor for batches that grow."""
     name = machine_here(config)
-    if name is None or config.batch.rampup is not None:
+    if name is None or config.batch.rampup is not None or config.batch.stages:
         return None
     step = planned(config, ranks.world_size, load_machine(name)).time()
     parts = sorted(step.parts, key=lambda part: -step.parts[part])[:3]

@@ -435,6 +435,8 @@ def dummy(flag: Flag) -> list[str]:
         return []
     if flag.name in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
         return ["M*-M"]
+    if flag.name == "--step-batch-size-schedule":
+        return ["0:8"]
     others = [choice for choice in flag.choices.values() if choice != flag.default]
     text = others[0] if others else {"int": "2", "float": "0.5"}.get(flag.type, "1")
     return ["2" if flag.means else text] * (3 if flag.takes == "3" else 1)

@@ -72,6 +72,48 @@ def test_warmup_may_be_given_in_samples() -> None:
     assert schedule.curve(lr=HIGH, steps=STEPS, batch=SIZES)(250) == pytest.approx(HIGH / 4)
 
 
+@pytest.mark.parametrize(
+    ("shape", "share"),
+    [
+        ("linear", 0.25),
+        ("quadratic", 0.0625),
+        ("cosine", (1 - math.cos(math.pi / 4)) / 2),
+        ("minus-sqrt", 1 - math.sqrt(0.75)),
+        ("log", math.log(25) / math.log(100)),
+    ],
+)
+def test_warmup_rises_in_the_shape_that_is_asked_for(shape, share) -> None:
+    assert rate(0, warmup_shape=shape) == 0
+    assert rate(25, warmup_shape=shape) == pytest.approx(HIGH * share)
+    assert rate(100, warmup_shape=shape) == HIGH
+    assert rate(25, warmup_shape=shape, warmup_init=1e-4) == pytest.approx(1e-4 + (HIGH - 1e-4) * share)
+
+
+def test_log_warmup_counts_steps_not_samples() -> None:
+    rates = [rate(step, warmup_shape="log", warmup_steps=8) for step in (1, 2, 4, 8)]
+    assert rates == pytest.approx([0, HIGH / 3, 2 * HIGH / 3, HIGH])
+
+
+def test_a_delayed_warmup_ends_later_and_leaves_the_decay() -> None:
+    fields = {"warmup_delay_steps": 1, "warmup_init": 1e-4}
+    assert rate(0, **fields) == rate(1, **fields) == 1e-4
+    assert rate(100, **fields) == pytest.approx(1e-4 + (HIGH - 1e-4) * 0.99)
+    assert rate(550, **fields) == rate(550)
+    assert rate(0, warmup_steps=0, warmup_delay_steps=1) == HIGH
+
+
+def test_warmup_may_be_a_share_of_the_steps() -> None:
+    assert rate(30, warmup_steps=0, warmup_share=0.0599) == pytest.approx(HIGH / 2)  # 59.9 steps are 60
+    assert rate(25, warmup_steps=0, warmup_share=0.1, decay_steps=500) == pytest.approx(HIGH / 2)
+
+
+def test_inverse_square_root_may_have_a_time_scale() -> None:
+    fields = {"name": "inverse-sqrt", "timescale_steps": 300, "min_lr": 0}
+    assert rate(100, **fields) == HIGH
+    assert rate(1000, **fields) == pytest.approx(HIGH / 2)
+    assert rate(900, **fields, warmup_steps=0) == pytest.approx(HIGH / 2)
+
+
 def test_cosine() -> None:
     assert rate(550) == pytest.approx((HIGH + LOW) / 2)
     assert rate(325) == pytest.approx(LOW + (HIGH - LOW) * (1 + math.cos(math.pi / 4)) / 2)
@@ -137,6 +179,10 @@ def test_consumed_samples_are_all_that_matters(steps) -> None:
     [
         ({"warmup_steps": 10, "warmup_samples": 10}, "warmup_samples"),
         ({"cooldown_steps": 10, "cooldown_share": 0.1}, "cooldown_share"),
+        ({"warmup_steps": 10, "warmup_share": 0.1}, "warmup_share"),
+        ({"warmup_samples": 10, "warmup_share": 0.1}, "warmup_share"),
+        ({"timescale_steps": 10}, "timescale_steps"),
+        ({"warmup_shape": "cubic"}, "warmup_shape"),
         ({"name": "cosin"}, "name"),
         ({"min_lr": -1.0}, "min_lr"),
     ],
@@ -153,6 +199,7 @@ def test_what_contradicts_is_refused(fields, path) -> None:
         ({"warmup_init": 1e-3}, "warmup_init"),
         ({"warmup_steps": 1000}, "warmup_steps"),
         ({"warmup_samples": 1_000_000}, "warmup_samples"),
+        ({"warmup_share": 0.5, "name": "wsd", "cooldown_share": 0.6}, "cooldown_share"),
         ({"warmup_steps": 100, "decay_steps": 50}, "warmup_steps"),
         ({"name": "wsd", "warmup_steps": 100, "cooldown_steps": 950}, "cooldown_steps"),
         ({"name": "wsd", "warmup_steps": 100, "cooldown_share": 0.95}, "cooldown_share"),

@@ -17,7 +17,7 @@ MODEL_SETTINGS = ("model", "lora")
 # Settings that decide which sample is number k of a data set; in Megatron's order the blend and the length of the run
 # do, too, where in the others each data set goes on with its next sample (`mega_data.order.resumed`).
 ORDER_SETTINGS = ("data.split", "data.seq_length", "data.order", "data.kind", "data.long_documents", "train.seed")
-LENGTH_SETTINGS = ("data.train", "train.steps", "batch.global", "batch.rampup")
+LENGTH_SETTINGS = ("data.train", "train.steps", "batch.global", "batch.rampup", "batch.stages")
 JUMP = 0.1  # of the highest rate: more than this is no small correction
 
 

@@ -2,7 +2,8 @@
 
 Positions are counted in samples (those of so many steps) and the end of the decay is absolute, so a run that
 stops and resumes, also with another batch size, goes on along the same curve. The curves are Megatron-LM's, except
-that `inverse-sqrt` has no end at which it falls to `min_lr`.
+that `inverse-sqrt` has no end at which it falls to `min_lr`. Delays, shares, shapes of the warmup and the time scale are
+there for the curves of DeepSpeed, transformers and Axolotl.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mega_common.config import Config, Problem
 from mega_trainer.batch_size import BatchConfig
 
 Shape = Literal["linear", "cosine", "exponential", "minus-sqrt"]
+WarmupShape = Literal["linear", "cosine", "minus-sqrt", "quadratic", "log"]
 
 
 class LRSchedule(Config):
@@ -28,8 +30,21 @@ class LRSchedule(Config):
     """
 
     name: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
-    warmup_steps: NonNegativeInt = Field(0, description="steps in which the rate rises linearly from warmup_init")
+    warmup_steps: NonNegativeInt = Field(0, description="steps in which the rate rises from warmup_init")
     warmup_samples: NonNegativeInt | None = Field(None, description="the same in samples, instead of warmup_steps")
+    warmup_share: float | None = Field(
+        None, gt=0, lt=1, description="warmup as a share of all steps, rounded up, instead of warmup_steps"
+    )
+    warmup_shape: WarmupShape = Field(
+        "linear",
+        description="shape of the rise. cosine and minus-sqrt mirror those of cooldown_shape; quadratic: (step / N)^2; "
+        "log: log(step) / log(N), with N = warmup_steps, as DeepSpeed's schedulers rise by default",
+    )
+    warmup_delay_steps: NonNegativeInt = Field(
+        0,
+        description="steps at warmup_init before the rise, which ends as many steps later; the decay does not move. "
+        "DeepSpeed's linear warmup has 1",
+    )
     warmup_init: NonNegativeFloat = Field(0.0, description="the rate that the warmup starts from")
     min_lr: NonNegativeFloat = Field(0.0, description="the rate that the decay ends at, and stays at")
     decoupled_min_lr: NonNegativeFloat | None = Field(
@@ -41,11 +56,26 @@ class LRSchedule(Config):
         None, gt=0, le=1, description="wsd: the same as a share of all steps up to there; default: 0.1"
     )
     cooldown_shape: Shape = Field("linear", description="wsd: how the rate falls")
+    timescale_steps: PositiveInt | None = Field(
+        None,
+        description="inverse-sqrt: steps T of sqrt(T / (T + step - warmup)); default: warmup_steps, or one step without",
+    )
 
     def problems(self) -> Iterator[Problem]:
         """Rules between fields."""
         if self.warmup_steps and self.warmup_samples is not None:
             yield Problem("warmup_samples", "given beside warmup_steps", self.warmup_samples, "leave one of them out")
+        if self.warmup_share and (self.warmup_steps or self.warmup_samples is not None):
+            yield Problem(
+                "warmup_share",
+                "given beside warmup_steps or warmup_samples",
+                self.warmup_share,
+                "leave one of them out",
+            )
+        if self.timescale_steps and self.name != "inverse-sqrt":
+            yield Problem(
+                "timescale_steps", f"is read by inverse-sqrt, not by {self.name}", self.timescale_steps, "leave it out"
+            )
         if self.cooldown_steps and self.cooldown_share is not None:
             yield Problem("cooldown_share", "given beside cooldown_steps", self.cooldown_share, "leave one of them out")
 
@@ -59,7 +89,7 @@ class LRSchedule(Config):
             return
         curve = self.curve(lr=lr, steps=steps, batch=batch)
         if curve.warmup >= curve.end:
-            key = "warmup_steps" if self.warmup_samples is None else "warmup_samples"
+            key = next((key for key in ("warmup_samples", "warmup_share") if getattr(self, key)), "warmup_steps")
             hint = "for the beginning of a longer run, set decay_steps to that run's steps"
             rule = f"the warmup must end before the decay does, at step {self.decay_steps or steps}"
             yield Problem(key, rule, getattr(self, key), hint)
@@ -69,8 +99,9 @@ class LRSchedule(Config):
 
     def curve(self, *, lr: float, steps: int, batch: BatchConfig) -> LRCurve:
         """The curve for a run of `steps` steps of `batch` with the highest rate `lr`."""
-        warmup = self.warmup_samples if self.warmup_samples is not None else batch.consumed(self.warmup_steps)
         last = self.decay_steps or steps
+        risen = math.ceil(self.warmup_share * last) if self.warmup_share else self.warmup_steps
+        warmup = self.warmup_samples if self.warmup_samples is not None else batch.consumed(risen)
         end = batch.consumed(last)
         start, shape = warmup, self.cooldown_shape
         if self.name == "wsd":
@@ -83,8 +114,11 @@ class LRSchedule(Config):
         elif self.name in ("cosine", "linear"):
             shape = self.name
         return LRCurve(
-            self.name, shape, self.warmup_init, lr, self.min_lr, warmup, start, end, root=max(warmup, batch.at(0))
-        )
+            self.name, shape, self.warmup_init, lr, self.min_lr, warmup, start, end, rise=self.warmup_shape,
+            rise_steps=warmup / batch.at(0), delay=batch.consumed(self.warmup_delay_steps),
+            root=batch.consumed(self.timescale_steps) if self.timescale_steps else max(warmup, batch.at(0)),
+            shift=warmup if self.timescale_steps else None,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,7 +131,10 @@ class LRCurve:
         highest, lowest: the rates between which it moves after the warmup.
         warmup: samples over which the rate rises.
         start, end: between these the rate decays.
-        root: for `inverse-sqrt`, the samples up to which the rate is the highest.
+        root: time scale of `inverse-sqrt` in samples, up to which the rate is the highest.
+        shift: samples at which `inverse-sqrt` begins to fall; None: at `root`.
+        rise, rise_steps: shape of the warmup, and its length in steps of the first batch.
+        delay: samples before the rise begins.
     """
 
     name: str
@@ -109,17 +146,36 @@ class LRCurve:
     start: int
     end: int
     root: int
+    shift: int | None = None
+    rise: WarmupShape = "linear"
+    rise_steps: float = 0.0
+    delay: int = 0
 
     def __call__(self, samples: int) -> float:
         """The learning rate of the step that starts when `samples` samples have been consumed."""
-        if samples < self.warmup:
-            return self.first + (self.highest - self.first) * samples / self.warmup
+        if samples < self.warmup + (self.delay if self.warmup else 0):
+            passed, rise = max(0, samples - self.delay), self.highest - self.first
+            if self.rise == "linear":
+                return self.first + rise * passed / self.warmup
+            return self.first + rise * _risen(self.rise, passed / self.warmup, self.rise_steps)
         if self.name == "constant":
             return self.highest
         if self.name == "inverse-sqrt":
-            return max(self.lowest, self.highest * math.sqrt(self.root / max(samples, self.root)))
+            since = samples if self.shift is None else samples - self.shift + self.root
+            return max(self.lowest, self.highest * math.sqrt(self.root / max(since, self.root)))
         done = min(max(0.0, (samples - self.start) / (self.end - self.start)), 1.0)
         return self.lowest + (self.highest - self.lowest) * _left(self.shape, done)
+
+
+def _risen(shape: WarmupShape, done: float, steps: float) -> float:
+    """Return the share of the rise, 0 to 1, after the share `done` of a warmup of `steps` steps."""
+    match shape:
+        case "quadratic":
+            return done * done
+        case "log":  # log(step) / log(steps), for step = done * steps
+            return max(0.0, 1.0 + math.log(done) / math.log(steps)) if done > 0 and steps > 1 else 0.0
+        case _:
+            return _left(shape, 1.0 - done)
 
 
 def _left(shape: Shape, done: float) -> float:

@@ -1,0 +1,54 @@
+"""Programs that read HuggingFace's names: which one a file is for, and its defaults.
+
+Facts: transformers 5.23 (training_args.py), TRL 1.16 (SFTConfig, DPOConfig, KTOConfig, RewardConfig, ModelConfig),
+Axolotl 0.18 (utils/schemas), Accelerate 1.15 (`accelerate config`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mega_cli.moving_in.given import Given
+
+Program = Literal["transformers", "TRL", "Axolotl"]
+AXOLOTL = (
+    "base_model", "sequence_len", "micro_batch_size", "adapter", "lora_target_linear", "rl", "rl_beta", "val_set_size",
+    "sample_packing", "pad_to_sequence_len", "lr_scheduler", "context_parallel_size", "sequence_parallel_degree",
+)  # fmt: skip
+TRL = (
+    "use_peft", "loss_type", "beta", "max_prompt_length", "dataset_text_field", "assistant_only_loss", "completion_only_loss",
+    "packing", "model_init_kwargs", "precompute_ref_log_probs", "center_rewards_coefficient", "desirable_weight",
+    "undesirable_weight", "simpo_gamma", "cpo_alpha", "num_generations", "dataset_name",
+)  # fmt: skip
+ACCELERATE = ("compute_environment", "distributed_type")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A program and what it does where the file says nothing.
+
+    Attributes:
+        micro: rows of a rank at once; None where the file belongs to a program that has its own.
+        epochs: length of a run without max_steps.
+        lr: learning rate; None where the program requires one in the file.
+        schedule: name of the scheduler.
+    """
+
+    program: Program
+    micro: int | None = 8
+    epochs: float = 3.0
+    lr: float | None = 5e-5
+    schedule: str = "linear"
+
+
+def find_dialect(given: Given) -> Dialect:
+    """Return the program that the file is for, by the names that only it has."""
+    if given.has(*AXOLOTL):
+        return Dialect("Axolotl", micro=1, epochs=1.0, lr=None, schedule="cosine")
+    if given.has(*TRL):
+        return Dialect("TRL", lr=2e-5)
+    known = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs")
+    if given.has(*ACCELERATE) and not given.has(*known):
+        return Dialect("transformers", micro=None)
+    return Dialect("transformers")

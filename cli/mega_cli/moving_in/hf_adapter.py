@@ -1,0 +1,94 @@
+"""Adapters of PEFT, TRL and Axolotl as `lora`, with the weights beside them in 4 bits where the file has it (QLoRA)."""
+
+from __future__ import annotations
+
+from mega_cli.moving_in.dialects import Dialect
+from mega_cli.moving_in.given import Given
+
+SAME = {
+    "lora.rank": "lora_r peft_config.r",
+    "lora.alpha": "lora_alpha peft_config.lora_alpha",
+    "lora.dropout": "lora_dropout peft_config.lora_dropout",
+    "lora.rslora": "peft_use_rslora use_rslora peft_config.use_rslora",
+    "lora.dora": "peft_use_dora use_dora peft_config.use_dora",
+    "lora.init_from": "lora_model_dir",
+    "lora.modules_to_save": "lora_modules_to_save peft_config.modules_to_save",
+}
+# Of each program what holds where the file says nothing: rank, alpha, dropout.
+DEFAULTS = {"TRL": (16, 32, 0.05), "Axolotl": (8, 8, 0.0), "transformers": (8, 8, 0.0)}
+ADAPTERS = ("lora", "qlora")
+BITS_4 = ("load_in_4bit", "quantization_config.load_in_4bit")
+QUANT_TYPES = (
+    "bnb_4bit_quant_type",
+    "bnb_config_kwargs.bnb_4bit_quant_type",
+    "quantization_config.bnb_4bit_quant_type",
+)
+DOUBLE = (
+    "use_bnb_nested_quant", "bnb_4bit_use_double_quant", "bnb_config_kwargs.bnb_4bit_use_double_quant",
+    "quantization_config.bnb_4bit_use_double_quant",
+)  # fmt: skip
+
+
+def put_adapter(given: Given, dialect: Dialect) -> None:
+    """Set `lora` where the run trains an adapter.
+
+    Raises:
+        ConfigError: for an adapter, or a number of bits, that mega does not have.
+    """
+    adapter, four = given.get("adapter"), given.get(*BITS_4) is True
+    if adapter is not None and adapter not in ADAPTERS:
+        given.refuse("adapter", "is not supported", f"mega trains {' and '.join(ADAPTERS)}")
+    if not _trains_adapter(given, dialect, adapter):
+        for names in SAME.values():
+            if given.get(*names.split()) is not None:
+                given.tell("not needed", "the file trains no adapter", names.split()[0])
+        if four:
+            given.refuse("load_in_4bit", "requires an adapter beside the weights", "adapter: qlora, or use_peft: true")
+        return
+    given.rows(SAME)
+    rank, alpha, dropout = DEFAULTS[dialect.program]
+    given.defaults({"lora.rank": rank, "lora.alpha": alpha, "lora.dropout": dropout}, f"{dialect.program}'s")
+    _put_modules(given)
+    if four or adapter == "qlora":
+        _put_bits(given, dialect)
+
+
+def _trains_adapter(given: Given, dialect: Dialect, adapter: str | None) -> bool:
+    """Return whether the run trains an adapter: Axolotl by `adapter`, TRL by `use_peft`, others by its settings."""
+    asked = given.get("use_peft")
+    if dialect.program == "Axolotl":
+        return adapter is not None
+    if asked is not None:
+        return asked in (True, "true")
+    return adapter is not None or given.has(
+        "lora_r", "peft_config.r", "lora_target_modules", "peft_config.target_modules"
+    )
+
+
+def _put_modules(given: Given) -> None:
+    modules = given.get("lora_target_modules", "peft_config.target_modules")
+    if given.get("lora_target_linear") is True or modules == "all-linear":
+        given.put("lora.modules", [".*_proj"], "all linear layers")
+    elif isinstance(modules, list):
+        given.put("lora.modules", [f".*{module}" for module in modules], "lora_target_modules")
+    elif modules is not None:
+        given.put("lora.modules", [str(modules)], "lora_target_modules")
+    else:
+        text = "is not in the file: PEFT takes those of its table for the model's type, as q_proj and v_proj of Llama"
+        given.ask("lora.modules", text)
+
+
+def _put_bits(given: Given, dialect: Dialect) -> None:
+    kind, double = given.get(*QUANT_TYPES), given.get(*DOUBLE)
+    if kind is None and dialect.program == "transformers":
+        kind = "fp4"
+    if kind not in (None, "nf4"):
+        given.refuse_run(f"4 bits of type {kind} are not supported", "mega has nf4: bnb_4bit_quant_type: nf4")
+    given.put("lora.quantize", "nf4", "4 bits")
+    if double if double is not None else dialect.program == "Axolotl":
+        given.tell(
+            "changes meaning", "scales of the 4-bit blocks stay in full, and are not quantised a second time", "4 bits"
+        )
+    if given.set_to("parallel.zero") == 3:
+        given.put("parallel.zero", 2, "weights in 4 bits are not sharded")
+        given.tell("changes meaning", "is 2, for weights in 4 bits stay whole on each rank", "parallel.zero")
