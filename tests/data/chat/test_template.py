@@ -41,7 +41,7 @@ def encoded(folder: Path, record: dict[str, Any], loss_on: Any = "answers") -> t
     tokenizer = Tokenizer(folder)
     (conversation,) = parse_record(json.dumps(record), pairs=False, loss_on=loss_on)
     rendered = load_template(tokenizer.path).render(conversation, loss_on)
-    (((array,),), _) = ChatEncoder(tokenizer, 1, None).encode([(rendered,)], np.int32)
+    ((array,),) = ChatEncoder(tokenizer, 1, None).encode([(rendered,)], np.int32).texts
     return array["token"].tolist(), array["mask"].tolist()
 
 

@@ -17,6 +17,12 @@ from mega_data.reading.documents import Document, Rejected
 from mega_data.tokenizer import Tokenizer
 
 
+def log_notes(notes: Mapping[str, int]) -> None:
+    """Warn of what was noted of conversations, with their number."""
+    for note, count in sorted(notes.items()):
+        logger.warning("%d conversations %s", count, note)
+
+
 @dataclass(frozen=True)
 class ChatOptions:
     """How conversations become tokens.

@@ -56,6 +56,7 @@ class ChatInfo(Config):
         one: the byte that stands for weight 1; others are shares and multiples of it.
         template: fingerprint of the chat template; `marked`: whether it says itself what an answer is.
         max_length: tokens that were kept of each; `cut`: answers that lost something to that.
+        notes: conversations by what was reported of them, as what the chat template does not render.
         mask_sha256: of `PREFIX.mask.bin`, hex.
     """
 
@@ -66,6 +67,7 @@ class ChatInfo(Config):
     marked: bool
     max_length: int | None = None
     cut: int = 0
+    notes: dict[str, int] = {}
     mask_sha256: str = ""
 
 
