@@ -95,7 +95,8 @@ class Chats:
         except DataError as error:
             return Rejected(str(error), item.text, item.file, item.line)
         size = sum(len(chat.text.encode("utf-8", "replace")) for chat in chats)
-        return Document("", size, item.file, item.line, chats=chats)
+        notes = tuple({note for chat in chats for note in chat.notes})
+        return Document("", size, item.file, item.line, chats=chats, notes=notes)
 
     def _check(self, chat: Rendered, where: str) -> None:
         """Refuse weights that the mask cannot hold; tell once of answers that end with no special token."""
