@@ -19,6 +19,8 @@ INSEPARABLE = (
     "have an answer that merges with the end of its prompt, and this tokenizer cannot encode it apart; the token across"
     " the boundary does not count in the loss, and the prompt differs from the one that is served"
 )
+NO_ANSWER = 2  # tokens that are kept of the prompt in place of a missing answer
+
 # Texts whose tokens seldom merge with what follows: a control character, which falls back to a byte, and others.
 UNMERGED = ("\x01", "a", ".", "0")
 
@@ -77,10 +79,11 @@ class ChatEncoder:
                 array["mask"], lost = self._mask(text, one.spans)
                 cut += lost
                 noted |= {text.note} - {""}
-                texts.append(array[: self._max_length])
+                texts.append(array[: self._max_length] if one.spans else array[:NO_ANSWER])
             notes.update(noted)
             # The first token of a sequence is nobody's label.
-            found.append(texts if all(array["mask"][1:].any() for array in texts) else [])
+            answers = [array for array, one in zip(texts, chat, strict=True) if one.spans]
+            found.append(texts if all(array["mask"][1:].any() for array in answers) else [])
         return EncodedChats(found, cut, notes)
 
     def _encode(self, texts: Sequence[Rendered]) -> Iterator[EncodedText]:

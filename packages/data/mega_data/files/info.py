@@ -17,6 +17,7 @@ from mega_data.files.fetch import as_given, local_prefix
 from mega_data.files.indexed import bin_path, data_prefix, idx_path, names_beside
 from mega_data.tokenizer import Tokenizer
 
+UNPAIRED = "have one rated answer instead of a pair, which objective.kind = kto alone trains on"  # a note of `ChatInfo`
 LARGEST = 1 << 16  # bytes that a description may have; a corpus of the same name is not read to find out
 
 
@@ -249,3 +250,9 @@ def forget(prefix: Path) -> None:
 def little_endian(dtype: np.dtype[Any]) -> str:
     """The name of a dtype as the description has it: `uint16`, `int32`."""
     return dtype.newbyteorder("=").name
+
+
+def count_unpaired(prefix: Path) -> int:
+    """Return how many pairs of a data set miss an answer, as its description says."""
+    info = read_info(prefix)
+    return info.chat.notes.get(UNPAIRED, 0) if info and info.chat else 0
