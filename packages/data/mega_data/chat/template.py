@@ -86,7 +86,7 @@ class ChatTemplate:
         Raises:
             DataError: when the template refuses it.
         """
-        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         return self._text(conversation, conversation.messages, **how)[0]
 
     def _notes(self, conversation: Conversation, text: str) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class ChatTemplate:
 
         def render(messages: list[Message], tools: list[Any] | None) -> str | None:
             try:
-                return self._text(replace(conversation, tools=tools), messages, of=conversation)[0]
+                return self._text(replace(conversation, tools=tools), messages, tools_of=conversation)[0]
             except DataError:
                 return None
 
@@ -136,10 +136,15 @@ class ChatTemplate:
         return text, spans
 
     def _text(
-        self, conversation: Conversation, messages: Sequence[Message], of: Conversation | None = None, **how: bool
+        self,
+        conversation: Conversation,
+        messages: Sequence[Message],
+        *,
+        tools_of: Conversation | None = None,
+        **how: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render messages by the template that suits the conversation, or the one it is a variant `of`."""
-        name = "tool_use" if (of or conversation).tools and "tool_use" in self._templates else "default"
+        """Render messages by the template that suits the tools of the conversation, or of `tools_of`."""
+        name = "tool_use" if (tools_of or conversation).tools and "tool_use" in self._templates else "default"
         given = {**self._given, **conversation.options}
         try:
             texts, marked = self._render(

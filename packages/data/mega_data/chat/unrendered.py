@@ -65,11 +65,11 @@ def _check_content(message: Message, number: int, text: str, at: int, same: Call
 def _check_calls(message: Message, number: int, same: Callable[[Message], bool]) -> None:
     """Refuse tool calls that the text does not depend on, as wholes, by their names or by their arguments."""
     for key in CALLS:
-        calls = message.get(key)
-        if calls and same({name: value for name, value in message.items() if name != key}):
+        if message.get(key) and same({name: value for name, value in message.items() if name != key}):
             raise DataError(f"message {number}: the chat template does not render {key!r}", hint=HINT)
-    calls = message.get("tool_calls")
-    for index, call in enumerate(calls if isinstance(calls, list) else []):
+    found = message.get("tool_calls")
+    calls = found if isinstance(found, list) else []
+    for index, call in enumerate(calls):
         for part, changed in _changed_calls(call):
             others = [*calls[:index], *changed, *calls[index + 1 :]]
             if same({**message, "tool_calls": others}):
