@@ -197,3 +197,47 @@ def test_a_byte_token_as_a_whole_word_of_the_vocabulary_is_refused(tmp_path: Pat
     assert tokenizer.encode("the heron 日") == Tokenizer(tmp_path).encode("the heron 日")
     with pytest.raises(DataError, match="spells a byte token such as <0x41> is not supported"):
         tokenizer.encode("<0x41>")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_symbols_that_a_conversion_encodes_differently_are_named(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 3), model_writer=model, model_type=kind, vocab_size=150, hard_vocab_limit=False,
+        user_defined_symbols=["<sep>"], character_coverage=1.0, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    convert_tokenizer(tmp_path / "tokenizer.model", tmp_path / "hf", CORPUS)
+    assert (
+        "texts that spell 1 of the 4 special, added and byte tokens have other tokens when converted: <sep>"
+        in caplog.text
+    )
+
+
+REAL = [
+    "tokenizer.model.v1",
+    "mistral_instruct_tokenizer_240216.model.v2",
+    "mistral_instruct_tokenizer_241114.model.v7",
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", REAL)
+def test_spelled_tokens_of_published_tokenizers_are_those_of_sentencepiece(name: str, tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    package = pytest.importorskip("mistral_common", reason="has tokenizers in its data")
+    file = Path(package.__file__).parent / "data" / name
+    (tmp_path / "tokenizer.model").write_bytes(file.read_bytes())
+    tokenizer = convert_tokenizer(tmp_path / "tokenizer.model", tmp_path / "hf", CORPUS)
+    judge = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    plain = Tokenizer(tokenizer.path, specials_as_text=True)
+    defined = {one.content for one in plain.backend.get_added_tokens_decoder().values() if not one.special}
+    spelled = [token for token in token_spellings(plain.backend) if token not in defined]
+    texts = [form.format(token, token) for token in spelled for form in FORMS]
+    expected = judge.encode(texts)
+    assert [plain.encode(text) for text in texts] == expected
+    encoder = choose_encoder("auto", plain, 1 << 30, again=True)
+    assert [one.tolist() for one in encoder.encode_batch(texts, np.int64)] == expected

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from mega_common.errors import DataError
 from mega_common.log import ProgressBar, logger
-from mega_data.plain_text import PlainTextBackend
+from mega_data.plain_text import PlainTextBackend, token_spellings
 from mega_data.reading.unpack import package
 from mega_data.tokenizer import Tokenizer, save
 
@@ -188,4 +188,24 @@ def _compare(converted: Converted, file: Path, texts: Iterable[str]) -> None:
                 break
     if not done:
         raise DataError(f"{file}: no text to compare the conversion on: every input is empty")
+    _compare_spellings(converted, plain, file)
     logger.info("%s: the same tokens on %s characters", file, f"{done:,}")
+
+
+def _compare_spellings(converted: Converted, plain: PlainTextBackend, file: Path) -> None:
+    """Warn of tokens whose spelling in a text both encode differently, as user-defined symbols of SentencePiece are."""
+    spellings = token_spellings(converted.backend)
+    different = [
+        token
+        for token in spellings
+        for text in (token, f"a{token}b", f" {token} c")
+        if plain.encode(text, add_special_tokens=False) != list(converted.reference(text))
+    ]
+    if different:
+        logger.warning(
+            "%s: texts that spell %d of the %d special, added and byte tokens have other tokens when converted: %s",
+            file,
+            len(set(different)),
+            len(spellings),
+            ", ".join(dict.fromkeys(different[:5])),
+        )

@@ -86,7 +86,10 @@ class ChatTemplate:
         Raises:
             DataError: when the template refuses it.
         """
-        how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        how: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
         return self._text(conversation, conversation.messages, **how)[0]
 
     def _notes(self, conversation: Conversation, text: str) -> tuple[str, ...]:
