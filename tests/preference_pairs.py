@@ -10,7 +10,7 @@ import torch
 
 from mega_data.files.indexed import mask_prefix
 from mega_data.files.indexed_writer import IndexedWriter
-from mega_data.files.info import ChatInfo, write_info
+from mega_data.files.info import UNPAIRED, ChatInfo, write_info
 
 VOCABULARY, LENGTH = 32, 48
 Answer = tuple[list[int], int]  # tokens, of which so many are the question
@@ -27,6 +27,15 @@ def pairs(count: int, seed: int = 0) -> list[tuple[Answer, Answer]]:
     return made  # type: ignore[return-value]
 
 
+def rated(count: int, seed: int = 0) -> list[tuple[Answer, Answer]]:
+    """Pairs of which most miss an answer: two tokens of the question stand in its place."""
+    made = pairs(count, seed)
+    for number, (chosen, rejected) in enumerate(made):
+        empty = (chosen[0][: min(chosen[1], 2)], min(chosen[1], 2))
+        made[number] = [(chosen, empty), (empty, rejected), (chosen, empty), (chosen, rejected)][number % 4]
+    return made
+
+
 def write_pairs(prefix: Path, made: list[tuple[Answer, Answer]]) -> None:
     """As `mega data preprocess --kind pairs` makes them; a mask of zeros and ones."""
     for path, dtype in ((prefix, "uint16"), (mask_prefix(prefix), "uint8")):
@@ -38,7 +47,10 @@ def write_pairs(prefix: Path, made: list[tuple[Answer, Answer]]) -> None:
                 writer.write(np.concatenate(rows).astype(dtype))
                 writer.end_documents([len(row) for row in rows], [2])
     tokens = sum(len(tokens) for pair in made for tokens, _ in pair)
-    chat = ChatInfo(kind="pairs", loss_on="answers", one=1, template="", marked=True)
+    missing = sum(len(tokens) == asked for pair in made for tokens, asked in pair)
+    chat = ChatInfo(
+        kind="pairs", loss_on="answers", one=1, template="", marked=True, notes={UNPAIRED: missing} if missing else {}
+    )
     write_info(
         prefix, tokenizer=None, append_eod=False, dtype="uint16", documents=len(made), tokens=tokens, text_bytes=0,
         bin_sha256="", chat=chat,

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from mega_common.errors import DataError
 from mega_common.log import ProgressBar, logger
+from mega_data.plain_text import PlainTextBackend, token_spellings
 from mega_data.reading.unpack import package
 from mega_data.tokenizer import Tokenizer, save
 
@@ -25,7 +26,8 @@ LONGEST = 1 << 17  # characters of one document
 
 SPACE = "▁"
 BPE, UNIGRAM = 2, 1  # SentencePiece's kinds of model
-CONTROL, USER_DEFINED = 3, 4  # and of pieces
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # and of pieces
+UNREACHED = (UNKNOWN, CONTROL, BYTE)  # pieces that are not matched in a text
 
 
 class Converted(NamedTuple):
@@ -115,9 +117,10 @@ def _sentencepiece(file: Path) -> Converted:
     trained, text = proto.trainer_spec, proto.normalizer_spec
     scores = [(piece.piece, piece.score) for piece in proto.pieces]
     if trained.model_type == BPE:
+        reached = [(piece.piece, piece.score) for piece in proto.pieces if piece.type not in UNREACHED]
         vocabulary = {piece: index for index, (piece, _) in enumerate(scores)}
         model: models.Model = models.BPE(
-            vocabulary, _merges(vocabulary, scores), unk_token=trained.unk_piece, fuse_unk=True,
+            vocabulary, _merges(vocabulary, reached), unk_token=trained.unk_piece, fuse_unk=True,
             byte_fallback=trained.byte_fallback,
         )  # fmt: skip
     elif trained.model_type == UNIGRAM:
@@ -149,7 +152,7 @@ def _normalizers(text: Any) -> Iterator[normalizers.Normalizer]:
 
 
 def _merges(vocabulary: dict[str, int], scores: list[tuple[str, float]]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, those of the best pieces first."""
+    """Return every way to make one of the pieces of `scores` out of two others, those of the best pieces first."""
     found = []
     for piece, score in scores:
         halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
@@ -161,18 +164,17 @@ def _merges(vocabulary: dict[str, int], scores: list[tuple[str, float]]) -> list
 
 
 def _compare(converted: Converted, file: Path, texts: Iterable[str]) -> None:
-    """Encode the begin of the corpus by both.
+    """Encode the beginning of the corpus by both; special tokens spelled in it are text.
 
     Raises:
         DataError: where they differ, or there is nothing to compare.
     """
-    backend, done = converted.backend, 0
-    backend.encode_special_tokens = True
+    backend, plain, done = converted.backend, PlainTextBackend(converted.backend), 0
     with ProgressBar("comparing", total=SAMPLE, unit="characters") as bar:
         for number, text in enumerate(texts, 1):
             for start in range(0, min(len(text), SAMPLE), LONGEST):
                 part = text[start : start + LONGEST]
-                ours, theirs = backend.encode(part, add_special_tokens=False).ids, converted.reference(part)
+                ours, theirs = plain.encode(part, add_special_tokens=False), converted.reference(part)
                 if ours != list(theirs):
                     at = next(n for n, (a, b) in enumerate(itertools.zip_longest(ours, theirs)) if a != b)
                     raise DataError(
@@ -186,5 +188,24 @@ def _compare(converted: Converted, file: Path, texts: Iterable[str]) -> None:
                 break
     if not done:
         raise DataError(f"{file}: no text to compare the conversion on: every input is empty")
-    backend.encode_special_tokens = False
+    _compare_spellings(converted, plain, file)
     logger.info("%s: the same tokens on %s characters", file, f"{done:,}")
+
+
+def _compare_spellings(converted: Converted, plain: PlainTextBackend, file: Path) -> None:
+    """Warn of tokens whose spelling in a text both encode differently, as user-defined symbols of SentencePiece are."""
+    spellings = token_spellings(converted.backend)
+    different = [
+        token
+        for token in spellings
+        for text in (token, f"a{token}b", f" {token} c")
+        if plain.encode(text, add_special_tokens=False) != list(converted.reference(text))
+    ]
+    if different:
+        logger.warning(
+            "%s: texts that spell %d of the %d special, added and byte tokens have other tokens when converted: %s",
+            file,
+            len(set(different)),
+            len(spellings),
+            ", ".join(dict.fromkeys(different[:5])),
+        )

@@ -23,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from mega_common.errors import DataError
 from mega_common.files import atomic_file, sha256_file, write_json
 from mega_common.log import ProgressBar, logger
+from mega_data.plain_text import PlainTextBackend
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -59,7 +60,7 @@ class Cut(NamedTuple):
 
 
 class Tokenizer:
-    """Text to token ids and back. With `specials_as_text` a special token that a text spells is text like any other.
+    """Encoder and decoder of one tokenizer.json. With `specials_as_text` a special token spelled in a text is text.
 
     Attributes:
         path: the `tokenizer.json`.
@@ -67,6 +68,8 @@ class Tokenizer:
         eos_id: the token that ends a text, None when the folder names none.
         eos_token: how it is spelt, None likewise.
         bos_id: the token that begins a text, None when the folder names none.
+        backend: the tokenizer as it is stored, which parses special tokens.
+        plain: the encoder that takes special tokens for text, None without `specials_as_text`.
         fingerprint: SHA-256 of `tokenizer.json`, 64 hex digits.
 
     Raises:
@@ -82,7 +85,7 @@ class Tokenizer:
         # Such files remember the settings of whoever saved them; a corpus cut at 512 tokens would go unnoticed.
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.backend.encode_special_tokens = self.specials_as_text = specials_as_text
+        self.plain = PlainTextBackend(self.backend) if specials_as_text else None
         ids = self.backend.get_vocab(with_added_tokens=True)
         if not ids:
             raise DataError(f"{self.path}: the vocabulary is empty")
@@ -95,15 +98,20 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of one text; `add_special_tokens` puts those around it that the tokenizer's template names."""
+        if self.plain is not None:
+            return self.plain.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike = np.int32) -> list[npt.NDArray[Any]]:
         """Token ids of many texts, one array `dtype` [tokens] each, without special tokens around them."""
         native = np.dtype(dtype).newbyteorder("=")
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        if self.plain is not None:
+            lists = self.plain.encode_batch(texts)
+        else:
+            lists = [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
         # struct takes a list's integers in half the time that numpy does
-        return [np.frombuffer(pack(f"{len(one)}{native.char}", *one.ids), native) for one in encodings]
+        return [np.frombuffer(pack(f"{len(ids)}{native.char}", *ids), native) for ids in lists]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids."""

@@ -12,6 +12,7 @@ import torch
 from mega_common.errors import DataError
 from mega_common.log import ProgressBar
 from mega_data.files.indexed import IndexedReader
+from mega_data.files.info import count_unpaired
 from mega_data.files.mask import kind_of
 from mega_eval.load import check_length
 from mega_eval.perplexity import check_vocabulary
@@ -51,6 +52,10 @@ def score_pairs(model: Decoder, prefix: Path) -> Preferences:
     reader = IndexedReader(prefix)
     if kind_of(reader) != "pairs":
         raise DataError(f"{prefix}: holds {kind_of(reader)}, and a reward model compares the answers of pairs")
+    if unpaired := count_unpaired(prefix):
+        raise DataError(
+            f"{prefix}: {unpaired} answers are rated alone, and a reward model compares the answers of pairs"
+        )
     check_vocabulary(prefix, model.config.vocab_size)
     check_length(model.config, int(reader.lengths.max()), f"answers of up to {reader.lengths.max()} tokens")
     scores = np.empty(len(reader))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from mega_common.errors import DataError
 from mega_data.files.indexed import IndexedReader
+from mega_data.files.info import count_unpaired
 from mega_data.order.use import Use, planned_use
 from mega_trainer.config import RunConfig
 from mega_trainer.tokens import run_tokenizer
@@ -23,6 +26,7 @@ def check_data(config: RunConfig) -> list[Use]:
     tokenizer = run_tokenizer(config.data, config.model.vocab_size)
     uses = planned_use(config.data, config.samples, None if tokenizer is None else tokenizer.eos_id)
     for prefix in {use.prefix: None for use in uses}:
+        _check_pairs(config, prefix)
         largest = largest_seen(IndexedReader(prefix))
         if largest >= config.model.vocab_size:
             raise DataError(
@@ -30,6 +34,20 @@ def check_data(config: RunConfig) -> list[Use]:
                 hint="the data set was made with the tokenizer of another model",
             )
     return uses
+
+
+def _check_pairs(config: RunConfig, prefix: Path) -> None:
+    """Refuse rated answers without a pair for an objective that compares the two answers of a pair.
+
+    Raises:
+        DataError: naming the data set.
+    """
+    unpaired, kind = count_unpaired(prefix), config.objective.kind
+    if unpaired and config.objective.of_pairs and kind != "kto":
+        raise DataError(
+            f"{prefix}: {unpaired} answers are rated alone, and objective.kind = {kind} requires pairs of answers",
+            hint="objective.kind: kto, or records with chosen and rejected",
+        )
 
 
 def largest_seen(reader: IndexedReader) -> int:

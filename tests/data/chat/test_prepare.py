@@ -11,7 +11,7 @@ from chat_templates import ANSWER, ASK, CONVERSATIONS, MORE, chat_tokenizer
 from mega_common.errors import DataError
 from mega_data.chat.prepare import ChatOptions
 from mega_data.files.indexed import IndexedReader, bin_path, idx_path, mask_prefix
-from mega_data.files.info import DataInfo, data_files, read_info
+from mega_data.files.info import UNPAIRED, DataInfo, count_unpaired, data_files, read_info
 from mega_data.files.mask import LossWeights, open_mask
 from mega_data.files.merge import merge
 from mega_data.files.verify import verify
@@ -225,3 +225,23 @@ def test_what_the_template_does_is_told(tmp_path: Path, tokenizer: Path, caplog:
     made(tmp_path, tokenizer, [CONVERSATIONS["one"]], template=tmp_path / "t.jinja")
     for said in ("marks no answers", "writes today's date", "d.jsonl:1: an answer ends with no special token"):
         assert said in caplog.text
+
+
+def test_rated_answers_are_pairs_of_which_one_is_missing(
+    tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What stands in place of a missing answer is two tokens of the prompt, of which none counts."""
+    records = [
+        {"prompt": "Hi", "completion": text, "label": label} for text, label in (("Hello", True), ("Bah", False))
+    ]
+    both = {"prompt": "Hi", "chosen": "Hello", "rejected": "Bah"}
+    info = made(tmp_path, tokenizer, [*records, both], kind="pairs")
+    assert info.chat is not None
+    assert (info.documents, info.chat.notes) == (3, {UNPAIRED: 2})
+    assert f"2 conversations {UNPAIRED}" in caplog.messages
+    assert count_unpaired(tmp_path / "d") == 2
+    assert counted(tmp_path / "d", tokenizer) == [f"{text}<|im_end|>\n" if text else "" for text in
+                                                  ("Hello", "", "", "Bah", "Hello", "Bah")]  # fmt: skip
+    reader = IndexedReader(tmp_path / "d")
+    assert reader.read(1).tolist() == reader.read(2).tolist() == reader.read(0)[:2].tolist()
+    assert reader.document_index.tolist() == [0, 2, 4, 6]

@@ -119,3 +119,82 @@ def test_what_is_refused(record: object, pairs: bool, said: str) -> None:
 def test_what_is_no_json_is_refused() -> None:
     with pytest.raises(DataError, match="not JSON"):
         parse_record("Hello", pairs=False, loss_on="answers")
+
+
+BRIEF = {"role": "system", "content": "Be brief"}
+NO = {"role": "assistant", "content": "No"}
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"instruction": "Hi", "input": "", "output": "Hello"}, [HI, HELLO]),
+        ({"instruction": "Hi", "output": "Hello"}, [HI, HELLO]),
+        ({"instruction": "Hi", "input": None, "output": "Hello", "text": "### Hi"}, [HI, HELLO]),
+        ({"instruction": "Add", "input": "2 + 2", "output": "Hello"}, [{**HI, "content": "Add\n2 + 2"}, HELLO]),
+        ({"instruction": "Hi", "output": "Hello", "system": "Be brief"}, [BRIEF, HI, HELLO]),
+        ({"instruction": "Hi", "response": "Hello", "context": ""}, [HI, HELLO]),
+        ({"instruction": "Hi", "output": "Hello", "response": "Hello", "history": []}, [HI, HELLO]),
+        ({"messages": [HI, HELLO], "system": "Be brief"}, [BRIEF, HI, HELLO]),
+        ({"messages": [BRIEF, HI, HELLO], "system": "Be brief"}, [BRIEF, HI, HELLO]),
+        ({"prompt": "Hi", "completion": "Hello", "label": True}, [HI, HELLO]),
+        ({"prompt": "Hi", "completion": "Hello", "label": 3}, [HI, HELLO]),
+    ],
+)
+def test_records_of_alpaca_and_their_like(record: dict[str, Any], messages: list[Any]) -> None:
+    assert parsed(record) == [messages]
+
+
+@pytest.mark.parametrize(
+    ("record", "pairs", "said"),
+    [
+        ({"instruction": "", "output": "a"}, False, "'instruction' not empty"),
+        ({"instruction": ["Hi"], "output": "a"}, False, "'instruction' and 'input' must be texts"),
+        ({"instruction": "Hi", "input": 3, "output": "a"}, False, "'instruction' and 'input' must be texts"),
+        ({"instruction": "Hi", "output": ""}, False, "'output' is empty, and an answer must have a text"),
+        ({"instruction": "Hi", "output": 4}, False, "'output' is not a list of messages"),
+        ({"instruction": "Hi", "input": "x"}, False, "none of the forms"),
+        ({"output": "Hi"}, False, "none of the forms"),
+        ({"instruction": "Hi", "output": "a", "history": [["b", "c"]]}, False, "'history' beside 'instruction'"),
+        ({"instruction": "Hi", "response": "a", "context": "b"}, False, "'context' beside 'instruction'"),
+        ({"prompt": "Hi", "completion": "a", "response": "b"}, False, "several answers that differ: completion, response"),
+        ({"prompt": "Hi", "completion": ""}, False, "'completion' is empty"),
+        ({"messages": [BRIEF, HI, HELLO], "system": "Be long"}, False, "two system messages that differ"),
+        ({"conversations": [{"from": "human"}]}, False, r"conversations\[0\] has no 'value'"),
+        ({"prompt": "Hi", "completion": "a", "label": False}, False, "a rejected answer .*--kind pairs"),
+        ({"prompt": "Hi", "completion": "a", "label": "good"}, True, "'label' is 'good'; the label .* must be true or false"),
+        ({"prompt": "Hi", "completion": "a", "label": 1}, True, "must be true or false"),
+        ({"prompt": "Hi", "label": True}, True, "none of the forms"),
+        ({"prompt": "Hi", "completion": "", "label": True}, True, "'completion' is empty"),
+        ({"completion": "a", "label": True}, True, "none of the forms"),
+        ({"messages": [HI], "label": True}, True, "no answer that 'label' rates"),
+        ({"prompt": "Hi", "completion": "a"}, True, "no key 'chosen'"),
+    ],
+)  # fmt: skip
+def test_malformed_records_are_refused(record: dict[str, Any], pairs: bool, said: str) -> None:
+    with pytest.raises(DataError, match=f"(?s){said}"):
+        parsed(record, pairs=pairs)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "Hi", "completion": "Hello"},
+        {"prompt": "Hi", "response": "Hello"},
+        {"prompt": [HI], "completion": [HELLO]},
+        {"instruction": "Hi", "input": "", "output": "Hello"},
+        {"messages": [HI, HELLO]},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    ],
+)
+@pytest.mark.parametrize("label", [True, False])
+def test_a_rated_answer_is_a_pair_that_misses_the_other(record: dict[str, Any], label: bool) -> None:
+    both = parse_record(json.dumps({**record, "label": label}), pairs=True, loss_on="answers")
+    rated, other = both if label else reversed(both)
+    assert (rated.messages, rated.weights, rated.missing) == ([HI, HELLO], [0, 1], False)
+    assert (other.messages, other.weights, other.missing) == ([HI], [0], True)
+
+
+def test_alpacas_prompt_of_a_pair() -> None:
+    record = {"instruction": "Hi", "input": "", "chosen": "Hello", "rejected": "No"}
+    assert parsed(record, pairs=True) == [[HI, HELLO], [HI, NO]]

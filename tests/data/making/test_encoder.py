@@ -133,7 +133,7 @@ def test_what_was_given_up_stays_so_after_a_kill(
     def killed(tokenizer: Tokenizer, texts: list[str], dtype: Any = np.int32) -> Any:
         nonlocal calls
         calls += 1
-        if calls > 8:
+        if calls > 9:  # the first one compares spellings
             raise KeyboardInterrupt
         return real(tokenizer, texts, dtype)
 

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from first_steps import in_layouts, step
 from parity.worker import whole
-from preference_pairs import LENGTH, Answer, pairs, write_model, write_pairs
+from preference_pairs import LENGTH, Answer, pairs, rated, write_model, write_pairs
 from ranks import run_ranks
 from torch import Tensor
 
 from mega_ckpt.convert import convert
 from mega_common.errors import ConfigError, DataError
 from mega_trainer.config import RunConfig, resolve
+from mega_trainer.data_check import check_data
 from mega_trainer.objectives.sample_files import SampleFiles
 from mega_trainer.ranks import Ranks
 from mega_trainer.train import run
@@ -107,6 +108,68 @@ def published(kind: str, batch: Any, policy: Any, reference: Any) -> Tensor:
     kl = (sums(policy, others)[0] - sums(reference, others)[0]).mean().clamp(min=0).detach()
     chosen, rejected = 1 - torch.sigmoid(0.5 * (ratio[:, 0] - kl)), 1 - torch.sigmoid(0.5 * (kl - ratio[:, 1]))
     return torch.cat([1.5 * chosen, 0.5 * rejected]).mean()
+
+
+def missing_kto(batch: Any, policy: Any, reference: Any) -> tuple[Tensor, dict[str, float]]:
+    """Loss and figures of KTO by its published formula, of rated answers of which most stand alone."""
+    answers, good, others = [], [], []
+    for tokens, weights, documents in zip(batch.tokens, batch.loss_weights, batch.document_ids, strict=True):
+        row = []
+        for number in range(2 * ((documents.max() + 1) // 2)):
+            own = documents == number
+            if weights[own].any():
+                row.append((tokens[own].tolist(), int(np.argmax(weights[own] > 0)) + 1))
+                good.append(number % 2 == 0)
+        answers += row
+        others += [(one[:asked] + row[i - 1][0][row[i - 1][1] :], asked) for i, (one, asked) in enumerate(row)]
+
+    def ratios(these: list[Answer]) -> Tensor:
+        both = [
+            sums(model, [*these, these[0]] if len(these) % 2 else these)[0].flatten() for model in (policy, reference)
+        ]
+        return (both[0] - both[1].detach())[: len(these)]
+
+    kl, ratio = ratios(others).mean().clamp(min=0).detach(), ratios(answers)
+    desirable = torch.tensor(good)
+    losses = torch.where(
+        desirable, 1.5 * (1 - torch.sigmoid(0.5 * (ratio - kl))), 0.5 * (1 - torch.sigmoid(0.5 * (kl - ratio)))
+    )
+    means = {
+        "rewards/chosen": 0.5 * ratio[desirable].mean().item(),
+        "rewards/rejected": 0.5 * ratio[~desirable].mean().item(),
+        "kl": kl.item(), "pairs": len(answers) / 2,
+    }  # fmt: skip
+    return losses.mean(), means
+
+
+@pytest.mark.parametrize("reference", ["live", "cached"])
+def test_kto_of_answers_that_are_rated_alone(folder: Path, tmp_path: Path, reference: str) -> None:
+    write_pairs(tmp_path / "rated", rated(24))
+    data = {"train": str(tmp_path / "rated"), "kind": "pairs", "seq_length": LENGTH, "split": [1]}
+    raw = settings(folder, "kto", output=str(tmp_path / "run"), data=data)
+    raw["objective"]["reference"] = reference
+    result, told, gradients, batch = step(raw)
+    policy, other = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
+        for name in ("policy", "reference")
+    )
+    loss, means = missing_kto(batch, policy, other)
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert {name: told[name] for name in means} == pytest.approx(means, rel=1e-5, abs=1e-5)
+    assert told["rewards/margins"] == pytest.approx(means["rewards/chosen"] - means["rewards/rejected"], abs=1e-5)
+    for name, parameter in policy.named_parameters():
+        error = (whole(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
+        assert error < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "simpo", "reward"])
+def test_answers_that_are_rated_alone_are_no_pairs(folder: Path, tmp_path: Path, kind: str) -> None:
+    write_pairs(tmp_path / "rated", rated(24))
+    data = {"train": str(tmp_path / "rated"), "kind": "pairs", "seq_length": LENGTH, "split": [1]}
+    config = RunConfig.parse(resolve(settings(folder, kind, output=str(tmp_path / "run"), data=data)))
+    with pytest.raises(DataError, match=f"18 answers are rated alone, and objective.kind = {kind} requires pairs"):
+        check_data(config)
 
 
 @pytest.mark.parametrize("kind", OBJECTIVES)

@@ -12,9 +12,15 @@ from mega_common.log import logger
 from mega_data.chat.encode import HUNDREDTHS, ChatEncoder
 from mega_data.chat.records import LossOn, parse_record
 from mega_data.chat.template import Rendered, load_template
-from mega_data.files.info import ChatInfo
+from mega_data.files.info import UNPAIRED, ChatInfo
 from mega_data.reading.documents import Document, Rejected
 from mega_data.tokenizer import Tokenizer
+
+
+def log_notes(notes: Mapping[str, int]) -> None:
+    """Warn of what was noted of conversations, with their number."""
+    for note, count in sorted(notes.items()):
+        logger.warning("%d conversations %s", count, note)
 
 
 @dataclass(frozen=True)
@@ -83,13 +89,17 @@ class Chats:
         options = self._options
         try:
             found = parse_record(item.text, pairs=options.kind == "pairs", loss_on=options.loss_on)
-            chats = tuple(self._template.render(one, options.loss_on) for one in found)
+            chats = tuple(
+                Rendered(self._template.prompt(one), ()) if one.missing else self._template.render(one, options.loss_on)
+                for one in found
+            )
             for chat in chats:
                 self._check(chat, item.where)
         except DataError as error:
             return Rejected(str(error), item.text, item.file, item.line)
         size = sum(len(chat.text.encode("utf-8", "replace")) for chat in chats)
-        return Document("", size, item.file, item.line, chats=chats)
+        notes = tuple({note for chat in chats for note in chat.notes} | {UNPAIRED for one in found if one.missing})
+        return Document("", size, item.file, item.line, chats=chats, notes=notes)
 
     def _check(self, chat: Rendered, where: str) -> None:
         """Refuse weights that the mask cannot hold; tell once of answers that end with no special token."""

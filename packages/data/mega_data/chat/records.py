@@ -3,7 +3,13 @@
     {"messages": [{"role": "user", "content": "Hi"}, ...], "tools": [...]}              OpenAI's
     {"conversations": [{"from": "human", "value": "Hi"}, ...], "system": "..."}         ShareGPT's
     {"prompt": "Hi", "completion": "Hello"}                                             or `response`; texts or messages
+    {"instruction": "Add", "input": "2 + 2", "output": "4"}                             Alpaca's; `input` may be missing
     {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}                          a pair; texts or messages
+    {"prompt": "Hi", "completion": "Hello", "label": true}                              KTO's: one rated answer
+
+`instruction` and `input` stand for a `prompt` in pairs and rated answers too; one line feed joins them. A rated answer is
+the chosen (`label` true) or the rejected answer of a pair whose other answer is missing; any form of a conversation
+may have a label.
 
 In pairs of messages without `prompt`, it is what both begin with. `tools` are JSON schemas, or the JSON text of a list of
 them. An assistant's message may have a `weight` in the loss (OpenAI's 0 or 1, or any).
@@ -26,17 +32,25 @@ SHAREGPT = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
     "observation": "tool", "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
-FORMS = "messages, conversations, prompt with completion or response, chosen with rejected"
+ANSWERS = ("completion", "response", "output")
+FORMS = (
+    "messages, conversations, prompt with completion or response, instruction with output, chosen with rejected,"
+    " prompt with completion and label"
+)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the weight of each in the loss (0 for all but answers); `options` are for the template."""
+    """Messages, and the weight of each in the loss (0 for all but answers); `options` are for the template.
+
+    `missing`: the messages are those before the answer of a pair that has none.
+    """
 
     messages: list[Message]
     weights: list[float]
     tools: list[Any] | None
     options: dict[str, Any]
+    missing: bool = False
 
 
 def parse_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conversation]:
@@ -55,20 +69,43 @@ def parse_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conversatio
     tools, options = _tools(record.get("tools")), record.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise DataError("'chat_template_kwargs' is not an object")
+    if pairs and "label" in record and not {"chosen", "rejected"} & record.keys():
+        return _rated(record, tools or None, options, loss_on)
+    if not pairs and record.get("label") is False:
+        raise DataError(
+            "a rejected answer ('label' is false)", hint="read such records with --kind pairs, or remove it"
+        )
     lists = _pair(record) if pairs else [(0, _single(record))]
     return [
         Conversation(messages, _weights(messages, asked, loss_on), tools or None, options) for asked, messages in lists
     ]
 
 
+def _rated(
+    record: dict[str, Any], tools: list[Any] | None, options: dict[str, Any], loss_on: LossOn
+) -> list[Conversation]:
+    """Return the pair of an answer that is only good or bad: the other one is missing."""
+    if not isinstance(record["label"], bool):
+        raise DataError(f"'label' is {record['label']!r}; the label of an answer must be true or false")
+    messages = _single(record)
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise DataError("no answer that 'label' rates: no message of role 'assistant'")
+    asked = answers[-1]
+    rated = Conversation(messages, _weights(messages, asked, loss_on), tools, options)
+    other = Conversation(messages[:asked], [0.0] * asked, tools, options, missing=True)
+    return [rated, other] if record["label"] else [other, rated]
+
+
 def _single(record: dict[str, Any]) -> list[Message]:
-    if "messages" in record:
-        return _messages(record["messages"], "messages")
-    if "conversations" in record:
-        return _system(record) + _messages(record["conversations"], "conversations")
-    answer = next((key for key in ("completion", "response") if key in record), None)
-    if "prompt" in record and answer is not None:
-        return _system(record) + _said(record, "prompt", "user") + _said(record, answer, "assistant")
+    for key in ("messages", "conversations"):
+        if key in record:
+            return _with_system(record, _messages(record[key], key))
+    given = [key for key in ANSWERS if key in record]
+    if ("prompt" in record or "instruction" in record) and given:
+        if any(record[key] != record[given[0]] for key in given):
+            raise DataError(f"several answers that differ: {', '.join(given)}", hint="keep one of them")
+        return [*_prompt(record), *_said(record, given[0], "assistant")]
     if "chosen" in record:
         raise DataError("a pair of answers, chosen and rejected", hint="read such records with --kind pairs")
     raise DataError(f"none of the forms {FORMS}; the keys are {', '.join(record) or 'none'}")
@@ -79,24 +116,47 @@ def _pair(record: dict[str, Any]) -> list[tuple[int, list[Message]]]:
     for key in ("chosen", "rejected"):
         if key not in record:
             raise DataError(f"no key {key!r}; the keys are {', '.join(record) or 'none'}")
-    if "prompt" in record:
-        prompt = _system(record) + _said(record, "prompt", "user")
+    if "prompt" in record or "instruction" in record:
+        prompt = _prompt(record)
         both = [prompt + _said(record, key, "assistant") for key in ("chosen", "rejected")]
         return [(len(prompt), messages) for messages in both]
     if isinstance(record["chosen"], str) or isinstance(record["rejected"], str):
         raise DataError("'chosen' or 'rejected' is a text, and there is no key 'prompt'")
-    chosen, rejected = (_messages(record[key], key) for key in ("chosen", "rejected"))
+    chosen, rejected = (_with_system(record, _messages(record[key], key)) for key in ("chosen", "rejected"))
     common = len(list(takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))))
     return [(common, chosen), (common, rejected)]
 
 
-def _system(record: dict[str, Any]) -> list[Message]:
-    return _said(record, "system", "system") if record.get("system") else []
+def _prompt(record: dict[str, Any]) -> list[Message]:
+    """Return the messages before an answer: those of `prompt`, or of Alpaca's `instruction` and `input`."""
+    if "prompt" in record:
+        return _with_system(record, _said(record, "prompt", "user"))
+    for key in ("history", "context"):
+        if record.get(key):
+            raise DataError(f"{key!r} beside 'instruction' is not supported", hint="use 'input', or 'messages'")
+    parts = [record["instruction"], record.get("input", "")]
+    if not all(isinstance(part, str) for part in parts) or not parts[0]:
+        raise DataError("'instruction' and 'input' must be texts, and 'instruction' not empty")
+    return _with_system(record, [{"role": "user", "content": "\n".join(part for part in parts if part)}])
+
+
+def _with_system(record: dict[str, Any], messages: list[Message]) -> list[Message]:
+    """Return messages behind the record's own `system`, if there is one."""
+    if not record.get("system"):
+        return messages
+    system = _said(record, "system", "system")
+    if messages[0]["role"] != "system":
+        return system + messages
+    if messages[0] != system[0]:
+        raise DataError("'system' and the first message are two system messages that differ", hint="keep one of them")
+    return messages
 
 
 def _said(record: dict[str, Any], key: str, role: str) -> list[Message]:
     """Messages, or a text that is one."""
     value = record[key]
+    if value == "" and role == "assistant":
+        raise DataError(f"{key!r} is empty, and an answer must have a text")
     return [{"role": role, "content": value}] if isinstance(value, str) else _messages(value, key)
 
 
@@ -125,7 +185,9 @@ def _message(raw: Any, name: str) -> Message:
 
 
 def _of_sharegpt(message: Message, name: str) -> Message:
-    role, value = message.pop("from"), message.pop("value", "")
+    if "value" not in message and "content" not in message:
+        raise DataError(f"{name} has no 'value'")
+    role, value = message.pop("from"), message.pop("value", message.get("content"))
     if role not in SHAREGPT:
         raise DataError(f"{name}.from = {role!r}: none of {', '.join(SHAREGPT)}")
     said = {"tool_calls": _called(value, name)} if role == "function_call" else {"content": value}

@@ -12,11 +12,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_common.errors import DataError
 from mega_data.chat.records import Conversation, LossOn, Message
+from mega_data.chat.unrendered import find_unrendered
 from mega_data.reading.unpack import package
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -32,10 +34,11 @@ class Span(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """The text of a conversation, and what of it counts in the loss."""
+    """The text of a conversation, what of it counts in the loss, and notes about what the template left out."""
 
     text: str
     spans: tuple[Span, ...]
+    notes: tuple[str, ...] = ()
 
 
 class ChatTemplate:
@@ -68,14 +71,14 @@ class ChatTemplate:
         """
         if loss_on == "all":
             text, _ = self._text(conversation, conversation.messages)
-            return Rendered(text, (Span(0, len(text), 1.0),))
+            return Rendered(text, (Span(0, len(text), 1.0),), self._notes(conversation, text))
         text, spans = (self._by_marks if self.marks else self._by_prefixes)(conversation)
         spans = [span for span in spans if span.weight and span.begin < span.end]
         if not spans:
             raise DataError("no answer that counts in the loss: no message of an assistant, or none with a weight")
         if sum(span.end - span.begin for span in spans) == len(text):
             raise DataError("all of the text is an answer, the questions too", hint=f"--loss-on all says so, or {MARK}")
-        return Rendered(text, tuple(spans))
+        return Rendered(text, tuple(spans), self._notes(conversation, text))
 
     def prompt(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation up to where the next answer begins, or else goes on in its last message.
@@ -83,8 +86,26 @@ class ChatTemplate:
         Raises:
             DataError: when the template refuses it.
         """
-        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        how: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
         return self._text(conversation, conversation.messages, **how)[0]
+
+    def _notes(self, conversation: Conversation, text: str) -> tuple[str, ...]:
+        """Return notes about the parts of a conversation that are not in its text.
+
+        Raises:
+            DataError: as `find_unrendered`.
+        """
+
+        def render(messages: list[Message], tools: list[Any] | None) -> str | None:
+            try:
+                return self._text(replace(conversation, tools=tools), messages, tools_of=conversation)[0]
+            except DataError:
+                return None
+
+        return find_unrendered(conversation, text, render)
 
     def _by_marks(self, conversation: Conversation) -> tuple[str, list[Span]]:
         text, marked = self._text(conversation, conversation.messages, return_assistant_tokens_mask=True)
@@ -118,9 +139,15 @@ class ChatTemplate:
         return text, spans
 
     def _text(
-        self, conversation: Conversation, messages: Sequence[Message], **how: bool
+        self,
+        conversation: Conversation,
+        messages: Sequence[Message],
+        *,
+        tools_of: Conversation | None = None,
+        **how: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
-        name = "tool_use" if conversation.tools and "tool_use" in self._templates else "default"
+        """Render messages by the template that suits the tools of the conversation, or of `tools_of`."""
+        name = "tool_use" if (tools_of or conversation).tools and "tool_use" in self._templates else "default"
         given = {**self._given, **conversation.options}
         try:
             texts, marked = self._render(

@@ -17,6 +17,7 @@ from mega_data.files.fetch import as_given, local_prefix
 from mega_data.files.indexed import bin_path, data_prefix, idx_path, names_beside
 from mega_data.tokenizer import Tokenizer
 
+UNPAIRED = "have one rated answer instead of a pair, which objective.kind = kto alone trains on"  # a note of `ChatInfo`
 LARGEST = 1 << 16  # bytes that a description may have; a corpus of the same name is not read to find out
 
 
@@ -56,6 +57,7 @@ class ChatInfo(Config):
         one: the byte that stands for weight 1; others are shares and multiples of it.
         template: fingerprint of the chat template; `marked`: whether it says itself what an answer is.
         max_length: tokens that were kept of each; `cut`: answers that lost something to that.
+        notes: conversations by what was reported of them, as what the chat template does not render.
         mask_sha256: of `PREFIX.mask.bin`, hex.
     """
 
@@ -66,6 +68,7 @@ class ChatInfo(Config):
     marked: bool
     max_length: int | None = None
     cut: int = 0
+    notes: dict[str, int] = {}
     mask_sha256: str = ""
 
 
@@ -247,3 +250,9 @@ def forget(prefix: Path) -> None:
 def little_endian(dtype: np.dtype[Any]) -> str:
     """The name of a dtype as the description has it: `uint16`, `int32`."""
     return dtype.newbyteorder("=").name
+
+
+def count_unpaired(prefix: Path) -> int:
+    """Return how many pairs of a data set miss an answer, as its description says."""
+    info = read_info(prefix)
+    return info.chat.notes.get(UNPAIRED, 0) if info and info.chat else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -84,7 +85,12 @@ def append_all(
     writer.finish()
     if chat is not None:
         cut = sum(info.chat.cut for info in infos if info.chat)
-        chat = chat.model_copy(update={"cut": cut, "mask_sha256": sha256_file(writer.folder / "mask.bin")})
+        notes: Counter[str] = Counter()
+        for info in infos:
+            notes.update(info.chat.notes if info.chat else {})
+        chat = chat.model_copy(
+            update={"cut": cut, "notes": dict(notes), "mask_sha256": sha256_file(writer.folder / "mask.bin")}
+        )
     info = write_info(
         writer.prefix,
         folder=writer.folder,

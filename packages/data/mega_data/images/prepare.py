@@ -14,6 +14,7 @@ import io
 import json
 import os
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from mega_common.files import sha256_file
 from mega_common.log import ProgressBar, human, logger
 from mega_common.vision import VisionConfig
 from mega_data.chat.encode import ChatEncoder
-from mega_data.chat.prepare import ChatOptions, Chats
+from mega_data.chat.prepare import ChatOptions, Chats, log_notes
 from mega_data.files.indexed import best_dtype, data_prefix, images_prefix
 from mega_data.files.indexed_writer import IndexedWriter
 from mega_data.files.info import (
@@ -154,6 +155,7 @@ class _Made:
         self.encoder = ChatEncoder(tokenizer, chats.info.one, None)  # the limit is of what placeholders become
         self.bad: list[Rejected] = []
         self.documents = self.tokens = self.bytes = self.empty = self.cut = 0
+        self.notes: Counter[str] = Counter()
 
     def __enter__(self) -> _Made:
         self.writer = IndexedWriter(self.prefix, self.dtype, masked=True)
@@ -177,7 +179,8 @@ class _Made:
             else:
                 assert isinstance(item, Record)
                 good.append((item, made))
-        texts, _ = self.encoder.encode([document.chats for _, document in good], self.dtype)
+        texts, _, notes = self.encoder.encode([document.chats for _, document in good], self.dtype)
+        self.notes += notes + Counter(note for _, document in good for note in document.notes)
         for (record, document), arrays in zip(good, texts, strict=True):
             counts = self._placeholders(record, folder)
             expanded = counts if isinstance(counts, Rejected) else self._expanded(record, document, arrays, counts)
@@ -276,12 +279,15 @@ class _Made:
             self.prefix, folder=folder, tokenizer=TokenizerInfo.of(self.tokenizer), append_eod=False,
             dtype=little_endian(self.dtype), documents=self.documents, tokens=self.tokens, text_bytes=self.bytes,
             skipped=Skipped(bad=len(self.bad), empty=self.empty), bin_sha256=sums["bin"],
-            chat=self.chats.info.model_copy(update={"cut": self.cut, "mask_sha256": sums["mask.bin"]}), images=images,
+            chat=self.chats.info.model_copy(
+                update={"cut": self.cut, "notes": dict(self.notes), "mask_sha256": sums["mask.bin"]}
+            ), images=images,
         )  # fmt: skip
         commit(self.writer, "images")
         logger.info("%s: %s conversations, %s tokens", self.prefix, human(self.documents), human(self.tokens))
         if self.cut:
             logger.warning("%d answers were cut by the limit of %s tokens", self.cut, self.chats.info.max_length)
+        log_notes(self.notes)
         return info
 
 

@@ -32,6 +32,7 @@ class Batch:
         size: bytes of text to encode.
         ends: how many of the documents spell the end token.
         cut: how many answers lost something to the length limit; known when they are encoded.
+        notes: conversations by what is to be reported of them; known when they are encoded.
         upto: what of the inputs is done with this batch.
         read: bytes of all inputs that were read for it and those before.
         lead: how many tokens a piece begins with that are not its own (`Tokenizer.split`).
@@ -42,6 +43,7 @@ class Batch:
     size: int = 0
     ends: int = 0
     cut: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
     upto: Place = (0, 0)
     read: float = 0
     goes_on: bool = False
@@ -66,6 +68,7 @@ class Progress:
     left_out: int = 0
     ends: int = 0
     cut: int = 0
+    notes: dict[str, int] = field(default_factory=dict)
     quarantined: int = 0
     encoder: Choice = "auto"
 

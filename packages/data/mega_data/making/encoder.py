@@ -1,8 +1,8 @@
-"""Who encodes a corpus: `tokenizers`, whose tokens count, or `fastokens` for as long as it makes the same ones.
+"""Choice of the library that encodes a corpus: `tokenizers`, the reference, or `fastokens` while it agrees with it.
 
-fastokens reads the same tokenizer.json and is 5 to 40 times as fast. Nothing says that it always agrees, so both encode
-the first megabyte of a corpus and a two-hundredth of what follows. At the first difference nothing of what it made
-is kept.
+fastokens reads the same tokenizer.json and is 5 to 40 times as fast. It is taken only if both encode the spelling of
+every special, byte and added token alike. Both then encode the first megabyte of a corpus and a two-hundredth of what
+follows; at the first difference nothing that fastokens made is kept.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from mega_common.errors import DataError
 from mega_common.log import logger
+from mega_data.plain_text import token_spellings
 from mega_data.reading.unpack import package
 from mega_data.tokenizer import Tokenizer
 
@@ -25,11 +26,13 @@ Choice = Literal["auto", "tokenizers", "fastokens"]
 
 COMPARED_FIRST = 1 << 20  # characters, and after them
 COMPARED_PART = 200  # one of so many
+SPELLED = ("{}", "a{}b", " {} c", "{0}{0}", "x {}\n")  # texts in which both encode every special, byte and added token
+SPELLINGS_AT_ONCE = 1000
 WORTHWHILE = 1 << 24  # bytes of input from which on the second or so to open it is regained
 
 
 class Encoder(Protocol):
-    """What makes tokens of texts by the tokenizer.json at `path`: a `Tokenizer`, or a faster one that is watched."""
+    """Encoder of texts by the tokenizer.json at `path`: a `Tokenizer`, or a faster one that is compared with it."""
 
     path: Path
 
@@ -38,9 +41,9 @@ class Encoder(Protocol):
 
 
 class Differs(Exception):
-    """The faster encoder fails on text number `index` of a batch, or makes other tokens of it than `tokenizers`.
+    """Failure of the faster encoder on text number `index` of a batch, or tokens that differ from those of `tokenizers`.
 
-    Whoever knows says `where` that is from.
+    The caller sets `where`, the file and line of the text.
     """
 
     def __init__(self, index: int) -> None:
@@ -49,18 +52,19 @@ class Differs(Exception):
 
 
 def choose_encoder(choice: Choice, tokenizer: Tokenizer, size: int, *, again: bool) -> Encoder:
-    """The encoder for `size` bytes of input, which can be read `again` or not.
+    """Choose the encoder for `size` bytes of input, which can be read `again` or not.
 
-    `auto` takes fastokens where it is installed, reads this tokenizer, and can be given up for `tokenizers`.
+    `auto` takes fastokens where it is installed, supports this tokenizer, and can be replaced by `tokenizers` later.
 
     Raises:
-        MissingPackageError, DataError: when fastokens is asked for, and not installed or no reader of this tokenizer.
+        MissingPackageError, DataError: when fastokens is asked for, and is not installed or does not support this tokenizer.
     """
     worthwhile = again and size >= WORTHWHILE and importlib.util.find_spec("fastokens") is not None
     if choice == "tokenizers" or (choice == "auto" and not worthwhile):
         return tokenizer
     try:
         encoder = FastEncoder(tokenizer, _open(tokenizer))
+        _compare_spellings(encoder, tokenizer)
     except DataError as error:
         if choice == "fastokens":
             raise
@@ -77,7 +81,10 @@ def choose_encoder(choice: Choice, tokenizer: Tokenizer, size: int, *, again: bo
 def _open(tokenizer: Tokenizer) -> Any:
     native = package("fastokens", "--encoder fastokens does")
     try:
-        fast = native.Tokenizer.from_file(str(tokenizer.path))
+        if tokenizer.plain is not None:
+            fast = native.Tokenizer.from_json_str(tokenizer.plain.json)
+        else:
+            fast = native.Tokenizer.from_file(str(tokenizer.path))
     except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception
         raise DataError(
             f"{tokenizer.path}: fastokens does not read this tokenizer ({error})", hint="--encoder tokenizers does"
@@ -87,28 +94,42 @@ def _open(tokenizer: Tokenizer) -> Any:
     return fast
 
 
+def _compare_spellings(encoder: FastEncoder, tokenizer: Tokenizer) -> None:
+    """Encode the spelling of every special, byte and added token by both encoders.
+
+    Raises:
+        DataError: at the first token whose spelling fastokens encodes differently.
+    """
+    for start in range(0, len(spellings := token_spellings(tokenizer.backend)), SPELLINGS_AT_ONCE):
+        part = spellings[start : start + SPELLINGS_AT_ONCE]
+        texts = [form.format(token) for token in part for form in SPELLED]
+        try:
+            arrays = encoder.encode_unchecked(texts, np.int64)
+        except Differs:
+            arrays = [np.full(1, -1)] * len(texts)
+        for number, (ours, theirs) in enumerate(zip(arrays, tokenizer.encode_batch(texts, np.int64), strict=True)):
+            if not np.array_equal(ours, theirs):
+                token = part[number // len(SPELLED)]
+                raise DataError(
+                    f"{tokenizer.path}: fastokens encodes a text that spells {token!r} differently",
+                    hint="--encoder tokenizers",
+                )
+
+
 class FastEncoder:
-    """`fast` (a `fastokens.Tokenizer`), watched by `tokenizer`. Several threads may use it at once."""
+    """Encoder by `fast` (a `fastokens.Tokenizer`), compared with `tokenizer`. Several threads may use it at once."""
 
     def __init__(self, tokenizer: Tokenizer, fast: Any) -> None:
         self.tokenizer, self.fast, self.path = tokenizer, fast, tokenizer.path
         self.seen = self.compared = 0  # characters; two threads that add at once may compare a text more or less
 
     def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
-        """Token ids of many texts, one array `dtype` [tokens] each.
+        """Return the token ids of many texts, one array `dtype` [tokens] each.
 
         Raises:
             Differs: at a text that fails, or of which `tokenizers` makes others.
         """
-        try:
-            ids, bounds = self.fast.encode_batch_flat(texts, False, self.tokenizer.specials_as_text)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # noqa: BLE001 - a panic in Rust is no Exception; whatever it is, `tokenizers` will say
-            raise Differs(0) from None
-        tokens = np.frombuffer(ids, "<u4").astype(dtype)
-        ends = np.frombuffer(bounds, "<u8")[1:].tolist()
-        arrays = [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        arrays = self.encode_unchecked(texts, dtype)
         for index, text in enumerate(texts):
             self.seen += len(text)
             if self.compared < COMPARED_FIRST + self.seen // COMPARED_PART:
@@ -116,3 +137,19 @@ class FastEncoder:
                 if not np.array_equal(arrays[index], self.tokenizer.encode_batch([text], dtype)[0]):
                     raise Differs(index)
         return arrays
+
+    def encode_unchecked(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
+        """Return the token ids of many texts without a comparison.
+
+        Raises:
+            Differs: when fastokens fails.
+        """
+        try:
+            ids, bounds = self.fast.encode_batch_flat(texts, False, self.tokenizer.plain is not None)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001 - a panic in Rust is no Exception; whatever it is, `tokenizers` will say
+            raise Differs(0) from None
+        tokens = np.frombuffer(ids, "<u4").astype(dtype)
+        ends = np.frombuffer(bounds, "<u8")[1:].tolist()
+        return [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]

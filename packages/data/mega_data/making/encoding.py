@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mega_common.errors import DataError, MegaError
+from mega_data.chat.encode import EncodedChats
 from mega_data.chat.prepare import Chats
 from mega_data.making.batches import Batch
 from mega_data.making.encoder import Differs, Encoder
@@ -29,14 +30,16 @@ class Encoding:
     chats: Chats | None
     by_sentence: SentenceEncoder | None
 
-    def encode(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> tuple[list[Sequences], int]:
-        """The sequences of each document, and how many answers the length limit cut."""
+    def encode(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> EncodedChats:
+        """Return the sequences of each document; of conversations also what is to be reported of them."""
         if self.chats:
-            return self.chats.encoder.encode([document.chats for document in documents], dtype)
+            encoded = self.chats.encoder.encode([document.chats for document in documents], dtype)
+            encoded.notes.update(note for document in documents for note in document.notes)
+            return encoded
         texts = [document.text for document in documents]
         if self.by_sentence:
-            return self.by_sentence.encode(self.encoder, texts, dtype), 0
-        return [[ids] for ids in self.encoder.encode_batch(texts, dtype)], 0
+            return EncodedChats(self.by_sentence.encode(self.encoder, texts, dtype), 0, Counter())
+        return EncodedChats([[ids] for ids in self.encoder.encode_batch(texts, dtype)], 0, Counter())
 
 
 def encode_all(
@@ -79,7 +82,7 @@ def _encode(batch: Batch, encoding: Encoding, dtype: np.dtype[Any]) -> list[Sequ
     if not batch.documents:
         return []
     try:
-        found, batch.cut = encoding.encode(batch.documents, dtype)
+        found, batch.cut, batch.notes = encoding.encode(batch.documents, dtype)
         if batch.lead:
             found[0][0] = found[0][0][batch.lead :]
     except Differs as error:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -130,6 +131,7 @@ class Output:
         if batch.goes_on:
             return
         self.done.cut += batch.cut
+        self.done.notes = dict(Counter(self.done.notes) + batch.notes)
         self.done.text_bytes += sum(document.size for document in batch.documents)
         self.done.ends += batch.ends
         self.done.source, self.done.items = batch.upto
@@ -214,7 +216,9 @@ class Output:
             chat = self.chat
             if chat is not None:
                 mask_sha256 = sha256_file(self.writer.folder / "mask.bin")
-                chat = chat.model_copy(update={"cut": self.done.cut, "mask_sha256": mask_sha256})
+                chat = chat.model_copy(
+                    update={"cut": self.done.cut, "notes": self.done.notes, "mask_sha256": mask_sha256}
+                )
             self.info = write_info(
                 self.prefix,
                 folder=self.writer.folder,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from mega_common.errors import DataError, MegaError
 from mega_common.log import ProgressBar, human, logger
-from mega_data.chat.prepare import ChatOptions, Chats
+from mega_data.chat.prepare import ChatOptions, Chats, log_notes
 from mega_data.files.indexed import data_prefix, idx_path
 from mega_data.files.info import (
     DataInfo,
@@ -322,6 +322,8 @@ def _spread(job: Job, engine: Engine, count: int | None, workers: int | None) ->
     info = job.join(shards[0])
     if info is None:
         raise DataError(f"{job.whole}: parts are gone that were made", hint="was another run removing them?")
+    if info.chat is not None:
+        log_notes(info.chat.notes)
     return info
 
 
@@ -339,6 +341,8 @@ def _tell(info: DataInfo, output: Output, tokenizer: Tokenizer) -> None:
         logger.warning("%d %s were left out", info.skipped.empty, what)
     if info.chat is not None and info.chat.cut:
         logger.warning("%d answers were cut by the limit of %d tokens", info.chat.cut, info.chat.max_length)
+    if info.chat is not None:
+        log_notes(info.chat.notes)
     if output.done.ends:
         logger.warning(
             "%d documents spell the end token %r: it is text there; --parse-special-tokens takes it for the token",

@@ -15,7 +15,7 @@ class Document(NamedTuple):
     """A text of `size` UTF-8 bytes, and where it stands (`line` counts from 1; rows, records and JSON values too).
 
     `record` is all that stands there beside the text, where `read` was asked for it and the format has more.
-    `chats` are the conversations that a record was, `long` is a text too long to be held; there is no other text then.
+    `notes` are what is to be reported of it. `chats` are the conversations that a record was, `long` is a text too long to be held; there is no other text then.
     """
 
     text: str
@@ -25,6 +25,7 @@ class Document(NamedTuple):
     chats: tuple[Rendered, ...] = ()
     record: dict[str, Any] | None = None
     long: LongText | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:

@@ -91,6 +91,15 @@ def counted(documents: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return found
 
 
+def answered(batch: StepBatch) -> int:
+    """Return the number of answers in a batch, without those that are missing."""
+    assert batch.document_ids is not None
+    return sum(
+        len(np.unique(ids[(weights > 0) & (ids < 2 * pairs)]))
+        for ids, weights, pairs in zip(batch.document_ids, batch.loss_weights, counted(batch.document_ids), strict=True)
+    )
+
+
 def room(batch: StepBatch) -> int:
     """W: an even number of documents that no row of the batch has more of."""
     assert batch.document_ids is not None
@@ -100,7 +109,7 @@ def room(batch: StepBatch) -> int:
 def mismatched(batch: StepBatch) -> StepBatch:
     """The batch with each answer behind the question of the one after it, the last one's behind the first of its row.
 
-    A row's questions and answers are all there still, so that it is as long.
+    Where an answer is missing, its document stays as it is. A row's questions and answers are all there still, so that it is as long.
     """
     assert batch.document_ids is not None
     rows = [_cycled(batch, row) for row in range(len(batch.tokens))]
@@ -122,8 +131,10 @@ def _cycled(batch: StepBatch, row: int) -> tuple[npt.NDArray[np.generic], ...]:
         first = int(np.argmax(counts > 0)) if counts.any() else len(counts)
         parts.append(((whole[:first], counts[:first]), (whole[first:], counts[first:])))
     start = 0
+    there = [number for number, (_, (tokens, _)) in enumerate(parts) if len(tokens)]
+    before = dict(zip(there, [*there[-1:], *there[:-1]], strict=True))
     for number, (question, _) in enumerate(parts):
-        answer = parts[number - 1][1]
+        answer = parts[before.get(number, number)][1]
         whole, counts = (np.concatenate([a, b]) for a, b in zip(question, answer, strict=True))
         here = slice(start, start := start + len(whole) - 1)
         for place, value in zip(out, (whole[:-1], whole[1:], counts[1:], np.arange(len(whole) - 1)), strict=True):

@@ -60,11 +60,16 @@ def simpo(pairs: Pairs, beta: float, gamma: float, label_smoothing: float = 0.0)
 
 
 def kto(pairs: Pairs, beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Half of w (1 - sigmoid(r - beta kl)) of the chosen and w' (1 - sigmoid(beta kl - r)) of the rejected answer, so that
-    the mean over pairs is that over answers (arXiv:2402.01306)."""
+    """Return half of w (1 - sigmoid(r - beta kl)) of the chosen and w' (1 - sigmoid(beta kl - r)) of the rejected answer.
+
+    The mean over pairs is that over answers (arXiv:2402.01306). An answer without tokens is missing, and has neither loss
+    nor reward.
+    """
+    there = pairs.tokens > 0
     rewards = beta * (pairs.policy - pairs.reference)
     gain = rewards - beta * pairs.kl
-    return (desirable * (-gain[:, 0]).sigmoid() + undesirable * gain[:, 1].sigmoid()) / 2, rewards
+    losses = torch.stack([desirable * (-gain[:, 0]).sigmoid(), undesirable * gain[:, 1].sigmoid()], 1)
+    return losses.where(there, 0).sum(1) / 2, rewards.where(there, 0)
 
 
 def reward(pairs: Pairs, margin: float = 0.0, center: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -98,8 +103,14 @@ NAMES = (
 )  # fmt: skip
 
 
+SHARES = ("chosen", "rejected", "paired")  # share of pairs that have each answer, and both
+
+
 def figures(pairs: Pairs, rewards: Tensor) -> Tensor:
-    """What is told of P pairs, under TRL's names, which `NAMES` are: [7, P]."""
-    (good, bad), kl = rewards.unbind(1), pairs.kl.expand(len(rewards))
-    right = (good > bad).to(good.dtype)
-    return torch.stack([good, bad, good - bad, right, *pairs.policy.unbind(1), kl])
+    """Return the figures of P pairs under TRL's names, which `NAMES` and `SHARES` are: [10, P]. Missing answers have zeros."""
+    there = (pairs.tokens > 0).to(rewards.dtype)
+    (good, bad), both = rewards.unbind(1), there.prod(1)
+    right = (good > bad).to(good.dtype) * both
+    return torch.stack([
+        good, bad, good - bad, right, *(pairs.policy * there).unbind(1), pairs.kl * there.mean(1), *there.unbind(1), both
+    ])  # fmt: skip

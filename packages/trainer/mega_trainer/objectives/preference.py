@@ -18,9 +18,9 @@ from mega_data.loader import StepBatch
 from mega_trainer.batch import MicroBatch, micro_batches
 from mega_trainer.comm import all_reduce
 from mega_trainer.config import RunConfig
-from mega_trainer.objectives.answers import Answers, answers_of, counted, mismatched, speaks, sums_by
+from mega_trainer.objectives.answers import Answers, answered, answers_of, counted, mismatched, speaks, sums_by
 from mega_trainer.objectives.base import Objective
-from mega_trainer.objectives.losses import NAMES, Pairs, figures, loss_of
+from mega_trainer.objectives.losses import NAMES, SHARES, Pairs, figures, loss_of
 from mega_trainer.objectives.reference import Reference
 from mega_trainer.pipeline.run import Executor
 
@@ -37,7 +37,7 @@ class Preference(Objective):
         reference: tells what the reference model makes of the answers; None for a loss without.
     """
 
-    names = (*NAMES, "tokens")
+    names = (*NAMES, *SHARES, "tokens")
 
     def __init__(
         self, config: RunConfig, executor: Executor, device: torch.device, reference: Reference | None
@@ -59,6 +59,8 @@ class Preference(Objective):
         if batch is None or any(group.rank for group in (self.groups.tp, self.groups.cp, self.groups.pp)):
             return [0.0, *further]
         assert batch.document_ids is not None
+        if self.config.objective.kind == "kto":  # answers are missing from pairs
+            return [answered(batch) / 2, *further]
         return [float(counted(batch.document_ids).sum()), *further]
 
     def prepared(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
@@ -82,7 +84,7 @@ class Preference(Objective):
         answers = answers_of(other, micro, self.groups.cp)
         ours, theirs = sums_by(self.executor, micro, answers), self.reference.sums(other, micro, answers, "mismatched")
         total = torch.stack([(a - b).sum() for a, b in zip(ours, theirs, strict=True)]).sum()
-        found = torch.stack([total, total.new_tensor(sum(each.tokens.numel() for each in answers))])
+        found = torch.stack([total, total.new_tensor(sum(int((each.tokens > 0).sum()) for each in answers))])
         found *= self._speaks
         all_reduce(found, self.groups.world)
         return (found[0] / found[1]).clamp(min=0)
@@ -105,15 +107,36 @@ class Preference(Objective):
 
     def totals(self, executor: Executor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:
         """See `Objective`."""
-        pairs = sum(len(one.weigh.answers.pairs) for one in micro if isinstance(one.weigh, _Weigh))
+        answers = [one.weigh.answers for one in micro if isinstance(one.weigh, _Weigh)]
+        pairs = sum(int((each.tokens > 0).sum()) / 2 for each in answers)
         return torch.cat([self._sums, self._sums.new_tensor([pairs * self._speaks])])
 
     def told(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:
         """See `Objective`: means over pairs, and how many pairs and tokens of answers."""
         means = dict(super().told(figures, count))
+        _divide_by_shares(means)
         tokens, left_out = means.pop("tokens"), UNTOLD.get(self.config.objective.kind, ("kl",))
         told = {name: value for name, value in means.items() if name not in left_out}
         return told if count is None else {**told, "tokens": tokens * count, "pairs": count}
+
+
+def _divide_by_shares(means: dict[str, float]) -> None:
+    """Make means over pairs means over the answers that are there; a figure that none has is left out."""
+    chosen, rejected, paired = (means.pop(name) for name in SHARES)
+    shares = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "logps/chosen": chosen,
+        "logps/rejected": rejected,
+    }
+    for name, share in {**shares, "rewards/accuracies": paired}.items():
+        value = means.pop(name)
+        if share:
+            means[name] = value / share
+    if {"rewards/chosen", "rewards/rejected"} <= means.keys():
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    else:
+        del means["rewards/margins"]
 
 
 @dataclass(frozen=True)
