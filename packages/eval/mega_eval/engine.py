@@ -32,6 +32,7 @@ from mega_eval.pictured import seen_together
 from mega_eval.rows import Row
 from mega_eval.sampling import Sampling, draw, penalised, probabilities
 from mega_eval.text import Continuation, Finish, Limits, Text
+from mega_eval.token_rules import TokenRules
 from mega_trainer.batch import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoder
@@ -54,6 +55,7 @@ class Request:
         adapter: name of the one that the model has for this text; None: none.
         images: what stands at the prompt's placeholders, where it has any: `Images` of one row, whose features are known.
         drawn: so many of the prompt's last tokens have been generated before: draws and penalties go on behind them.
+        rules: biases and bans of single tokens; None: none.
     """
 
     prompt: Sequence[int]
@@ -66,6 +68,7 @@ class Request:
     drawn: int = 0
     images: Images | None = None
     adapter: str | None = None
+    rules: TokenRules | None = None
 
 
 @dataclass(frozen=True)
@@ -412,10 +415,12 @@ class Engine:
     def _choose(self, row: Row, logits: Tensor, likeliest: int) -> int:
         """The token that follows, by logits [V]."""
         request, new = row.request, row.text.tokens
-        if request.sampling.plain and row.grammar is None:
+        if request.sampling.plain and row.grammar is None and request.rules is None:
             return likeliest
         given = len(row.tokens) - len(new) - request.drawn
         scores = penalised(logits, request.sampling, row.tokens[:given], row.tokens[given:])
+        if request.rules is not None:
+            scores = request.rules.apply(scores, new, request.limits)
         if row.grammar is not None:
             scores = row.grammar.mask(scores)
         p = probabilities(scores, request.sampling)

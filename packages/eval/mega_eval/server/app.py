@@ -116,10 +116,11 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         """Tokens of a text or of a conversation."""
         service.check_model(body.model)
         if body.messages is not None:
-            tokens = await service.chat_prompt(body.messages, body.chat_template_kwargs)
+            tokens = await service.chat_prompt(body.messages, body)
         else:
             tokens = await service.encode(body.prompt or "", special=body.add_special_tokens)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_length}
+        names = {"token_strs": service.token_names(tokens)} if body.return_token_strs else {}
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_length, **names}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:

@@ -90,7 +90,8 @@ class Gate:
             raise Refusal(403, "this server is for its own machine only: call it by 127.0.0.1 or localhost")
         if path in PUBLIC:
             return
-        if bounds.key is not None and not _same(headers.get("authorization", ""), f"Bearer {bounds.key}"):
+        scheme, _, given = headers.get("authorization", "").partition(" ")  # RFC 9110: a scheme has any case
+        if bounds.key is not None and not (scheme.lower() == "bearer" and _same(given.strip(), bounds.key)):
             raise Refusal(401, "a valid API key is wanted: 'Authorization: Bearer KEY'")
         if scope["method"] != "POST":
             return
