@@ -63,7 +63,7 @@ class Generation(Body):
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     stop: Annotated[Stop | Annotated[list[Stop], Field(max_length=16)] | None, Field()] = None
     ignore_eos: bool | None = False
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
