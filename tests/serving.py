@@ -45,7 +45,10 @@ class Scripted:
     def cancel(self, request: int) -> None:
         self.requests.pop(request, None)
 
-    def step(self) -> list[Event]:
+    def reset(self) -> None:
+        self.requests.clear()
+
+    def step(self, *, isolate: bool = False) -> list[Event]:
         if not self.go.wait(0.01):
             return []
         if self.error is not None:

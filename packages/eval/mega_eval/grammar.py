@@ -22,15 +22,23 @@ class Grammar:
 
     def mask(self, scores: Tensor) -> Tensor:
         """Scores [V], minus infinity where a token must not follow."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        try:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        except ValueError as error:
+            raise DataError(f"the grammar cannot be followed any further ({_first_line(str(error))})") from None
         allowed = np.zeros(len(scores), dtype=bool)
         known = np.unpackbits(bits, bitorder="little")[: len(scores)]
         allowed[: len(known)] = known
         return scores.masked_fill(torch.from_numpy(~allowed).to(scores.device), float("-inf"))
 
     def accept(self, token: int) -> bool:
-        """Take the token that follows; True if nothing may come after it."""
-        self._matcher.consume_token(token)
+        """Take the token that follows; True if nothing may come after it.
+
+        Raises:
+            DataError: when the grammar does not allow the token, or has become too complex to be followed.
+        """
+        if not self._matcher.consume_token(token):
+            raise DataError(f"the grammar cannot be followed any further ({_first_line(self._matcher.get_error())})")
         return bool(self._matcher.is_stopped())
 
 
@@ -64,5 +72,9 @@ class Grammars:
         except ValueError as error:
             raise DataError(f"the grammar cannot be read ({error})", hint="a JSON schema or a Lark grammar") from None
         if matcher.is_error():
-            raise DataError(f"the grammar cannot be used ({matcher.get_error().strip().splitlines()[0]})")
+            raise DataError(f"the grammar cannot be used ({_first_line(matcher.get_error())})")
         return Grammar(matcher)
+
+
+def _first_line(message: str) -> str:
+    return message.strip().partition("\n")[0]

@@ -31,7 +31,7 @@ class TokenRules:
     def apply(self, scores: Tensor, generated: Sequence[int], limits: Limits) -> Tensor:
         """Return the scores [V] under the rules; minus infinity where a token must not follow.
 
-        Tokens that end the text are banned before `limits.min_new_tokens`. Bans that leave no token are dropped.
+        Tokens that end the text are banned before `limits.min_new_tokens`.
         """
         ruled = scores.clone()
         for token, bias in self.bias.items():
@@ -44,8 +44,7 @@ class TokenRules:
             banned |= {*limits.ends, *limits.stop_tokens}
         if not banned:
             return ruled
-        left = ruled.index_fill(0, torch.tensor(sorted(banned), device=scores.device), float("-inf"))
-        return ruled if bool(left.isneginf().all()) else left
+        return ruled.index_fill(0, torch.tensor(sorted(banned), device=scores.device), float("-inf"))
 
     def _banned(self, generated: Sequence[int]) -> set[int]:
         """Tokens that would complete a bad word."""

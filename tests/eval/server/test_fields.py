@@ -237,6 +237,13 @@ def test_tokens_are_allowed_biased_and_banned(client: httpx.Client, service: Ser
     assert pair not in [with_pairs[at : at + len(pair)] for at in range(12)]
 
 
+def test_rules_that_leave_no_token_end_the_request_alone(client: httpx.Client, service: Service) -> None:
+    end = next(iter(service.ends))
+    body = {**CHAT, "allowed_token_ids": [end], "min_tokens": 3}
+    assert "no token can be chosen" in refusal(client, "/v1/chat/completions", body)["message"]
+    assert chat(client)
+
+
 def test_a_minimum_of_tokens_keeps_the_end_away(client: httpx.Client, service: Service) -> None:
     force = {"logit_bias": {str(end): 100 for end in service.ends}}
     usage = [

@@ -59,7 +59,7 @@ class Generation(Body, Constrained):
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
         Field(max_length=1024, description="added to the scores of token ids"),
