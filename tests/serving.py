@@ -85,12 +85,18 @@ def service_of(
 
 @contextlib.contextmanager
 def serving(
-    service: Service, *, key: str | None = None, requests: int = 64, max_body: int = 100_000, drain: float = 30
+    service: Service,
+    *,
+    key: str | None = None,
+    requests: int = 64,
+    max_body: int = 100_000,
+    drain: float = 30,
+    **bounds: Any,
 ) -> Iterator[tuple[str, Server]]:
     """A server on a free port of this machine; its address without the path. It ends as by SIGTERM."""
     hosts = None if key else ("127.0.0.1", "localhost")
     listener = bind("127.0.0.1", 0, key)
-    server = Server(service, Bounds(key, hosts, requests, service.seconds, max_body), drain=drain)
+    server = Server(service, Bounds(key, hosts, requests, service.seconds, max_body, **bounds), drain=drain)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
