@@ -16,6 +16,7 @@ from mega_data.chat.template import load_template
 from mega_data.tokenizer import Tokenizer
 from mega_eval.engine import Event, Request
 from mega_eval.server.driver import Driver
+from mega_eval.server.embeddings import Embedder
 from mega_eval.server.gate import Bounds
 from mega_eval.server.metrics import Metrics
 from mega_eval.server.run import Server, bind
@@ -72,6 +73,7 @@ def service_of(
     seconds: float = 60,
     ends: frozenset[int] | None = None,
     adapters: Mapping[str, str] | None = None,
+    embedder: Embedder | None = None,
 ) -> Service:
     words, template = Tokenizer(tokenizer), None
     with contextlib.suppress(DataError):
@@ -79,7 +81,7 @@ def service_of(
     return Service(
         name="tiny", version="1.2", driver=Driver(engine, most=most), tokenizer=words, template=template,
         ends=frozenset({words.eos_id} - {None}) if ends is None else ends, own={}, max_length=max_length, vocab_size=words.vocab_size, seconds=seconds,
-        metrics=Metrics(engine), adapters=adapters or {},
+        metrics=Metrics(engine), adapters=adapters or {}, embedder=embedder,
     )  # fmt: skip
 
 

@@ -77,6 +77,13 @@ class ChatTemplate:
             raise DataError("all of the text is an answer, the questions too", hint=f"--loss-on all says so, or {MARK}")
         return Rendered(text, tuple(spans))
 
+    def facts(self) -> dict[str, str]:
+        """Return the default template and the special tokens, by the names of tokenizer_config.json."""
+        return {
+            **{name: str(token) for name, token in self._given.items()},
+            "chat_template": self._templates["default"],
+        }
+
     def prompt(
         self,
         conversation: Conversation,

@@ -15,6 +15,8 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
 from mega_common.errors import DataError
 from mega_common.log import logger
@@ -23,6 +25,7 @@ from mega_eval.server.errors import Refusal
 
 MOST_FAILURES = 3  # steps in a row; after these the engine stays down
 
+T = TypeVar("T")
 Said = tuple[int, Event]  # number of the request in its group, and what the engine says about it
 
 
@@ -130,6 +133,21 @@ class Driver:
             self.release(group)
             raise
         return group
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which runs in the engine's thread between two steps."""
+        self.check(0)
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except Exception as error:  # noqa: BLE001 - the error is for the caller; the engine goes on
+                    done.set_exception(error)
+
+        self._commands.put(run)
+        return await asyncio.wrap_future(done)
 
     def release(self, group: Group) -> None:
         """Forget about requests, and end those that still run. Once for each group."""

@@ -103,7 +103,7 @@ def _sentence(error: Mapping[str, Any]) -> str:
     if error["type"] in ("value_error", "sentence") and not message.startswith(("must", "has")):
         return f"{field}: {message}" if field else message
     if error["type"] not in ("value_error", "sentence", "union"):
-        message = re.sub(r"^Input should be", "must be", message, count=1)
+        message = re.sub(r"^(Input|List|String|Dictionary) should", "must", message, count=1)
         message += f"; found {describe_value(error['input'])}" if message.startswith("must be") else ""
     joined = " " if message.startswith(("must", "has")) else ": "
     return f"{field or 'body'}{joined}{message}"

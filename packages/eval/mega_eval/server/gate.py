@@ -41,6 +41,7 @@ class Bounds:
         body_seconds: until the body of a request is complete.
         stalled_seconds: until a client takes the next part of its answer.
         connections: limits of connections.
+        origins: of web pages that may call the server (CORS), such as https://chat.example; "*": any.
     """
 
     key: str | None
@@ -51,6 +52,7 @@ class Bounds:
     body_seconds: float = 30
     stalled_seconds: float = 30
     connections: ConnectionBounds = field(default_factory=ConnectionBounds)
+    origins: Sequence[str] = ()
 
 
 class Gate:

@@ -7,10 +7,13 @@ import errno
 import ipaddress
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from mega_common.errors import ConfigError
 from mega_common.log import logger
@@ -55,6 +58,16 @@ def bind(host: str, port: int, key: str | None) -> socket.socket:
     return found
 
 
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return an application that pages of `origins` may call, or `app` itself where there are none."""
+    if not origins:
+        return app
+    # outside of the gate, since browsers ask for permission without the API key
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
+    )
+
+
 class Server(uvicorn.Server):
     """Serves until a signal, SIGTERM or SIGINT; then finishes what runs and refuses the rest. A second signal ends at once.
 
@@ -67,7 +80,7 @@ class Server(uvicorn.Server):
         self.gate = create_app(service, bounds)
         limits = replace(bounds.connections, count=connections_for(bounds.connections.count + bounds.requests))
         config = uvicorn.Config(
-            self.gate,
+            _with_cors(self.gate, bounds.origins),
             http=protocol_of(limits),
             ws="none",
             backlog=ACCEPT,

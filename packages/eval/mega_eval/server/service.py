@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 from anyio import CapacityLimiter, to_thread
 
 from mega_data.chat.records import Conversation
@@ -16,8 +18,10 @@ from mega_data.tokenizer import Tokenizer
 from mega_eval.engine import Request
 from mega_eval.server.answers import Answer, Chat, Completions, Echo, Format, Part, Usage, event, parts
 from mega_eval.server.driver import Driver, Group
+from mega_eval.server.embeddings import Embedder, EmbeddingRequest, batches_of, embedding_body
 from mega_eval.server.errors import Refusal, refusal_of
 from mega_eval.server.metrics import Metrics
+from mega_eval.server.responses import ResponseAnswer, ResponsesRequest
 from mega_eval.server.schemas import ChatMessage, ChatPrompt, ChatRequest, CompletionRequest, Generation, StreamOptions
 from mega_eval.server.vocabulary import Vocabulary
 from mega_eval.text import Limits
@@ -41,6 +45,7 @@ class Service:
         seconds: for one answer.
         metrics: where tokens are counted.
         adapters: of the model, where each came from by its name, by which clients call the model with it.
+        embedder: makes vectors of texts; None: not of this model.
     """
 
     name: str
@@ -55,6 +60,7 @@ class Service:
     seconds: float
     metrics: Metrics
     adapters: Mapping[str, str] = field(default_factory=dict)
+    embedder: Embedder | None = None
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
@@ -118,13 +124,50 @@ class Service:
                 for prompt, tokens in zip(given, prompts, strict=True)
             ]
             echoes = [Echo(text, tokens) for text, tokens in zip(texts, prompts, strict=True)]
-        return await self._begin(body, Completions(self.vocabulary), prompts, echoes)
+        return await self._begin(body, self._answer(Completions(self.vocabulary), body.model), prompts, echoes)
 
     async def chat(self, body: ChatRequest) -> Running:
         """Begin an answer in a chat."""
         self.driver.check(body.n or 1)
         prompt = self._truncated(await self.chat_prompt(body.messages, body), body)
-        return await self._begin(body, Chat(self.vocabulary), [prompt], [None])
+        return await self._begin(body, self._answer(Chat(self.vocabulary), body.model), [prompt], [None])
+
+    async def response(self, body: ResponsesRequest) -> Running:
+        """Begin an answer of the Responses API."""
+        self.driver.check(1)
+        asked = body.chat()
+        prompt = await self.chat_prompt(asked.messages, asked)
+        return await self._begin(asked, partial(ResponseAnswer, body, body.model or self.name), [prompt], [None])
+
+    def _answer(self, form: Format, model: str | None) -> Callable[[Usage], Answer]:
+        return partial(Answer, form, model or self.name)
+
+    async def embeddings(self, body: EmbeddingRequest) -> dict[str, Any]:
+        """Return the vectors of texts."""
+        embedder, texts = self.embedder, []
+        if embedder is None or body.model in self.adapters:
+            raise Refusal(400, "embeddings are supported for a decoder on one rank, without an adapter", param="model")
+        if body.dimensions not in (None, embedder.width):
+            message = f"dimensions must be {embedder.width}, the model's width; found {body.dimensions}"
+            raise Refusal(400, message, param="dimensions")
+        for text in body.texts():
+            tokens = text if isinstance(text, list) else await self.encode(text, special=True)
+            self._check_tokens(tokens, "input")
+            self._new_tokens(tokens, 0)
+            texts.append(tokens)
+        if not all(texts):
+            raise Refusal(400, "input must not have an empty text", param="input")
+        vectors = [await self.driver.call(partial(embedder, batch)) for batch in batches_of(texts)]
+        tokens_read = sum(map(len, texts))
+        self.metrics.tokens(tokens_read, 0)
+        return embedding_body(np.concatenate(vectors), body.model or self.name, tokens_read, body.encoding_format)
+
+    def tokenizer_info(self) -> dict[str, str | None]:
+        """Return the special tokens and the chat template, by the names of tokenizer_config.json."""
+        begin = None if self.tokenizer.bos_id is None else self.vocabulary[self.tokenizer.bos_id].text
+        facts = {} if self.template is None else self.template.facts()
+        none = {"pad_token": None, "chat_template": None}
+        return {**none, "bos_token": begin, "eos_token": self.tokenizer.eos_token, **facts}
 
     def _truncated(self, prompt: list[int], body: Generation) -> list[int]:
         """Return the last `truncate_prompt_tokens` of a prompt; -1: as many as leave room for the answer."""
@@ -134,7 +177,11 @@ class Service:
         return prompt if kept is None else prompt[-kept:]
 
     async def _begin(
-        self, body: Generation, form: Format, prompts: Sequence[list[int]], echoes: Sequence[Echo | None]
+        self,
+        body: Generation,
+        answer_for: Callable[[Usage], Answer | ResponseAnswer],
+        prompts: Sequence[list[int]],
+        echoes: Sequence[Echo | None],
     ) -> Running:
         """Hand `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
         choices, sampling, alternatives = body.n or 1, body.sampling(self.own), body.alternatives()
@@ -154,7 +201,7 @@ class Service:
             for prompt, echo in zip(prompts, echoes, strict=True)
             for choice in range(choices)
         ]
-        answer = Answer(form, body.model or self.name, Usage(sum(map(len, prompts))))
+        answer = answer_for(Usage(sum(map(len, prompts))))
         group = await self.driver.submit(requests)
         told = parts(
             group.events(), [echo for echo in echoes for _ in range(choices)], alternatives is not None,
@@ -227,7 +274,7 @@ class Running:
     """An answer that is being made. `close` has to be called, once."""
 
     service: Service
-    answer: Answer
+    answer: Answer | ResponseAnswer
     group: Group
     told: AsyncIterator[Part]
     deadline: float
