@@ -74,7 +74,7 @@ class Engine:
         self._pages = Pages(-(-cache_tokens // PAGE))
         self._cache = PagedCache(model.config.num_layers + len(model.predictors), self._pages.count, batch_size)
         self._places = list(range(batch_size))  # of states, those that no row has
-        self._grammars = Grammars(tokenizer)
+        self.grammars = Grammars(tokenizer)
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
         self._number = 0
@@ -119,7 +119,7 @@ class Engine:
         self._check(request)
         before = () if self._model.config.encoder else request.prompt  # what an encoder reads is not gone on with
         text = Continuation(self._tokenizer, request.limits, before)
-        grammar = None if request.grammar is None else self._grammars.read(request.grammar, request.limits.ends)
+        grammar = None if request.grammar is None else self.grammars.read(request.grammar, request.limits.ends)
         vision = self._model.config.vision
         blocks = [] if vision is None or request.images is None else seen_together(request.prompt, vision)
         self._waiting.append(Row(self._number, request, text, self._first(request), grammar, blocks))

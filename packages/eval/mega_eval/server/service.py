@@ -23,9 +23,11 @@ from mega_eval.server.errors import Refusal, refusal_of
 from mega_eval.server.metrics import Metrics
 from mega_eval.server.responses import ResponseAnswer, ResponsesRequest
 from mega_eval.server.schemas import ChatMessage, ChatPrompt, ChatRequest, CompletionRequest, Generation, StreamOptions
+from mega_eval.server.sizes import longest_token
 from mega_eval.server.tool_calls import with_tool_calls
 from mega_eval.server.tools import FOREIGN, describe_tools
 from mega_eval.server.vocabulary import Vocabulary
+from mega_eval.server.workers import Workers
 from mega_eval.text import Limits
 from mega_eval.token_rules import TokenRules
 
@@ -69,6 +71,8 @@ class Service:
         self.vocabulary = Vocabulary(self.tokenizer)
         # Encoding takes a hundred times the memory of the text: few at once, and beside the event loop.
         self._encoders = CapacityLimiter(2)
+        self._workers = Workers(getattr(self.driver.engine, "grammars", None))
+        self._longest = longest_token(self.tokenizer)
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model than this, without or with one of its adapters."""
@@ -79,7 +83,9 @@ class Service:
         """Tokens of a text, with those around it that the tokenizer puts there (`special`) or without."""
 
         def run() -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=special)
+            # a batch of one: other threads run meanwhile
+            ids: list[int] = self.tokenizer.backend.encode_batch([text], add_special_tokens=special)[0].ids
+            return ids
 
         try:
             text.encode()
@@ -107,11 +113,10 @@ class Service:
             given, tools = describe_tools(given, tools), []
         going_on = bool(how.continue_final_message)
         begins = how.add_generation_prompt if how.add_generation_prompt is not None else not going_on
-        text = self.template.prompt(
-            Conversation(given, [], tools or None, dict(how.chat_template_kwargs or {})),
-            add_generation_prompt=begins,
-            continue_final_message=going_on,
-        )
+        conversation = Conversation(given, [], tools or None, dict(how.chat_template_kwargs or {}))
+        text = await self._workers.render(self.template, conversation, begins, going_on)
+        if isinstance(how, Generation):
+            self._check_size(text, how)
         return await self.encode(text, special=False)
 
     async def completion(self, body: CompletionRequest) -> Running:
@@ -119,6 +124,8 @@ class Service:
         given, prompts = body.prompts(), []
         self.driver.check(len(given) * (body.n or 1))  # before the work of encoding them
         for prompt in given:
+            if isinstance(prompt, str):
+                self._check_size(prompt, body)
             tokens = prompt if isinstance(prompt, list) else await self.encode(prompt, special=body.add_special_tokens)
             prompts.append(self._truncated(tokens, body))
         echoes: list[Echo | None] = [None] * len(given)
@@ -186,6 +193,19 @@ class Service:
                 )
         return [tool.model_dump(exclude_none=True) for tool in found]
 
+    def _check_size(self, text: str, body: Generation) -> None:
+        """Refuse a text with more bytes than the model's longest prompt can have, before it is encoded."""
+        if self._longest is None or body.truncate_prompt_tokens is not None:
+            return
+        size, most = len(text.encode(errors="replace")), self._longest * self.max_length
+        if size > most:
+            raise Refusal(
+                400,
+                f"This model's maximum context length is {self.max_length} tokens, of {most} bytes at most; "
+                f"the prompt has {size} bytes.",
+                code="context_length_exceeded",
+            )
+
     def _truncated(self, prompt: list[int], body: Generation) -> list[int]:
         """Return the last `truncate_prompt_tokens` of a prompt; -1: as many as leave room for the answer."""
         kept = body.truncate_prompt_tokens
@@ -203,6 +223,8 @@ class Service:
         """Hand `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
         choices, sampling, alternatives = body.n or 1, body.sampling(self.own), body.alternatives()
         asked, rules = self._limits(body), await self._rules(body)
+        if (grammar := body.constraint()) is not None:
+            await self._workers.prepare(grammar, asked.ends)
         requests = [
             Request(
                 prompt,
