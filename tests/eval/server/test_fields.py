@@ -154,6 +154,7 @@ def test_constraints_are_obeyed(client: httpx.Client, field: dict[str, Any], pat
         ({"guided_json": "[]"}, "must be an object"),
         ({"guided_grammar": 'root ::= ("a"'}, "GBNF grammar cannot be read"),
         ({"guided_grammar": "root ::= " + "(" * 5000}, "GBNF grammar cannot be read"),
+        ({"guided_grammar": "root ::=" + "\n " * 9000 + "("}, "GBNF grammar cannot be read"),
         ({"guided_regex": "("}, "grammar cannot be"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": ["a"], "min_tokens": 2}, "'min_tokens' is not supported with a grammar"),
