@@ -314,6 +314,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         ("chat/", {"messages": [{"role": "robot", "content": "a"}]}, """messages.0.role must be 'system', 'developer', 'user', 'assistant' or 'tool'; found "robot\""""),
         ("chat/", {"response_format": "json"}, "response_format must be "),
         ("chat/", {"response_format": {"type": "xml"}}, """response_format.type must be 'text', 'json_object' or 'json_schema'; found "xml\""""),
+        ("chat/", {"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs must not have 'add_generation_prompt'"),
         ("chat/", {"tool_choice": ["auto"]}, "found a list of texts"),
         ("", {"prompt": ["a", [1, 2]]}, "found a list that mixes lists and texts"),
         ("", {"prompt": [1, "a"]}, "found a list that mixes numbers and texts"),
@@ -335,7 +336,7 @@ def test_a_refusal_is_one_sentence(client: httpx.Client, path: str, fields: dict
     body = {**(CHAT if path else TEXT), **fields}
     error = refusal(client, f"/v1/{path}completions", body)
     assert message in error["message"]
-    assert "; " not in error["message"].split("; found")[0].split(", which is not supported")[0]
+    assert error["message"].count("; ") <= 1
     assert not re.search(r"\b(str|list|dict)\[|function-|Input should", error["message"])
     assert error["param"].partition(".")[0] in fields
 

@@ -29,6 +29,10 @@ PromptField = Annotated[
     expecting("a text, a list of texts, a list of token ids or a list of lists of token ids, and not empty"),
 ]
 TokenIds = Annotated[list[TokenId], Field(max_length=100_000)]
+RESERVED_OPTIONS = frozenset({
+    "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+    "return_assistant_tokens_mask",
+})  # fmt: skip
 MAX_ALTERNATIVES = 20  # `top_logprobs` of OpenAI's API
 
 
@@ -216,6 +220,13 @@ class ChatPrompt(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Annotated[bool | None, Field(description="default: not `continue_final_message`")] = None
     continue_final_message: bool | None = False
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_options(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in sorted(RESERVED_OPTIONS & (value or {}).keys()):
+            raise field_error(f"must not have {name!r}; send it as a field of the request")
+        return value
 
     @model_validator(mode="after")
     def _check_ending(self) -> Self:
