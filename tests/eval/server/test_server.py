@@ -296,7 +296,6 @@ def test_bodies_that_cannot_be(client: OpenAI, options: dict[str, Any], status: 
         {"messages": []},
         {"messages": [{"role": "robot", "content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"response_format": {"type": "json_schema"}},
     ],
 )

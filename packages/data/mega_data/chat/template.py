@@ -77,6 +77,11 @@ class ChatTemplate:
             raise DataError("all of the text is an answer, the questions too", hint=f"--loss-on all says so, or {MARK}")
         return Rendered(text, tuple(spans))
 
+    @property
+    def renders_tools(self) -> bool:
+        """Whether the template has a place for tools."""
+        return "tool_use" in self._templates or re.search(r"\btools\b", self._templates["default"]) is not None
+
     def facts(self) -> dict[str, str]:
         """Return the default template and the special tokens, by the names of tokenizer_config.json."""
         return {

@@ -20,7 +20,8 @@ from mega_eval.server.vocabulary import TokenText, Vocabulary
 
 Told = tuple[int, Scored | None]  # a token and what is known of it: nothing of the first of a prompt
 
-FINISH: dict[str | None, Literal["stop", "length"]] = {"end": "stop", "stop": "stop", "length": "length"}
+FinishReason = Literal["stop", "length", "tool_calls"]
+FINISH: dict[str | None, FinishReason] = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 class Echo(NamedTuple):
@@ -41,14 +42,16 @@ class Part:
         count: new tokens.
         finish: what ended it, as the API calls it.
         begins: whether it is the first of its choice.
+        calls: of functions, in the form of the API.
     """
 
     choice: int
     text: str
     tokens: list[Told] | None
     count: int
-    finish: Literal["stop", "length"] | None
+    finish: FinishReason | None
     begins: bool
+    calls: list[dict[str, Any]] = field(default_factory=list)
 
     def join(self, more: Part) -> None:
         """Append what followed."""
@@ -158,13 +161,15 @@ class Chat:
 
     def choice(self, part: Part) -> dict[str, Any]:
         """A choice of a whole answer."""
-        message = {"role": "assistant", "content": part.text}
+        calls = {"tool_calls": part.calls} if part.calls else {}
+        message = {"role": "assistant", "content": part.text or (None if calls else ""), **calls}
         return {"index": part.choice, "message": message, **self._rest(part)}
 
     def delta(self, part: Part) -> dict[str, Any]:
         """A choice of a chunk; the first names the role."""
         role = {"role": "assistant"} if part.begins else {}
-        return {"index": part.choice, "delta": {**role, "content": part.text}, **self._rest(part)}
+        calls = {"tool_calls": [{"index": at, **call} for at, call in enumerate(part.calls)]} if part.calls else {}
+        return {"index": part.choice, "delta": {**role, "content": part.text, **calls}, **self._rest(part)}
 
     def _rest(self, part: Part) -> dict[str, Any]:
         told = [self._told(scored) for _, scored in part.tokens or () if scored]

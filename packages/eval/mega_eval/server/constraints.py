@@ -149,7 +149,8 @@ def _lark(grammar: str) -> str:
     except ImportError:
         return grammar  # the engine reports the missing package
     try:
-        return str(any_to_lark(grammar))
+        # each blank line costs that parser a pass over the rest of the grammar
+        return str(any_to_lark(re.sub(r"\n\s*\n", "\n", grammar.strip())))
     except Exception as error:  # noqa: BLE001 - its parser raises several kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise field_error(f"the GBNF grammar cannot be read ({reason})") from None

@@ -36,10 +36,8 @@ _TEXT = "this server reads and writes text only"
 
 REFUSED: Mapping[str, RefusedField] = {
     # OpenAI
-    "tools": RefusedField(([],), "put the functions into the messages"),
-    "tool_choice": RefusedField(("none", "auto"), "remove it, as 'tools' are not supported"),
-    "functions": RefusedField(([],), "put the functions into the messages"),
-    "function_call": RefusedField(("none", "auto")),
+    "functions": RefusedField(([],), "use 'tools'"),
+    "function_call": RefusedField(("none", "auto"), "use 'tool_choice'"),
     "suffix": RefusedField(("",), "put the text around the gap into 'prompt' as the model was trained on it"),
     "audio": RefusedField(fix=_TEXT),
     "modalities": RefusedField((["text"],), _TEXT),
@@ -54,7 +52,7 @@ REFUSED: Mapping[str, RefusedField] = {
     "background_options": RefusedField(({},)),
     "include": RefusedField(([],)),
     "truncation": RefusedField(("disabled",), "shorten the input"),
-    "max_tool_calls": RefusedField(fix="remove it, as 'tools' are not supported"),
+    "max_tool_calls": RefusedField(fix="remove it"),
     "context_management": RefusedField(([],), "shorten the input"),
     "image": RefusedField(fix=_TEXT),
     # vLLM

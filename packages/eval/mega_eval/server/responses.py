@@ -87,8 +87,16 @@ class ResponsesRequest(Body):
     temperature: Annotated[float | None, Field(ge=0, le=100)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     text: TextSettings | None = None
+    tools: list[Any] | None = None
+    tool_choice: Annotated[Any, Field(description="no effect without tools")] = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        if self.tools:
+            raise field_error("'tools' is not supported in /v1/responses; use /v1/chat/completions", "tools")
+        return self
 
     def chat(self) -> ChatRequest:
         """Return the same request as a chat."""

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 
 from mega_eval.sampling import Sampling
 from mega_eval.server.constraints import Constrained
+from mega_eval.server.tools import NamedTool, Tool, ToolChoice, call_schema, calls_for_template
 from mega_eval.server.validation import StrictModel, TokenId, expecting, field_error
 
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -206,7 +207,7 @@ class ChatMessage(StrictModel):
         """Return the message as chat templates expect it: its content is one text."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
-        return {**(self.model_extra or {}), "role": self.role, "content": text}
+        return calls_for_template({**(self.model_extra or {}), "role": self.role, "content": text})
 
 
 class ChatPrompt(StrictModel):
@@ -234,6 +235,8 @@ class ChatRequest(Generation, ChatPrompt):
     max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_ALTERNATIVES)] = None
+    tools: Annotated[list[Tool] | None, Field(max_length=128)] = None
+    tool_choice: ToolChoice | None = None
     echo: Annotated[Literal[False] | None, Field(description="of /v1/completions only")] = None
     add_special_tokens: Annotated[Literal[False] | None, Field(description="the chat template adds them")] = None
 
@@ -242,6 +245,33 @@ class ChatRequest(Generation, ChatPrompt):
         if self.top_logprobs and not self.logprobs:
             raise field_error("'top_logprobs' requires 'logprobs': true", "top_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise field_error(
+                f"'tool_choice' must name one of the tools; found {choice.function.name[:64]!r}", "tool_choice"
+            )
+        if choice == "required" and not names:
+            raise field_error("'tool_choice': \"required\" requires 'tools'", "tool_choice")
+        if self.callable_tools() and super().constraint() is not None:
+            raise field_error("'tools' are not supported with a grammar or a response format; remove one", "tools")
+        return self
+
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the answer may call."""
+        if isinstance(self.tool_choice, NamedTool):
+            chosen = self.tool_choice.function.name
+            return [tool for tool in self.tools or () if tool.function.name == chosen]
+        return [] if self.tool_choice == "none" else list(self.tools or ())
+
+    def constraint(self) -> str | None:
+        """Return the constraint on the text: the JSON of a call, where one is required."""
+        if self.tool_choice not in (None, "none", "auto") and (tools := self.callable_tools()):
+            return call_schema(tools)
+        return super().constraint()
 
     def new_tokens(self) -> int | None:
         """Return `max_completion_tokens`, or `max_tokens`, its former name."""

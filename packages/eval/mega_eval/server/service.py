@@ -24,6 +24,8 @@ from mega_eval.server.metrics import Metrics
 from mega_eval.server.responses import ResponseAnswer, ResponsesRequest
 from mega_eval.server.schemas import ChatMessage, ChatPrompt, ChatRequest, CompletionRequest, Generation, StreamOptions
 from mega_eval.server.sizes import longest_token
+from mega_eval.server.tool_calls import with_tool_calls
+from mega_eval.server.tools import FOREIGN, describe_tools
 from mega_eval.server.vocabulary import Vocabulary
 from mega_eval.server.workers import Workers
 from mega_eval.text import Limits
@@ -106,10 +108,12 @@ class Service:
         """Return the tokens of a conversation, up to where the answer begins."""
         if self.template is None:
             raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
-        given = [message.for_template() for message in messages]
+        given, tools = [message.for_template() for message in messages], self._tools(how)
+        if tools and not self.template.renders_tools:
+            given, tools = describe_tools(given, tools), []
         going_on = bool(how.continue_final_message)
         begins = how.add_generation_prompt if how.add_generation_prompt is not None else not going_on
-        conversation = Conversation(given, [], None, dict(how.chat_template_kwargs or {}))
+        conversation = Conversation(given, [], tools or None, dict(how.chat_template_kwargs or {}))
         text = await self._workers.render(self.template, conversation, begins, going_on)
         if isinstance(how, Generation):
             self._check_size(text, how)
@@ -176,6 +180,19 @@ class Service:
         none = {"pad_token": None, "chat_template": None}
         return {**none, "bos_token": begin, "eos_token": self.tokenizer.eos_token, **facts}
 
+    def _tools(self, how: ChatPrompt) -> list[dict[str, Any]]:
+        """Return the tools of a chat, as templates expect them."""
+        found = how.callable_tools() if isinstance(how, ChatRequest) else []
+        if found and self.template is not None and self.template.renders_tools:
+            foreign = FOREIGN.search(self.template.facts()["chat_template"])
+            if foreign:
+                raise Refusal(
+                    400,
+                    f"tools are not supported with this chat template, whose calls begin with {foreign[0]!r}",
+                    param="tools",
+                )
+        return [tool.model_dump(exclude_none=True) for tool in found]
+
     def _check_size(self, text: str, body: Generation) -> None:
         """Refuse a text with more bytes than the model's longest prompt can have, before it is encoded."""
         if self._longest is None or body.truncate_prompt_tokens is not None:
@@ -229,6 +246,8 @@ class Service:
             group.events(), [echo for echo in echoes for _ in range(choices)], alternatives is not None,
             echo_only=body.new_tokens() == 0,
         )  # fmt: skip
+        if isinstance(body, ChatRequest) and (tools := body.callable_tools()):
+            told = with_tool_calls(told, frozenset(tool.function.name for tool in tools))
         return Running(self, answer, group, told, time.monotonic() + self.seconds)
 
     def _limits(self, body: Generation) -> Limits:
