@@ -16,6 +16,7 @@ from mega_data.chat.template import load_template
 from mega_data.tokenizer import Tokenizer
 from mega_eval.engine import Event, Request
 from mega_eval.server.driver import Driver
+from mega_eval.server.embeddings import Embedder
 from mega_eval.server.gate import Bounds
 from mega_eval.server.metrics import Metrics
 from mega_eval.server.run import Server, bind
@@ -45,7 +46,10 @@ class Scripted:
     def cancel(self, request: int) -> None:
         self.requests.pop(request, None)
 
-    def step(self) -> list[Event]:
+    def reset(self) -> None:
+        self.requests.clear()
+
+    def step(self, *, isolate: bool = False) -> list[Event]:
         if not self.go.wait(0.01):
             return []
         if self.error is not None:
@@ -69,6 +73,7 @@ def service_of(
     seconds: float = 60,
     ends: frozenset[int] | None = None,
     adapters: Mapping[str, str] | None = None,
+    embedder: Embedder | None = None,
 ) -> Service:
     words, template = Tokenizer(tokenizer), None
     with contextlib.suppress(DataError):
@@ -76,18 +81,24 @@ def service_of(
     return Service(
         name="tiny", version="1.2", driver=Driver(engine, most=most), tokenizer=words, template=template,
         ends=frozenset({words.eos_id} - {None}) if ends is None else ends, own={}, max_length=max_length, vocab_size=words.vocab_size, seconds=seconds,
-        metrics=Metrics(engine), adapters=adapters or {},
+        metrics=Metrics(engine), adapters=adapters or {}, embedder=embedder,
     )  # fmt: skip
 
 
 @contextlib.contextmanager
 def serving(
-    service: Service, *, key: str | None = None, requests: int = 64, max_body: int = 100_000, drain: float = 30
+    service: Service,
+    *,
+    key: str | None = None,
+    requests: int = 64,
+    max_body: int = 100_000,
+    drain: float = 30,
+    **bounds: Any,
 ) -> Iterator[tuple[str, Server]]:
     """A server on a free port of this machine; its address without the path. It ends as by SIGTERM."""
     hosts = None if key else ("127.0.0.1", "localhost")
     listener = bind("127.0.0.1", 0, key)
-    server = Server(service, Bounds(key, hosts, requests, service.seconds, max_body), drain=drain)
+    server = Server(service, Bounds(key, hosts, requests, service.seconds, max_body, **bounds), drain=drain)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

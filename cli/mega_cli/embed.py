@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -46,7 +46,7 @@ class Pooling(StrEnum):
 
 def modes_of(pooling: Pooling | None) -> list[PoolingMode] | None:
     """Return the pooling modes of the option, None where the folder decides."""
-    return None if pooling is None else [cast("PoolingMode", pooling.value)]
+    return None if pooling is None else [pooling.value]
 
 
 def embed_command(

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mega_eval.chat import Chat
     from mega_eval.engine import Engine
     from mega_eval.replicas import Sharing
+    from mega_eval.server.embeddings import Embedder
     from mega_trainer.ranks import Ranks
 
 SERVE_EXAMPLES = """Examples:
@@ -94,6 +95,13 @@ def serve_command(
         typer.Option(envvar=KEY_VARIABLE, help="Clients have to bring it. Others on this machine can read options."),
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with the API key.")] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Origin of web pages that may call the server (CORS), such as https://chat.example; * is any. Repeatable.",
+        ),
+    ] = None,
     max_length: MaxLength = None,
     cache_tokens: Annotated[
         int | None,
@@ -121,7 +129,8 @@ def serve_command(
     For evaluation, for trying and for light use: one copy of the model. For heavy serving give the folder
     that `mega ckpt convert MODEL OUT --to hf` writes to vLLM or SGLang, which load it as it is.
 
-    Routes: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /version, /metrics.
+    Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/models, /tokenize, /detokenize,
+    /tokenizer_info, /health, /version, /metrics.
     """
     key = _api_key(api_key, api_key_file)
     adapters = _named(adapter or [], name or model)
@@ -163,9 +172,10 @@ def serve_command(
             seconds=timeout,
             metrics=Metrics(found.engine),
             adapters=adapters,
+            embedder=found.embedder,
         )
         hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
-        bounds = Bounds(key, hosts, requests=max_requests, seconds=timeout, body=max_body)
+        bounds = Bounds(key, hosts, requests=max_requests, seconds=timeout, body=max_body, origins=allow_origin or ())
         server = Server(service, bounds, drain=drain)
         server.run(sockets=[listener])
         if isinstance(found.engine, LeadingEngine):
@@ -225,6 +235,7 @@ class _Loaded:
     ends: frozenset[int]
     max_length: int
     vocab_size: int
+    embedder: Embedder | None
 
 
 def _load(
@@ -246,6 +257,8 @@ def _load(
     from mega_eval.language_model import LanguageModel
     from mega_eval.lead import LeadingEngine
     from mega_eval.replicas import connect
+    from mega_eval.server.embeddings import Embedder
+    from mega_trainer.parallel.lora import Selection
 
     groups, leads = None, False
     if sharing is not None and ranks is not None and ranks.world_size > 1:
@@ -260,7 +273,9 @@ def _load(
         loaded.model, words, cache_tokens=room, batch_size=batch_size,
         drafter=drafter_of(loaded.draft, loaded.model, words, room, batch_size), adapters=loaded.adapters,
     )  # fmt: skip
-    return _Loaded(engine, words, loaded.ends, longest, config.vocab_size)
+    embeds = groups is None and config.encoder is None
+    embedder = Embedder(loaded.model, loaded.adapters or Selection([])) if embeds else None
+    return _Loaded(engine, words, loaded.ends, longest, config.vocab_size, embedder)
 
 
 def _named(given: Sequence[str], model: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_common.errors import ConfigError
+from mega_common.errors import ConfigError, DataError
 from mega_eval.sampling import Sampling, draw, penalised, probabilities
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.0])
@@ -18,6 +18,58 @@ LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.0])
 def test_limits_of_one_token_are_greedy(limits: dict[str, float]):
     p = probabilities(LOGITS, Sampling.parse({"temperature": 1.5, **limits}))
     assert p.tolist() == [0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"repetition_penalty": value} for value in (1e-40, 0, -1, 1e10, float("nan"), float("inf"))),
+        *({"presence_penalty": value} for value in (1e39, -1e39, float("nan"), float("-inf"))),
+        *({"frequency_penalty": value} for value in (1e300, float("nan"))),
+        *({"temperature": value} for value in (-1e-9, float("nan"), float("inf"))),
+        *({"top_p": value} for value in (0, 1.1, float("nan"))),
+        *({"min_p": value} for value in (-0.1, 1.1, float("nan"))),
+        *({"top_k": value} for value in (0, -1)),
+    ],
+    ids=str,
+)
+def test_settings_that_would_break_the_scores_are_refused(settings: dict[str, float]):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        Sampling.parse(settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1.0, 2e4])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1e-9},
+        {"repetition_penalty": 1e9},
+        {"repetition_penalty": 1e-9, "presence_penalty": 1e9, "frequency_penalty": 1e9},
+        {"presence_penalty": -1e9, "frequency_penalty": -1e9},
+        {"temperature": 5e-324},
+        {"temperature": 1e308},
+        {"top_p": 5e-324},
+        {"top_p": 5e-324, "top_k": 1, "min_p": 1.0},
+        {"top_k": 2**62},
+        {"min_p": 5e-324},
+        {"min_p": 1.0},
+    ],
+    ids=str,
+)
+def test_no_setting_within_bounds_breaks_the_scores(settings: dict[str, float], size: float, dtype: torch.dtype):
+    sampling = Sampling.parse({"temperature": 1.0, **settings})
+    p = probabilities(penalised((LOGITS * size).to(dtype), sampling, [1, 1, 3], [0, 2, 2]), sampling)
+    assert float(p.sum()) == pytest.approx(1)
+    assert p[draw(p, sampling, 0, 0)] > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_scores_without_a_choice_are_an_error(broken: float, temperature: float):
+    for scores in (LOGITS.clone().index_fill_(0, torch.tensor(2), broken), torch.full((5,), float("-inf"))):
+        with pytest.raises(DataError, match="no token can be chosen"):
+            probabilities(scores, Sampling(temperature=temperature))
 
 
 def test_seeds_samples_and_steps_differ():

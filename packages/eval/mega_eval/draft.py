@@ -106,7 +106,11 @@ class ModelDrafter:
             with suppress(DataError):
                 if one.images is None:
                     places[self._engine.add(one)] = guesses
-        while self._engine.waiting or self._engine.running:
-            for event in self._engine.step():
-                places[event.request] += event.tokens
+        try:
+            while self._engine.waiting or self._engine.running:
+                for event in self._engine.step(isolate=True):
+                    places[event.request] += event.tokens
+        finally:
+            if self._engine.running:  # the step has failed: nothing of it may be left for the next
+                self._engine.reset()
         return found

@@ -11,15 +11,16 @@ Legend: N tokens of a step, V vocabulary, D model width.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mega_common.errors import CheckpointError, DataError
+from mega_common.errors import CheckpointError, DataError, MegaError
+from mega_common.log import logger
 from mega_eval.cache import PagedCache, Span
 from mega_eval.draft import Drafter
 from mega_eval.flat import flat
@@ -29,73 +30,17 @@ from mega_eval.mtp_draft import MtpDrafter
 from mega_eval.pages import PAGE, Pages, page_names
 from mega_eval.pictured import columns as seen_columns
 from mega_eval.pictured import seen_together
+from mega_eval.requests import Event as Event
+from mega_eval.requests import Request as Request
+from mega_eval.requests import Scored as Scored
+from mega_eval.requests import scored
 from mega_eval.rows import Row
-from mega_eval.sampling import Sampling, draw, penalised, probabilities
-from mega_eval.text import Continuation, Finish, Limits, Text
+from mega_eval.sampling import draw, most_likely, penalised, probabilities
+from mega_eval.text import Continuation, Text
 from mega_trainer.batch import Outline
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoder
-from mega_trainer.model.vision.images import Images
 from mega_trainer.parallel.lora import Selection
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to continue, and how.
-
-    Attributes:
-        prompt: its tokens.
-        limits: what ends it.
-        sampling: how tokens are drawn.
-        sample: number of the draw; random draws depend on (seed, sample, step) alone.
-        logprobs: so many likeliest alternatives are told with each token; 0: its own probability alone; None: nothing.
-        prompt_logprobs: tell those of the prompt's tokens, too.
-        grammar: a JSON schema or a Lark grammar that the text has to obey.
-        adapter: name of the one that the model has for this text; None: none.
-        images: what stands at the prompt's placeholders, where it has any: `Images` of one row, whose features are known.
-        drawn: so many of the prompt's last tokens have been generated before: draws and penalties go on behind them.
-    """
-
-    prompt: Sequence[int]
-    limits: Limits = field(default_factory=Limits)
-    sampling: Sampling = field(default_factory=Sampling)
-    sample: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: bool = False
-    grammar: str | None = None
-    drawn: int = 0
-    images: Images | None = None
-    adapter: str | None = None
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A token's log-probability and the likeliest alternatives, by the model's own distribution, before any setting."""
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class Event:
-    """What a step has brought for a request.
-
-    Attributes:
-        request: its number.
-        text: what is certain now: whole characters, no part of a stop string.
-        tokens: the new tokens, several where guesses were right.
-        scored: the same with their probabilities, where these were asked for; else empty.
-        prompt: once, the prompt's tokens where they were asked for; None for the first, which nothing predicts.
-        finish: what ended it, in the last event.
-    """
-
-    request: int
-    text: str
-    tokens: list[int]
-    scored: list[Scored]
-    prompt: list[Scored | None] | None
-    finish: Finish | None
 
 
 class Engine:
@@ -129,7 +74,7 @@ class Engine:
         self._pages = Pages(-(-cache_tokens // PAGE))
         self._cache = PagedCache(model.config.num_layers + len(model.predictors), self._pages.count, batch_size)
         self._places = list(range(batch_size))  # of states, those that no row has
-        self._grammars = Grammars(tokenizer)
+        self.grammars = Grammars(tokenizer)
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
         self._number = 0
@@ -174,7 +119,7 @@ class Engine:
         self._check(request)
         before = () if self._model.config.encoder else request.prompt  # what an encoder reads is not gone on with
         text = Continuation(self._tokenizer, request.limits, before)
-        grammar = None if request.grammar is None else self._grammars.read(request.grammar, request.limits.ends)
+        grammar = None if request.grammar is None else self.grammars.read(request.grammar, request.limits.ends)
         vision = self._model.config.vision
         blocks = [] if vision is None or request.images is None else seen_together(request.prompt, vision)
         self._waiting.append(Row(self._number, request, text, self._first(request), grammar, blocks))
@@ -192,31 +137,59 @@ class Engine:
             (self._waiting if row in self._waiting else self._running).remove(row)
             self._release(row)
 
-    def step(self) -> list[Event]:
-        """One forward pass; what it has brought. Empty when idle, or as long as prompts are computed.
+    def step(self, *, isolate: bool = False) -> list[Event]:
+        """Run one forward pass and return its events; none when idle, or while prompts are computed.
+
+        Args:
+            isolate: report a request that fails by an event with an error, instead of raising that. The request is
+                dropped in both cases, and all others continue.
 
         Raises:
             CheckpointError: when the model's output is not a number.
         """
-        self._admit()
+        events = self._admit()
         self._guess()
-        work = self._plan()
-        if not work:
-            return []
-        x, logits = self._forward(work)
-        likeliest = self._likeliest(logits)
-        events, end, done = [], 0, [row.done for row, _ in work]
-        for row, count in work:
-            own = slice(end, end := end + row.wanted(count))
-            if count < row.pending:
-                self._advance(row, count, logits[own])
-                continue
-            self._advance(row, count - len(row.drafts), logits[own])
-            known = 1 + len(row.drafts)
-            events.append(self._next(row, logits[own][-known:], likeliest[own][-known:]))
-        if isinstance(self._drafter, MtpDrafter):
-            self._drafter.keep(work, done, x)
+        if work := self._plan():
+            x, logits = self._forward(work)
+            likeliest = most_likely(logits)
+            end, done = 0, [row.done for row, _ in work]
+            for row, count in work:
+                own = slice(end, end := end + row.wanted(count))
+                events += self._guard(row, partial(self._take, row, count, logits[own], likeliest[own]))
+            if isinstance(self._drafter, MtpDrafter):
+                self._drafter.keep(work, done, x)
+        if not isolate and (failed := next((event.error for event in events if event.error), None)):
+            raise failed
         return events
+
+    def reset(self) -> None:
+        """Drop all requests and forget the cached pages, after a step that failed."""
+        self._waiting.clear()
+        self._running.clear()
+        self._pages, self._places = Pages(self._pages.count), list(range(self._batch_size))
+
+    def _guard(self, row: Row, act: Callable[[], list[Event]]) -> list[Event]:
+        """Return the events of `act`; if it raises, drop the row and return the event of its failure."""
+        try:
+            return act()
+        except Exception as error:  # noqa: BLE001 - no error in one request may end the others
+            if not isinstance(error, MegaError):
+                logger.exception("request %d of the engine failed", row.number)
+            self.cancel(row.number)
+            return [Event(row.number, "", [], [], None, None, error)]
+
+    def _take(self, row: Row, count: int, logits: Tensor, likeliest: Sequence[int]) -> list[Event]:
+        """Record `count` computed tokens of a row, and choose the next token once its prompt is complete."""
+        if -1 in likeliest:
+            raise CheckpointError(
+                f"the model's output is not a number in {self._model.dtype}", hint="try a precision with a wider range"
+            )
+        if count < row.pending:
+            self._advance(row, count, logits)
+            return []
+        self._advance(row, count - len(row.drafts), logits)
+        known = 1 + len(row.drafts)
+        return [self._next(row, logits[-known:], likeliest[-known:])]
 
     def _check(self, request: Request) -> None:
         tokens, known = request.prompt, self._model.config.vocab_size
@@ -242,18 +215,25 @@ class Engine:
         if size + new - 1 > self.pages * PAGE:
             raise DataError(f"{what} are more than the {self.pages * PAGE} that the cache has room for")
 
-    def _admit(self) -> None:
-        """Let those run that have waited longest, as long as there is room for all of their tokens."""
+    def _admit(self) -> list[Event]:
+        """Start the requests that have waited longest, while all of their tokens fit; return events of failures."""
+        failed: list[Event] = []
         while self._waiting and len(self._running) < self._batch_size:
             row = self._waiting[0]
             self._share(row)
             if _pages_of(len(row.tokens)) - len(row.pages) > self._pages.free:
                 self._release(row)
-                return
+                break
             row.begun, row.place = len(row.tokens), self._places.pop()
-            if isinstance(self._model, EncoderDecoder) and row.memory is None:
-                row.memory = self._model.encode(torch.tensor([row.request.prompt], device=self._model.device))
             self._running.append(self._waiting.popleft())
+            failed += self._guard(row, partial(self._encode, row))
+        return failed
+
+    def _encode(self, row: Row) -> list[Event]:
+        """Compute the encoder's output for a row's prompt, where the model has an encoder."""
+        if isinstance(self._model, EncoderDecoder) and row.memory is None:
+            row.memory = self._model.encode(torch.tensor([row.request.prompt], device=self._model.device))
+        return []
 
     def _share(self, row: Row) -> None:
         """Give the row the pages of others that begin alike; at least its last token has to be computed."""
@@ -344,15 +324,6 @@ class Engine:
         x = self._layers(model.embed(torch.tensor(tokens, device=device)[:, None], columns, images=images), context)
         return x, model.logits(x[torch.tensor(wanted, dtype=torch.int64, device=device)]).squeeze(1)
 
-    def _likeliest(self, logits: Tensor) -> list[int]:
-        """The likeliest token of each row of logits [M, V]."""
-        values, tokens = logits.max(-1)
-        if bool(values.isnan().any()):
-            raise CheckpointError(
-                f"the model's output is not a number in {self._model.dtype}", hint="try a precision with a wider range"
-            )
-        return tokens.tolist()
-
     def _lengths(self, row: Row, count: int) -> list[int]:
         """The length that the angles of the row's next tokens depend on: that of its text when a token was computed first.
 
@@ -412,21 +383,16 @@ class Engine:
     def _choose(self, row: Row, logits: Tensor, likeliest: int) -> int:
         """The token that follows, by logits [V]."""
         request, new = row.request, row.text.tokens
-        if request.sampling.plain and row.grammar is None:
+        if request.sampling.plain and row.grammar is None and request.rules is None:
             return likeliest
         given = len(row.tokens) - len(new) - request.drawn
         scores = penalised(logits, request.sampling, row.tokens[:given], row.tokens[given:])
+        if request.rules is not None:
+            scores = request.rules.apply(scores, new, request.limits)
         if row.grammar is not None:
             scores = row.grammar.mask(scores)
         p = probabilities(scores, request.sampling)
         return draw(p, request.sampling, request.sample, request.drawn + len(new))
-
-
-def scored(logits: Tensor, token: int, alternatives: int) -> Scored:
-    """What logits [V] say of a token and of so many likeliest."""
-    logprobs = logits.double().log_softmax(-1)
-    values, tokens = logprobs.topk(min(alternatives, len(logprobs)))
-    return Scored(token, float(logprobs[token]), list(zip(tokens.tolist(), values.tolist(), strict=True)))
 
 
 def _pages_of(tokens: int) -> int:

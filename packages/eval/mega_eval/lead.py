@@ -34,11 +34,16 @@ class LeadingEngine(Engine):
         super().cancel(request)
         self._asked.append(partial(Engine.cancel, request=request))
 
-    def step(self) -> list[Event]:
-        """As `Engine.step`, with the others."""
+    def reset(self) -> None:
+        """Reset the engines of all ranks, before their next step."""
+        super().reset()
+        self._asked = [Engine.reset]
+
+    def step(self, *, isolate: bool = False) -> list[Event]:
+        """Run `Engine.step` on all ranks."""
         dist.broadcast_object_list([self._asked])
         self._asked = []
-        return super().step()
+        return super().step(isolate=isolate)
 
     def close(self) -> None:
         """No more will be asked."""
@@ -50,7 +55,7 @@ def follow(engine: Engine) -> None:
     while (asked := _heard()) is not None:
         for ask in asked:
             ask(engine)
-        engine.step()
+        engine.step(isolate=True)  # the first rank reports failures
 
 
 def _heard() -> Asked | None:

@@ -16,27 +16,37 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from mega_common.config import Config
+from mega_common.errors import DataError
 from mega_trainer.rng import generator
+
+SMALLEST = 1e-300  # temperature and share of probabilities; smaller ones are computed as this
 
 
 class Sampling(Config):
     """How tokens are drawn: penalties, then temperature, `top_k`, `top_p` and `min_p` in this order."""
 
-    temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 takes the likeliest token each time")
+    temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 takes the most likely token each time")
     top_k: PositiveInt | None = Field(None, description="draw from so many likeliest tokens only")
     top_p: float = Field(1.0, gt=0, le=1, description="draw from the fewest tokens with this probability together")
     min_p: float = Field(0.0, ge=0, le=1, description="draw from tokens with this share of the likeliest's probability")
     repetition_penalty: float = Field(
         1.0,
-        gt=0,
+        ge=1e-9,
+        le=1e9,
         allow_inf_nan=False,
         description="divides scores above 0 of tokens seen before, multiplies those below",
     )
     presence_penalty: float = Field(
-        0.0, allow_inf_nan=False, description="taken from the score of a token that was generated before"
+        0.0,
+        ge=-1e9,
+        le=1e9,
+        allow_inf_nan=False,
+        description="taken from the score of a token that was generated before",
     )
     frequency_penalty: float = Field(
         0.0,
+        ge=-1e9,
+        le=1e9,
         allow_inf_nan=False,
         description="taken from the score of a token for each time that it was generated before",
     )
@@ -54,13 +64,13 @@ class Sampling(Config):
 
 
 def penalised(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
-    """The scores [V] after the penalties.
+    """Return the scores [V] after the penalties, in fp64: no penalty within its bounds makes them infinite.
 
     That on repetition counts the prompt, too, as in transformers (arXiv:1909.05858); the others do not, as in OpenAI's API.
     """
     if not sampling.penalises:
         return logits
-    scores, device = logits.clone(), logits.device
+    scores, device = logits.to(torch.float64, copy=True), logits.device
     seen = torch.tensor(sorted({*prompt, *generated}), device=device)
     before = scores[seen]
     scores[seen] = torch.where(before < 0, before * sampling.repetition_penalty, before / sampling.repetition_penalty)
@@ -72,16 +82,30 @@ def penalised(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generat
     return scores
 
 
+def most_likely(logits: Tensor) -> list[int]:
+    """Return the most likely token of each row of logits [M, V]; -1 where a logit is not a number."""
+    values, tokens = logits.max(-1)
+    found: list[int] = tokens.where(~values.isnan(), -1).tolist()
+    return found
+
+
 def probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
-    """What a token is drawn by, fp64 [V], of scores [V]; their sum is one."""
+    """Return the probabilities, fp64 [V], that a token is drawn by.
+
+    Raises:
+        DataError: when the largest of the scores [V] is infinite or not a number: no token may follow.
+    """
+    if not bool(scores.amax().isfinite()):
+        raise DataError("no token can be chosen: the scores of all tokens are excluded, infinite or not a number")
     if sampling.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(-1), len(scores)).double()
     wide = scores.double()
-    p = ((wide - wide.amax()) / sampling.temperature).softmax(-1)
+    # a GPU multiplies by the reciprocal, which of smaller temperatures is infinite
+    p = ((wide - wide.amax()) / max(sampling.temperature, SMALLEST)).softmax(-1)
     if sampling.top_k is not None and sampling.top_k < len(p):
         p = p.where(p >= p.topk(sampling.top_k).values[-1], 0.0)
     if sampling.top_p < 1:
-        p = _likeliest(p, sampling.top_p * p.sum())
+        p = _likeliest(p, (sampling.top_p * p.sum()).clamp(min=SMALLEST))
     if sampling.min_p:
         p = p.where(p >= sampling.min_p * p.amax(), 0.0)
     return p / p.sum()

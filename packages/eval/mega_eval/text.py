@@ -32,11 +32,19 @@ class Limits:
         max_new_tokens: at the latest after so many.
         stop: at the first of these strings, which is left out.
         ends: at any of these tokens, which is left out of the text.
+        stop_tokens: tokens that end it like a stop string, and are left out of the text.
+        min_new_tokens: neither a stop string nor a token ends it before so many tokens.
+        include_stop: keep the stop string, or the text of the stop token.
+        skip_special_tokens: leave special tokens out of the text.
     """
 
     max_new_tokens: int = 256
     stop: Sequence[str] = ()
     ends: Collection[int] = ()
+    stop_tokens: Collection[int] = ()
+    min_new_tokens: int = 0
+    include_stop: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -48,8 +56,8 @@ class Limits:
 class TextStream:
     """Turns tokens into text as they come. Characters appear when their last byte has; `decode` is the tokenizer's."""
 
-    def __init__(self, tokenizer: Text, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Text, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._tokens = list(prompt[-CONTEXT:])
         self._told = len(self._decode())
 
@@ -65,7 +73,7 @@ class TextStream:
         return new
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        return self._tokenizer.decode(self._tokens, skip_special_tokens=self._skip)
 
 
 @dataclass
@@ -80,18 +88,21 @@ class Continuation:
     finish: Finish | None = None
 
     def __post_init__(self) -> None:
-        self._stream = TextStream(self.tokenizer, self.prompt)
+        self._stream = TextStream(self.tokenizer, self.prompt, skip_special_tokens=self.limits.skip_special_tokens)
         self._held = ""  # the end of the text so far that may be the begin of a stop string
 
     def add(self, token: int) -> str:
         """Take the next token; returns the text that is certain now."""
         self.tokens.append(token)
+        stops = token in self.limits.stop_tokens and len(self.tokens) > self.limits.min_new_tokens
         if token in self.limits.ends:
             self.finish = "end"
-        else:
+        elif not stops or self.limits.include_stop:
             self._held += self._stream.add(token)
             if len(self.tokens) == self.limits.max_new_tokens:
                 self.finish = "length"
+        if stops and self.finish != "end":
+            self.finish = "stop"
         new = self._release()
         self.text += new
         return new
@@ -111,10 +122,12 @@ class Continuation:
         return new
 
     def _release(self) -> str:
-        found = [at for at in map(self._held.find, self.limits.stop) if at >= 0]
+        early = len(self.tokens) <= self.limits.min_new_tokens
+        found = [] if early else [(at, stop) for stop in self.limits.stop if (at := self._held.find(stop)) >= 0]
         if found:
             self.finish = "stop"
-            return self._held[: min(found)]
+            at, stop = min(found)
+            return self._held[: at + len(stop) * self.limits.include_stop]
         held = 0 if self.finish else max((_overlap(self._held, stop) for stop in self.limits.stop), default=0)
         at = len(self._held) - held
         new, self._held = self._held[:at], self._held[at:]

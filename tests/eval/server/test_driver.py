@@ -15,8 +15,9 @@ import httpx2 as httpx
 import pytest
 from serving import Scripted, service_of, serving, until
 
-from mega_common.errors import ConfigError
+from mega_common.errors import ConfigError, DataError, MegaError
 from mega_data.tokenizer import train_tokenizer
+from mega_eval.requests import Event
 from mega_eval.server.run import bind
 
 
@@ -79,7 +80,7 @@ def test_time_is_bounded(tokenizer: Path) -> None:
         assert json.loads(event.removeprefix("data: "))["error"]["code"] == "timeout"
 
 
-def test_an_engine_that_fails_is_told_and_shows_in_health(tokenizer: Path, pool: ThreadPoolExecutor) -> None:
+def test_a_failed_step_ends_what_runs_and_the_engine_starts_again(tokenizer: Path, pool: ThreadPoolExecutor) -> None:
     engine = Scripted(error=RuntimeError("out of memory"))
     with serving(service_of(engine, tokenizer)) as (url, _):
         running = [pool.submit(post, url, stream=stream) for stream in (False, True)]
@@ -89,8 +90,53 @@ def test_an_engine_that_fails_is_told_and_shows_in_health(tokenizer: Path, pool:
         assert whole.status_code == 500
         assert "out of memory" in error_of(whole)["message"]
         assert "out of memory" in streamed.text
+        assert httpx.get(f"{url}/health").status_code == 200
+        engine.error = None
+        assert post(url).json()["choices"][0]["text"] == "xxx"
+
+
+def test_an_engine_that_fails_again_and_again_stays_down_and_shows_in_health(tokenizer: Path) -> None:
+    engine = Scripted(error=RuntimeError("out of memory"))
+    engine.go.set()
+    with serving(service_of(engine, tokenizer)) as (url, _):
+        assert [post(url).status_code for _ in range(5)] == [500, 500, 500, 503, 503]
         assert httpx.get(f"{url}/health").status_code == 503
-        assert post(url).status_code == 503
+
+
+def test_an_engine_that_cannot_start_again_stays_down(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Scripted(error=RuntimeError("out of memory"))
+    engine.go.set()
+    monkeypatch.setattr(engine, "reset", lambda: 1 / 0)
+    with serving(service_of(engine, tokenizer)) as (url, _):
+        assert [post(url).status_code for _ in range(2)] == [500, 503]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(DataError("the grammar is too complex"), 400), (ValueError("x"), 500), (MegaError("x"), 500)]
+)
+def test_a_request_that_fails_while_it_runs_ends_no_other(
+    tokenizer: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    engine = Scripted()
+    told = engine._event
+
+    def event_of(number: int, request: Any) -> Event:
+        if request.limits.max_new_tokens == 5:
+            engine.requests.pop(number)
+            return Event(number, "", [], [], None, None, error)
+        return told(number, request)
+
+    monkeypatch.setattr(engine, "_event", event_of)
+    with serving(service := service_of(engine, tokenizer)) as (url, _):
+        honest = [pool.submit(post, url, stream=stream, n=2) for stream in (False, True)]
+        failing = [pool.submit(post, url, stream=stream, max_tokens=5, n=2) for stream in (False, True)]
+        until(lambda: engine.running == 8)
+        engine.go.set()
+        whole, streamed = (one.result() for one in failing)
+        assert (whole.status_code, whole.json()) == (status, json.loads(streamed.text.removeprefix("data: ")))
+        assert [choice["text"] for choice in honest[0].result().json()["choices"]] == ["xxx"] * 2
+        assert honest[1].result().text.endswith("data: [DONE]\n\n")
+        until(lambda: service.driver.open == engine.running == 0)
 
 
 def test_a_request_that_fails_ends_no_other(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:

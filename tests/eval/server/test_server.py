@@ -193,9 +193,10 @@ def test_streamed_chat_is_the_whole_one(client: OpenAI) -> None:
         told = [one for part in parts for one in part.logprobs.content]
         assert [one.token for one in told] == [one.token for one in choice.logprobs.content]
         assert all(
-            len(one.top_logprobs) == 2 and bytes(one.bytes).decode() == one.token
+            len(one.top_logprobs) == 2
+            and one.token
+            in (bytes(one.bytes).decode(errors="replace"), "".join(f"\\x{byte:02x}" for byte in one.bytes))
             for one in told
-            if "bytes:" not in one.token
         )
 
 
@@ -256,7 +257,7 @@ def test_settings_reach_the_engine(client: OpenAI) -> None:
     stopped = complete(client, max_tokens=30, stop=[stop, "never"]).choices[0]
     assert (stopped.text, stopped.finish_reason) == (free.partition(stop)[0], "stop")
     assert complete(client, max_tokens=30, frequency_penalty=2).choices[0].text != free
-    extra = {"top_k": 1, "min_p": 0.1, "repetition_penalty": 1.0, "unheard_of": 3}
+    extra = {"top_k": 1, "min_p": 0.1, "repetition_penalty": 1.0}
     assert complete(client, max_tokens=30, temperature=1.5, extra_body=extra).choices[0].text == free
 
 
@@ -264,18 +265,18 @@ def test_settings_reach_the_engine(client: OpenAI) -> None:
     ("options", "status", "message"),
     [
         ({"model": "other"}, 404, "The model `other` does not exist."),
-        ({"prompt": ""}, 400, "prompt: "),
+        ({"prompt": ""}, 400, "prompt must be a text"),
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": [1, 100_000]}, 400, "token 100000 is outside the model's vocabulary"),
         ({"prompt": "the " * 2000}, 400, "maximum context length is 256 tokens"),
         ({"max_tokens": 255}, 400, "maximum context length is 256 tokens"),
         ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"max_tokens": "9"}, 400, "max_tokens: Input should be a valid integer"),
-        ({"logprobs": 21}, 400, "logprobs: Input should be less than or equal to 20"),
+        ({"max_tokens": "9"}, 400, 'max_tokens must be a valid integer; found "9"'),
+        ({"logprobs": 21}, 400, "logprobs must be less than or equal to 20; found 21"),
         ({"n": 100}, 400, "takes 64"),
         ({"temperature": -1}, 400, "temperature"),
         ({"stop": ""}, 400, "stop"),
-        ({"stream_options": {"include_usage": True}}, 400, "'stream_options' wants 'stream': true"),
+        ({"stream_options": {"include_usage": True}}, 400, "'stream_options' requires 'stream': true"),
         ({"extra_body": {"suffix": "x"}}, 400, "'suffix' is not supported"),
     ],
 )  # fmt: skip
@@ -295,7 +296,6 @@ def test_bodies_that_cannot_be(client: OpenAI, options: dict[str, Any], status: 
         {"messages": []},
         {"messages": [{"role": "robot", "content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"response_format": {"type": "json_schema"}},
     ],
 )

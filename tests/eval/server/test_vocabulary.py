@@ -27,15 +27,15 @@ def vocabulary(byte_level: Tokenizer) -> Vocabulary:
 @given(st.text())
 def test_bytes_of_tokens_are_those_of_the_text(byte_level: Tokenizer, vocabulary: Vocabulary, text: str) -> None:
     told = [vocabulary[token] for token in byte_level.encode(text)]
-    assert b"".join(raw for _, raw in told).decode() == text
-    assert all(spelt.encode() == raw or spelt.startswith("bytes:") for spelt, raw in told)
+    assert b"".join(one.raw for one in told).decode() == text
+    assert all(one.text is None or one.text.encode() == one.raw for one in told)
 
 
 def test_parts_of_characters_are_spelt_as_bytes(byte_level: Tokenizer, vocabulary: Vocabulary) -> None:
-    assert [vocabulary[token] for token in byte_level.encode("é")] == [
-        ("bytes:\\xc3", b"\xc3"),
-        ("bytes:\\xa9", b"\xa9"),
-    ]
+    found = [vocabulary[token] for token in byte_level.encode("é")]
+    assert [one.in_completion for one in found] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert [one.in_chat for one in found] == ["\\xc3", "\\xa9"]
+    assert [one.raw for one in found] == [b"\xc3", b"\xa9"]
 
 
 def test_spaces_and_bytes_of_sentencepiece(tmp_path: Path) -> None:
@@ -49,6 +49,6 @@ def test_spaces_and_bytes_of_sentencepiece(tmp_path: Path) -> None:
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({}))
     vocabulary = Vocabulary(Tokenizer(tmp_path))
-    assert [vocabulary[token] for token in (1, 2, 4, 5)] == [
+    assert [(vocabulary[token].in_completion, vocabulary[token].raw) for token in (1, 2, 4, 5)] == [
         ("bytes:\\xc3", b"\xc3"), ("bytes:\\xa9", b"\xa9"), ("a", b"a"), (" a", b" a"),
     ]  # fmt: skip

@@ -80,16 +80,37 @@ class ChatTemplate:
             raise DataError("all of the text is an answer, the questions too", hint=f"--loss-on all says so, or {MARK}")
         return Rendered(text, tuple(spans), self._notes(conversation, text))
 
-    def prompt(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation up to where the next answer begins, or else goes on in its last message.
+    @property
+    def renders_tools(self) -> bool:
+        """Whether the template has a place for tools."""
+        return "tool_use" in self._templates or re.search(r"\btools\b", self._templates["default"]) is not None
+
+    def facts(self) -> dict[str, str]:
+        """Return the default template and the special tokens, by the names of tokenizer_config.json."""
+        return {
+            **{name: str(token) for name, token in self._given.items()},
+            "chat_template": self._templates["default"],
+        }
+
+    def prompt(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool | None = None,
+    ) -> str:
+        """Return the text of a conversation up to where the next answer begins, or goes on in its last message.
+
+        Args:
+            conversation: whose weights are not used.
+            add_generation_prompt: end with the header of the next answer.
+            continue_final_message: end inside of the last message; default: without the header.
 
         Raises:
             DataError: when the template refuses it.
         """
-        how: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
+        goes_on = not add_generation_prompt if continue_final_message is None else continue_final_message
+        how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "continue_final_message": goes_on}
         return self._text(conversation, conversation.messages, **how)[0]
 
     def _notes(self, conversation: Conversation, text: str) -> tuple[str, ...]:

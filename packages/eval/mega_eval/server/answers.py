@@ -5,20 +5,23 @@ Both are made from the same parts, so that the chunks of a stream put together a
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from mega_eval.engine import Event, Scored
 from mega_eval.server.schemas import StreamOptions
-from mega_eval.server.vocabulary import Vocabulary
+from mega_eval.server.vocabulary import TokenText, Vocabulary
 
 Told = tuple[int, Scored | None]  # a token and what is known of it: nothing of the first of a prompt
 
-FINISH: dict[str | None, Literal["stop", "length"]] = {"end": "stop", "stop": "stop", "length": "length"}
+FinishReason = Literal["stop", "length", "tool_calls"]
+FINISH: dict[str | None, FinishReason] = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 class Echo(NamedTuple):
@@ -39,14 +42,16 @@ class Part:
         count: new tokens.
         finish: what ended it, as the API calls it.
         begins: whether it is the first of its choice.
+        calls: of functions, in the form of the API.
     """
 
     choice: int
     text: str
     tokens: list[Told] | None
     count: int
-    finish: Literal["stop", "length"] | None
+    finish: FinishReason | None
     begins: bool
+    calls: list[dict[str, Any]] = field(default_factory=list)
 
     def join(self, more: Part) -> None:
         """Append what followed."""
@@ -84,6 +89,34 @@ class Format(Protocol):
         """A choice of a chunk."""
 
 
+class TextOffsets:
+    """Number of characters of one choice's text before each of its tokens.
+
+    A token inside of a character has the offset of that character. Special tokens count where the text has them.
+    """
+
+    def __init__(self) -> None:
+        self._text, self._at = "", 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, tokens: Sequence[TokenText], text: str) -> list[int]:
+        """Return the offsets of the next tokens; `text` is the next part of the text."""
+        self._text += text
+        found = []
+        for token in tokens:
+            found.append(self._at)
+            self._at += len(self._shown(token))
+        return found
+
+    def _shown(self, token: TokenText) -> str:
+        if token.special:
+            return token.text if token.text and self._text.startswith(token.text, self._at) else ""
+        piece = self._decoder.decode(token.raw)
+        if self._at == 0 and not self._text.startswith(piece):
+            return piece.lstrip(" ")  # SentencePiece drops the space that begins a text
+        return piece
+
+
 @dataclass
 class Completions:
     """The form of /v1/completions."""
@@ -91,33 +124,29 @@ class Completions:
     vocabulary: Vocabulary
     prefix = "cmpl-"
     whole = chunk = "text_completion"
-    _offsets: dict[int, int] = field(default_factory=dict)
+    _offsets: defaultdict[int, TextOffsets] = field(default_factory=lambda: defaultdict(TextOffsets))
 
     def choice(self, part: Part) -> dict[str, Any]:
         """A choice, the same in a chunk."""
-        logprobs = None if part.tokens is None else self._logprobs(part)
+        logprobs = None if part.tokens is None else self._logprobs(part, part.tokens)
         return {"index": part.choice, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish}
 
     delta = choice
 
-    def _logprobs(self, part: Part) -> dict[str, Any]:
-        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        offset = self._offsets.get(part.choice, 0)
-        for token, scored in part.tokens or ():
-            text = self.vocabulary[token][0]
-            found["tokens"].append(text)
-            found["text_offset"].append(offset)
-            offset += len(text)
-            found["token_logprobs"].append(scored and finite(scored.logprob))
-            found["top_logprobs"].append(scored and self._top(scored))
-        self._offsets[part.choice] = offset
-        return found
+    def _logprobs(self, part: Part, tokens: Sequence[Told]) -> dict[str, Any]:
+        texts = [self.vocabulary[token] for token, _ in tokens]
+        return {
+            "tokens": [text.in_completion for text in texts],
+            "token_logprobs": [scored and finite(scored.logprob) for _, scored in tokens],
+            "top_logprobs": [scored and self._top(scored) for _, scored in tokens],
+            "text_offset": self._offsets[part.choice].next(texts, part.text),
+        }
 
     def _top(self, scored: Scored) -> dict[str, float]:
         """The likeliest, and the token itself; of tokens that look alike the likeliest."""
         found: dict[str, float] = {}
         for token, logprob in [*scored.top, (scored.token, scored.logprob)]:
-            found.setdefault(self.vocabulary[token][0], finite(logprob))
+            found.setdefault(self.vocabulary[token].in_completion, finite(logprob))
         return found
 
 
@@ -132,13 +161,15 @@ class Chat:
 
     def choice(self, part: Part) -> dict[str, Any]:
         """A choice of a whole answer."""
-        message = {"role": "assistant", "content": part.text}
+        calls = {"tool_calls": part.calls} if part.calls else {}
+        message = {"role": "assistant", "content": part.text or (None if calls else ""), **calls}
         return {"index": part.choice, "message": message, **self._rest(part)}
 
     def delta(self, part: Part) -> dict[str, Any]:
         """A choice of a chunk; the first names the role."""
         role = {"role": "assistant"} if part.begins else {}
-        return {"index": part.choice, "delta": {**role, "content": part.text}, **self._rest(part)}
+        calls = {"tool_calls": [{"index": at, **call} for at, call in enumerate(part.calls)]} if part.calls else {}
+        return {"index": part.choice, "delta": {**role, "content": part.text, **calls}, **self._rest(part)}
 
     def _rest(self, part: Part) -> dict[str, Any]:
         told = [self._told(scored) for _, scored in part.tokens or () if scored]
@@ -149,12 +180,12 @@ class Chat:
         return {**self._one(scored.token, scored.logprob), "top_logprobs": top}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        text, raw = self.vocabulary[token]
-        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+        text = self.vocabulary[token]
+        return {"token": text.in_chat, "logprob": finite(logprob), "bytes": list(text.raw)}
 
 
 async def parts(
-    said: AsyncIterator[tuple[int, Event]], echoes: Sequence[Echo | None], scored: bool
+    said: AsyncIterator[tuple[int, Event]], echoes: Sequence[Echo | None], scored: bool, *, echo_only: bool = False
 ) -> AsyncIterator[Part]:
     """What each choice says more, as it comes.
 
@@ -162,9 +193,12 @@ async def parts(
         said: by the engine, with the number of the choice.
         echoes: for each choice, the prompt that comes first in the answer, if it is to.
         scored: whether log-probabilities are told.
+        echo_only: leave the generated tokens out.
     """
     begun: set[int] = set()
     async for choice, event in said:
+        if echo_only:
+            event = replace(event, text="", tokens=[], scored=[], finish="length" if event.finish else None)
         first = choice not in begun
         begun.add(choice)
         echo = echoes[choice] if first else None

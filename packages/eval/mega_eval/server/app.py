@@ -17,8 +17,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
 from mega_eval.server import errors
+from mega_eval.server.embeddings import EmbeddingRequest
 from mega_eval.server.errors import ErrorBody, Refusal
 from mega_eval.server.gate import Bounds, Gate
+from mega_eval.server.responses import ResponsesRequest
 from mega_eval.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -62,6 +64,18 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         """Answer in a conversation."""
         service.check_model(body.model)
         return await _answer(request, lambda: service.chat(body), body.stream, body.stream_options)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a text or a conversation, without state."""
+        service.check_model(body.model)
+        return await _answer(request, lambda: service.response(body), body.stream, body.stream_options)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Make vectors of texts: the mean of the last hidden states, of length 1."""
+        service.check_model(body.model)
+        return JSONResponse(await _unless_gone(request, service.embeddings(body)))
 
 
 async def _answer(
@@ -116,16 +130,22 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         """Tokens of a text or of a conversation."""
         service.check_model(body.model)
         if body.messages is not None:
-            tokens = await service.chat_prompt(body.messages, body.chat_template_kwargs)
+            tokens = await service.chat_prompt(body.messages, body)
         else:
             tokens = await service.encode(body.prompt or "", special=body.add_special_tokens)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_length}
+        names = {"token_strs": service.token_names(tokens)} if body.return_token_strs else {}
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_length, **names}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """The text of tokens."""
         service.check_model(body.model)
         return {"prompt": await service.decode(body.tokens)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, str | None]:
+        """Special tokens and chat template of the tokenizer."""
+        return service.tokenizer_info()
 
 
 def _add_facts(app: FastAPI, service: Service, gate: Gate) -> None:
@@ -137,6 +157,7 @@ def _add_facts(app: FastAPI, service: Service, gate: Gate) -> None:
             "parent": service.name if adapter else None,
         }  # fmt: skip
 
+    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The model, and each of its adapters as a model of its own."""

@@ -1,8 +1,11 @@
-"""The thread that drives the engine, and the way between it and the event loop of the server.
+"""Driver of the engine in a thread of its own, and its messages to the event loop of the server.
 
 The engine is not thread-safe: additions and cancellations reach it through a queue, between two of its steps. What it
 says goes back to the event loop once a step. So a client that reads slowly holds up nobody: what waits for it is no
 more than the tokens it asked for.
+
+A request that fails ends no other. A step that fails as a whole ends the requests of that moment; the engine then starts
+again with an empty cache, unless it has failed `MOST_FAILURES` times in a row.
 """
 
 from __future__ import annotations
@@ -12,11 +15,17 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
+from mega_common.errors import DataError
 from mega_common.log import logger
 from mega_eval.engine import Engine, Event, Request
 from mega_eval.server.errors import Refusal
 
+MOST_FAILURES = 3  # steps in a row; after these the engine stays down
+
+T = TypeVar("T")
 Said = tuple[int, Event]  # number of the request in its group, and what the engine says about it
 
 
@@ -73,7 +82,7 @@ class Driver:
         engine: only its counts may be read from outside.
         open: requests that are in it or wait for it.
         most: that may be at once.
-        failure: what ended the thread, if anything did.
+        failure: the error that ended the thread for good, if any.
     """
 
     def __init__(self, engine: Engine, *, most: int) -> None:
@@ -125,6 +134,21 @@ class Driver:
             raise
         return group
 
+    async def call(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which runs in the engine's thread between two steps."""
+        self.check(0)
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except Exception as error:  # noqa: BLE001 - the error is for the caller; the engine goes on
+                    done.set_exception(error)
+
+        self._commands.put(run)
+        return await asyncio.wrap_future(done)
+
     def release(self, group: Group) -> None:
         """Forget about requests, and end those that still run. Once for each group."""
         self.open -= group.size
@@ -135,14 +159,32 @@ class Driver:
         self._commands.put(lambda: self._give_up(reason))
 
     def _run(self) -> None:
+        failures = 0
+        while self.failure is None:
+            try:
+                while self._obey():
+                    self._tell(self.engine.step(isolate=True))
+                    failures = 0
+                return
+            except Exception as error:  # noqa: BLE001 - every request that waits needs an answer
+                failures += 1
+                self._recover(error, last=failures == MOST_FAILURES)
+        while self._obey():  # until the end: requests that came meanwhile are refused
+            pass
+
+    def _recover(self, error: Exception, *, last: bool) -> None:
+        """End the open requests with `error` and start the engine again, unless this was its last failure."""
+        logger.error("the engine has failed and %s", "stays down" if last else "starts again", exc_info=error)
         try:
-            while self._obey():
-                self._tell(self.engine.step())
-        except Exception as error:  # noqa: BLE001 - whatever it is, who waits has to be told
-            logger.exception("the engine has failed")
-            self.failure = error
-            self._give_up(Refusal(500, f"the engine has failed ({error})"))
-            self._obey()  # until the end: who came while it failed is told too
+            self.engine.reset()
+        except Exception as broken:  # noqa: BLE001 - an engine that cannot start again stays down
+            logger.exception("the engine cannot start again")
+            error, last = broken, True
+        self.failure = error if last else None
+        groups = {group for group, _ in self._groups.values()}
+        self._groups.clear()
+        for group in groups:
+            group.hear(Refusal(500, f"the engine has failed ({error}); the request may be sent again", retry_after=1))
 
     def _obey(self) -> bool:
         """Do what was asked; waits while there is nothing else to do. False: the end."""
@@ -172,7 +214,7 @@ class Driver:
 
     def _cancel(self, group: Group) -> None:
         for added in group.ids:
-            if self._groups.pop(added, None) is not None and self.failure is None:
+            if self._groups.pop(added, None) is not None:
                 self.engine.cancel(added)
 
     def _give_up(self, reason: Exception) -> None:
@@ -182,10 +224,17 @@ class Driver:
 
     def _tell(self, events: Sequence[Event]) -> None:
         said: dict[Group, list[Said]] = defaultdict(list)
+        failed: dict[Group, Exception] = {}
         for event in events:
             group, number = self._groups[event.request]
+            if event.error is not None:
+                failed.setdefault(group, event.error)
+                continue
             said[group].append((number, event))
             if event.finish is not None:
                 del self._groups[event.request]
         for group, new in said.items():
             group.hear(new)
+        for group, error in failed.items():  # one choice that fails ends the other choices of its call
+            self._cancel(group)
+            group.hear(error if isinstance(error, DataError) else Refusal(500, f"the request has failed ({error})"))

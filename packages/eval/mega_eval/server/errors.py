@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from mega_common.errors import MegaError
+from mega_eval.server.validation import describe_value
 
 CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "server_busy", 503: "unavailable", 504: "timeout"}
 
@@ -86,15 +88,38 @@ def refusal_of(error: Exception) -> Refusal:
 
 
 def _invalid(found: Sequence[Any]) -> Refusal:
-    """All that is wrong with a body, the first field to blame; of unions each branch has its complaint."""
+    """Return one sentence for each wrong field, up to eight of them; `param` is the first."""
     if found[0]["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON ({found[0]['ctx']['error']} at character {found[0]['loc'][-1]})")
-    told = dict.fromkeys(f"{_field(one['loc']) or 'body'}: {one['msg']}" for one in found[:8])
-    return Refusal(400, "; ".join(told), param=_field(found[0]["loc"][:2]) or None)
+    sentences = dict.fromkeys(_sentence(one) for one in found[:8])
+    return Refusal(400, "; ".join(sentences), param=_field(found[0]["loc"][:2]) or _blamed(found[0]))
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    """Return what is wrong with a field, in the words of pydantic where the schemas have none of their own."""
+    field, message = _field(error["loc"]), error["msg"].removeprefix("Value error, ")
+    if error["type"] == "missing":
+        return f"{field or 'body'} is required"
+    if error["type"] in ("value_error", "sentence") and not message.startswith(("must", "has")):
+        return f"{field}: {message}" if field else message
+    if error["type"] not in ("value_error", "sentence", "union"):
+        message = re.sub(r"^(Input|List|String|Dictionary) should", "must", message, count=1)
+        message += f"; found {describe_value(error['input'])}" if message.startswith("must be") else ""
+    joined = " " if message.startswith(("must", "has")) else ": "
+    return f"{field or 'body'}{joined}{message}"
+
+
+def _blamed(error: Mapping[str, Any]) -> str | None:
+    """Return the field that a check of the whole body blames."""
+    context = error.get("ctx") or {}
+    field = context.get("field") or getattr(context.get("error"), "field", None)
+    return None if field is None else str(field)
 
 
 def _field(place: Sequence[Any]) -> str:
-    return ".".join(str(step) for step in place if step != "body")[:200]
+    """Return the path of a field; names in brackets are arms of a union."""
+    steps = [str(step) for step in place if step != "body"]
+    return ".".join(step for step in steps if not step.startswith("["))[:200]
 
 
 def install(app: FastAPI) -> None:

@@ -1,6 +1,7 @@
-"""What every request passes first: who may come in, how many at once, and for how long.
+"""Gate around the whole application: access, the number of requests at once, their size and their time.
 
-It stands around the whole application, so that a body is not even read of a request that is refused.
+The body of a request that is refused is not read. That of any other is read before it counts as one of the requests at
+once, so a client that sends its body slowly takes no place from others.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mega_common.log import logger
+from mega_eval.server.connections import ConnectionBounds
 from mega_eval.server.errors import Refusal, refusal_of
 from mega_eval.server.metrics import Metrics
 
@@ -28,7 +29,7 @@ GRACE = 5.0  # seconds in which an answer that ran out of time can still say so
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the server takes.
+    """Limits of the server.
 
     Attributes:
         key: that clients have to bring; None: none.
@@ -37,6 +38,10 @@ class Bounds:
         requests: of any kind, at the same time.
         seconds: for one request, from its first byte to the last of the answer.
         body: bytes of a request.
+        body_seconds: until the body of a request is complete.
+        stalled_seconds: until a client takes the next part of its answer.
+        connections: limits of connections.
+        origins: of web pages that may call the server (CORS), such as https://chat.example; "*": any.
     """
 
     key: str | None
@@ -44,6 +49,10 @@ class Bounds:
     requests: int
     seconds: float
     body: int
+    body_seconds: float = 30
+    stalled_seconds: float = 30
+    connections: ConnectionBounds = field(default_factory=ConnectionBounds)
+    origins: Sequence[str] = ()
 
 
 class Gate:
@@ -64,14 +73,18 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send, Headers(scope=scope))
+        answer = _Answer(send, Headers(scope=scope), self._bounds.stalled_seconds)
         begun = time.monotonic()
         try:
             self._check(scope)
+            if scope["method"] == "POST":
+                self._check_room()
+                receive = await self._read(receive)
+                self._check_room()
             self.active += 1
             try:
                 async with asyncio.timeout(self._bounds.seconds + GRACE):
-                    await self._app(scope, _at_most(self._bounds.body, receive), answer.send)
+                    await self._app(scope, receive, answer.send)
             finally:
                 self.active -= 1
         except Exception as error:  # noqa: BLE001 - the last place where a request can be answered
@@ -90,32 +103,50 @@ class Gate:
             raise Refusal(403, "this server is for its own machine only: call it by 127.0.0.1 or localhost")
         if path in PUBLIC:
             return
-        if bounds.key is not None and not _same(headers.get("authorization", ""), f"Bearer {bounds.key}"):
+        scheme, _, given = headers.get("authorization", "").partition(" ")  # RFC 9110: a scheme has any case
+        if bounds.key is not None and not (scheme.lower() == "bearer" and _same(given.strip(), bounds.key)):
             raise Refusal(401, "a valid API key is wanted: 'Authorization: Bearer KEY'")
         if scope["method"] != "POST":
             return
         if not headers.get("content-type", "").partition(";")[0].strip().lower().endswith("json"):
             raise Refusal(415, "the body has to be JSON: 'Content-Type: application/json'")
+
+    def _check_room(self) -> None:
         if self.draining:
             raise Refusal(503, "the server is shutting down", retry_after=10)
-        if self.active >= bounds.requests:
+        if self.active >= self._bounds.requests:
             raise Refusal(429, f"the server is busy with {self.active} requests", retry_after=1)
 
+    async def _read(self, receive: Receive) -> Receive:
+        """Read the whole body; returns a `receive` that gives it again.
 
-def _at_most(size: int, receive: Receive) -> Receive:
-    """Takes no more than `size` bytes of a body, whatever its header says."""
-    taken = 0
+        Raises:
+            Refusal: when the body is too long, whatever its header says, or takes too long.
+        """
+        seconds = min(self._bounds.body_seconds, self._bounds.seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                first = await _body(receive, self._bounds.body)
+        except TimeoutError:
+            raise Refusal(408, f"the body did not arrive within {seconds:.0f} seconds", code="timeout") from None
+        messages = [first]
 
-    async def bounded() -> Message:
-        nonlocal taken
-        message = await receive()
-        taken += len(message.get("body", b""))
-        if taken > size:
-            # of all errors it is this one that FastAPI lets through while it reads a body
-            raise HTTPException(413, f"the body has more than {size} bytes")
-        return message
+        async def again() -> Message:
+            return messages.pop() if messages else await receive()
 
-    return bounded
+        return again
+
+
+async def _body(receive: Receive, size: int) -> Message:
+    """Return a message with a whole body of at most `size` bytes, or the one that says that the client has gone."""
+    body = bytearray()
+    while (message := await receive())["type"] == "http.request":
+        body += message.get("body", b"")
+        if len(body) > size:
+            raise Refusal(413, f"the body has more than {size} bytes")
+        if not message.get("more_body", False):
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+    return message
 
 
 def _host(headers: Headers) -> str:
@@ -129,18 +160,27 @@ def _same(given: str, wanted: str) -> bool:
 
 
 class _Answer:
-    """Sends an answer on with the request's id, and remembers the status (0: nothing was sent)."""
+    """Sender of an answer with the request's id, which remembers the status (0: nothing was sent).
 
-    def __init__(self, send: Send, headers: Headers) -> None:
+    A client that takes nothing for `stalled` seconds gets no more.
+    """
+
+    def __init__(self, send: Send, headers: Headers, stalled: float) -> None:
         given = headers.get("x-request-id", "")
         self.id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         self.status = 0
-        self._send = send
+        self._send, self._stalled = send, stalled
 
     async def send(self, message: Message) -> None:
+        """Send a part of the answer.
+
+        Raises:
+            TimeoutError: when the client takes nothing.
+        """
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self.id
             headers["x-content-type-options"] = "nosniff"
-        await self._send(message)
+        async with asyncio.timeout(self._stalled):
+            await self._send(message)

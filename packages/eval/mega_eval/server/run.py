@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from mega_common.errors import ConfigError
 from mega_common.log import logger
 from mega_eval.server.app import create_app
+from mega_eval.server.connections import (
+    ACCEPT,
+    QUEUE,
+    BoundedProtocol,
+    LoopErrors,
+    connections_for,
+    protocol_of,
+)
 from mega_eval.server.errors import Refusal
 from mega_eval.server.gate import Bounds
 from mega_eval.server.service import Service
@@ -45,6 +58,16 @@ def bind(host: str, port: int, key: str | None) -> socket.socket:
     return found
 
 
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return an application that pages of `origins` may call, or `app` itself where there are none."""
+    if not origins:
+        return app
+    # outside of the gate, since browsers ask for permission without the API key
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
+    )
+
+
 class Server(uvicorn.Server):
     """Serves until a signal, SIGTERM or SIGINT; then finishes what runs and refuses the rest. A second signal ends at once.
 
@@ -55,8 +78,12 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, bounds: Bounds, *, drain: float) -> None:
         """`drain`: seconds to finish what runs."""
         self.gate = create_app(service, bounds)
+        limits = replace(bounds.connections, count=connections_for(bounds.connections.count + bounds.requests))
         config = uvicorn.Config(
-            self.gate,
+            _with_cors(self.gate, bounds.origins),
+            http=protocol_of(limits),
+            ws="none",
+            backlog=ACCEPT,
             log_config=None,
             log_level="critical",  # what it would tell, the gate has told
             access_log=False,
@@ -79,7 +106,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
+        asyncio.get_running_loop().set_exception_handler(LoopErrors())
         await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(QUEUE)  # `backlog` bounds both this queue and how many are accepted at a time
         host, port, *_ = self.servers[0].sockets[0].getsockname()
         shown = f"[{host}]" if ":" in host else host
         logger.info("serving %r at http://%s:%d (Ctrl-C ends)", self._service.name, shown, port)
@@ -96,6 +126,10 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end; uvicorn asks ten times a second."""
+        now = asyncio.get_running_loop().time()
+        for one in list(self.server_state.connections):
+            if isinstance(one, BoundedProtocol):
+                one.check_time(now)
         if self.gate.draining and not self.should_exit:
             late = time.monotonic() >= self._deadline
             if late and self.gate.active:

@@ -1,237 +1,314 @@
-"""What clients send, in the words of OpenAI's API, with bounds: a body that breaks one is refused before any work.
+"""Request bodies in the words of OpenAI's API, with bounds: a body that breaks one is refused before any work.
 
-Fields that are not known change nothing and are named in the log; fields of OpenAI's that would change the answer, and
-that this server does not have, are refused.
+Fields of vLLM are extensions. Fields that are not declared here are harmless or refused: see `fields`.
 """
 
 from __future__ import annotations
 
-import json
+import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from mega_common.log import logger
 from mega_eval.sampling import Sampling
-from mega_eval.text import Limits
+from mega_eval.server.constraints import Constrained
+from mega_eval.server.tools import NamedTool, Tool, ToolChoice, call_schema, calls_for_template
+from mega_eval.server.validation import StrictModel, TokenId, expecting, field_error
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-TOP = 20  # alternatives that may be asked for with each token
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+StopField = Annotated[
+    StopText | Annotated[list[StopText], Field(max_length=16)],
+    Field(),
+    expecting("a text or a list of at most 16 texts, each of 1 to 1000 characters"),
+]
+PromptField = Annotated[
+    str | list[str] | list[TokenId] | list[list[TokenId]],
+    Field(min_length=1),
+    expecting("a text, a list of texts, a list of token ids or a list of lists of token ids, and not empty"),
+]
+TokenIds = Annotated[list[TokenId], Field(max_length=100_000)]
+RESERVED_OPTIONS = frozenset({
+    "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+    "return_assistant_tokens_mask",
+})  # fmt: skip
+MAX_ALTERNATIVES = 20  # `top_logprobs` of OpenAI's API
 
-UNSUPPORTED = ("tools", "functions", "logit_bias", "suffix", "audio", "prediction", "web_search_options")
 
-
-class Body(BaseModel):
-    """What all have in common. Types are taken as they are: `"1"` is no number."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
+class Body(StrictModel):
+    """Fields of every request."""
 
     model: Annotated[str | None, Field(description="the served model, as /v1/models names it")] = None
 
-    @model_validator(mode="after")
-    def _tell_unknown(self) -> Self:
-        extra = self.model_extra or {}
-        refused = [name for name in UNSUPPORTED if extra.get(name)]
-        if refused:
-            raise ValueError(f"{refused[0]!r} is not supported by this server")
-        if extra:
-            logger.debug("fields without effect: %s", ", ".join(repr(name)[:50] for name in list(extra)[:10]))
-        return self
 
+class StreamOptions(StrictModel):
+    """Extra fields in a stream."""
 
-class StreamOptions(BaseModel):
-    """What a stream tells besides."""
-
-    model_config = ConfigDict(strict=True)
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+    include_obfuscation: Annotated[bool | None, Field(description="no effect: chunks are never padded")] = None
 
 
-class Generation(Body):
-    """How to continue a text. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and `grammar` are extensions.
+class Generation(Body, Constrained):
+    """Settings of sampling and of the end of a text.
 
-    What is left out of the settings of sampling is what the model's generation_config.json says, or else OpenAI's default.
+    Settings of sampling that are absent are those of the model's generation_config.json, or else OpenAI's defaults.
     """
 
     n: Annotated[int | None, Field(ge=1, le=128)] = 1
+    best_of: Annotated[int | None, Field(ge=1, description="must be n")] = None
     temperature: Annotated[float | None, Field(ge=0, le=100)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=2**31, description="0 or -1: all")] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
-    stop: Annotated[Stop | Annotated[list[Stop], Field(max_length=16)] | None, Field()] = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
+        Field(max_length=1024, description="added to the scores of token ids"),
+    ] = None
+    allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
+    bad_words: Annotated[list[StopText] | None, Field(max_length=128)] = None
+    min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    stop: StopField | None = None
+    stop_token_ids: Annotated[TokenIds | None, Field(max_length=128)] = None
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
     ignore_eos: bool | None = False
+    truncate_prompt_tokens: Annotated[
+        int | None, Field(ge=-1, lt=2**31, description="keep the last tokens of a prompt; -1: as many as fit")
+    ] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    grammar: Annotated[str | None, Field(max_length=20_000, description="a JSON schema or a Lark grammar")] = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for name in value or {}:
+            if not re.fullmatch(r"[0-9]{1,9}", name):
+                raise field_error(f"must have token ids as keys; found {name[:50]!r}")
+        return value
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _check_truncation(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise field_error("must be -1 or at least 1; found 0")
+        return value
+
     @model_validator(mode="after")
-    def _check_stream(self) -> Self:
+    def _check_generation(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("'stream_options' wants 'stream': true")
+            raise field_error("'stream_options' requires 'stream': true", "stream_options")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise field_error("'best_of' is supported only where it is 'n'; remove it", "best_of")
+        if self.allowed_token_ids and self.bad_words:
+            raise field_error("'bad_words' is not supported with 'allowed_token_ids'; use one of them", "bad_words")
+        rules = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
+        if self.constraint() is not None and (found := [name for name in rules if getattr(self, name)]):
+            raise field_error(f"{found[0]!r} is not supported with a grammar or a response format", found[0])
         return self
 
     def sampling(self, own: Mapping[str, Any]) -> Sampling:
-        """How tokens are drawn, by the model's `own` settings where nothing else is said; without a seed by any."""
+        """Return the settings of sampling: the request's, else the model's `own`; without a seed a random one."""
         names = Sampling.model_fields.keys() & self.model_fields_set
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if given.get("top_k", 1) < 1:
             given["top_k"] = None
         return Sampling(**{"temperature": 1.0, "seed": secrets.randbits(63), **own, **given})
 
-    def limits(self, most: int, ends: Collection[int]) -> Limits:
-        """When a text ends: after `most` tokens, at a stop string, or at one of the model's `ends`."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return Limits(most, stop, () if self.ignore_eos else ends)
+    def stop_strings(self) -> tuple[str, ...]:
+        """Return the stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def new_tokens(self) -> int | None:
-        """How many tokens at most; None: as many as the model has room for."""
+        """Return the most tokens to generate; None: as many as the model has room for."""
         raise NotImplementedError
 
     def alternatives(self) -> int | None:
-        """How many to tell with each token; None: no log-probabilities at all."""
+        """Return the number of alternatives to report with each token; None: no log-probabilities at all."""
         raise NotImplementedError
-
-    def constraint(self) -> str | None:
-        """What the text has to obey."""
-        return self.grammar
 
 
 class CompletionRequest(Generation):
     """Body of /v1/completions."""
 
-    prompt: Annotated[str | list[str] | list[Token] | list[list[Token]], Field(min_length=1)]
-    max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = 16
+    prompt: PromptField
+    max_tokens: Annotated[int | None, Field(ge=0, lt=2**31, description="0 with `echo` only")] = 16
     echo: bool | None = False
-    logprobs: Annotated[int | None, Field(ge=0, le=TOP)] = None
-    best_of: Annotated[int | None, Field(ge=1)] = None
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_ALTERNATIVES)] = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _check_best(self) -> Self:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("'best_of' is not supported by this server")
+    def _check_completion(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise field_error("'max_tokens' must be at least 1, or 0 with 'echo': true", "max_tokens")
         return self
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or tokens."""
+        """Return each prompt, as text or tokens."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
     def new_tokens(self) -> int | None:
-        """`max_tokens`."""
+        """Return `max_tokens`."""
         return self.max_tokens
 
     def alternatives(self) -> int | None:
-        """`logprobs`."""
+        """Return `logprobs`."""
         return self.logprobs
 
 
-class ContentPart(BaseModel):
-    """A part of a message; texts are all that there is here."""
+class ContentPart(StrictModel):
+    """Text part of a message."""
 
-    model_config = ConfigDict(strict=True)
-    type: Literal["text"]
-    text: str
+    model_config = ConfigDict(extra="ignore", strict=True)  # such as `cache_control` and `annotations`
+    type: str
+    text: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(kind, str):
+            raise field_error("must be an object with 'type' and 'text'")
+        if kind not in ("text", "input_text", "output_text"):
+            raise field_error(f"has type {kind[:50]!r}, which is not supported; send parts of type 'text'")
+        if not isinstance(value.get("text"), str):
+            raise field_error("must have its text in 'text'")
+        return value
 
 
-class Message(BaseModel):
-    """A turn of a conversation; further fields are for the chat template."""
+ContentField = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[list[ContentPart], Tag("[parts]")],
+    Discriminator(
+        lambda value: {str: "[text]", list: "[parts]"}.get(type(value)),
+        custom_error_type="union",
+        custom_error_message="must be a text or a list of parts of type 'text'",
+    ),
+]
+
+
+class ChatMessage(StrictModel):
+    """Turn of a conversation; further fields are for the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: one text."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
-        return {**(self.model_extra or {}), "role": self.role, "content": text}
-
-
-class JsonSchema(BaseModel):
-    """A schema that the answer has to obey."""
-
-    model_config = ConfigDict(strict=True)
-    name: str = ""
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
-
-
-class ResponseFormat(BaseModel):
-    """What form an answer has."""
-
-    model_config = ConfigDict(strict=True)
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    content: ContentField | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("'json_schema' and type 'json_schema' go together")
+    def _refuse_extra(self) -> Self:
+        for name in ("prefix", "partial"):
+            if (self.model_extra or {}).get(name):
+                raise field_error(f"{name!r} is not supported in a message; use 'continue_final_message'")
         return self
 
-    def grammar(self) -> str | None:
-        """As the engine wants it."""
-        if self.json_schema is not None:
-            return json.dumps(self.json_schema.json_schema)
-        return '{"type": "object"}' if self.type == "json_object" else None
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it: its content is one text."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
+        return calls_for_template({**(self.model_extra or {}), "role": self.role, "content": text})
 
 
-class ChatRequest(Generation):
+class ChatPrompt(StrictModel):
+    """Settings of the chat template."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Annotated[bool | None, Field(description="default: not `continue_final_message`")] = None
+    continue_final_message: bool | None = False
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_options(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in sorted(RESERVED_OPTIONS & (value or {}).keys()):
+            raise field_error(f"must not have {name!r}; send it as a field of the request")
+        return value
+
+    @model_validator(mode="after")
+    def _check_ending(self) -> Self:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise field_error(
+                "'continue_final_message' is not supported with 'add_generation_prompt': true; set one of them",
+                "continue_final_message",
+            )
+        return self
+
+
+class ChatRequest(Generation, ChatPrompt):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int | None, Field(ge=0, le=TOP)] = None
-    response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_ALTERNATIVES)] = None
+    tools: Annotated[list[Tool] | None, Field(max_length=128)] = None
+    tool_choice: ToolChoice | None = None
+    echo: Annotated[Literal[False] | None, Field(description="of /v1/completions only")] = None
+    add_special_tokens: Annotated[Literal[False] | None, Field(description="the chat template adds them")] = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("'top_logprobs' wants 'logprobs': true")
-        if self.grammar and self.response_format:
-            raise ValueError("'grammar' and 'response_format' are one too many")
+            raise field_error("'top_logprobs' requires 'logprobs': true", "top_logprobs")
         return self
 
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise field_error(
+                f"'tool_choice' must name one of the tools; found {choice.function.name[:64]!r}", "tool_choice"
+            )
+        if choice == "required" and not names:
+            raise field_error("'tool_choice': \"required\" requires 'tools'", "tool_choice")
+        if self.callable_tools() and super().constraint() is not None:
+            raise field_error("'tools' are not supported with a grammar or a response format; remove one", "tools")
+        return self
+
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the answer may call."""
+        if isinstance(self.tool_choice, NamedTool):
+            chosen = self.tool_choice.function.name
+            return [tool for tool in self.tools or () if tool.function.name == chosen]
+        return [] if self.tool_choice == "none" else list(self.tools or ())
+
+    def constraint(self) -> str | None:
+        """Return the constraint on the text: the JSON of a call, where one is required."""
+        if self.tool_choice not in (None, "none", "auto") and (tools := self.callable_tools()):
+            return call_schema(tools)
+        return super().constraint()
+
     def new_tokens(self) -> int | None:
-        """`max_completion_tokens`, or `max_tokens` as it was called."""
+        """Return `max_completion_tokens`, or `max_tokens`, its former name."""
         return self.max_completion_tokens or self.max_tokens
 
     def alternatives(self) -> int | None:
-        """`top_logprobs`, where `logprobs` is true."""
+        """Return `top_logprobs`, where `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def constraint(self) -> str | None:
-        """`response_format`, or `grammar`."""
-        return self.response_format.grammar() if self.response_format else self.grammar
 
-
-class TokenizeRequest(Body):
+class TokenizeRequest(Body, ChatPrompt):
     """Body of /tokenize: a text, or the messages of a chat."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
     add_special_tokens: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = False
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_source(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("one of 'prompt' and 'messages' is wanted")
+            raise field_error("exactly one of 'prompt' and 'messages' is required")
         return self
 
 
 class DetokenizeRequest(Body):
     """Body of /detokenize."""
 
-    tokens: list[Token]
+    tokens: list[TokenId]

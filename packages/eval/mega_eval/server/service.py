@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 from anyio import CapacityLimiter, to_thread
 
 from mega_data.chat.records import Conversation
@@ -16,10 +18,18 @@ from mega_data.tokenizer import Tokenizer
 from mega_eval.engine import Request
 from mega_eval.server.answers import Answer, Chat, Completions, Echo, Format, Part, Usage, event, parts
 from mega_eval.server.driver import Driver, Group
+from mega_eval.server.embeddings import Embedder, EmbeddingRequest, batches_of, embedding_body
 from mega_eval.server.errors import Refusal, refusal_of
 from mega_eval.server.metrics import Metrics
-from mega_eval.server.schemas import ChatRequest, CompletionRequest, Generation, Message, StreamOptions
+from mega_eval.server.responses import ResponseAnswer, ResponsesRequest
+from mega_eval.server.schemas import ChatMessage, ChatPrompt, ChatRequest, CompletionRequest, Generation, StreamOptions
+from mega_eval.server.sizes import longest_token
+from mega_eval.server.tool_calls import with_tool_calls
+from mega_eval.server.tools import FOREIGN, describe_tools
 from mega_eval.server.vocabulary import Vocabulary
+from mega_eval.server.workers import Workers
+from mega_eval.text import Limits
+from mega_eval.token_rules import TokenRules
 
 
 @dataclass
@@ -39,6 +49,7 @@ class Service:
         seconds: for one answer.
         metrics: where tokens are counted.
         adapters: of the model, where each came from by its name, by which clients call the model with it.
+        embedder: makes vectors of texts; None: not of this model.
     """
 
     name: str
@@ -53,12 +64,15 @@ class Service:
     seconds: float
     metrics: Metrics
     adapters: Mapping[str, str] = field(default_factory=dict)
+    embedder: Embedder | None = None
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
         self.vocabulary = Vocabulary(self.tokenizer)
         # Encoding takes a hundred times the memory of the text: few at once, and beside the event loop.
         self._encoders = CapacityLimiter(2)
+        self._workers = Workers(getattr(self.driver.engine, "grammars", None))
+        self._longest = longest_token(self.tokenizer)
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model than this, without or with one of its adapters."""
@@ -69,7 +83,9 @@ class Service:
         """Tokens of a text, with those around it that the tokenizer puts there (`special`) or without."""
 
         def run() -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=special)
+            # a batch of one: other threads run meanwhile
+            ids: list[int] = self.tokenizer.backend.encode_batch([text], add_special_tokens=special)[0].ids
+            return ids
 
         try:
             text.encode()
@@ -84,12 +100,23 @@ class Service:
             raise Refusal(400, f"token {largest} is outside the model's vocabulary of {self.vocab_size}")
         return await to_thread.run_sync(self.tokenizer.decode, tokens, limiter=self._encoders)
 
-    async def chat_prompt(self, messages: Sequence[Message], options: dict[str, object] | None) -> list[int]:
-        """Tokens of a conversation, up to where the answer begins."""
+    def token_names(self, tokens: Sequence[int]) -> list[str | None]:
+        """Return the entries of tokens in the tokenizer's vocabulary."""
+        return [self.tokenizer.backend.id_to_token(token) for token in tokens]
+
+    async def chat_prompt(self, messages: Sequence[ChatMessage], how: ChatPrompt) -> list[int]:
+        """Return the tokens of a conversation, up to where the answer begins."""
         if self.template is None:
-            raise Refusal(400, "this model has no chat template", param="messages")
-        given = [message.for_template() for message in messages]
-        text = self.template.prompt(Conversation(given, [], None, dict(options or {})))
+            raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
+        given, tools = [message.for_template() for message in messages], self._tools(how)
+        if tools and not self.template.renders_tools:
+            given, tools = describe_tools(given, tools), []
+        going_on = bool(how.continue_final_message)
+        begins = how.add_generation_prompt if how.add_generation_prompt is not None else not going_on
+        conversation = Conversation(given, [], tools or None, dict(how.chat_template_kwargs or {}))
+        text = await self._workers.render(self.template, conversation, begins, going_on)
+        if isinstance(how, Generation):
+            self._check_size(text, how)
         return await self.encode(text, special=False)
 
     async def completion(self, body: CompletionRequest) -> Running:
@@ -97,54 +124,190 @@ class Service:
         given, prompts = body.prompts(), []
         self.driver.check(len(given) * (body.n or 1))  # before the work of encoding them
         for prompt in given:
+            if isinstance(prompt, str):
+                self._check_size(prompt, body)
             tokens = prompt if isinstance(prompt, list) else await self.encode(prompt, special=body.add_special_tokens)
-            prompts.append(tokens)
+            prompts.append(self._truncated(tokens, body))
         echoes: list[Echo | None] = [None] * len(given)
         if body.echo:
-            texts = [prompt if isinstance(prompt, str) else await self.decode(prompt) for prompt in given]
+            texts = [
+                prompt if isinstance(prompt, str) and body.truncate_prompt_tokens is None else await self.decode(tokens)
+                for prompt, tokens in zip(given, prompts, strict=True)
+            ]
             echoes = [Echo(text, tokens) for text, tokens in zip(texts, prompts, strict=True)]
-        return await self._begin(body, Completions(self.vocabulary), prompts, echoes)
+        return await self._begin(body, self._answer(Completions(self.vocabulary), body.model), prompts, echoes)
 
     async def chat(self, body: ChatRequest) -> Running:
         """Begin an answer in a chat."""
         self.driver.check(body.n or 1)
-        prompt = await self.chat_prompt(body.messages, body.chat_template_kwargs)
-        return await self._begin(body, Chat(self.vocabulary), [prompt], [None])
+        prompt = self._truncated(await self.chat_prompt(body.messages, body), body)
+        return await self._begin(body, self._answer(Chat(self.vocabulary), body.model), [prompt], [None])
+
+    async def response(self, body: ResponsesRequest) -> Running:
+        """Begin an answer of the Responses API."""
+        self.driver.check(1)
+        asked = body.chat()
+        prompt = await self.chat_prompt(asked.messages, asked)
+        return await self._begin(asked, partial(ResponseAnswer, body, body.model or self.name), [prompt], [None])
+
+    def _answer(self, form: Format, model: str | None) -> Callable[[Usage], Answer]:
+        return partial(Answer, form, model or self.name)
+
+    async def embeddings(self, body: EmbeddingRequest) -> dict[str, Any]:
+        """Return the vectors of texts."""
+        embedder, texts = self.embedder, []
+        if embedder is None or body.model in self.adapters:
+            raise Refusal(400, "embeddings are supported for a decoder on one rank, without an adapter", param="model")
+        if body.dimensions not in (None, embedder.width):
+            message = f"dimensions must be {embedder.width}, the model's width; found {body.dimensions}"
+            raise Refusal(400, message, param="dimensions")
+        for text in body.texts():
+            tokens = text if isinstance(text, list) else await self.encode(text, special=True)
+            self._check_tokens(tokens, "input")
+            self._new_tokens(tokens, 0)
+            texts.append(tokens)
+        if not all(texts):
+            raise Refusal(400, "input must not have an empty text", param="input")
+        vectors = [await self.driver.call(partial(embedder, batch)) for batch in batches_of(texts)]
+        tokens_read = sum(map(len, texts))
+        self.metrics.tokens(tokens_read, 0)
+        return embedding_body(np.concatenate(vectors), body.model or self.name, tokens_read, body.encoding_format)
+
+    def tokenizer_info(self) -> dict[str, str | None]:
+        """Return the special tokens and the chat template, by the names of tokenizer_config.json."""
+        begin = None if self.tokenizer.bos_id is None else self.vocabulary[self.tokenizer.bos_id].text
+        facts = {} if self.template is None else self.template.facts()
+        none = {"pad_token": None, "chat_template": None}
+        return {**none, "bos_token": begin, "eos_token": self.tokenizer.eos_token, **facts}
+
+    def _tools(self, how: ChatPrompt) -> list[dict[str, Any]]:
+        """Return the tools of a chat, as templates expect them."""
+        found = how.callable_tools() if isinstance(how, ChatRequest) else []
+        if found and self.template is not None and self.template.renders_tools:
+            foreign = FOREIGN.search(self.template.facts()["chat_template"])
+            if foreign:
+                raise Refusal(
+                    400,
+                    f"tools are not supported with this chat template, whose calls begin with {foreign[0]!r}",
+                    param="tools",
+                )
+        return [tool.model_dump(exclude_none=True) for tool in found]
+
+    def _check_size(self, text: str, body: Generation) -> None:
+        """Refuse a text with more bytes than the model's longest prompt can have, before it is encoded."""
+        if self._longest is None or body.truncate_prompt_tokens is not None:
+            return
+        size, most = len(text.encode(errors="replace")), self._longest * self.max_length
+        if size > most:
+            raise Refusal(
+                400,
+                f"This model's maximum context length is {self.max_length} tokens, of {most} bytes at most; "
+                f"the prompt has {size} bytes.",
+                code="context_length_exceeded",
+            )
+
+    def _truncated(self, prompt: list[int], body: Generation) -> list[int]:
+        """Return the last `truncate_prompt_tokens` of a prompt; -1: as many as leave room for the answer."""
+        kept = body.truncate_prompt_tokens
+        if kept == -1:
+            kept = max(1, self.max_length - (body.new_tokens() or 1))
+        return prompt if kept is None else prompt[-kept:]
 
     async def _begin(
-        self, body: Generation, form: Format, prompts: Sequence[list[int]], echoes: Sequence[Echo | None]
+        self,
+        body: Generation,
+        answer_for: Callable[[Usage], Answer | ResponseAnswer],
+        prompts: Sequence[list[int]],
+        echoes: Sequence[Echo | None],
     ) -> Running:
         """Hand `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
         choices, sampling, alternatives = body.n or 1, body.sampling(self.own), body.alternatives()
+        asked, rules = self._limits(body), await self._rules(body)
+        if (grammar := body.constraint()) is not None:
+            await self._workers.prepare(grammar, asked.ends)
         requests = [
             Request(
                 prompt,
-                body.limits(self._new_tokens(prompt, body.new_tokens()), self.ends),
+                replace(asked, max_new_tokens=self._new_tokens(prompt, body.new_tokens()) or 1),
                 sampling,
                 sample=choice,
                 logprobs=alternatives,
                 prompt_logprobs=echo is not None and alternatives is not None,
                 grammar=body.constraint(),
                 adapter=body.model if body.model in self.adapters else None,
+                rules=rules,
             )
             for prompt, echo in zip(prompts, echoes, strict=True)
             for choice in range(choices)
         ]
-        answer = Answer(form, body.model or self.name, Usage(sum(map(len, prompts))))
+        answer = answer_for(Usage(sum(map(len, prompts))))
         group = await self.driver.submit(requests)
-        told = parts(group.events(), [echo for echo in echoes for _ in range(choices)], alternatives is not None)
+        told = parts(
+            group.events(), [echo for echo in echoes for _ in range(choices)], alternatives is not None,
+            echo_only=body.new_tokens() == 0,
+        )  # fmt: skip
+        if isinstance(body, ChatRequest) and (tools := body.callable_tools()):
+            told = with_tool_calls(told, frozenset(tool.function.name for tool in tools))
         return Running(self, answer, group, told, time.monotonic() + self.seconds)
 
+    def _limits(self, body: Generation) -> Limits:
+        """Return what ends the texts of a request; a stop string that is a special token is a stop token."""
+        strings, tokens = list(body.stop_strings()), set(body.stop_token_ids or ())
+        if body.skip_special_tokens is not False:  # else special tokens are in the text
+            tokens |= {self.vocabulary.specials[stop] for stop in strings if stop in self.vocabulary.specials}
+            strings = [stop for stop in strings if stop not in self.vocabulary.specials]
+            mixed = [(stop, name) for stop in strings for name in self.vocabulary.specials if name in stop]
+            if mixed:
+                stop, name = mixed[0]
+                message = f"stop mixes the special token {name!r} with other text ({stop!r}); send {name!r} alone"
+                raise Refusal(400, message, param="stop")
+        self._check_tokens(body.stop_token_ids or (), "stop_token_ids")
+        least, most = body.min_tokens or 0, body.new_tokens()
+        if most is not None and least > most:
+            raise Refusal(400, f"min_tokens ({least}) must be at most the maximum of {most} tokens", param="min_tokens")
+        return Limits(
+            stop=strings,
+            ends=() if body.ignore_eos else self.ends,
+            stop_tokens=frozenset(tokens),
+            min_new_tokens=least,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+        )
+
+    async def _rules(self, body: Generation) -> TokenRules | None:
+        """Return the request's rules about single tokens, if it has any."""
+        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        self._check_tokens(bias, "logit_bias")
+        self._check_tokens(body.allowed_token_ids or (), "allowed_token_ids")
+        words = [tokens for word in body.bad_words or () for tokens in await self._spellings(word)]
+        allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
+        if not bias and not words and allowed is None and not body.min_tokens:
+            return None
+        return TokenRules(bias, allowed, words)
+
+    async def _spellings(self, word: str) -> list[list[int]]:
+        """Return the token sequences of a word at the start of a text and behind a space, as vLLM bans them."""
+        plain, behind = [await self.encode(text, special=False) for text in (word, f" {word.lstrip()}")]
+        alike = len(plain) == len(behind) and plain[:1] != behind[:1]
+        return [tokens for tokens in ([plain, behind] if alike else [plain]) if tokens]
+
+    def _check_tokens(self, tokens: Collection[int], field: str) -> None:
+        largest = max(tokens, default=0)
+        if largest >= self.vocab_size:
+            message = f"{field} has token {largest}, which is outside the model's vocabulary of {self.vocab_size}"
+            raise Refusal(400, message, param=field)
+
     def _new_tokens(self, prompt: Sequence[int], asked: int | None) -> int:
+        """Return the most tokens that may follow a prompt; 0 where 0 were asked for."""
         room = self.max_length - len(prompt)
-        if room < 1 or (asked or 0) > room:
+        if room < (asked != 0) or (asked or 0) > room:
             more = f" and {asked} new ones" if asked and room > 0 else ""
             raise Refusal(
                 400,
                 f"This model's maximum context length is {self.max_length} tokens; the prompt has {len(prompt)}{more}.",
                 code="context_length_exceeded",
             )
-        return asked or room
+        return room if asked is None else asked
 
 
 @dataclass
@@ -152,7 +315,7 @@ class Running:
     """An answer that is being made. `close` has to be called, once."""
 
     service: Service
-    answer: Answer
+    answer: Answer | ResponseAnswer
     group: Group
     told: AsyncIterator[Part]
     deadline: float

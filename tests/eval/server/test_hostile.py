@@ -1,0 +1,42 @@
+"""Honest requests among those of `benchmarks/hostile.py`: none fails, and no answer changes."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from engines import model_of
+from serving import service_of, serving, until
+from tiny_models import variant
+
+from mega_data.tokenizer import Tokenizer, train_tokenizer
+from mega_eval.engine import Engine
+
+pytest.importorskip("llguidance")
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    return importlib.import_module("hostile")
+
+
+@pytest.mark.long
+def test_honest_answers_are_the_same_among_hostile_requests(hostile: Any, tmp_path: Path) -> None:
+    words: Tokenizer = train_tokenizer(["the end of the story: def main, a list [1, 2]"] * 3, 300, tmp_path)
+    config = variant("grouped").model_copy(update={"vocab_size": words.vocab_size, "max_position": 512})
+    engine = Engine(model_of(config), words, cache_tokens=2048, batch_size=8)
+    with serving(service := service_of(engine, tmp_path), requests=32) as (url, server):
+        port = int(url.rsplit(":", 1)[1])
+        alone = hostile.honest(port, 3)
+        with hostile.attacked(port):
+            among = hostile.honest(port, 30)
+        assert {*alone["statuses"], *among["statuses"]} == {200}
+        assert among["texts"] == alone["texts"]
+        assert all(len(texts) == 1 for texts in among["texts"].values())
+        assert httpx.get(f"{url}/health").status_code == 200
+        until(lambda: service.driver.open == 0 and server.gate.active == 0)
+        until(lambda: engine.free_pages == engine.pages)

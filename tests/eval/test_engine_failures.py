@@ -1,0 +1,120 @@
+"""Failures of one request among others, and of a whole step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from engines import engine_of, model_of, run, step, tokens_of
+from tiny_models import variant
+
+from mega_common.errors import CheckpointError, MegaError
+from mega_eval.draft import ModelDrafter
+from mega_eval.engine import Engine, Event, Request
+from mega_eval.pages import PAGE
+from mega_eval.sampling import Sampling
+from mega_eval.text import Limits
+
+PROMPTS = [[(7 * i * i + 3 * i) % 61 for i in range(19)], [7], [60, 0, 0, 60, 1]]
+MODEL = model_of(variant("grouped"))
+
+
+def alone(request: Request) -> list[int]:
+    """Return the tokens of a request in an engine of its own."""
+    (events,) = run(engine_of(MODEL, batch_size=1), [request]).values()
+    return tokens_of(events)
+
+
+class BrokenGrammar:
+    """Grammar that fails at one of its calls."""
+
+    def __init__(self, call: str, error: Exception) -> None:
+        self._call, self._error = call, error
+
+    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        return self._reach("mask", scores)
+
+    def accept(self, token: int) -> bool:
+        return self._reach("accept", False)
+
+    def _reach(self, call: str, value: Any) -> Any:
+        if call == self._call:
+            raise self._error
+        return value if call != "mask" else value.clone()
+
+
+def break_row(engine: Engine, number: int, how: str) -> None:
+    """Make one request of an engine fail in the way that is named."""
+    (row,) = [row for row in (*engine._waiting, *engine._running) if row.number == number]
+    if how in ("mask", "accept"):
+        row.grammar = BrokenGrammar(how, ValueError("too complex"))  # type: ignore[assignment]
+    elif how == "excluded":
+        row.grammar = BrokenGrammar("", ValueError())  # type: ignore[assignment]
+        row.grammar.mask = lambda scores: torch.full_like(scores, float("-inf"))  # type: ignore[method-assign,union-attr]
+    elif how == "text":
+        row.text.add = lambda token: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    elif how == "stop":
+        row.text._release = lambda: [][0]  # type: ignore[method-assign,assignment]
+    elif how == "drafts":
+        row.trust.learn = lambda guessed, right: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    elif how == "logprobs":
+        row.request = replace(row.request, logprobs=-1)
+    elif how == "sampling":
+        row.request = replace(row.request, sampling=Sampling().model_copy(update={"temperature": "x"}))
+    elif how == "penalty":  # past the bounds of `Sampling`
+        row.request = replace(row.request, sampling=Sampling.model_construct(temperature=1.0, repetition_penalty=0.0))
+
+
+BREAKS = ["mask", "accept", "excluded", "text", "stop", "drafts", "logprobs", "sampling", "penalty"]
+
+
+@pytest.mark.parametrize("how", [*BREAKS, "logits"])
+def test_a_request_that_fails_ends_no_other(how: str, monkeypatch: pytest.MonkeyPatch):
+    engine = engine_of(MODEL, cache_tokens=9 * PAGE)
+    numbers = [engine.add(Request(prompt, Limits(12))) for prompt in PROMPTS]
+    found: dict[int, list[Event]] = {number: [] for number in numbers}
+    for _ in range(3):
+        step(engine, found)
+    break_row(engine, numbers[1], how)
+    if how == "logits":
+        logits = type(MODEL).logits
+        monkeypatch.setattr(MODEL, "logits", lambda x: logits(MODEL, x).index_fill_(0, torch.tensor(1), float("nan")))
+    failed = [event for event in engine.step(isolate=True) if (found[event.request].append(event) or event.error)]
+    monkeypatch.undo()
+    while engine.waiting or engine.running:
+        step(engine, found)
+    assert [(event.request, event.finish) for event in failed] == [(numbers[1], None)]
+    assert isinstance(failed[0].error, CheckpointError if how == "logits" else Exception)
+    for number in (0, 2):
+        assert tokens_of(found[numbers[number]]) == alone(Request(PROMPTS[number], Limits(12)))
+    assert engine.free_pages == engine.pages
+
+
+def test_a_request_that_fails_raises_unless_isolated():
+    engine = engine_of(MODEL)
+    break_row(engine, engine.add(Request([1, 2], Limits(3))), "excluded")
+    with pytest.raises(MegaError, match="no token can be chosen"):
+        engine.step()
+    assert (engine.running, engine.free_pages) == (0, engine.pages)
+
+
+def test_a_reset_engine_answers_as_a_new_one():
+    engine = engine_of(MODEL, cache_tokens=3 * PAGE, batch_size=2)
+    for prompt in PROMPTS:
+        engine.add(Request(prompt, Limits(12)))
+    engine.step()
+    engine.reset()
+    assert (engine.waiting, engine.running, engine.free_pages) == (0, 0, 3)
+    (events,) = run(engine, [Request(PROMPTS[0], Limits(12))]).values()
+    assert tokens_of(events) == alone(Request(PROMPTS[0], Limits(12)))
+
+
+def test_a_draft_model_that_fails_for_one_row_still_guesses_for_the_others():
+    small = engine_of(MODEL)
+    broken = Sampling.model_construct(temperature=1.0, repetition_penalty=0.0)
+    asked = [Request([1, 2, 3], Limits(2), broken), Request(PROMPTS[0], Limits(2))]
+    failed, guessed = ModelDrafter(small).propose(asked)
+    assert (failed, guessed) == ([], alone(asked[1]))
+    assert (small.running, small.free_pages) == (0, small.pages)
