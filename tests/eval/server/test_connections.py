@@ -55,6 +55,14 @@ def post(url: str, **body: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json={"prompt": "some", "max_tokens": 3, **body}, headers=headers)
 
 
+def served(url: str, **body: Any) -> bool:
+    """Whether an honest request is answered; on a busy machine it may itself be too late for short deadlines."""
+    try:
+        return post(url, **body).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 def read_to_end(one: socket.socket, drip: bytes = b"") -> bytes:
     """Return all that the server sends until it closes; meanwhile send `drip` again and again."""
     one.settimeout(0.05)
@@ -105,7 +113,7 @@ def test_clients_that_send_no_request_are_closed_in_time(name: str, tokenizer: P
     engine.go.set()
     with serving(service_of(engine, tokenizer), key="a-long-key", **QUICK) as (url, server):
         holders = [connect(url, sockets, first) for _ in range(3)]
-        assert post(url).status_code == 200
+        until(lambda: served(url))
         for holder in holders:
             read_to_end(holder, drip)
         until(lambda: not server.server_state.connections)
@@ -114,7 +122,7 @@ def test_clients_that_send_no_request_are_closed_in_time(name: str, tokenizer: P
 def test_slow_bodies_take_no_place_and_end_with_408(tokenizer: Path, sockets: ExitStack) -> None:
     engine = Scripted()
     engine.go.set()
-    with serving(service_of(engine, tokenizer), requests=2, body_seconds=1.0) as (url, server):
+    with serving(service_of(engine, tokenizer), requests=2, body_seconds=5.0) as (url, server):
         head = HEAD + f"Content-Length: {len(FULL)}\r\nConnection: close\r\n\r\n".encode()
         slow = [connect(url, sockets, head + FULL[:5]) for _ in range(8)]
         until(lambda: len(server.server_state.connections) == 8)
@@ -139,7 +147,7 @@ def test_clients_that_take_no_answer_are_closed_and_hold_no_place(
         until(lambda: list(engine.said.values()) == [200] * 3)
         until(lambda: service.driver.open == 0 and server.gate.active == 0)
         until(lambda: not server.server_state.connections)
-        assert post(url, max_tokens=1).status_code == 200
+        until(lambda: served(url, max_tokens=1))
 
 
 @pytest.mark.parametrize("first", [b"", HEAD, HEAD + b"Content-Length: 100\r\n\r\n"], ids=["idle", "head", "body"])

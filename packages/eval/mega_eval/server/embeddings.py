@@ -16,7 +16,7 @@ from pydantic import Field
 
 from mega_eval.embed import embed
 from mega_eval.server.schemas import Body
-from mega_eval.server.validation import TokenId, expecting
+from mega_eval.server.validation import Many, TokenId, expecting
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.parallel.lora import Selection
 
@@ -24,7 +24,7 @@ BATCH_TOKENS = 2048  # tokens of one batch, which the steps of the engine wait f
 
 Vectors = npt.NDArray[np.float32]
 InputField = Annotated[
-    str | list[str] | list[TokenId] | list[list[TokenId]],
+    str | Many[str] | Many[TokenId] | Many[Many[TokenId]],
     Field(min_length=1, max_length=1_000_000),
     expecting("a text, a list of texts, a list of token ids or a list of lists of token ids, and not empty"),
 ]

@@ -17,7 +17,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from mega_eval.server.answers import Part, Usage
 from mega_eval.server.constraints import JsonObject
 from mega_eval.server.schemas import Body, ChatMessage, ChatRequest, StreamOptions
-from mega_eval.server.validation import StrictModel, field_error
+from mega_eval.server.validation import Many, StrictModel, field_error
 
 
 class InputMessage(ChatMessage):
@@ -69,7 +69,7 @@ class TextSettings(StrictModel):
 
 InputField = Annotated[
     Annotated[Annotated[str, Field(min_length=1)], Tag("[text]")]
-    | Annotated[Annotated[list[InputMessage], Field(min_length=1)], Tag("[messages]")],
+    | Annotated[Annotated[Many[InputMessage], Field(min_length=1)], Tag("[messages]")],
     Discriminator(
         lambda value: {str: "[text]", list: "[messages]"}.get(type(value)),
         custom_error_type="union",

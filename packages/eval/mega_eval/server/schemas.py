@@ -15,20 +15,20 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 from mega_eval.sampling import Sampling
 from mega_eval.server.constraints import Constrained
 from mega_eval.server.tools import NamedTool, Tool, ToolChoice, call_schema, calls_for_template
-from mega_eval.server.validation import StrictModel, TokenId, expecting, field_error
+from mega_eval.server.validation import Many, StrictModel, TokenId, expecting, field_error
 
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 StopField = Annotated[
-    StopText | Annotated[list[StopText], Field(max_length=16)],
+    StopText | Annotated[Many[StopText], Field(max_length=16)],
     Field(),
     expecting("a text or a list of at most 16 texts, each of 1 to 1000 characters"),
 ]
 PromptField = Annotated[
-    str | list[str] | list[TokenId] | list[list[TokenId]],
+    str | Many[str] | Many[TokenId] | Many[Many[TokenId]],
     Field(min_length=1),
     expecting("a text, a list of texts, a list of token ids or a list of lists of token ids, and not empty"),
 ]
-TokenIds = Annotated[list[TokenId], Field(max_length=100_000)]
+TokenIds = Annotated[Many[TokenId], Field(max_length=100_000)]
 RESERVED_OPTIONS = frozenset({
     "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
     "return_assistant_tokens_mask",
@@ -70,7 +70,7 @@ class Generation(Body, Constrained):
         Field(max_length=1024, description="added to the scores of token ids"),
     ] = None
     allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
-    bad_words: Annotated[list[StopText] | None, Field(max_length=128)] = None
+    bad_words: Annotated[Many[StopText] | None, Field(max_length=128)] = None
     min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     stop: StopField | None = None
     stop_token_ids: Annotated[TokenIds | None, Field(max_length=128)] = None
@@ -184,7 +184,7 @@ class ContentPart(StrictModel):
 
 
 ContentField = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[ContentPart], Tag("[parts]")],
+    Annotated[str, Tag("[text]")] | Annotated[Many[ContentPart], Tag("[parts]")],
     Discriminator(
         lambda value: {str: "[text]", list: "[parts]"}.get(type(value)),
         custom_error_type="union",
@@ -241,7 +241,7 @@ class ChatPrompt(StrictModel):
 class ChatRequest(Generation, ChatPrompt):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     logprobs: bool | None = False
@@ -297,7 +297,7 @@ class TokenizeRequest(Body, ChatPrompt):
     """Body of /tokenize: a text, or the messages of a chat."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
+    messages: Annotated[Many[ChatMessage] | None, Field(min_length=1)] = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = False
 
@@ -311,4 +311,4 @@ class TokenizeRequest(Body, ChatPrompt):
 class DetokenizeRequest(Body):
     """Body of /detokenize."""
 
-    tokens: list[TokenId]
+    tokens: Many[TokenId]

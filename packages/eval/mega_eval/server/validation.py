@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -19,6 +19,8 @@ from pydantic_core import PydanticCustomError
 
 from mega_eval.server.fields import refuse_extra
 
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]  # the first error ends it: a body may hold a hundred thousand
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
