@@ -247,9 +247,11 @@ def _only_run(words: list[str]) -> Path:
 def _translated(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:
     from mega_cli.megatron_args import to_yaml, translate
     from mega_common.errors import ConfigError
+    from mega_common.parsing import LARGEST_SETTINGS
 
     try:
-        text = script.read_text(encoding="utf-8", errors="replace")  # comments are in any encoding
+        with script.open("rb") as file:
+            text = file.read(LARGEST_SETTINGS).decode("utf-8", errors="replace")  # comments are in any encoding
     except OSError as error:
         raise ConfigError(f"{script}: cannot be read ({error})") from None
     variables = dict(_definition(text) for text in define)
