@@ -11,6 +11,7 @@ from mega_cli.data_options import Input, JsonKey, MoreInput, OnBadLine, Overwrit
 from mega_common.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mega_common.parsing import BoundedLoader, parse_yaml
     from mega_common.vision import VisionConfig
     from mega_data.chat.prepare import ChatOptions
 
@@ -241,8 +242,6 @@ def _chat_options(
     turn_weights: bool,
 ) -> ChatOptions | None:
     """The options that belong to conversations; None for text, which takes none of them."""
-    import yaml
-
     from mega_data.chat.prepare import ChatOptions
 
     if kind == "text":
@@ -257,7 +256,7 @@ def _chat_options(
         key, equals, value = one.partition("=")
         if not key or not equals:
             raise ConfigError(f"--template-option {one}: not of the form KEY=VALUE", hint="enable_thinking=false")
-        options[key] = yaml.safe_load(value)
+        options[key] = parse_yaml(value, f"--template-option {key}", BoundedLoader)
     return ChatOptions(
         kind=kind,
         loss_on=loss_on or "answers",

@@ -12,6 +12,7 @@ import typer
 
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.log import logger
+from mega_common.parsing import parse_json
 
 if TYPE_CHECKING:
     from mega_data.tokenizer import Tokenizer
@@ -399,7 +400,7 @@ def _text_of(file: Path) -> str:
 
 def _prompt_of(line: str, where: str) -> str:
     try:
-        raw = json.loads(line)
+        raw = parse_json(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({error})") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("prompt"), str):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from mega_common.config import Config
 from mega_common.errors import MegaError
 from mega_common.files import locked_file, write_json
 from mega_common.log import logger
+from mega_common.parsing import parse_json
 
 # -P: a file of the user's beside the workflow must not be imported in place of a library.
 MEGA = (sys.executable, "-P", "-m", "mega_cli.main")
@@ -266,7 +266,7 @@ def load_state(path: Path) -> State:
     if not path.exists():
         return State()
     try:
-        return State.parse(json.loads(path.read_bytes()), source=str(path))
+        return State.parse(parse_json(path.read_bytes()), source=str(path))
     except (ValueError, MegaError) as error:
         raise WorkflowError(
             f"{path}: not the state of a workflow ({error})", hint="move it away: every stage will run again"

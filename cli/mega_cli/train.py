@@ -169,6 +169,7 @@ def train_command(
         config, overrides = _laid_out(config, run, overrides, nproc)
         config.check_ranks(nproc)
     if check:
+        _check_inputs(config, run, data=data)
         uses = check_data(config) if data else []
         print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
         print("".join(f"# {told(use)}\n" for use in uses), end="")
@@ -247,13 +248,34 @@ def _only_run(words: list[str]) -> Path:
 def _translated(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:
     from mega_cli.megatron_args import to_yaml, translate
     from mega_common.errors import ConfigError
+    from mega_common.parsing import LARGEST_SETTINGS
 
     try:
-        text = script.read_text(encoding="utf-8", errors="replace")  # comments are in any encoding
+        with script.open("rb") as file:
+            text = file.read(LARGEST_SETTINGS).decode("utf-8", errors="replace")  # comments are in any encoding
     except OSError as error:
         raise ConfigError(f"{script}: cannot be read ({error})") from None
     variables = dict(_definition(text) for text in define)
     return to_yaml(translate(text, path=script, define=variables, arguments=arguments, strict=strict))
+
+
+def _check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:
+    """Check that the local files and folders which a run starts from are there.
+
+    Raises:
+        ConfigError: with all that are missing.
+    """
+    from mega_common.config import Problem, raise_problems
+
+    named = {
+        "checkpoint.load": config.checkpoint.load,
+        "data.tokenizer": config.data.tokenizer if data else None,
+        "lora.init_from": config.lora.init_from if config.lora else None,
+    }
+    local = {key: str(path) for key, path in named.items() if path and "://" not in str(path)}
+    missing = [Problem(key, "no such file or folder", path) for key, path in local.items() if not Path(path).exists()]
+    if missing:
+        raise_problems(missing, str(run))
 
 
 def _moved_in(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:

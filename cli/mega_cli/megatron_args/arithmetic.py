@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -64,7 +65,7 @@ class _Calculation:
         if depth > DEPTH:
             raise ValueError("a variable that names itself")
         self.scope, self.depth = scope, depth
-        self.tokens: list[tuple[str, str]] = []
+        self.tokens: deque[tuple[str, str]] = deque()
         at, end = 0, len(expression.rstrip())
         while at < end:
             match = TOKEN.match(expression, at)
@@ -83,7 +84,7 @@ class _Calculation:
 
     def _next(self, *wanted: str) -> str:
         """The next token if it is one of the wanted signs."""
-        return self.tokens.pop(0)[1] if self.tokens and self.tokens[0][1] in wanted else ""
+        return self.tokens.popleft()[1] if self.tokens and self.tokens[0][1] in wanted else ""
 
     def _binary(self, lowest: int) -> int:
         left = self._unary()
@@ -94,12 +95,14 @@ class _Calculation:
                 continue
             if sign not in BINARY or BINARY[sign][0] < lowest:
                 break
-            self.tokens.pop(0)
+            self.tokens.popleft()
             precedence, apply = BINARY[sign]
             right = self._binary(precedence + (sign != "**"))
             if sign in ("**", "<<", ">>") and not 0 <= right < 64:
                 raise ValueError(f"{sign} {right}")
             left = int(apply(left, right))
+            if abs(left) > LARGEST:
+                raise ValueError("more than 64 bits")
         return left
 
     def _choice(self, condition: int) -> int:
@@ -111,13 +114,13 @@ class _Calculation:
         return chosen if condition else other
 
     def _unary(self) -> int:
-        kind, text = self.tokens.pop(0) if self.tokens else ("", "")
+        kind, text = self.tokens.popleft() if self.tokens else ("", "")
         if kind == "number":
             return _number(text)
         if kind == "name":
             return self._name(text)
         if text in ("++", "--") and self.tokens and self.tokens[0][0] == "name":
-            return self._assign(self.tokens.pop(0)[1], text[0] + "=", lambda: 1)
+            return self._assign(self.tokens.popleft()[1], text[0] + "=", lambda: 1)
         if text in UNARY:
             return int(UNARY[text](self._unary()))
         if text != "(":

@@ -69,6 +69,7 @@ def _files_read(reader: Reader, name: str, arguments: list[str]) -> tuple[list[s
     files = [reader.script.file(argument) for argument in arguments[named:]]
     if name not in ("cat", "sed") or not files or None in files:
         return arguments, reader.entered
+    reader.words.budget.spend(sum(len(file or "") for file in files))
     return arguments[:named], "".join(filter(None, files))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mega_cli.megatron_args.globs import matches
+from mega_cli.megatron_args.linear import extended_search
 from mega_cli.megatron_args.shell import MARK, is_unset
 
 Truth = bool | None  # None: not known
@@ -16,6 +17,7 @@ NUMERIC: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
     "-ge": operator.ge,
 }  # fmt: skip
+LONGEST_CONDITION = 1000  # words
 SIGNS = frozenset({"=", "==", "!=", "=~", "<", ">", *NUMERIC})
 
 
@@ -59,6 +61,8 @@ class Condition:
         """Whether it holds; None where the script does not decide that, or where it is none."""
         if not self.words:
             return False
+        if len(self.words) > LONGEST_CONDITION:
+            return None
         result = self._any()
         return None if self.words else result
 
@@ -110,10 +114,7 @@ class Condition:
         if sign in "<>":
             return text < other if sign == "<" else text > other
         if sign == "=~":
-            try:
-                return re.search(right.pattern, text) is not None if "[[:" not in right.pattern else None
-            except re.error:
-                return None
+            return None if re.search(r"\$[\w{(]", right.pattern) else extended_search(right.pattern, text)
         same = matches(text, right.pattern if other else "")
         return negation(same) if sign == "!=" else same
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mega_cli.megatron_args.shell import MARK
+from mega_common.parsing import parse_json
 
 # Sections that say nothing of the numbers, or are read here; the script makes its optimizer and schedule itself.
 KNOWN = frozenset(
@@ -63,7 +63,7 @@ class DeepSpeedFile:
 def read_deepspeed_file(name: str, text: str) -> DeepSpeedFile | None:
     """Read it; None where it is no JSON object, as where a program fills a template."""
     try:
-        values = json.loads(MARK.sub("null", text))
+        values = parse_json(MARK.sub("null", text))
     except ValueError:
         return None
     return DeepSpeedFile(name, values) if isinstance(values, dict) else None

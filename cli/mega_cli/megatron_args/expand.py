@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from tree_sitter import Node
 
 from mega_cli.megatron_args.arithmetic import calculate
-from mega_cli.megatron_args.globs import brace_expansion, changed, pattern_of
+from mega_cli.megatron_args.braces import brace_expansion
+from mega_cli.megatron_args.budget import EXPRESSION, WORD, Budget
+from mega_cli.megatron_args.globs import changed, pattern_of
 from mega_cli.megatron_args.shell import CLOSE, MARK, OPEN, Piece, Word, is_unset, split_blanks, unknown
 from mega_cli.megatron_args.syntax import parse, text_of
 
@@ -36,6 +38,7 @@ class Expander:
         associative: variables that are dictionaries.
         substitute: the output of a command substitution; None for not known.
         marks: names of marks in a text that was parsed, which stand there as numbers.
+        budget: of the characters that may still be made.
         place: line of the script where the text under expansion begins, and whether all of it stands there.
     """
 
@@ -47,6 +50,7 @@ class Expander:
     associative: set[str] = field(default_factory=set)
     marks: list[str] = field(default_factory=list)
     place: tuple[int, bool] = (1, False)
+    budget: Budget = field(default_factory=Budget)
 
     def line(self, node: Node) -> int:
         """The line of the script where a node begins."""
@@ -85,6 +89,7 @@ class Expander:
 
     def set(self, name: str, value: Value) -> None:
         """Set a variable, unless it was defined from outside."""
+        self.budget.spend(1 + len(value))
         if sum(len(word.text) + 1 for word in value.values()) > LONGEST:
             value = {"0": Word(unknown("{" + name + "}"), self.place[0])}
         if name not in self.defined:
@@ -97,6 +102,7 @@ class Expander:
 
     def number(self, name: str) -> str | None:
         """The text of a variable in arithmetic (`calculate`)."""
+        self.budget.spend(EXPRESSION)
         name, _, index = name.removesuffix("]").partition("[")
         key = "0" if not index else index if name in self.associative else self._index(index)
         word = (self.get(name) or {}).get(key or "")
@@ -116,7 +122,7 @@ class Expander:
     def fields(self, *nodes: Node) -> list[Word]:
         """The words that a word of the script, which adjacent nodes make up, becomes: none, one or many."""
         pieces = [piece for node in nodes for piece in self.pieces(node)]
-        return [word for part in brace_expansion(pieces) for word in self._split(part)]
+        return [word for part in brace_expansion(pieces, self.budget.spend) for word in self._split(part)]
 
     def text(self, *nodes: Node) -> str:
         """Return a word as one text, as in the value of an assignment, where `*` is joined as between quotes."""
@@ -157,8 +163,10 @@ class Expander:
         current: Word | None = None
         for piece in [*pieces, None]:
             text = piece.text if piece else ""
+            self.budget.spend(WORD + len(text))
             parts = split_blanks(text, separators) if piece and piece.kind == "value" else [text]
             for number, part in enumerate(parts):
+                self.budget.spend(WORD if number else 0)
                 if (number or piece is None) and current is not None:
                     yield current
                     current = None
@@ -217,6 +225,7 @@ class Expander:
         for match in [*ESCAPED[quote].finditer(source, at), None]:
             text = source[at : match.start() if match else None]
             if text:
+                self.budget.spend(len(text))
                 yield Piece(self.restored(text), "quoted" if quote else "plain", line)
             if match:
                 at = match.end()
@@ -247,6 +256,7 @@ class Expander:
         if quote and STARRED.match(source):
             values = [Word(self.separators[:1].join(value.text for value in values), line)]
         for number, value in enumerate(values):
+            self.budget.spend(WORD + len(value.text))
             if number:
                 yield None
             yield Piece(value.text, kind, value.line)
@@ -307,7 +317,9 @@ class _Parameter:
             return self._default(name, values, operator, pieces)
         if operator == ":":
             return self._slice(values, "".join(piece.text for piece in pieces if piece), name)
-        return [self._changed(value, changed(value.text, operator, pieces)) for value in values]
+        return [
+            self._changed(value, changed(value.text, operator, pieces, self.words.budget.spend)) for value in values
+        ]
 
     def _unknown(self) -> list[Word]:
         return [Word(unknown(self.words.restored(self.source[1:])), self.words.line(self.node))]

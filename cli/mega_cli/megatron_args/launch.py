@@ -122,7 +122,9 @@ def _name(program: Word) -> str:
 
 
 def _nothing_trained(training: Sequence[Command], script: Script) -> ConfigError:
-    unread = [sentence for _, sentence in script.remarks if sentence.startswith("the file of")]
+    unread = [
+        sentence for _, sentence in script.remarks if sentence.startswith(("the file of", "the script was followed"))
+    ]
     if not training:
         return ConfigError(
             "no training command in the launch script" + "".join(f"; {sentence}" for sentence in unread),

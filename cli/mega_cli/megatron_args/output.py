@@ -13,6 +13,9 @@ SUBSTITUTION = re.compile(
     rf"s(?P<by>[^\w\s])(?P<old>[\w ,:=-]+)(?P=by)(?P<new>(?:[\w ,:=/.-]|{MARK.pattern})*)(?P=by)(?P<all>g?)"
 )
 LONGEST = 10_000  # numbers of a `seq`
+LONGEST_OUTPUT = 1_000_000  # characters
+LONGEST_COMMAND = 1000  # characters of a command of `sed`
+WIDEST = 256  # characters of a range of `tr`
 
 
 def output_of(name: str, arguments: Arguments, entered: str | None) -> str | None:
@@ -24,7 +27,7 @@ def output_of(name: str, arguments: Arguments, entered: str | None) -> str | Non
         return None
     try:
         return command(arguments, entered)
-    except (ValueError, IndexError, TypeError, re.error):
+    except (ValueError, IndexError, TypeError, KeyError, OverflowError, re.error):
         return None
 
 
@@ -48,6 +51,8 @@ def _printf(arguments: Arguments, _: str | None) -> str | None:
     if any(not re.fullmatch(r"%s|%d|%%|%0?\d\d?d", holder) for holder in holders):
         return None
     width, made = sum(holder != "%%" for holder in holders), ""
+    if len(form) * (1 + len(values)) > LONGEST_OUTPUT:
+        raise ValueError("a long output")
     while True:
         row = iter(values[:width])
         made += re.sub(r"%[0-9]*[sd%]", lambda match, row=row: _held(match[0], row), form)  # type: ignore[misc]
@@ -115,6 +120,8 @@ def _tr(arguments: Arguments, entered: str | None) -> str | None:
 
 
 def _span(match: re.Match[str]) -> str:
+    if ord(match[2]) - ord(match[1]) > WIDEST:
+        raise ValueError("a long range")
     return "".join(map(chr, range(ord(match[1]), ord(match[2]) + 1)))
 
 
@@ -129,8 +136,10 @@ def _cut(arguments: Arguments, entered: str | None) -> str | None:
 
 def _sed(arguments: Arguments, entered: str | None) -> str | None:
     """`s/text/text/` of texts without special characters; what it puts in may be unknown."""
-    command = SUBSTITUTION.fullmatch(arguments[0])
+    command = SUBSTITUTION.fullmatch(arguments[0]) if len(arguments[0]) <= LONGEST_COMMAND else None
     if entered is None or not command or len(arguments) > 1:
+        return None
+    if len(entered) + entered.count(command["old"]) * len(command["new"]) > LONGEST_OUTPUT:
         return None
     if any(command["old"] in mark for mark in MARK.findall(entered)):
         return None

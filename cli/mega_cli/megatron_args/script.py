@@ -14,6 +14,7 @@ from tree_sitter import Node
 from mega_cli.megatron_args.arithmetic import calculate
 from mega_cli.megatron_args.assignments import assign, assign_all, declare, unset
 from mega_cli.megatron_args.branches import follow_case, follow_if
+from mega_cli.megatron_args.budget import PARSED, Budget
 from mega_cli.megatron_args.commands import Leave, run_command
 from mega_cli.megatron_args.conditions import Condition, Operand, Truth, both, either, negation
 from mega_cli.megatron_args.expand import Expander, Value
@@ -21,12 +22,13 @@ from mega_cli.megatron_args.globs import quoted
 from mega_cli.megatron_args.loops import follow_counting, follow_for, follow_while
 from mega_cli.megatron_args.merge import common_value, texts_of
 from mega_cli.megatron_args.redirects import enter, follow_redirected
-from mega_cli.megatron_args.shell import MARK, Word
+from mega_cli.megatron_args.shell import CLOSE, MARK, OPEN, Word
 from mega_cli.megatron_args.syntax import VALUES, adjacent, faults, leaves, parse, text_of
 from mega_common.errors import ConfigError
 
 STEPS = 20_000  # statements of a script, in all rounds of its loops
 LARGEST_FILE = 1_000_000  # bytes
+LARGEST_SCRIPT = 256_000  # characters
 NESTED = 24  # functions, substitutions and scripts in scripts
 ALWAYS_SET = re.compile(r"HOME|USER|PWD|HOSTNAME|RANDOM|SECONDS|BASH\w*|(?:SLURM|OMPI|PMI|PBS)_\w+")
 ASKING = re.compile(r"(?:grep|egrep|command|which|type|hash|pgrep|diff|cmp)\b")
@@ -44,6 +46,7 @@ class Script:
         texts: the script itself, and scripts in it.
         path: where it lies.
         files: what it wrote to files, by their names.
+        budget: of the characters that following it may make.
     """
 
     variables: dict[str, Value] = field(default_factory=dict)
@@ -52,11 +55,14 @@ class Script:
     texts: list[str] = field(default_factory=list)
     path: Path | None = None
     files: dict[str, str] = field(default_factory=dict)
+    budget: Budget = field(default_factory=Budget)
 
     def write(self, name: str, text: str, *, append: bool = False) -> None:
         """Have it write a file."""
         name = name.removeprefix("./")
-        self.files[name] = self.files.get(name, "") + text if append else text
+        before = self.files.get(name, "") if append else ""
+        self.budget.spend(len(before) + len(text))
+        self.files[name] = before + text
 
     def file(self, name: str) -> str | None:
         """A file that it wrote, or that lies beside it."""
@@ -69,6 +75,7 @@ class Script:
             file = self.path.parent / candidate
             with suppress(OSError, ValueError):
                 if file.is_file() and file.stat().st_size <= LARGEST_FILE and not file.samefile(self.path):
+                    self.budget.spend(file.stat().st_size)
                     return file.read_text(encoding="utf-8")
         return None
 
@@ -92,6 +99,8 @@ def read_script(
         define: variables that hold, whatever it assigns to them itself.
         arguments: `$1` and on; None where they are not given.
     """
+    if OPEN in text or CLOSE in text:
+        raise ConfigError("the launch script holds characters of Unicode's private use area; remove them")
     reader = Reader(Script(path=path))
     for name, value in {**(environment or {}), **(define or {})}.items():
         reader.words.set_text(name, value, 0)
@@ -118,7 +127,7 @@ class Reader:
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.words = Expander(self._substituted)
+        self.words = Expander(self._substituted, budget=script.budget)
         self.functions: dict[str, tuple[Node, tuple[int, bool]]] = {}
         self.launcher: list[Word] = []
         self.entered: str | None = None
@@ -129,6 +138,9 @@ class Reader:
     def read(self, text: str, line: int, arguments: list[Word] | None = None, *, flat: bool = True) -> Truth:
         """Read a script; or, `flat`, one that stands in a line of it, such as the text of `eval`."""
         text = text.replace("\r\n", "\n")
+        if len(text) > LARGEST_SCRIPT:
+            raise ConfigError(f"the launch script is longer than {LARGEST_SCRIPT:,} characters")
+        self.script.budget.spend(PARSED * len(text) + len(self.words.marks))
         self.script.texts.append(text)
         root = parse(self.words.numbered(text))
         try:
@@ -240,9 +252,7 @@ class Reader:
             ends.append(self.words.variables)
         names = sorted({name for end in ends for name in end})
         self.words.variables = dict(ends[0])
-        differing = [
-            name for name in names if any(texts_of(end.get(name)) != texts_of(ends[0].get(name)) for end in ends)
-        ]
+        differing = [name for name in names if any(_differ(end.get(name), ends[0].get(name)) for end in ends)]
         for name in differing:
             self.words.variables[name] = common_value(name, [end.get(name) for end in ends], self.words.line(node))
         if differing:
@@ -367,6 +377,10 @@ STATEMENTS: dict[str, Callable[[Reader, Node], Truth]] = {
     "do_group": lambda reader, node: reader.block(node.named_children),
     "test_command": Reader._test,
 }
+
+
+def _differ(one: Value | None, other: Value | None) -> bool:
+    return one is not other and texts_of(one) != texts_of(other)
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 # What is not known stands in a text between these two characters of Unicode's private use area.
 OPEN, CLOSE = "\ue000", "\ue001"
-MARK = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
+MARK = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 
 
 class Word(NamedTuple):
@@ -60,4 +60,11 @@ def why_unknown(text: str) -> str:
 
 def split_blanks(text: str, separators: str = " \t\n") -> list[str]:
     """The parts of a text between blanks, which in a mark count as nothing; empty at either end for blanks there."""
-    return re.split(f"[{re.escape(separators)}]+(?![^{OPEN}]*{CLOSE})", text) if separators else [text]
+    if not separators:
+        return [text]
+    marks = MARK.findall(text)
+    parts = re.split(f"[{re.escape(separators)}]+", MARK.sub(OPEN, text)) if marks else None
+    if parts is None:
+        return re.split(f"[{re.escape(separators)}]+", text)
+    held = iter(marks)
+    return [re.sub(OPEN, lambda _: f"{OPEN}{next(held)}{CLOSE}", part) for part in parts]

@@ -9,7 +9,9 @@ from functools import cache
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-PLACEHOLDER = re.compile(r"^(\s*(?:export\s+)?\w+=)(<[^<>\n'()]+>[^\s'()<>]*)[ \t]*(?=$|#)", re.MULTILINE)
+from mega_cli.megatron_args.linear import rewrite
+
+PLACEHOLDER = re.compile(r"^([ \t]*(?:export[ \t]+)?\w+=)(<[^<>\n'()]+>[^\s'()<>]*)[ \t]*(?=$|#)", re.MULTILINE)
 SUBSTRING = re.compile(r"(?<=:)\s*\$(?=\w+[:}])")
 PASSES = 4
 NAME = re.compile(rb"[A-Za-z_]\w*")
@@ -20,7 +22,7 @@ VALUES = frozenset(
      "extglob_pattern", "regex", "variable_name", "array"}
 )  # fmt: skip
 NEWLINE = re.compile(rb"(?<!\\)\n")
-BRACKETS = re.compile(r"(?<![\w\[])\[(\s[^\n]*?\\\([^\n]*?\s)\](?=\s|;|$)", re.MULTILINE)
+BRACKETS = r"(?m)(^|[^\w\[])\[(\s[^\n]*?\\\([^\n]*?\s)\](\s|;|$)"  # for RE2
 
 
 @cache
@@ -38,8 +40,9 @@ def parse(text: str) -> Node:
     source = text.encode()
     root = _parser().parse(source).root_node
     if root.has_error:
-        for pattern, said in ((PLACEHOLDER, r"\1'\2'"), (SUBSTRING, ""), (BRACKETS, r"test\1")):
+        for pattern, said in ((PLACEHOLDER, r"\1'\2'"), (SUBSTRING, "")):
             text = pattern.sub(said, text)
+        text = rewrite(BRACKETS, r"\1test\2\3", text)
         source = text.encode()
         root = _parser().parse(source).root_node
     for _ in range(PASSES):
@@ -129,14 +132,12 @@ def adjacent(nodes: Sequence[Node], *, every: bool = False) -> list[list[Node]]:
 def _touching(left: Node, right: Node) -> bool:
     if left.end_byte == right.start_byte:
         return not text_of(right)[:1].isspace()
-    between = _source(left)[left.end_byte : right.start_byte]
-    return between == b"\\\n"
-
-
-def _source(node: Node) -> bytes:
-    while node.parent is not None:
-        node = node.parent
-    return b" " * node.start_byte + (node.text or b"")
+    # Two bytes that end a line between words of one command are a backslash and the line's end.
+    return (
+        right.start_byte - left.end_byte == 2
+        and right.start_point.row == left.end_point.row + 1
+        and not right.start_point.column
+    )
 
 
 def leaves(node: Node) -> Iterator[Node]:

@@ -8,11 +8,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from mega_cli.megatron_args.draft import Kind, Note
 from mega_cli.megatron_args.translate import Translation
 from mega_common.errors import ConfigError
+from mega_common.parsing import BoundedLoader, parse_yaml, read_settings
 
 AUTO = ("auto", None)  # what DeepSpeed's and HuggingFace's files say where something else decides
 # What has a counterpart that needs no setting: {reason: patterns of keys}.
@@ -169,10 +168,7 @@ class Given:
 
 def _read(path: Path, what: str) -> Mapping[str, Any]:
     """Return the settings of a file of JSON or YAML."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    values = parse_yaml(read_settings(path), str(path), BoundedLoader)  # JSON is YAML
     if not isinstance(values, Mapping) or not values:
         raise ConfigError(f"{path}: holds no settings", hint=f"give {what}: JSON or YAML")
     return values

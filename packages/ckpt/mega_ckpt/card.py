@@ -17,6 +17,7 @@ import yaml
 from mega_ckpt.store import Checkpoint
 from mega_common.log import human
 from mega_common.model_config import ModelConfig
+from mega_common.parsing import parse_json
 
 MODEL_CARD, OTHER_NAME, DATA_CARD = "README.md", "MODEL_CARD.md", "DATA_CARD.md"
 LINES = 1 << 20  # bytes at the end of metrics.jsonl in which the checkpoint's step is looked for
@@ -108,7 +109,7 @@ def _losses(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
             stream.seek(max(0, path.stat().st_size - LINES))
             for text in stream:
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short, at its begin or its end
-                    line = json.loads(text)
+                    line = parse_json(text)
                     told = {key: line[key] for key in ("loss", "valid_loss") if isinstance(line.get(key), float)}
                     found |= {
                         key: (line["step"], value) for key, value in told.items() if line["step"] <= checkpoint.step
@@ -150,7 +151,7 @@ def _told(info: Mapping[str, Any], key: str) -> str:
 def _info(prefix: str) -> dict[str, Any]:
     """The description that lies beside a data set, empty where it has gone or never was."""
     try:
-        found = json.loads(Path(f"{prefix}.info").read_text(encoding="utf-8"))
+        found = parse_json(Path(f"{prefix}.info").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

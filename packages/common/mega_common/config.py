@@ -7,8 +7,7 @@ A configuration is a tree of `Config` models. `parse` checks a plain mapping (fr
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -17,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mega_common.errors import ConfigError
+from mega_common.parsing import MISFITS, CoreLoader, parse_yaml, read_settings
 
 
 @dataclass(frozen=True)
@@ -161,53 +161,13 @@ def _keys_at(cls: type[Config], location: Sequence[str]) -> list[str]:
     return [field.alias or name for name, field in cls.model_fields.items()]
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML without surprises: a key given twice is an error rather than the last one winning.
-
-    Plain words are read by the core schema of YAML 1.2: `3e-4` is a number, while `no`, `12:30:00` and `2026-01-31`
-    stay text.
-    """
-
-    yaml_implicit_resolvers: dict[str, Any] = {}
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                break  # refused below
-            if key in seen:
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-for _kind, _pattern, _starts in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+(_[0-9]+)*|0x[0-9a-fA-F]+", list("-+0123456789")),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", list("-+.0123456789")),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), _starts)
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value, 16 if "x" in node.value else 10))
-
-
 def load_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping.
 
     Raises:
         ConfigError: when the file is missing, is not YAML, repeats a key or is not a mapping.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from None
-    try:
-        raw = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error.message}") from None
+    raw = parse_yaml(read_settings(path), str(path))
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected keys with values, found {type(raw).__name__}")
     return raw
@@ -227,9 +187,11 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
         if not equals or not path:
             raise ConfigError(f"--set {override}: expected the form a.b=value")
         try:
-            value = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+            value = yaml.load(text, CoreLoader)  # noqa: S506 - a SafeLoader
         except yaml.YAMLError:
             value = text
+        except (ConfigError, *MISFITS) as error:
+            raise ConfigError(f"--set {override[:80]}: {error}") from None
         node: Any = result
         *parents, last = path.split(".")
         for part in parents:

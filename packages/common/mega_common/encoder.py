@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mega_common.config import Config, Problem
+from mega_common.counts import LayerCount
 
 if TYPE_CHECKING:
     from mega_common.model_config import ModelConfig
@@ -24,7 +25,7 @@ class EncoderConfig(Config):
     and see all of it; the others also see what those made of it, through an attention of its own ("cross attention").
     """
 
-    num_layers: PositiveInt = Field(description="so many of the model's layers, the first ones, are the encoder's")
+    num_layers: LayerCount = Field(description="so many of the model's layers, the first ones, are the encoder's")
     start_token: NonNegativeInt = Field(0, description="what the decoder's text begins with; T5's padding")
     head_bias: bool = Field(False, description="a number for each token is added to the logits, as in Megatron's T5")
 

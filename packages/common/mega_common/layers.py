@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, get_args
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from mega_common.config import Config, Problem
+from mega_common.counts import LayerCount
 
 Mixer = Literal["attention", "mamba", "delta"]
 Feed = Literal["mlp", "moe"]
@@ -43,7 +44,7 @@ class Layer(NamedTuple):
 class Repeat(Config):
     """Several layers in a row, several times."""
 
-    times: PositiveInt
+    times: LayerCount
     of: list[str] = Field(min_length=1)
 
 

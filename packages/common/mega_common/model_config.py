@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from mega_common.config import Config, Problem
+from mega_common.counts import ExpertCount, LayerCount, Size
 from mega_common.encoder import EncoderConfig, RelativeConfig
 from mega_common.layers import (
     DeltaConfig,
@@ -73,7 +74,7 @@ class MoeConfig(Config):
     A softmax over the chosen experts alone, as in Mixtral and GPT-OSS, is a normalised softmax over all.
     """
 
-    num_experts: PositiveInt
+    num_experts: ExpertCount
     top_k: PositiveInt
     ffn_hidden_size: PositiveInt
     layers: list[NonNegativeInt] | None = Field(None, description="layers that have experts; default: all")
@@ -167,12 +168,12 @@ class ModelConfig(Config):
     `moe.layers` says so. Layers that predict further tokens are so too, unless they are named behind the others.
     """
 
-    num_layers: PositiveInt
+    num_layers: LayerCount
     layers: Annotated[Pattern, AfterValidator(check_pattern)] | None = None
-    hidden_size: PositiveInt
-    ffn_hidden_size: PositiveInt
-    num_attention_heads: PositiveInt
-    vocab_size: PositiveInt
+    hidden_size: Size
+    ffn_hidden_size: Size
+    num_attention_heads: Size
+    vocab_size: Size
     num_kv_heads: PositiveInt | None = Field(None, description="grouped-query attention; default: every head its own")
     head_dim: PositiveInt | None = Field(None, description="default: hidden_size / num_attention_heads")
     max_position: PositiveInt = Field(4096, description="longest sequence the positions are made for, in tokens")
@@ -248,7 +249,7 @@ class ModelConfig(Config):
     masked_lm: MaskedLmConfig | None = None
     pooler: bool = Field(False, description="tanh(W x) of the first token, as in BERT")
     sentence_pairs: bool = Field(False, description="tells of the pooled first token whether segments are swapped")
-    mtp_layers: NonNegativeInt = Field(0, description="layers that predict further tokens, as in DeepSeek-V3")
+    mtp_layers: NonNegativeInt = Field(0, le=1000, description="layers that predict further tokens, as in DeepSeek-V3")
     mtp_loss: float = Field(0.3, ge=0, description="weight of their mean loss (arXiv:2412.19437)")
 
     @property

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mega_common.config import Config, Problem
+from mega_common.counts import LayerCount
 
 if TYPE_CHECKING:
     from mega_common.model_config import ModelConfig
@@ -27,7 +28,7 @@ class RetroConfig(Config):
 
     chunk_length: PositiveInt = Field(64, description="tokens of a chunk; a neighbour has twice as many")
     neighbors: PositiveInt = Field(2, description="of a chunk")
-    encoder_layers: PositiveInt = Field(2, description="layers that read neighbours, the first with the chunk in sight")
+    encoder_layers: LayerCount = Field(2, description="layers that read neighbours, the first with the chunk in sight")
     layers: list[NonNegativeInt] | None = Field(
         None,
         description="layers that attend to neighbours; default: every third, from 5 where there are at most 15, else from 8",

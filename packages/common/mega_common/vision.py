@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mega_common.config import Config, Problem
+from mega_common.counts import LayerCount
 
 TOWER, PROJECTOR = "model.vision_tower.", "model.projector."  # what the names of their tensors begin with
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -42,7 +43,7 @@ class VisionConfig(Config):
     its shape, and the projector makes one feature of several patches, behind a norm.
     """
 
-    num_layers: PositiveInt
+    num_layers: LayerCount
     hidden_size: PositiveInt
     ffn_hidden_size: PositiveInt
     num_attention_heads: PositiveInt

@@ -7,7 +7,6 @@ A tokenizer is a folder with `tokenizer.json` (the tokenizer itself) and, where 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from mega_common.errors import DataError
 from mega_common.files import atomic_file, sha256_file, write_json
 from mega_common.log import ProgressBar, logger
+from mega_common.parsing import parse_json
 from mega_data.plain_text import PlainTextBackend
 
 END_OF_TEXT = "<|endoftext|>"
@@ -227,7 +227,7 @@ def _named(folder: Path, key: str) -> tuple[Path, str] | None:
     for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         if file.is_file():
             try:
-                entry = json.loads(file.read_text(encoding="utf-8")).get(key)
+                entry = parse_json(file.read_text(encoding="utf-8")).get(key)
             except (OSError, ValueError, AttributeError) as error:
                 raise DataError(f"{file}: cannot be read ({error})") from None
             token = entry.get("content") if isinstance(entry, dict) else entry

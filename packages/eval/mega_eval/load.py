@@ -5,7 +5,6 @@ A folder is a mega checkpoint, a run (its newest checkpoint) or a HuggingFace fo
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from mega_ckpt.source import copy_assets, load_weights, open_adapted, open_sourc
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.log import logger
 from mega_common.model_config import ModelConfig
+from mega_common.parsing import parse_json
 from mega_common.remote import Place
 from mega_data.tokenizer import Tokenizer
 from mega_eval.adapters import Beside, held_by
@@ -157,7 +157,7 @@ def _mapping(asset: Path | bytes | None) -> Mapping[str, Any]:
     if asset is None:
         return {}
     try:
-        raw = json.loads(asset.read_bytes() if isinstance(asset, Path) else asset)
+        raw = parse_json(asset.read_bytes() if isinstance(asset, Path) else asset)
     except ValueError as error:
         raise CheckpointError(f"{asset if isinstance(asset, Path) else 'assets'}: not valid JSON ({error})") from None
     return raw if isinstance(raw, dict) else {}

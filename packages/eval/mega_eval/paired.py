@@ -6,7 +6,6 @@ that so many are the same one's, by a fair coin. Others are compared by Student'
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from scipy import stats
 
 from mega_common.errors import DataError
 from mega_common.log import logger
+from mega_common.parsing import parse_json
 
 Key = tuple[str, str, str]  # task, metric, filter
 
@@ -115,7 +115,7 @@ class _Sample:
 def _read(path: Path) -> dict[Key, dict[int, _Sample]]:
     """Scores by task, metric and filter, and by number of the sample."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(path.read_text(encoding="utf-8"))
         tasks = raw.get("samples") if isinstance(raw, dict) else None
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None

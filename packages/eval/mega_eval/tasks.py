@@ -17,6 +17,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 from mega_common.errors import ConfigError, DataError
 from mega_common.files import atomic_file
 from mega_common.log import logger
+from mega_common.parsing import check_yaml, read_settings
 from mega_eval.harness import HarnessModel, fingerprint
 
 Results = dict[str, Any]  # the harness's own
@@ -54,9 +55,11 @@ def find_tasks(names: Sequence[str], include_path: Path | None = None) -> TaskMa
     for name in names:
         if _is_file(name) and not Path(name).is_file():
             raise ConfigError(f"{name}: no such file")
+    for file in _task_files(names, include_path):
+        check_yaml(file)
     others = [name for name in names if not _is_file(name)]
     # a file can name other tasks, too
-    groups = [name for name in names if _is_file(name) and re.search(r"(?m)^group\s*:", Path(name).read_text())]
+    groups = [name for name in names if _is_file(name) and re.search(r"(?m)^group\s*:", read_settings(Path(name)))]
     manager = TaskManager(include_path=include_path, include_defaults=False)
     if groups or not all(manager.match_tasks([name]) for name in others):
         logger.info("reading the harness's index of tasks")  # which takes its time
@@ -122,6 +125,14 @@ def write_results(path: Path, results: Results) -> None:
     """Write results as JSON, as the harness writes them."""
     with atomic_file(path, text=True) as stream:
         json.dump(results, stream, indent=2, default=handle_non_serializable, ensure_ascii=False)
+
+
+def _task_files(names: Sequence[str], include_path: Path | None) -> list[Path]:
+    """List the YAML files that the user's own tasks are made of, with those that they may include."""
+    named = [Path(name) for name in names if _is_file(name)]
+    including = {path.parent for path in named if re.search(r"(?m)^include\s*:", read_settings(path))}
+    beside = [file for folder in including for file in folder.glob("*.y*ml")]
+    return sorted({*named, *beside, *(include_path.rglob("*.y*ml") if include_path else ())})
 
 
 def _is_file(name: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pydantic import Field, PositiveInt
 
 from mega_common.config import Config, Problem
+from mega_common.counts import SampleCount
 
 
 class Rampup(Config):
@@ -31,8 +32,8 @@ class BatchStage(Config):
 class BatchConfig(Config):
     """Sizes in samples: of one forward pass on one rank, and of one optimizer step over all ranks."""
 
-    micro: PositiveInt = 1
-    global_: PositiveInt = Field(1, alias="global")
+    micro: SampleCount = 1
+    global_: SampleCount = Field(1, alias="global")
     rampup: Rampup | None = Field(None, description="smaller steps at first; default: none")
     stages: list[BatchStage] = Field(
         [],

@@ -10,29 +10,28 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from mega_common.config import Config, Problem
+from mega_common.counts import RankCount, Size, StageCount
 
 
 class ParallelConfig(Config):
     """Degrees of parallelism; their product times dp is the number of ranks."""
 
-    tp: PositiveInt = 1
+    tp: RankCount = 1
     sp: bool = Field(False, description="split the residual stream over the sequence among the tensor ranks")
-    pp: PositiveInt = 1
-    virtual_stages: PositiveInt = 1
+    pp: StageCount = 1
+    virtual_stages: StageCount = 1
     schedule: Literal["1f1b", "zb-h1", "zbv"] = Field(
         "1f1b", description="zb-h1 and zbv (which has 2 virtual stages) fill waits with weight gradients put off"
     )
     pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
-    cp: PositiveInt = Field(1, description="ranks that share the tokens of each sequence")
+    cp: RankCount = Field(1, description="ranks that share the tokens of each sequence")
     cp_kind: Literal["ring", "allgather", "alltoall"] = Field(
         "ring",
         description="how attention reaches the tokens of other cp ranks: keys and values passed on, or gathered, or heads "
         "exchanged for tokens",
     )
-    ep: PositiveInt = Field(
-        1, description="split the experts among so many ranks, of all data, context and tensor ranks"
-    )
-    expert_tp: PositiveInt = Field(1, description="split each expert among so many ranks, besides ep")
+    ep: RankCount = Field(1, description="split the experts among so many ranks, of all data, context and tensor ranks")
+    expert_tp: RankCount = Field(1, description="split each expert among so many ranks, besides ep")
     dispatch: Literal["alltoall", "deepep", "nvshmem", "te"] = Field(
         "alltoall",
         description="what brings tokens to experts on other ranks: deepep is a library for NVLink and RDMA; nvshmem, torch's "
@@ -44,7 +43,7 @@ class ParallelConfig(Config):
         description="room for tokens on their way to each rank's experts, as a multiple of an even load: the host then waits "
         "in no layer, and a step that needs more ends the run; default: as much as there is",
     )
-    dp: PositiveInt | None = Field(None, description="follows from the number of ranks when left out")
+    dp: RankCount | None = Field(None, description="follows from the number of ranks when left out")
     zero: Literal[0, 1, 2, 3] = Field(
         1, description="what data ranks share: 1 optimizer state, 2 also gradients, 3 also weights"
     )
@@ -66,7 +65,7 @@ class ParallelConfig(Config):
 class TrainConfig(Config):
     """How long, how often to validate, and what to do when the numbers go wrong."""
 
-    steps: PositiveInt = 1000
+    steps: Size = 1000
     epochs: float | None = Field(
         None, gt=0, description="in place of steps: so many passes over the training data, in whole steps"
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_common.errors import ConfigError, DataError
 from mega_common.log import logger
+from mega_common.parsing import parse_json
 from mega_data.config import DataConfig
 from mega_data.files.fetch import local_prefix
 from mega_data.files.info import DataInfo, info_path, read_info
@@ -111,7 +111,7 @@ def _first_new(config: RunConfig, source: Source, tokenizer: Tokenizer | None) -
 
 def _numbers(content: bytes) -> dict[str, int]:
     """Which number each token has, as a `tokenizer.json` says."""
-    raw = json.loads(content)
+    raw = parse_json(content)
     vocab = raw["model"].get("vocab") or {}
     pieces = vocab if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
     return pieces | {token["content"]: token["id"] for token in raw.get("added_tokens", [])}

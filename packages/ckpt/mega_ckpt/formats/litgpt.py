@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
+from mega_common.parsing import BoundedLoader, parse_yaml
 from mega_common.remote import Place
 
 FILE = "model_config.yaml"
@@ -45,7 +44,7 @@ def model_of(path: Place) -> ModelConfig:
     """
     hint = f"put the config.json of the model beside {path.name}"
     try:
-        raw = yaml.safe_load(path.read_bytes())
+        raw = parse_yaml(path.read_bytes().decode(), str(path), BoundedLoader)
         other = [key for key in raw if key not in _READ | _IDLE and raw[key] not in (*_ABSENT, _USUAL.get(key))]
         if _norms(raw) not in _POSITIONS:
             other.append("norm_1")
@@ -56,7 +55,7 @@ def model_of(path: Place) -> ModelConfig:
         if other:
             raise CheckpointError(f"{path}: {other[0]} = {raw[other[0]]!r} is not read from it", hint=hint)
         return ModelConfig.parse(_fields(raw), source=str(path))
-    except (yaml.YAMLError, LookupError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
         raise CheckpointError(f"{path}: describes no model ({error})", hint=hint) from None
 
 

@@ -15,7 +15,6 @@ Legend: D input width, N output width, E experts, r rank.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from mega_ckpt.pieces import crop
 from mega_common.errors import CheckpointError
 from mega_common.lora import LoraConfig, is_adapter
 from mega_common.model_config import ModelConfig
+from mega_common.parsing import parse_json
 from mega_common.remote import Place
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def _family(base: Source) -> Family:
     """The family that the base is of on disk, or the first that it could be."""
     raw = base.assets().get("config.json")
     try:
-        family = family_of(json.loads(raw.read_bytes() if isinstance(raw, Path) else raw or b"{}"))
+        family = family_of(parse_json(raw.read_bytes() if isinstance(raw, Path) else raw or b"{}"))
     except (CheckpointError, ValueError):
         return family_for(base.model)
     return family if not family.problems(base.model) else family_for(base.model)

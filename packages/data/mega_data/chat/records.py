@@ -17,13 +17,13 @@ them. An assistant's message may have a `weight` in the loss (OpenAI's 0 or 1, o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
 from mega_common.errors import DataError
+from mega_common.parsing import parse_json
 
 LossOn = Literal["answers", "last", "all"]
 Message = dict[str, Any]
@@ -60,7 +60,7 @@ def parse_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conversatio
         DataError: when the record is of no such form.
     """
     try:
-        record = json.loads(text)
+        record = parse_json(text)
     except ValueError as error:
         raise DataError(f"not JSON ({error})") from None
     if not isinstance(record, dict):
@@ -197,7 +197,7 @@ def _of_sharegpt(message: Message, name: str) -> Message:
 def _called(value: Any, name: str) -> list[Any]:
     """The calls of tools that ShareGPT's form has as JSON text: one, or a list of them, each with a name and arguments."""
     try:
-        calls = json.loads(value)
+        calls = parse_json(value)
     except (ValueError, TypeError) as error:
         raise DataError(f"{name}.value is no JSON, as a function_call has it ({error})") from None
     return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
@@ -216,14 +216,14 @@ def _call(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        return {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}
     except ValueError:
         return call
 
 
 def _tools(raw: Any) -> list[Any]:
     try:
-        tools = json.loads(raw) if isinstance(raw, str) and raw else raw or []
+        tools = parse_json(raw) if isinstance(raw, str) and raw else raw or []
     except ValueError as error:
         raise DataError(f"'tools' is not JSON ({error})") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

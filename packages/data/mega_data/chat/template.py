@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_common.errors import DataError
+from mega_common.parsing import parse_json
 from mega_data.chat.records import Conversation, LossOn, Message
 from mega_data.chat.unrendered import find_unrendered
 from mega_data.reading.unpack import package
@@ -216,7 +217,7 @@ def _token(value: Any) -> str | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_bytes()) if path.is_file() else {}
+        raw = parse_json(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
     return raw if isinstance(raw, dict) else {}

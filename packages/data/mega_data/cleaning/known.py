@@ -6,7 +6,6 @@ Documents are numbered as they are kept, those of earlier runs first.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from mega_common.errors import DataError
 from mega_common.files import atomic_file
+from mega_common.parsing import parse_json
 from mega_data.cleaning.config import Duplicates
 from mega_data.cleaning.fingerprints import Signatures, algorithm
 from mega_data.cleaning.journal import Journal
@@ -94,7 +94,7 @@ def _arrays(folder: Path, wanted: Duplicates) -> list[tuple[str, npt.NDArray[Any
 def _kinds_of(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     try:
-        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")).get("fingerprints")
+        found: dict[str, Any] | None = parse_json(path.read_text(encoding="utf-8")).get("fingerprints")
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(
             f"{path}: cannot be read ({error})", hint="`mega data clean` writes it into its output"

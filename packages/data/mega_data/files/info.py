@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ import numpy as np
 from mega_common.config import Config
 from mega_common.errors import DataError
 from mega_common.files import sha256_file, write_json
+from mega_common.parsing import parse_json
 from mega_common.vision import Resolution
 from mega_data.files.fetch import as_given, local_prefix
 from mega_data.files.indexed import bin_path, data_prefix, idx_path, names_beside
@@ -142,7 +142,7 @@ def _info_paths(prefix: Path) -> tuple[Path, Path]:
 def is_info(path: Path) -> bool:
     """Whether a file, by what it says, is the description of a data set."""
     try:
-        raw = json.loads(path.read_bytes()) if path.stat().st_size <= LARGEST else None
+        raw = parse_json(path.read_bytes()) if path.stat().st_size <= LARGEST else None
     except (OSError, ValueError):
         return False
     return isinstance(raw, dict) and "bin_sha256" in raw
@@ -164,7 +164,7 @@ def read_info(prefix: Path) -> DataInfo | None:
     if not path.exists():
         return None
     try:
-        raw: Any = json.loads(path.read_text(encoding="utf-8"))
+        raw: Any = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
     if not isinstance(raw, dict):

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from mega_common.errors import DataError
 from mega_common.files import sha256_file
 from mega_common.log import ProgressBar, human, logger
+from mega_common.parsing import parse_json
 from mega_common.vision import VisionConfig
 from mega_data.chat.encode import ChatEncoder
 from mega_data.chat.prepare import ChatOptions, Chats, log_notes
@@ -311,7 +312,7 @@ def _of_shard(path: Path) -> Iterator[Record | Rejected]:
         where = str(path), number
         if "json" in texts:
             try:
-                raw = json.loads(texts["json"])
+                raw = parse_json(texts["json"])
             except ValueError as error:
                 yield Rejected(f"{name}.json: not JSON ({error})", "", *where)
                 continue

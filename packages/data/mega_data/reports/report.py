@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -14,6 +13,7 @@ import numpy as np
 from mega_common.errors import DataError
 from mega_common.files import atomic_file, write_json
 from mega_common.log import human
+from mega_common.parsing import parse_json
 from mega_data.files.indexed import IndexedReader
 from mega_data.files.info import read_info
 from mega_data.reading.unpack import package
@@ -122,7 +122,7 @@ def _percentiles(reader: IndexedReader) -> dict[int, int]:
 def _summary(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         if found["version"] != 1:
             raise DataError(f"{path}: is of version {found['version']}, which this mega does not know")
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -10,7 +10,6 @@ A neighbour is its chunk and the one that follows in its document, 2m tokens.
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +20,7 @@ import xxhash
 
 from mega_common.config import Config
 from mega_common.errors import DataError
+from mega_common.parsing import parse_json
 from mega_data.files.indexed import IndexedReader, data_prefix
 from mega_data.retrieval.chunks import Chunks
 
@@ -76,7 +76,7 @@ def read_neighbors_info(folder: Path) -> NeighborsInfo:
     """
     path = folder / "info.json"
     try:
-        raw: Any = json.loads(path.read_text(encoding="utf-8"))
+        raw: Any = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         hint = f"mega data retrieve PREFIX --encoder FOLDER --output {folder}, started again where it was ended"
         raise DataError(f"{path}: no such file, so no neighbours are there", hint=hint) from None

@@ -16,6 +16,7 @@ import torch
 
 from mega_common.files import atomic_file, naming
 from mega_common.log import human, logger
+from mega_common.parsing import parse_json
 from mega_trainer.config import RunConfig
 from mega_trainer.job.goodput import Goodput
 from mega_trainer.job.trackers import trackers
@@ -209,12 +210,12 @@ def forget_after(path: Path, step: int) -> tuple[Line, Line, Line] | None:
         with atomic_file(path, text=True) as stream:
             stream.writelines(text + "\n" for text in kept)
     whole = [text for number, text in lines if number < math.inf]
-    return (json.loads(whole[0]), json.loads(kept[-1]) if kept else {}, json.loads(whole[-1])) if whole else None
+    return (parse_json(whole[0]), parse_json(kept[-1]) if kept else {}, parse_json(whole[-1])) if whole else None
 
 
 def _step_of(line: str) -> float:
     try:
-        return float(json.loads(line)["step"])
+        return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):  # a line cut short by a kill
         return math.inf
 

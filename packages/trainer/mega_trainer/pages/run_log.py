@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 from array import array
 from collections import defaultdict
@@ -14,9 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mega_common.errors import ConfigError
+from mega_common.parsing import BoundedLoader, parse_json, parse_yaml, read_settings
 from mega_common.remote import place
 from mega_trainer.job.job_log import ERRORS, RANKS
 
@@ -138,7 +136,7 @@ class RunLog:
     def ranks(self) -> list[dict[str, Any]]:
         """How each rank was when it was last heard of, as `watch` tells it; none of a run on one rank."""
         try:
-            found = json.loads((self.folder / RANKS).read_text(encoding="utf-8"))
+            found = parse_json((self.folder / RANKS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return []
         return list(found)
@@ -175,7 +173,7 @@ def whole_lines(
         for text in stream:
             advance(len(text))
             with contextlib.suppress(ValueError):
-                line = json.loads(text)
+                line = parse_json(text)
                 if isinstance(line, dict) and isinstance(line.get(key), int | float):
                     yield line
 
@@ -190,7 +188,7 @@ def _existing(folder: Path) -> Path:
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+        found = parse_yaml(read_settings(path), str(path), BoundedLoader)
+    except ConfigError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -8,13 +8,13 @@ Lines of metrics.jsonl with phases tell two things apart, without them the whole
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mega_common.errors import ConfigError
+from mega_common.parsing import parse_json
 from mega_trainer.plan.collectives import Wires
 from mega_trainer.plan.machine import Efficiency, Machine
 from mega_trainer.plan.step_time import Planned
@@ -49,7 +49,7 @@ def read_metrics(path: Path) -> Measured:
         ConfigError: when it cannot be read, or too few steps are in it.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
         steps = [line for line in lines if line["step"] > WARM_UP and not _interrupted(line)]
         seconds = [float(line["seconds"]) for line in steps]
     except (OSError, ValueError, KeyError, TypeError) as error:
