@@ -23,6 +23,7 @@ from mega_ckpt.checkpoint import AVERAGE, WEIGHTS, Checkpoint
 from mega_ckpt.lora import MAGNITUDE, A, Adapted, B, adapted, adapter_tensors
 from mega_ckpt.names import some
 from mega_ckpt.pieces import Shape, crop, cut
+from mega_ckpt.untied import UntiedSource
 from mega_common.errors import CheckpointError
 from mega_common.lora import LoraConfig, is_adapter
 from mega_common.model_config import ModelConfig
@@ -44,6 +45,7 @@ class Adapter:
         shapes: of its tensors, and of those of the base that it replaces, by canonical name.
         read: gives a rectangle of one of them, by its offset and shape.
         base: where the base is, as far as is known, and its digest, as `base_of` tells them.
+        unties: whether it makes an output layer of its own for a base with tied embeddings.
     """
 
     lora: LoraConfig
@@ -51,6 +53,7 @@ class Adapter:
     shapes: Mapping[str, Shape]
     read: Callable[[str, Shape, Shape], Tensor]
     base: Mapping[str, str]
+    unties: bool = False
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, *, averaged: bool = False) -> Adapter:
@@ -120,6 +123,7 @@ class AdaptedSource:
     """
 
     def __init__(self, base: Source, adapter: Adapter) -> None:
+        base = UntiedSource(base) if adapter.unties else base
         self.base, self.adapter = base, adapter
         self.model: ModelConfig = base.model
         self._homes: dict[str, tuple[str, int]] = {}  # of each changed tensor its module, and its first row in B
