@@ -15,6 +15,7 @@ from tiny_models import BASE
 
 from mega_ckpt.convert import Options, convert
 from mega_ckpt.families import family_named
+from mega_ckpt.source import open_source
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_eval.load import load_model
@@ -182,3 +183,52 @@ def test_an_adapter_of_peft_s_is_computed_as_there_or_refused_by_name(
     with torch.no_grad():
         found = ours.logits(ours(ours.embed(TOKENS, positions), ours.context(positions)))
     torch.testing.assert_close(found, theirs, rtol=0, atol=5e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("saved_embedding_tied", ""), ("saved_head_tied", ""), ("saved_both", ""), ("saved_norm", ""), ("lora_head_tied", ""), ("patterns", ""),
+        ("lora_embedding_tied", ""), ("all_linear_gpt2", ""),
+        ("lora_head_only_rslora", "requires a module with an adapter"), ("bias_all", "modules whole"), ("lora_bias_fused", "is no tensor of its own"),
+        ("tokens", "to which the trained embedding is tied"),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_peft_s_goes_back_to_peft_or_is_refused(
+    name: str, refused: str, bases: Mapping[str, Path], tmp_path: Path
+) -> None:
+    case = CASES[name]
+    base, adapter, out = bases[case.base], tmp_path / "adapter", tmp_path / "out"
+    save_with_peft(case, base, adapter)
+    if refused:
+        with pytest.raises(CheckpointError, match=refused):
+            convert(adapter, out, "peft")
+        return
+    convert(adapter, out, "peft")
+    first, second = (logits(peft.PeftModel.from_pretrained(load(base), one).eval(), TOKENS) for one in (adapter, out))
+    torch.testing.assert_close(second, first, rtol=0, atol=5e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pickled_file_a_wider_vocabulary_and_a_part_of_a_model(bases: Mapping[str, Path], tmp_path: Path) -> None:
+    save_with_peft(CASES["patterns"], bases["untied"], tmp_path / "safe")
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(tmp_path / "safe" / "adapter_model.safetensors")
+    whole = open_source(tmp_path / "safe").read("lm_head.weight")
+    (tmp_path / "safe" / "adapter_model.safetensors").unlink()
+    torch.save(state, tmp_path / "safe" / "adapter_model.bin")
+    assert torch.equal(open_source(tmp_path / "safe").read("lm_head.weight"), whole)
+    (tmp_path / "safe" / "adapter_model.bin").unlink()
+    for change, refused in (
+        ({"base_model.model.lm_head.weight": torch.zeros(70, 24)}, r"lm_head\.weight has shape \[70, 24\].*--vocab-size"),
+        ({"base_model.model.model.visual.fc.lora_A.weight": torch.zeros(1, 2)}, r"the module model\.visual\.fc is not supported"),
+        ({"base_model.model.lm_head.lora_B.weight": None}, "the module lm_head is not supported"),
+        ({"base_model.model.model.layers.1.mlp.down_proj.lora_A.weight": torch.zeros(0)}, r"down_proj.*has shape \[0\]"),
+        ({"base_model.model.model.layers.1.mlp.down_proj.lora_B.weight": torch.zeros(9, 2)}, "has 9 rows instead of 24"),
+    ):  # fmt: skip
+        changed = {key: tensor for key, tensor in {**state, **change}.items() if tensor is not None}
+        save_file(changed, tmp_path / "safe" / "adapter_model.safetensors")
+        with pytest.raises(CheckpointError, match=f"(?s){refused}"):
+            open_source(tmp_path / "safe")

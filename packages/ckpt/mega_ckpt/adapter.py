@@ -9,6 +9,7 @@ an adapter and its base, whose tensors are put together as they are asked for:
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,40 @@ def checked_modules(
                 hint="the adapter is of another model",
             )
     return modules
+
+
+def check_start(adapter: Adapter, modules: Mapping[str, Adapted], trains: Callable[[str], bool], where: str) -> None:
+    """Refuse to train from an adapter of which a run would drop a part, or scale it differently.
+
+    Args:
+        adapter: what the run starts from, at `where`.
+        modules: projections with an adapter in the run.
+        trains: whether the run trains a tensor, by its canonical name.
+
+    Raises:
+        CheckpointError: naming a tensor that the run does not train, or a projection whose scale differs.
+    """
+    merge = "or merge it first (mega ckpt merge-adapter), and train from the merged weights"
+    if adapter.unties:
+        raise CheckpointError(
+            f"{where}: the adapter makes embedding and output layer differ, which model.tie_embeddings = True keeps equal",
+            hint="merge it first (mega ckpt merge-adapter), and train from the merged weights",
+        )
+    own = adapter_tensors(modules)
+    dropped = [name for name in adapter.shapes if not (name in own if is_adapter(name) else trains(name))]
+    if dropped:
+        raise CheckpointError(
+            f"{where}: the adapter has {some(dropped)}, which this run does not train",
+            hint=f"add its module to lora.modules or lora.modules_to_save, {merge}",
+        )
+    for module, of in modules.items():
+        saved = adapter.modules.get(module)
+        if saved is not None and not math.isclose(saved.scale, of.scale, rel_tol=1e-6):
+            raise CheckpointError(
+                f"{where}: the adapter of {module} was trained with a scale of {saved.scale:g}, "
+                f"and lora.alpha makes it {of.scale:g}",
+                hint="set lora.alpha, lora.alphas and lora.rslora as it was trained",
+            )
 
 
 class AdaptedSource:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -120,6 +120,7 @@ def write_peft(adapter: Adapter, base: Source, folder: Path) -> None:
             "PEFT would leave the output layer as it is, to which the trained embedding is tied",
             hint="merge instead: mega ckpt convert --to hf",
         )
+    _check_saved(saved.values(), ranks, model, family)
     tensors |= {disk: adapter.whole(name) for name, disk in saved.items()}
     config = _config(adapter, ranks, scales, sorted({disk.rpartition(".")[0] for disk in saved.values()}))
     modules = list(modules_of(base.model, family))
@@ -128,6 +129,25 @@ def write_peft(adapter: Adapter, base: Source, folder: Path) -> None:
     (folder / CONFIG).write_bytes(encode_json(config))
     header = Header.make({PREFIX + name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {"format": "pt"})
     write_file(folder / WEIGHTS, header, (tensors[name.removeprefix(PREFIX)].contiguous() for name in header.entries))
+
+
+def _check_saved(saved: Iterable[str], ranks: Mapping[str, int], model: ModelConfig, family: Family) -> None:
+    """Check that `saved`, tensors by their names in transformers, are whole modules without adapters, as PEFT saves them.
+
+    Raises:
+        CheckpointError: naming a module that is saved in part, or when no module has an adapter.
+    """
+    merge, held = "merge instead: mega ckpt merge-adapter", {*saved}
+    if not ranks:
+        raise CheckpointError(
+            "PEFT requires a module with an adapter of low rank, and only whole tensors changed", hint=merge
+        )
+    modules = {name.rpartition(".")[0] for name in held}
+    whole = {name for name in family.table(model) if name.rpartition(".")[0] in modules}
+    if parts := (whole - held) | {name for name in held if name.rpartition(".")[0] in ranks}:
+        raise CheckpointError(
+            f"PEFT saves modules whole, and the adapter changes only a part of {some(parts)}", hint=merge
+        )
 
 
 def read_peft(folder: Place, base: Source) -> Adapter:
@@ -139,6 +159,7 @@ def read_peft(folder: Place, base: Source) -> Adapter:
     config, family = read_json(folder / CONFIG), _family(base)
     check_options(config, folder / CONFIG)
     file = _open_weights(folder)
+    _check_factors(file.shapes, folder)
     left = {name.removeprefix(PREFIX): name for name in file.shapes}
     tensors: dict[str, Tensor] = {}
     experts = base.model.moe.num_experts if base.model.moe else 0
@@ -146,6 +167,12 @@ def read_peft(folder: Place, base: Source) -> Adapter:
     for module in modules_of(base.model, family):
         if {module.name + A, module.name + B} <= left.keys():
             a, b = (file.read(left.pop(module.name + suffix)) for suffix in (A, B))
+            rows = sum(slab.shape[0] for slab in module.disk.slabs)
+            if len(b) != rows:
+                raise CheckpointError(
+                    f"{folder / WEIGHTS}: {module.name}{B} has {len(b)} rows instead of {rows}",
+                    hint="the adapter is of another model",
+                )
             magnitude = left.pop(module.name + MAGNITUDE, None)
             tensors |= module.taken_apart(a, b, file.read(magnitude) if magnitude else None)
             names |= dict.fromkeys(module.parts, module.name)
@@ -187,6 +214,20 @@ def _open_weights(folder: Place) -> WeightsFile:
         return WeightsFile({key: stored.shape for key, stored in state.items()}, lambda key: state[key].read())
     file = SafetensorsFile.open(folder / WEIGHTS)
     return WeightsFile({key: entry.shape for key, entry in file.header.entries.items()}, file.read)
+
+
+def _check_factors(shapes: Mapping[str, Shape], folder: Place) -> None:
+    """Check that factors are matrices.
+
+    Raises:
+        CheckpointError: naming one that is flat or empty.
+    """
+    for key, shape in shapes.items():
+        if key.endswith((A, B, ".lora_embedding_A", ".lora_embedding_B")) and (len(shape) < 2 or 0 in shape):
+            raise CheckpointError(
+                f"{folder / WEIGHTS}: {key} has shape {list(shape)}, and must be a matrix",
+                hint="an adapter trained under ZeRO-3 or FSDP must be gathered before it is saved",
+            )
 
 
 def _refuse_rest(left: Mapping[str, str], folder: Place, family: Family) -> None:
