@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from tiny_models import BASE
 
 from mega_ckpt.convert import Options, convert
 from mega_ckpt.families import family_named
-from mega_ckpt.source import open_source
+from mega_ckpt.source import open_adapted, open_source
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_eval.load import load_model
@@ -183,6 +184,98 @@ def test_an_adapter_of_peft_s_is_computed_as_there_or_refused_by_name(
     with torch.no_grad():
         found = ours.logits(ours(ours.embed(TOKENS, positions), ours.context(positions)))
     torch.testing.assert_close(found, theirs, rtol=0, atol=5e-6)
+
+
+SMALL: Mapping[str, Any] = {
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+EXPERTS: Mapping[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": SMALL,  # tied, with a scaled embedding
+    "cohere": SMALL,
+    "deepseek_v3": SMALL | EXPERTS | {
+        "num_key_value_heads": 4, "head_dim": 4, "n_shared_experts": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 8,
+    },
+    "qwen3_next": SMALL | EXPERTS | {
+        "num_experts": 4, "shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "falcon": {
+        "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2,
+        "new_decoder_architecture": True, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "gpt_oss": SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{"modules_to_save": ["embed_tokens", "word_embeddings"]}, {"bias": "all"}])
+def test_all_linear_layers_of_other_families(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path / "base")
+    save_with_peft(lora(target_modules="all-linear", **options), tmp_path / "base", tmp_path / "adapter")
+    theirs = logits(peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter").eval(), TOKENS)
+    assert (theirs - logits(load(tmp_path / "base"), TOKENS)).abs().max() > 1e-3
+    convert(tmp_path / "base", tmp_path / "merged", "hf", options=Options(adapter=str(tmp_path / "adapter")))
+    torch.testing.assert_close(logits(load(tmp_path / "merged"), TOKENS), theirs, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("targets", [["shared"], ["q", "lm_head"]])
+def test_an_embedding_that_an_encoder_shares_is_refused(targets: list[str], tmp_path: Path) -> None:
+    config = transformers.T5Config(
+        vocab_size=61, d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=3, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    base = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(base, peft.LoraConfig(target_modules=targets)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=f"a change of {targets[-1]}.weight is not supported in a t5 model"):
+        open_adapted(tmp_path / "adapter", tmp_path / "base")
+
+
+def test_every_other_type_and_option_is_refused_by_name(bases: Mapping[str, Path], tmp_path: Path) -> None:
+    """Among them options of a newer PEFT, and those whose adapters need data or other libraries to be made."""
+    save_with_peft(CASES["rslora"], bases["untied"], tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    raw = json.loads(path.read_text())
+    types = {kind.value for kind in peft.PeftType} - {"LORA", "TRAINABLE_TOKENS"}
+    changes: list[tuple[str, Any]] = [("peft_type", kind) for kind in sorted(types)]
+    changes += [("init_lora_weights", init) for init in ("loftq", "corda", "lora_ga", "pissa_niter_16", "newer")]
+    changes += [
+        ("megatron_config", {"tensor_model_parallel_size": 2}), ("use_qalora", True), ("monteclora_config", {"n": 1}), ("arrow_config", {"top_k": 1}),
+        ("kasa_config", {"beta": 1}), ("layer_replication", [[0, 1]]), ("alora_invocation_tokens", [1]), ("use_bdlora", True),
+        ("use_something_newer", True), ("bias", "some"),
+    ]  # fmt: skip
+    for key, value in changes:
+        path.write_text(json.dumps({**raw, key: value}))
+        with pytest.raises(CheckpointError, match=rf"adapter_config.json: {key} = .* is not supported"):
+            open_adapted(tmp_path / "adapter", bases["untied"])
+    harmless = {
+        "eva_config": {"rho": 2.0},
+        "velora_config": {"rank": 1},
+        "loftq_config": {},
+        "newer": None,
+        "newest": [],
+    }
+    path.write_text(json.dumps({**raw, **harmless}))
+    open_adapted(tmp_path / "adapter", bases["untied"])
+
+
+def test_of_several_adapters_each_is_read_from_its_folder(bases: Mapping[str, Path], tmp_path: Path) -> None:
+    first, second = (peft.LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False) for rank in (2, 3))
+    model = peft.get_peft_model(load(bases["untied"]), first, adapter_name="one")
+    model.add_adapter("two", second)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"(?s)holds no adapter.*one of the adapters inside: one, two"):
+        open_adapted(tmp_path, bases["untied"])
+    for name in ("one", "two"):
+        theirs = logits(peft.PeftModel.from_pretrained(load(bases["untied"]), tmp_path / name).eval(), TOKENS)
+        convert(bases["untied"], tmp_path / f"m-{name}", "hf", options=Options(adapter=str(tmp_path / name)))
+        torch.testing.assert_close(logits(load(tmp_path / f"m-{name}"), TOKENS), theirs, rtol=0, atol=5e-6)
 
 
 @pytest.mark.filterwarnings("ignore")

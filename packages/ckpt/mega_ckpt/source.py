@@ -209,8 +209,12 @@ def open_adapted(path: str | Place, base: str | Place, *, averaged: bool = False
         return AdaptedSource(held, read_peft(folder, held))
     found = _checkpoint_in(folder)
     if found is None or not is_adapter_checkpoint(checkpoint := Checkpoint.open(found)):
+        inside = [path.parent.name for path in folder.glob(f"*/{PEFT_CONFIG}")] if isinstance(folder, Path) else []
         raise CheckpointError(
-            f"{folder}: holds no adapter", hint=f"give a run with `lora`, or a folder with {PEFT_CONFIG}"
+            f"{folder}: holds no adapter",
+            hint=f"give one of the adapters inside: {', '.join(sorted(inside))}"
+            if inside
+            else f"give a run with `lora`, or a folder with {PEFT_CONFIG}",
         )
     adapter = Adapter.of_checkpoint(checkpoint, averaged=averaged)
     check_base(adapter.base, base_of(str(base), held), str(folder))

@@ -51,7 +51,9 @@ CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "
 _NO_MODULE = "none"  # pattern of an adapter that only replaces tensors
 PREFIX = "base_model.model."
 # Whose experts are `gate_up_proj` [E, 2 F, D] and `down_proj` [E, D, F] of a module `mlp.experts` in transformers.
-_STACKED = frozenset(["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe"])
+_STACKED = frozenset(
+    ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe"]
+)
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ def changes_of(
         if change != Change():
             _check_shapes(change, disk, shapes, where)
             changes[name] = change
-    untied = tied and _separate_ends(changes, table, config, where)
+    untied = tied and _separate_ends(changes, table, config)
+    _check_ends(changes, table, base, untied, f"{where}: ", family)
     return Changed(held, changes, table, read, untied)
 
 
@@ -211,15 +212,12 @@ def _check_shapes(change: Change, disk: DiskTensor, shapes: Mapping[str, Shape],
             )
 
 
-def _separate_ends(
-    changes: dict[str, Change], table: Mapping[str, DiskTensor], config: Mapping[str, Any], where: str
-) -> bool:
+def _separate_ends(changes: dict[str, Change], table: Mapping[str, DiskTensor], config: Mapping[str, Any]) -> bool:
     """Return whether the changes make embedding and output layer differ that the base has tied.
 
-    PEFT changes both together for rows of tokens, with `ensure_weight_tying`, and where it saves the base's own tensor.
+    PEFT changes both together for rows of tokens and with `ensure_weight_tying`.
     """
-    ends = {disk.slabs[0].name: name for name, disk in table.items() if disk.slabs[0].name in (EMBEDDING, HEAD)}
-    embedding, head = ends[EMBEDDING], ends[HEAD]
+    embedding, head = _stored_as(EMBEDDING, table), _stored_as(HEAD, table)
     first, last = changes.get(embedding), changes.get(head)
     if config.get("ensure_weight_tying") or (first is not None and first.rows is not None):
         changes.pop(head, None)
@@ -227,3 +225,28 @@ def _separate_ends(
             changes[embedding] = last
         return False
     return first is not None or last is not None
+
+
+def _check_ends(
+    changes: Mapping[str, Change],
+    table: Mapping[str, DiskTensor],
+    base: Source,
+    untied: bool,
+    where: str,
+    family: Family,
+) -> None:
+    """Refuse to change an embedding that a model uses elsewhere, too: in an encoder, or in the head of one.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    changed = [name for name in changes if table[name].slabs[0].name in (EMBEDDING, HEAD)]
+    if changed and (base.model.encoder or (untied and not base.model.causal)):
+        raise CheckpointError(
+            f"{where}a change of {changed[0]} is not supported in a {family.name} model, which uses its embedding twice",
+            hint="merge the adapter with PEFT (merge_and_unload, save_pretrained)",
+        )
+
+
+def _stored_as(name: str, table: Mapping[str, DiskTensor]) -> str:
+    return next(disk.name for disk in table.values() if disk.slabs[0].name == name)
