@@ -265,6 +265,17 @@ def test_every_other_type_and_option_is_refused_by_name(bases: Mapping[str, Path
     open_adapted(tmp_path / "adapter", bases["untied"])
 
 
+def test_an_adapter_beside_other_files_of_a_model_is_not_ignored(bases: Mapping[str, Path], tmp_path: Path) -> None:
+    """Saved into the folder of a model, or with a config.json: transformers loads its base and the adapter."""
+    save_with_peft(CASES["rslora"], bases["untied"], tmp_path)
+    expected = open_source(tmp_path).read("model.layers.0.self_attn.q_proj.weight")
+    load(bases["untied"]).config.save_pretrained(tmp_path)
+    assert torch.equal(open_source(tmp_path).read("model.layers.0.self_attn.q_proj.weight"), expected)
+    load(bases["untied"]).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="holds the weights of a model and an adapter"):
+        open_source(tmp_path)
+
+
 def test_of_several_adapters_each_is_read_from_its_folder(bases: Mapping[str, Path], tmp_path: Path) -> None:
     first, second = (peft.LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False) for rank in (2, 3))
     model = peft.get_peft_model(load(bases["untied"]), first, adapter_name="one")

@@ -177,7 +177,12 @@ def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None,
             f"{folder}: {what}",
             hint="give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder, or a GGUF file",
         )
-    if (folder / PEFT_CONFIG).is_file() and not (folder / CONFIG).is_file():
+    if (folder / PEFT_CONFIG).is_file():
+        if holds_weights(folder):  # transformers would load the adapter's base, and not these weights
+            raise CheckpointError(
+                f"{folder}: holds the weights of a model and an adapter ({PEFT_CONFIG}), and only one can be meant",
+                hint="move the adapter's files into a folder of their own",
+            )
         return _beside(folder, read_json(folder / PEFT_CONFIG).get("base_model_name_or_path"))
     found = _checkpoint_in(folder)
     if found is not None:
