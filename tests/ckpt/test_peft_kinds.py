@@ -19,7 +19,9 @@ from mega_ckpt.families import family_named
 from mega_ckpt.source import open_adapted, open_source
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
-from mega_eval.load import load_model
+from mega_data.tokenizer import train_tokenizer
+from mega_eval.adapters import Beside
+from mega_eval.load import load_model, load_tokenizer
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -274,6 +276,25 @@ def test_an_adapter_beside_other_files_of_a_model_is_not_ignored(bases: Mapping[
     load(bases["untied"]).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="holds the weights of a model and an adapter"):
         open_source(tmp_path)
+
+
+def test_the_tokenizer_beside_an_adapter_goes_with_it(bases: Mapping[str, Path], tmp_path: Path) -> None:
+    base, adapter, merged = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    load(bases["untied"]).save_pretrained(base)
+    save_with_peft(CASES["rslora"], base, adapter)
+    for text, folder in (("the end of the story", base), ("another story", adapter)):
+        train_tokenizer([text] * 3, 260, folder)
+    (base / "chat_template.jinja").write_text("of the base")
+    convert(base, merged, "hf", options=Options(adapter=str(adapter)))
+    own = (adapter / "tokenizer.json").read_bytes()
+    assert own != (base / "tokenizer.json").read_bytes()
+    assert (merged / "tokenizer.json").read_bytes() == own
+    assert not (merged / "chat_template.jinja").exists()
+    assert load_tokenizer(base, adapter).path.read_bytes() == own
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json has other tokens than the base"):
+        Beside.open(base, {"mine": str(adapter)})
+    (adapter / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
+    Beside.open(base, {"mine": str(adapter)})
 
 
 def test_of_several_adapters_each_is_read_from_its_folder(bases: Mapping[str, Path], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,11 @@ from mega_common.remote import place
 if TYPE_CHECKING:
     from mega_ckpt.source import Source
 
+# Files of a tokenizer and its chat template, which PEFT's users save beside an adapter.
+ADAPTER_TOKENIZER_FILES: tuple[str, ...] = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 SAMPLE = 1024  # elements of each tensor that tell one base from another
 
 
@@ -47,6 +52,7 @@ class Adapter:
         read: gives a rectangle of one of them, by its offset and shape.
         base: where the base is, as far as is known, and its digest, as `base_of` tells them.
         unties: whether it makes an output layer of its own for a base with tied embeddings.
+        tokenizer: files of the tokenizer that came with it, if any, which replaces the base's.
     """
 
     lora: LoraConfig
@@ -55,6 +61,7 @@ class Adapter:
     read: Callable[[str, Shape, Shape], Tensor]
     base: Mapping[str, str]
     unties: bool = False
+    tokenizer: Mapping[str, Path | bytes] = field(default_factory=dict)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, *, averaged: bool = False) -> Adapter:
@@ -224,8 +231,13 @@ class AdaptedSource:
         return self.base.read_buffer(name)
 
     def assets(self) -> Mapping[str, Path | bytes]:
-        """Those of the base."""
-        return self.base.assets()
+        """Return the base's, with the tokenizer that came with the adapter if there is one."""
+        held = self.base.assets()
+        if not self.adapter.tokenizer:
+            return held
+        return {name: file for name, file in held.items() if name not in ADAPTER_TOKENIZER_FILES} | dict(
+            self.adapter.tokenizer
+        )
 
 
 def row_lengths(base: Source, name: str, first: int, rows: int) -> Tensor:

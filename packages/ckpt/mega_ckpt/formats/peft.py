@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from mega_ckpt.adapter import Adapter, checked_modules, row_lengths
+from mega_ckpt.adapter import ADAPTER_TOKENIZER_FILES, Adapter, checked_modules, row_lengths
 from mega_ckpt.families import Family, family_for, family_of
 from mega_ckpt.families.layouts import TRANSPOSED, DiskTensor
 from mega_ckpt.formats.hf_files import encode_json, read_json
@@ -41,7 +41,7 @@ from mega_ckpt.pieces import Shape, crop
 from mega_common.errors import CheckpointError
 from mega_common.lora import LoraConfig, is_adapter
 from mega_common.model_config import ModelConfig
-from mega_common.remote import Place
+from mega_common.remote import Place, content_of
 
 if TYPE_CHECKING:
     from mega_ckpt.source import Source
@@ -193,8 +193,21 @@ def read_peft(folder: Place, base: Source) -> Adapter:
 
     where = config.get("base_model_name_or_path")
     return Adapter(
-        lora, modules, shapes | changed.shapes, read, {"path": where} if where else {}, unties=changed.untied
+        lora,
+        modules,
+        shapes | changed.shapes,
+        read,
+        {"path": where} if where else {},
+        unties=changed.untied,
+        tokenizer=_tokenizer_in(folder),
     )
+
+
+def _tokenizer_in(folder: Place) -> dict[str, Path | bytes]:
+    """Return the files of the tokenizer beside an adapter; none without a tokenizer.json."""
+    if not (folder / ADAPTER_TOKENIZER_FILES[0]).is_file():
+        return {}
+    return {name: content_of(folder / name) for name in ADAPTER_TOKENIZER_FILES if (folder / name).is_file()}
 
 
 @dataclass(frozen=True)
