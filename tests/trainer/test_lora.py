@@ -15,7 +15,7 @@ from parity.worker import synthetic, whole
 
 from mega_ckpt.combine import average, prune
 from mega_ckpt.convert import convert
-from mega_ckpt.source import open_source
+from mega_ckpt.source import open_adapted, open_source
 from mega_ckpt.store import Checkpoint, latest, place
 from mega_common.errors import CheckpointError, ConfigError
 from mega_data.loader import StepBatch
@@ -228,3 +228,44 @@ def test_gradients_are_peft_s(settings: Settings, tmp_path: Path, dropout: float
             site = name.removeprefix("base_model.model.").replace("v_proj", "q_proj").split(".lora_dropout")[0]
             module.forward = lambda x, site=f"{site}.lora": drops.inputs(x, dropout, site, x.shape[-1])
     check_is_peft_s(step, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "lora", "refused"),
+    [
+        ({}, {}, ""),
+        ({"modules_to_save": ["lm_head"]}, {"modules_to_save": ["lm_head"]}, ""),
+        ({"modules_to_save": ["lm_head"]}, {}, r"has lm_head\.weight, which this run does not train"),
+        ({"target_modules": ["q_proj", "lm_head"]}, {}, r"has lm_head\.weight, which this run does not train"),
+        ({"target_modules": ["q_proj", "k_proj"]}, {}, r"has .*k_proj\.lora_A.*, which this run does not train"),
+        ({"trainable_token_indices": [1, 2]}, {}, r"has model\.embed_tokens\.weight, which"),
+        ({}, {"alpha": 8.0}, "trained with a scale of 2, and lora.alpha makes it 2.66667"),
+        ({"use_rslora": True}, {}, "trained with a scale of 3.4641, and lora.alpha makes it 2"),
+        ({"alpha_pattern": {"layers.1.self_attn.q_proj": 3}}, {}, r"layers\.1.*scale of 1, and"),
+        ({"lora_alpha": 12, "use_rslora": True}, {"alpha": 12, "rslora": True}, ""),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_starts_from_all_of_an_adapter_of_peft_s(
+    options: dict[str, Any], lora: dict[str, Any], refused: str, settings: Settings, tmp_path: Path
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    trained(settings(train={"steps": 1}, output=str(tmp_path / "base")))
+    convert(tmp_path / "base", tmp_path / "hf", "hf")
+    wanted = peft.LoraConfig(**{"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"]} | options)
+    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), wanted)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.01 if parameter.requires_grad else 0)
+    theirs.save_pretrained(tmp_path / "adapter")
+    own = {"rank": 3, "alpha": 6, "modules": ["q_proj"], "init_from": str(tmp_path / "adapter")} | lora
+    raw = settings(init_from=str(tmp_path / "hf"), lora=own, train={"steps": 1}, optimizer={"lr": 1e-12})
+    if refused:
+        with pytest.raises(CheckpointError, match=refused):
+            trained(raw)
+        return
+    trained(raw)
+    expected = open_adapted(tmp_path / "adapter", tmp_path / "hf")
+    found = open_source(raw["output"])
+    for name in found.keys():  # noqa: SIM118
+        torch.testing.assert_close(found.read(name), expected.read(name), rtol=1e-5, atol=1e-6)

@@ -9,9 +9,10 @@ an adapter and its base, whose tensors are put together as they are asked for:
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from mega_ckpt.checkpoint import AVERAGE, WEIGHTS, Checkpoint
 from mega_ckpt.lora import MAGNITUDE, A, Adapted, B, adapted, adapter_tensors
 from mega_ckpt.names import some
 from mega_ckpt.pieces import Shape, crop, cut
+from mega_ckpt.untied import UntiedSource
 from mega_common.errors import CheckpointError
 from mega_common.lora import LoraConfig, is_adapter
 from mega_common.model_config import ModelConfig
@@ -31,6 +33,11 @@ from mega_common.remote import place
 if TYPE_CHECKING:
     from mega_ckpt.source import Source
 
+# Files of a tokenizer and its chat template, which PEFT's users save beside an adapter.
+ADAPTER_TOKENIZER_FILES: tuple[str, ...] = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 SAMPLE = 1024  # elements of each tensor that tell one base from another
 
 
@@ -44,6 +51,8 @@ class Adapter:
         shapes: of its tensors, and of those of the base that it replaces, by canonical name.
         read: gives a rectangle of one of them, by its offset and shape.
         base: where the base is, as far as is known, and its digest, as `base_of` tells them.
+        unties: whether it makes an output layer of its own for a base with tied embeddings.
+        tokenizer: files of the tokenizer that came with it, if any, which replaces the base's.
     """
 
     lora: LoraConfig
@@ -51,6 +60,8 @@ class Adapter:
     shapes: Mapping[str, Shape]
     read: Callable[[str, Shape, Shape], Tensor]
     base: Mapping[str, str]
+    unties: bool = False
+    tokenizer: Mapping[str, Path | bytes] = field(default_factory=dict)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, *, averaged: bool = False) -> Adapter:
@@ -112,6 +123,40 @@ def checked_modules(
     return modules
 
 
+def check_start(adapter: Adapter, modules: Mapping[str, Adapted], trains: Callable[[str], bool], where: str) -> None:
+    """Refuse to train from an adapter of which a run would drop a part, or scale it differently.
+
+    Args:
+        adapter: what the run starts from, at `where`.
+        modules: projections with an adapter in the run.
+        trains: whether the run trains a tensor, by its canonical name.
+
+    Raises:
+        CheckpointError: naming a tensor that the run does not train, or a projection whose scale differs.
+    """
+    merge = "or merge it first (mega ckpt merge-adapter), and train from the merged weights"
+    if adapter.unties:
+        raise CheckpointError(
+            f"{where}: the adapter makes embedding and output layer differ, which model.tie_embeddings = True keeps equal",
+            hint="merge it first (mega ckpt merge-adapter), and train from the merged weights",
+        )
+    own = adapter_tensors(modules)
+    dropped = [name for name in adapter.shapes if not (name in own if is_adapter(name) else trains(name))]
+    if dropped:
+        raise CheckpointError(
+            f"{where}: the adapter has {some(dropped)}, which this run does not train",
+            hint=f"add its module to lora.modules or lora.modules_to_save, {merge}",
+        )
+    for module, of in modules.items():
+        saved = adapter.modules.get(module)
+        if saved is not None and not math.isclose(saved.scale, of.scale, rel_tol=1e-6):
+            raise CheckpointError(
+                f"{where}: the adapter of {module} was trained with a scale of {saved.scale:g}, "
+                f"and lora.alpha makes it {of.scale:g}",
+                hint="set lora.alpha, lora.alphas and lora.rslora as it was trained",
+            )
+
+
 class AdaptedSource:
     """A `Source`: a base with an adapter put into it, in the base's types. The sum is made in at least fp32.
 
@@ -120,6 +165,7 @@ class AdaptedSource:
     """
 
     def __init__(self, base: Source, adapter: Adapter) -> None:
+        base = UntiedSource(base) if adapter.unties else base
         self.base, self.adapter = base, adapter
         self.model: ModelConfig = base.model
         self._homes: dict[str, tuple[str, int]] = {}  # of each changed tensor its module, and its first row in B
@@ -185,8 +231,13 @@ class AdaptedSource:
         return self.base.read_buffer(name)
 
     def assets(self) -> Mapping[str, Path | bytes]:
-        """Those of the base."""
-        return self.base.assets()
+        """Return the base's, with the tokenizer that came with the adapter if there is one."""
+        held = self.base.assets()
+        if not self.adapter.tokenizer:
+            return held
+        return {name: file for name, file in held.items() if name not in ADAPTER_TOKENIZER_FILES} | dict(
+            self.adapter.tokenizer
+        )
 
 
 def row_lengths(base: Source, name: str, first: int, rows: int) -> Tensor:

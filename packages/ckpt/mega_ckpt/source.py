@@ -177,7 +177,12 @@ def open_source(path: str | Place, *, settings: Mapping[str, Any] | None = None,
             f"{folder}: {what}",
             hint="give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder, or a GGUF file",
         )
-    if (folder / PEFT_CONFIG).is_file() and not (folder / CONFIG).is_file():
+    if (folder / PEFT_CONFIG).is_file():
+        if holds_weights(folder):  # transformers would load the adapter's base, and not these weights
+            raise CheckpointError(
+                f"{folder}: holds the weights of a model and an adapter ({PEFT_CONFIG}), and only one can be meant",
+                hint="move the adapter's files into a folder of their own",
+            )
         return _beside(folder, read_json(folder / PEFT_CONFIG).get("base_model_name_or_path"))
     found = _checkpoint_in(folder)
     if found is not None:
@@ -209,8 +214,12 @@ def open_adapted(path: str | Place, base: str | Place, *, averaged: bool = False
         return AdaptedSource(held, read_peft(folder, held))
     found = _checkpoint_in(folder)
     if found is None or not is_adapter_checkpoint(checkpoint := Checkpoint.open(found)):
+        inside = [path.parent.name for path in folder.glob(f"*/{PEFT_CONFIG}")] if isinstance(folder, Path) else []
         raise CheckpointError(
-            f"{folder}: holds no adapter", hint=f"give a run with `lora`, or a folder with {PEFT_CONFIG}"
+            f"{folder}: holds no adapter",
+            hint=f"give one of the adapters inside: {', '.join(sorted(inside))}"
+            if inside
+            else f"give a run with `lora`, or a folder with {PEFT_CONFIG}",
         )
     adapter = Adapter.of_checkpoint(checkpoint, averaged=averaged)
     check_base(adapter.base, base_of(str(base), held), str(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from mega_common.remote import Place
 from mega_trainer.model.adapters import Choice
 from mega_trainer.parallel.lora import Selected, Selection
 from mega_trainer.parallel.param import info_of
+from mega_trainer.tokens import token_numbers
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def held_by(model: nn.Module, *, adapters: bool) -> list[tuple[Tensor, Sequence[
 def _apart(source: AdaptedSource, base: str, folder: str) -> Adapter:
     """The adapter of `source`, if it can stay beside the base."""
     adapter = source.adapter
+    _check_tokenizer(source, folder)
     whole = [name for name in adapter.shapes if not is_adapter(name)]
     experts = [name for name, of in adapter.modules.items() if of.experts is not None]
     latent = [name for name in adapter.modules if name.endswith(".kv_b_proj")]
@@ -69,3 +72,18 @@ def _apart(source: AdaptedSource, base: str, folder: str) -> Adapter:
                 hint=f"put it into the weights: mega ckpt merge-adapter {base} {folder} OUT, and serve OUT",
             )
     return adapter
+
+
+def _check_tokenizer(source: AdaptedSource, folder: str) -> None:
+    """Refuse an adapter that came with another tokenizer than its base: all texts are encoded by the base's.
+
+    Raises:
+        CheckpointError: when a token has another number in one of the two.
+    """
+    files = [held.get("tokenizer.json") for held in (source.base.assets(), source.adapter.tokenizer)]
+    base, own = (file.read_bytes() if isinstance(file, Path) else file for file in files)
+    if base is not None and own is not None and base != own and token_numbers(base) != token_numbers(own):
+        raise CheckpointError(
+            f"{folder}: the adapter's tokenizer.json has other tokens than the base's, by which all texts are encoded",
+            hint="put the adapter into the weights (mega ckpt merge-adapter), and serve the merged model",
+        )

@@ -91,7 +91,7 @@ class LanguageModel:
         if adapters and draft == "mtp":
             raise ConfigError(f"{path}: its layers for further tokens know no adapters", hint="draft: ngrams")
         dtype, where = PRECISIONS[precision], device_named(device)
-        words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path)
+        words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path, adapter)
         named: dict[str | None, Draft | None] = {None: None, "ngrams": "ngrams", "mtp": "mtp", "none": "none"}
         guesses = named[draft] if draft in named else load_model(str(draft), dtype=dtype, device=where)
         beside = Beside.open(path, adapters) if adapters else None

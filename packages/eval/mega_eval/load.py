@@ -112,14 +112,14 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def load_tokenizer(path: str | Place) -> Tokenizer:
-    """The tokenizer that travels with the weights at `path`.
+def load_tokenizer(path: str | Place, adapter: str | Place | None = None) -> Tokenizer:
+    """Load the tokenizer that travels with the weights at `path`, or with an `adapter` beside them if that has one.
 
     Raises:
         CheckpointError: when there is none.
         DataError: when it cannot be used.
     """
-    source = open_source(path)
+    source = open_source(path) if adapter is None else open_adapted(adapter, path)
     file = source.assets().get("tokenizer.json")
     if file is None:
         raise CheckpointError(

@@ -96,7 +96,7 @@ def _first_new(config: RunConfig, source: Source, tokenizer: Tokenizer | None) -
     if hashlib.sha256(content).hexdigest() == fingerprint:
         return None
     if tokenizer is not None:
-        old, new = _numbers(content), _numbers(tokenizer.path.read_bytes())
+        old, new = token_numbers(content), token_numbers(tokenizer.path.read_bytes())
         more = new.keys() - old.keys()
         first = max(old.values(), default=-1) + 1
         if new | old == new and all(new[token] >= first for token in more):
@@ -109,8 +109,8 @@ def _first_new(config: RunConfig, source: Source, tokenizer: Tokenizer | None) -
     )
 
 
-def _numbers(content: bytes) -> dict[str, int]:
-    """Which number each token has, as a `tokenizer.json` says."""
+def token_numbers(content: bytes) -> dict[str, int]:
+    """Return the number of each token of a `tokenizer.json`."""
     raw = parse_json(content)
     vocab = raw["model"].get("vocab") or {}
     pieces = vocab if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from mega_ckpt.adapter import base_of
+from mega_ckpt.adapter import base_of, check_start
 from mega_ckpt.folders import latest
 from mega_ckpt.lora import adapted, adapter_tensors
 from mega_ckpt.names import SCORE, tensors_of
@@ -267,7 +267,9 @@ def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer 
     if fresh and lora.init_from is None:
         load_magnitudes(source, adapted(state.config.model, lora), moving)
     elif fresh:
-        load_adapter(open_adapted(str(lora.init_from), path).adapter, moving)
+        adapter = open_adapted(str(lora.init_from), path).adapter
+        check_start(adapter, adapted(state.config.model, lora), state.config.trains, str(lora.init_from))
+        load_adapter(adapter, moving)
         logger.info("going on with the adapter of %s", lora.init_from)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -26,33 +26,34 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from mega_ckpt.adapter import Adapter, checked_modules, row_lengths
+from mega_ckpt.adapter import ADAPTER_TOKENIZER_FILES, Adapter, checked_modules, row_lengths
 from mega_ckpt.families import Family, family_for, family_of
-from mega_ckpt.families.layouts import PLAIN, TRANSPOSED, DiskTensor
+from mega_ckpt.families.layouts import TRANSPOSED, DiskTensor
 from mega_ckpt.formats.hf_files import encode_json, read_json
+from mega_ckpt.formats.peft_changes import changes_of
+from mega_ckpt.formats.peft_options import alpha_of, check_options
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile, write_file
+from mega_ckpt.formats.torch_state import state_tensors
 from mega_ckpt.lora import MAGNITUDE, A, B, projections
 from mega_ckpt.names import EMBEDDING, some
-from mega_ckpt.pieces import crop
+from mega_ckpt.pieces import Shape, crop
 from mega_common.errors import CheckpointError
 from mega_common.lora import LoraConfig, is_adapter
 from mega_common.model_config import ModelConfig
 from mega_common.parsing import parse_json
-from mega_common.remote import Place
+from mega_common.remote import Place, content_of
 
 if TYPE_CHECKING:
     from mega_ckpt.source import Source
 
 N = TypeVar("N", int, float)
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+_NO_MODULE = "none"  # pattern of an adapter that only replaces tensors
 PREFIX = "base_model.model."
 # Whose experts are `gate_up_proj` [E, 2 F, D] and `down_proj` [E, D, F] of a module `mlp.experts` in transformers.
-_STACKED = frozenset(["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe"])
-# What an adapter may ask for beside A and B, and what it must say so that it asks for nothing.
-_NOTHING: dict[str, tuple[object, ...]] = {
-    "bias": ("none", None), "lora_bias": (False, None), "layer_replication": (None,),
-    "trainable_token_indices": (None,), "alora_invocation_tokens": (None,), "use_bdlora": (None, False),
-}  # fmt: skip
+_STACKED = frozenset(
+    ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe"]
+)
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,14 @@ def write_peft(adapter: Adapter, base: Source, folder: Path) -> None:
     """
     family = _family(base)
     tensors, ranks, scales = _encoded(adapter, base, family)
-    saved = {name: _disk_name(name, base.model, family) for name in adapter.shapes if not is_adapter(name)}
-    if base.model.tie_embeddings and EMBEDDING in saved:
+    model = base.model.model_copy(update={"tie_embeddings": base.model.tie_embeddings and not adapter.unties})
+    saved = {name: _disk_name(name, model, family) for name in adapter.shapes if not is_adapter(name)}
+    if model.tie_embeddings and EMBEDDING in saved:
         raise CheckpointError(
             "PEFT would leave the output layer as it is, to which the trained embedding is tied",
             hint="merge instead: mega ckpt convert --to hf",
         )
+    _check_saved(saved.values(), ranks, model, family)
     tensors |= {disk: adapter.whole(name) for name, disk in saved.items()}
     config = _config(adapter, ranks, scales, sorted({disk.rpartition(".")[0] for disk in saved.values()}))
     modules = list(modules_of(base.model, family))
@@ -130,6 +133,25 @@ def write_peft(adapter: Adapter, base: Source, folder: Path) -> None:
     write_file(folder / WEIGHTS, header, (tensors[name.removeprefix(PREFIX)].contiguous() for name in header.entries))
 
 
+def _check_saved(saved: Iterable[str], ranks: Mapping[str, int], model: ModelConfig, family: Family) -> None:
+    """Check that `saved`, tensors by their names in transformers, are whole modules without adapters, as PEFT saves them.
+
+    Raises:
+        CheckpointError: naming a module that is saved in part, or when no module has an adapter.
+    """
+    merge, held = "merge instead: mega ckpt merge-adapter", {*saved}
+    if not ranks:
+        raise CheckpointError(
+            "PEFT requires a module with an adapter of low rank, and only whole tensors changed", hint=merge
+        )
+    modules = {name.rpartition(".")[0] for name in held}
+    whole = {name for name in family.table(model) if name.rpartition(".")[0] in modules}
+    if parts := (whole - held) | {name for name in held if name.rpartition(".")[0] in ranks}:
+        raise CheckpointError(
+            f"PEFT saves modules whole, and the adapter changes only a part of {some(parts)}", hint=merge
+        )
+
+
 def read_peft(folder: Place, base: Source) -> Adapter:
     """The adapter in a folder of PEFT's, which is beside `base`.
 
@@ -137,17 +159,22 @@ def read_peft(folder: Place, base: Source) -> Adapter:
         CheckpointError: naming what of it is not understood, or is of another model.
     """
     config, family = read_json(folder / CONFIG), _family(base)
-    for key, usual in {"peft_type": ("LORA",), **_NOTHING}.items():
-        if config.get(key, usual[0]) not in usual:
-            raise CheckpointError(f"{folder / CONFIG}: {key} = {config[key]!r} cannot be expressed")
-    file = SafetensorsFile.open(folder / WEIGHTS)
-    left = {name.removeprefix(PREFIX): name for name in file.header.entries}
+    check_options(config, folder / CONFIG)
+    file = _open_weights(folder)
+    _check_factors(file.shapes, folder)
+    left = {name.removeprefix(PREFIX): name for name in file.shapes}
     tensors: dict[str, Tensor] = {}
     experts = base.model.moe.num_experts if base.model.moe else 0
     names: dict[str, str] = {}  # the module in transformers of each canonical one
     for module in modules_of(base.model, family):
-        if module.name + A in left:
+        if {module.name + A, module.name + B} <= left.keys():
             a, b = (file.read(left.pop(module.name + suffix)) for suffix in (A, B))
+            rows = sum(slab.shape[0] for slab in module.disk.slabs)
+            if len(b) != rows:
+                raise CheckpointError(
+                    f"{folder / WEIGHTS}: {module.name}{B} has {len(b)} rows instead of {rows}",
+                    hint="the adapter is of another model",
+                )
             magnitude = left.pop(module.name + MAGNITUDE, None)
             tensors |= module.taken_apart(a, b, file.read(magnitude) if magnitude else None)
             names |= dict.fromkeys(module.parts, module.name)
@@ -155,20 +182,89 @@ def read_peft(folder: Place, base: Source) -> Adapter:
         a, b = (file.read(left.pop(key + suffix)) for suffix in (A, B))
         tensors |= {canonical + A: _by_expert(a, experts), canonical + B: _in_turns(b, experts)}
         names[canonical] = canonical
-    table = family.table(base.model).values()
-    disk = {one.name: one.slabs[0].name for one in table if len(one.slabs) == 1 and one.layout == PLAIN}
-    for name in [name for name in left if name in disk]:
-        tensors[disk[name]] = file.read(left.pop(name))
-    if left:
-        raise CheckpointError(f"{folder / WEIGHTS}: {some(left)} is not understood", hint="is it of another model?")
-    lora = _lora(
-        config, {part: tensors[part + A].shape[-2] for part in names}, names, [n for n in tensors if not is_adapter(n)]
-    )
+    changed = changes_of(config, left, file.shapes, file.read, base, family, str(folder / WEIGHTS))
+    _refuse_rest(left, folder, family)
+    lora = _lora(config, {part: tensors[part + A].shape[-2] for part in names}, names, [*changed.shapes])
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    modules = checked_modules(base.model, lora, shapes, str(folder))
+    modules = checked_modules(base.model, lora, shapes, str(folder)) if names else {}
+
+    def read(name: str, offset: Shape, shape: Shape) -> Tensor:
+        return crop(tensors[name], offset, shape) if name in tensors else changed.read(name, offset, shape)
+
     where = config.get("base_model_name_or_path")
     return Adapter(
-        lora, modules, shapes, lambda name, *box: crop(tensors[name], *box), {"path": where} if where else {}
+        lora,
+        modules,
+        shapes | changed.shapes,
+        read,
+        {"path": where} if where else {},
+        unties=changed.untied,
+        tokenizer=_tokenizer_in(folder),
+    )
+
+
+def _tokenizer_in(folder: Place) -> dict[str, Path | bytes]:
+    """Return the files of the tokenizer beside an adapter; none without a tokenizer.json."""
+    if not (folder / ADAPTER_TOKENIZER_FILES[0]).is_file():
+        return {}
+    return {name: content_of(folder / name) for name in ADAPTER_TOKENIZER_FILES if (folder / name).is_file()}
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """Tensors of an adapter's file: their shapes by key, and a reader."""
+
+    shapes: Mapping[str, Shape]
+    read: Callable[[str], Tensor]
+
+
+def _open_weights(folder: Place) -> WeightsFile:
+    """Open adapter_model.safetensors, or adapter_model.bin where that is missing.
+
+    Raises:
+        CheckpointError: when there is neither, or it is damaged.
+    """
+    if not (folder / WEIGHTS).is_file() and isinstance(folder, Path) and (folder / PICKLED).is_file():
+        state = state_tensors(folder / PICKLED)
+        return WeightsFile({key: stored.shape for key, stored in state.items()}, lambda key: state[key].read())
+    file = SafetensorsFile.open(folder / WEIGHTS)
+    return WeightsFile({key: entry.shape for key, entry in file.header.entries.items()}, file.read)
+
+
+def _check_factors(shapes: Mapping[str, Shape], folder: Place) -> None:
+    """Check that factors are matrices.
+
+    Raises:
+        CheckpointError: naming one that is flat or empty.
+    """
+    for key, shape in shapes.items():
+        if key.endswith((A, B, ".lora_embedding_A", ".lora_embedding_B")) and (len(shape) < 2 or 0 in shape):
+            raise CheckpointError(
+                f"{folder / WEIGHTS}: {key} has shape {list(shape)}, and must be a matrix",
+                hint="an adapter trained under ZeRO-3 or FSDP must be gathered before it is saved",
+            )
+
+
+def _refuse_rest(left: Mapping[str, str], folder: Place, family: Family) -> None:
+    """Refuse an adapter with tensors that nothing has taken.
+
+    Raises:
+        CheckpointError: naming the module and what its tensors are.
+    """
+    if not left:
+        return
+    biases = [name for name in left if name.endswith(".lora_B.bias")]
+    if biases:
+        module = biases[0].removesuffix(".lora_B.bias")
+        raise CheckpointError(
+            f"{folder / WEIGHTS}: lora_bias = True is not supported for {module}, which has no bias in the base"
+        )
+    parts = re.compile(r"\.(lora_|base_layer\b|token_adapter\b|trainable_tokens_|modules_to_save\b)")
+    modules = dict.fromkeys(parts.split(name)[0].removesuffix(".weight") for name in left)
+    raise CheckpointError(
+        f"{folder / WEIGHTS}: an adapter of the module {some(modules)} is not supported in a {family.name} model "
+        f"(tensor {some(left)})",
+        hint="merge the adapter with PEFT (merge_and_unload, save_pretrained), unless it is of another model",
     )
 
 
@@ -239,18 +335,12 @@ def _lora(
     config: Mapping[str, Any], ranks: Mapping[str, int], names: Mapping[str, str], saved: list[str]
 ) -> LoraConfig:
     """Ours for projections of these ranks, whose modules in transformers have these names."""
-    patterns = config.get("alpha_pattern") or {}
-
-    def alpha(name: str) -> float:
-        own = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
-        return float(next(own, config.get("lora_alpha", 8)))
-
-    rank, usual = _commonest(list(ranks.values())), float(config.get("lora_alpha", 8))
+    rank, usual = _commonest([*ranks.values()] or [1]), float(config.get("lora_alpha", 8))
     return LoraConfig(
         rank=rank, alpha=usual, rslora=bool(config.get("use_rslora")),
-        dora=bool(config.get("use_dora")), dropout=float(config.get("lora_dropout") or 0.0), modules=[re.escape(part) for part in ranks],
+        dora=bool(config.get("use_dora")), dropout=float(config.get("lora_dropout") or 0.0), modules=[re.escape(part) for part in ranks] or [_NO_MODULE],
         ranks={re.escape(part): own for part, own in ranks.items() if own != rank},
-        alphas={re.escape(part): own for part in ranks if (own := alpha(names[part])) != usual},
+        alphas={re.escape(part): own for part in ranks if (own := alpha_of(config, names[part])) != usual},
         modules_to_save=[re.escape(name.rpartition(".")[0]) for name in saved],
     )  # fmt: skip
 
