@@ -236,7 +236,7 @@ def test_names_are_dns_labels(text: str, label: str) -> None:
 
 
 def test_a_name_that_is_none_is_refused_with_one_that_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)My_Job: not a DNS label.*--name my-job"):
+    with pytest.raises(ConfigError, match=r"(?s)must be a DNS label, found 'My_Job'.*--name my-job"):
         launch(tmp_path, "kubernetes", "--nodes", "2", "--name", "My_Job")
 
 
