@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from torch.distributed import HashStore, Store
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import Store
 
 from mega_ckpt.store import latest
 from mega_common.errors import ConfigError

@@ -127,7 +127,7 @@ def joined(ranks: Ranks, device: str, timeout_seconds: float) -> Iterator[Store 
         timeout=timedelta(seconds=2 * timeout_seconds),  # the watch, which knows whom to blame, comes first
     )
     try:
-        yield store.clone()
+        yield store.clone()  # type: ignore[attr-defined]
     finally:
         dist.destroy_process_group()
 

@@ -41,7 +41,7 @@ def make_foreign(path: Path) -> None:
     os.chown(path, 65534, 65534)
 
 
-PLANTED: dict[str, Callable[[Path], Any]] = {
+PLANTED: dict[str, Callable[[Path], object]] = {
     "link": make_link,
     "dangling link": lambda path: path.symlink_to(path.parent / "nothing"),
     "file": lambda path: path.write_text(""),
