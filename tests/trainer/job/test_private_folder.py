@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,19 @@ def make_foreign(path: Path) -> None:
     os.chown(path, 65534, 65534)
 
 
+def make_open(path: Path, mode: int) -> None:
+    path.mkdir()
+    path.chmod(mode)
+
+
 PLANTED: dict[str, Callable[[Path], object]] = {
     "link": make_link,
     "dangling link": lambda path: path.symlink_to(path.parent / "nothing"),
     "file": lambda path: path.write_text(""),
     "pipe": os.mkfifo,
     "of another user": make_foreign,
-    **{oct(mode): (lambda path, mode=mode: (path.mkdir(), path.chmod(mode))) for mode in (0o777, 0o755, 0o750, 0o711, 0o701)},
-}  # fmt: skip
+    **{oct(mode): partial(make_open, mode=mode) for mode in (0o777, 0o755, 0o750, 0o711, 0o701)},
+}
 
 
 @pytest.mark.parametrize("planted", PLANTED)
@@ -117,10 +123,20 @@ def test_a_copy_that_the_run_has_not_signed_is_ignored(
     assert "is not signed by this run; the copy is ignored" in caplog.text
 
 
-UNFIT_KEYS: dict[str, Callable[[Path], Any]] = {
-    "readable by others": lambda path: (path.write_bytes(KEY), path.chmod(0o644)),
-    "short": lambda path: (path.write_bytes(b"k"), path.chmod(0o600)),
-    "link": lambda path: ((path.parent / "planted").write_bytes(KEY), path.symlink_to(path.parent / "planted")),
+def write_key(path: Path, key: bytes, mode: int) -> None:
+    path.write_bytes(key)
+    path.chmod(mode)
+
+
+def link_key(path: Path) -> None:
+    write_key(path.parent / "planted", KEY, 0o600)
+    path.symlink_to(path.parent / "planted")
+
+
+UNFIT_KEYS: dict[str, Callable[[Path], object]] = {
+    "readable by others": partial(write_key, key=KEY, mode=0o644),
+    "short": partial(write_key, key=b"k", mode=0o600),
+    "link": link_key,
 }
 
 
