@@ -11,7 +11,6 @@ from mega_cli.data_options import Input, JsonKey, MoreInput, OnBadLine, Overwrit
 from mega_common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mega_common.parsing import BoundedLoader, parse_yaml
     from mega_common.vision import VisionConfig
     from mega_data.chat.prepare import ChatOptions
 
@@ -242,6 +241,7 @@ def _chat_options(
     turn_weights: bool,
 ) -> ChatOptions | None:
     """The options that belong to conversations; None for text, which takes none of them."""
+    from mega_common.parsing import BoundedLoader, parse_yaml
     from mega_data.chat.prepare import ChatOptions
 
     if kind == "text":

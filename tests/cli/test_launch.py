@@ -16,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from mega_cli.launch.command import app, dns_label
+from mega_cli.launch.values import escape_references
 from mega_common.errors import ConfigError
 
 CONFIG = {
@@ -235,7 +236,7 @@ def test_names_are_dns_labels(text: str, label: str) -> None:
 
 
 def test_a_name_that_is_none_is_refused_with_one_that_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)My_Job: not a DNS label.*--name my-job"):
+    with pytest.raises(ConfigError, match=r"(?s)must be a DNS label, found 'My_Job'.*--name my-job"):
         launch(tmp_path, "kubernetes", "--nodes", "2", "--name", "My_Job")
 
 
@@ -267,3 +268,69 @@ def test_a_run_that_cannot_be_is_refused(
 def test_a_model_that_is_elsewhere_is_not_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert launch(tmp_path, "slurm", "--nodes", "2", config=CONFIG | {"model": {"from": "/cluster/hf"}})
     assert "/cluster/hf is not on this machine" in caplog.text
+
+
+LINE_ENDS = ("\n", "\r", "\x0b", "\x0c", "\x00", "\x1b", "\x7f", "\x85", "\u2028", "\u2029")
+
+
+@pytest.mark.parametrize("end", LINE_ENDS)
+@pytest.mark.parametrize(
+    ("kind", "option", "value"),
+    [
+        ("slurm", "name", "job"), ("slurm", "time", "1:00:00"), ("slurm", "partition", "gpu"),
+        ("slurm", "account", "team"), ("slurm", "mem", "500G"), ("slurm", "prologue", "true"),
+        ("slurm", "container", "a/b:1"), ("slurm", "mount", "/a:/b"), ("slurm", "python", "/bin/python"),
+        ("slurm", "set", "train.steps=7"), ("kubernetes", "name", "job"), ("kubernetes", "image", "a/b:1"),
+        ("kubernetes", "volume", "mega"), ("kubernetes", "shared-memory", "16Gi"), ("kubernetes", "set", "train.steps=7"),
+    ],
+)  # fmt: skip
+def test_a_control_character_is_refused_in_every_value(
+    tmp_path: Path, kind: str, option: str, value: str, end: str
+) -> None:
+    options = ("--nodes", "1", *(("--container", "a") if option == "mount" else ()))
+    launch(tmp_path, kind, *options, f"--{option}", value)
+    for bad in (f"{value}{end}", f"{value}{end}touch /tmp/x", f"{end}{value}"):
+        with pytest.raises(ConfigError, match=f"^--{option} must be ") as error:
+            launch(tmp_path, kind, *options, f"--{option}", bad)
+        assert end not in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "bad", "good"),
+    [
+        ("slurm", "name", ("../job", "a/b", "-job", "a%j", "a#b", "a\'b", "a$(b)", "", "n" * 201), ("my job", "größe")),
+        ("slurm", "time", ("1h", "1:2:3:4", "-1", "", "1-", "24:00:00 --x"), ("60", "1:30", "2-0", "2-12:30:00", "UNLIMITED")),
+        ("slurm", "partition", ("a b", "a,", "--x", "a;b"), ("gpu", "gpu,long", "h100.x")),
+        ("slurm", "account", ("a b", "a,b", "--x", ""), ("team-a",)),
+        ("slurm", "mem", ("5 G", "G", "-1", "1.5G", "500GiB"), ("0", "500", "500G", "500GB")),
+        ("slurm", "container", ("", "--writable"), ("reg#a/b:1", "/my images/a.sif")),
+        ("slurm", "mount", ("/a", "/a:", ":/b", "/a:/b,/etc:/etc", "-a:/b"), ("/a:/b", "/a:/b:ro", "/my data:/d")),
+        ("kubernetes", "image", ("a/B", "a b", "a:", "a@sha256:12", "-a", "", "a;b"),
+         ("a", "h:5000/a/b:1", "localhost/a", "a@sha256:" + "0" * 64)),
+        ("kubernetes", "volume", ("A", "a_b", "-a", "a-", "a..b", "", "a" * 254), ("a", "a.b-c", "0")),
+        ("kubernetes", "shared-memory", ("16 Gi", "16GB", "-1", "", "Gi", "16gi"), ("16Gi", "1.5G", "1000", "1e9", "4M")),
+    ],
+)  # fmt: skip
+def test_each_value_has_a_grammar(
+    tmp_path: Path, kind: str, option: str, bad: tuple[str, ...], good: tuple[str, ...]
+) -> None:
+    options = ("--nodes", "1", *(("--container", "a") if option == "mount" else ()))
+    for value in good:
+        launch(tmp_path, kind, *options, f"--{option}={value}")
+    for value in bad:
+        with pytest.raises(ConfigError, match=f"^--{option} must be "):
+            launch(tmp_path, kind, *options, f"--{option}={value}")
+
+
+@pytest.mark.parametrize("path", ["a\nb.yaml", "a\x1bb.yaml", "-a.yaml"])
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_a_configuration_with_a_strange_name_is_refused(kind: str, path: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--run must be a path"):
+        CliRunner().invoke(app, [kind, "--nodes", "1", "--", path], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("word", ["a", "$(HOME)", "$$", "$$(HOME)", "$x", "a$", "$", "$((1))", "$$$", "(HOME)$("])
+def test_kubernetes_expands_nothing_in_a_word(word: str) -> None:
+    """Kubernetes replaces $$ by $ and $(NAME) by a variable, once, from left to right."""
+    expand = re.compile(r"\$\$|\$\(([^)]*)\)")
+    assert expand.sub(lambda found: "$" if found[0] == "$$" else "expanded", escape_references(word)) == word

@@ -176,3 +176,20 @@ def test_rules_of_encoder_decoders(change: dict[str, Any], told: str | None) -> 
     with pytest.raises(ConfigError) as error:
         RunConfig.parse(resolve(raw))
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("moe", "noted"),
+    [
+        ({"aux_loss": 0.1, "aux_loss_scope": "batch"}, True),
+        ({"aux_loss": 0.0, "aux_loss_scope": "batch"}, False),
+        ({"aux_loss": 0.1, "aux_loss_scope": "sequence"}, False),
+    ],
+)
+def test_a_load_counted_over_the_batch_is_noted_to_depend_on_the_layout(
+    settings: Any, moe: dict[str, Any], noted: bool
+) -> None:
+    raw = settings()
+    raw["model"] = {**raw["model"], "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, **moe}}
+    notes = " ".join(RunConfig.parse(raw).notes())
+    assert ("depends on batch.micro x data ranks" in notes) == noted

@@ -19,13 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import Store
 
 from mega_ckpt.store import latest
 from mega_common.errors import ConfigError
 from mega_trainer import ranks as ranks_module
 from mega_trainer.config import RunConfig
-from mega_trainer.ranks import Ranks, joined, ranks_of, start_local_ranks, warn_of_restarts
+from mega_trainer.ranks import Ranks, attempt_store, joined, ranks_of, start_local_ranks, warn_of_restarts
 from mega_trainer.train import run
 
 Settings = Callable[..., dict[str, Any]]
@@ -218,19 +219,39 @@ def test_torchrun_does_not_restart_what_was_asked_to_end(settings: Settings, tmp
 
 
 @pytest.mark.parametrize(
-    ("environment", "warned"),
+    ("restarts", "shared", "machines", "warned"),
     [
-        ({}, False),
-        ({"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, False),
-        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
-        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
+        ("0", "True", "2", False),
+        ("3", "False", "2", False),
+        ("3", "True", "1", False),
+        ("3", "True", "2", True),
     ],
 )
-def test_restarts_into_a_shared_store_are_warned_of(
-    environment: dict[str, str], warned: bool, caplog: pytest.LogCaptureFixture
+def test_restarts_of_several_machines_into_a_shared_store_are_warned_of(
+    restarts: str, shared: str, machines: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_restarts(environment)
-    assert ("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warned
+    warn_of_restarts({})
+    warn_of_restarts(
+        {
+            "TORCHELASTIC_MAX_RESTARTS": restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": shared,
+            "GROUP_WORLD_SIZE": machines,
+        }
+    )
+    assert ("requires --rdzv-backend=c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warned
+
+
+def test_an_attempt_does_not_see_the_keys_of_earlier_ones() -> None:
+    shared = HashStore()
+    first, second, again = (
+        attempt_store(shared, {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": count})
+        for count in ("0", "1", "1")
+    )
+    first.set("key", "first")
+    assert not second.check(["key"])
+    second.set("key", "second")
+    assert again.get("key") == b"second"
+    assert attempt_store(shared, {"TORCHELASTIC_USE_AGENT_STORE": "False"}) is shared
 
 
 def test_communicators_are_made_by_their_first_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import typer
 from mega_cli.launch.kubernetes import PodPlan, manifests
 from mega_cli.launch.parts import array_script, parts_manifest, plan_parts
 from mega_cli.launch.slurm import Container, SlurmPlan, batch_script
+from mega_cli.launch.values import KUBERNETES, PATH, SLURM, TEXT, check_value, check_values
 from mega_common.config import apply_overrides, load_yaml
 from mega_common.errors import ConfigError
 from mega_common.log import logger
@@ -78,6 +79,15 @@ def slurm(
 
       mega launch slurm workflow.yaml --stage tokenize --nodes 64 --output tokenize.sh && sbatch tokenize.sh
     """
+    check_texts(run, set_)
+    given = {
+        "name": name, "time": time, "partition": partition, "account": account, "mem": mem, "container": container,
+        "python": python,
+    }  # fmt: skip
+    for option, value in given.items():
+        check_value(option, value, SLURM[option])
+    check_values("prologue", prologue or [], SLURM["prologue"])
+    check_values("mount", mount or [], SLURM["mount"])
     if stage is None:
         check_run(run, set_ or [], nodes * gpus_per_node)
         machines = {"nodes": nodes, "ntasks-per-node": 1, "gpus-per-node": gpus_per_node}
@@ -138,16 +148,29 @@ def kubernetes(
 
       mega launch kubernetes workflow.yaml --stage tokenize --nodes 64 | kubectl apply -f -
     """
+    check_texts(run, set_)
+    for option, value in {"image": image, "volume": volume, "shared-memory": shared_memory}.items():
+        check_value(option, value, KUBERNETES[option])
     if stage is None:
         check_run(run, set_ or [], nodes * gpus_per_node)
     if name is not None and name != dns_label(name):
-        raise ConfigError(f"--name {name}: not a DNS label, as Kubernetes wants it", hint=f"--name {dns_label(name)}")
+        raise ConfigError(f"--name must be a DNS label, found {name!a}", hint=f"--name {dns_label(name)}")
     job = name or dns_label(stage or run.stem)
     if stage is not None:
         _write(parts_manifest(plan_parts(run, stage, nodes), job, image, volume, cpus), output)
         return
     plan = PodPlan(job, nodes, gpus_per_node, image, volume, shared_memory, set_ or [], jobset)
     _write(manifests(plan, run.read_text(encoding="utf-8")), output)
+
+
+def check_texts(run: Path, overrides: list[str] | None) -> None:
+    """Check the words that every script repeats.
+
+    Raises:
+        ConfigError: when one has a control character.
+    """
+    check_value("run", str(run), PATH)
+    check_values("set", overrides or [], TEXT)
 
 
 def check_run(run: Path, overrides: list[str], ranks: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from mega_cli.launch.ranks import ENVIRONMENT, RESTARTS, SAVE_SECONDS, agent_command
+from mega_cli.launch.values import escape_references
 
 PORT = 29500  # each pod has an address of its own
 GROUP = 10001  # of the user in mega's images
@@ -108,7 +109,7 @@ def _pod_spec(plan: PodPlan) -> dict[str, Any]:
     """One machine's pod. When another's is lost, its agent starts its ranks again; they go on from the last save."""
     command = agent_command(
         "python3", plan.nodes, plan.gpus, endpoint=f"{plan.first}:{PORT}", job=plan.job, index="JOB_COMPLETION_INDEX",
-        train=["/config/run.yaml", *(f"--set={item}" for item in plan.overrides)],
+        train=["/config/run.yaml", *(f"--set={escape_references(item)}" for item in plan.overrides)],
     )  # fmt: skip
     container = {
         "name": CONTAINER,

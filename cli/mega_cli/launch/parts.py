@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mega_cli.launch.kubernetes import GROUP, document
 from mega_cli.launch.slurm import WAIT, SlurmPlan
+from mega_cli.launch.values import escape_references
 from mega_cli.workflow_config import Workflow, nearest
 from mega_common.config import load_yaml
 from mega_common.errors import ConfigError
@@ -82,11 +83,13 @@ exit "$status"
 
 def parts_manifest(parts: PartsPlan, job: str, image: str, volume: str, cpus: int) -> str:
     """An Indexed Job with a pod for each part; a part that fails by its input is given up, and the others go on."""
+    words, folder = [escape_references(word) for word in parts.words], Path(escape_references(str(parts.folder)))
+    escaped = replace(parts, words=words, folder=folder)
     container = {
         "name": CONTAINER,
         "image": image,
         "workingDir": "/workspace",
-        "command": ["sh", "-c", parts.line("python3", "$((JOB_COMPLETION_INDEX + 1))")],
+        "command": ["sh", "-c", escaped.line("python3", "$((JOB_COMPLETION_INDEX + 1))")],
         "resources": {"requests": {"cpu": cpus}},
         "volumeMounts": [{"name": "workspace", "mountPath": "/workspace"}],
     }

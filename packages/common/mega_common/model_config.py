@@ -92,7 +92,11 @@ class MoeConfig(Config):
     )
     bias_rate: float = Field(0.0, ge=0, description="by which each step moves the selection bias of every expert")
     aux_loss: float = Field(0.0, ge=0, description="weight of the load balancing loss (arXiv:2101.03961)")
-    aux_loss_scope: Literal["sequence", "batch"] = Field("sequence", description="what the load is counted over")
+    aux_loss_scope: Literal["sequence", "batch"] = Field(
+        "sequence",
+        description="what the load is counted over; batch: one micro-batch of all data ranks, so training depends on "
+        "batch.micro x data ranks",
+    )
     z_loss: float = Field(0.0, ge=0, description="weight of the router's z-loss (arXiv:2202.08906)")
     sinkhorn: bool = Field(
         False, description="training chooses by a matrix balanced over each sequence (arXiv:2202.01169); else by score"

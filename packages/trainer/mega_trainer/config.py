@@ -177,6 +177,12 @@ class RunConfig(Config):
                 f"data.seq_length = {length} is past model.max_position = {model.max_position}: rope goes on, but an export "
                 f"says that positions end at {model.max_position}; set model.max_position={length}"
             )
+        if model.moe and model.moe.aux_loss and model.moe.aux_loss_scope == "batch":
+            yield (
+                "model.moe.aux_loss_scope = batch counts the load over one micro-batch of all data ranks: training depends on "
+                "batch.micro x data ranks, and is the same in other layouts only where that product is; "
+                "set model.moe.aux_loss_scope=sequence for training that does not depend on the layout"
+            )
         last, ended = self.lr_curve()(self.batch.consumed(self.train.steps - 1)), self.lr_schedule.decay_steps
         if not last and ended and self.train.steps - ended > 1:
             yield (

@@ -64,14 +64,27 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
 
 
 def warn_of_restarts(environment: Mapping[str, str]) -> None:
-    """Tell, when torchrun is to start failed ranks again, that they will not find each other in a store it shares."""
+    """Warn when restarted ranks of several machines may not find each other.
+
+    With a store that torchrun shares with its ranks, an attempt is known by torchrun's restart count (`attempt_store`),
+    which may differ between the machines.
+    """
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts != "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts != "0" and shared and environment.get("GROUP_WORLD_SIZE", "1") != "1":
         logger.warning(
-            "torchrun --max-restarts=%s: ranks that are started again meet the keys of those before them in the store that "
-            "torchrun shares with them, and hang or fail; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts",
+            "torchrun --max-restarts=%s on several machines requires --rdzv-backend=c10d and "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun; otherwise restarted ranks may not find "
+            "each other, and hang or fail",
             restarts,
         )
+
+
+def attempt_store(store: Store, environment: Mapping[str, str]) -> Store:
+    """Return the part of `store` for this attempt: a store that torchrun shares still has the keys of earlier ones."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    return PrefixStore(f"attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def tell_torchrun(environment: Mapping[str, str], status: int) -> None:
@@ -105,7 +118,7 @@ def joined(ranks: Ranks, device: str, timeout_seconds: float) -> Iterator[Store 
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(ranks.local_rank)
-    store = next(rendezvous("env://"))[0]
+    store = attempt_store(next(rendezvous("env://"))[0], os.environ)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=PrefixStore("groups", store),
@@ -114,7 +127,7 @@ def joined(ranks: Ranks, device: str, timeout_seconds: float) -> Iterator[Store 
         timeout=timedelta(seconds=2 * timeout_seconds),  # the watch, which knows whom to blame, comes first
     )
     try:
-        yield store.clone()
+        yield store.clone()  # type: ignore[attr-defined]
     finally:
         dist.destroy_process_group()
 

@@ -156,7 +156,7 @@ def train(
                 memory.clear()
             state.roll_back(back, groups.world)
     if memory is not None:
-        memory.clear()
+        memory.close()
     conclude(state, reason)
     return state
 

@@ -21,6 +21,7 @@ from mega_common.presets import preset
 from mega_trainer.comm import Group
 from mega_trainer.config import RunConfig
 from mega_trainer.job.memory import Memory, Whole, keeps_copies
+from mega_trainer.job.private_folder import claim_folder, folder_path, load_key
 from mega_trainer.state import continued, newer_copy, with_epochs
 
 NODES = (1, os.getpid())  # two processes that live as long as the test, as two launchers
@@ -35,12 +36,21 @@ def held(step: int, rank: int) -> dict[str, Sharded]:
     }
 
 
+def output_of(root: Path, output: str = "run") -> Path:
+    return root.parent / f"{root.name}-{output}"
+
+
+def folder(root: Path, node: int) -> Path:
+    """Folder of a launcher's copies."""
+    return folder_path(root, load_key(output_of(root)), node)
+
+
 def memory(root: Path, nodes: tuple[int, ...], output: str = "run", run: str = "job") -> Memory:
     """A new process's."""
     rank, size = dist.get_rank(), dist.get_world_size()
     world = Group("world", tuple(range(size)), rank, dist.group.WORLD)
     environment = {"TORCHELASTIC_RUN_ID": run, "LOCAL_RANK": str(rank % 2)}
-    made = Memory(output, world, environment, nodes[rank // 2], root)
+    made = Memory(str(output_of(root, output)), world, environment, nodes[rank // 2], root)
     dist.barrier()
     return made
 
@@ -65,41 +75,48 @@ def lose_and_find(root: Path, nodes: tuple[int, int]) -> dict[str, Any]:
         first.save(step, held(step, rank), {"consumed": step})
     told["all"] = found(memory(root, nodes))
     told["another run"] = found(memory(root, nodes, run="another"))
-    told["another folder"] = found(memory(root, nodes, output="another"))
+    another = memory(root, nodes, output="another")
+    told["another folder"] = found(another)
+    another.close()
     told["ranks in another order"] = found(memory(root, nodes[::-1]))
     dist.barrier()
     if rank == 0:
-        shutil.rmtree(root / f"mega-{nodes[1]}")
+        shutil.rmtree(folder(root, nodes[1]))
     dist.barrier()
     again = memory(root, nodes)
     told["a machine lost"] = found(again)
     again.save(4, held(4, rank), {"consumed": 4})
     dist.barrier()
-    for folder in nodes if rank == 0 else ():  # killed within the copy of step 4
-        for path in (root / f"mega-{folder}").glob("3.*.json"):
+    for node in nodes if rank == 0 else ():  # killed within the copy of step 4
+        for path in folder(root, node).glob("3.*.json"):
             if '"step": 4' in path.read_text():
                 path.unlink()
     dist.barrier()
     told["a copy cut short"] = found(memory(root, nodes))
     dist.barrier()
     for node in nodes if rank == 0 else ():
-        for path in (root / f"mega-{node}").glob("2.*"):
+        for path in folder(root, node).glob("2.*"):
             path.unlink()
     dist.barrier()
     told["a rank's lost everywhere"] = found(memory(root, nodes))
     again.clear()
+    dist.barrier()
+    told["cleared"] = found(memory(root, nodes))
+    dist.barrier()
+    again.close()
     dist.barrier()
     told["left"] = [path.name for path in root.iterdir()]
     return told
 
 
 def test_ranks_go_on_from_the_newest_step_that_is_whole(tmp_path: Path) -> None:
-    (tmp_path / f"mega-{2**22 + 1}").mkdir()  # of a launcher that is no more
-    for told in run_ranks(lose_and_find, 4, tmp_path, NODES):
+    root, ended = tmp_path / "memory", 2**22 + 1  # a process ID that no launcher has
+    os.close(claim_folder(folder_path(root, b"another run's", ended), ended))
+    for told in run_ranks(lose_and_find, 4, root, NODES):
         assert told == {
             "nothing": None, "all": (3, True), "another run": None, "another folder": None,
             "ranks in another order": (3, True), "a machine lost": (3, True), "a copy cut short": (3, True),
-            "a rank's lost everywhere": None, "left": [],
+            "a rank's lost everywhere": None, "cleared": None, "left": [],
         }  # fmt: skip
 
 
@@ -130,7 +147,7 @@ def bring_to_a_checkpoint(root: Path, nodes: tuple[int, ...], folder: Path) -> t
 def test_copies_of_other_ranks_become_a_checkpoint(tmp_path: Path, lost: bool) -> None:
     run_ranks(keep_rows, 4, tmp_path / "memory", NODES)
     if lost:
-        shutil.rmtree(tmp_path / "memory" / f"mega-{NODES[1]}")
+        shutil.rmtree(folder(tmp_path / "memory", NODES[1]))
     ranks, nodes = (2, NODES[:1]) if lost else (3, NODES)
     told = run_ranks(bring_to_a_checkpoint, ranks, tmp_path / "memory", nodes, tmp_path / "checkpoints")
     assert told == ([(7, 4, 2)] * 2 if lost else [(7, 4, 2), (7, 4, 1), (7, 4, 1)])

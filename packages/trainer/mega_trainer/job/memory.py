@@ -1,9 +1,9 @@
 """Copies of the state in host memory, from which ranks that their launcher starts again go on (GEMINI, SOSP 2023).
 
-    /dev/shm/mega-<launcher's process>/<rank>.<0 or 1>         what a rank holds, box after box, then what boxes
-    /dev/shm/mega-<launcher's process>/<rank>.<0 or 1>.json    written last: of which run and step, and the numbers beside it
+    /dev/shm/mega-<user>-<secret>/<rank>.<0 or 1>         the boxes of a rank, one after another, then their description
+    /dev/shm/mega-<user>-<secret>/<rank>.<0 or 1>.json    written last: signature; run, step, and the numbers beside it
 
-A launcher outlives its ranks, and with it these files. Each rank keeps its own last two copies, for some may have made one
+A launcher outlives its ranks, and with it these files; only the run's user can read them (`private_folder`). Each rank keeps its own last two copies, for some may have made one
 more than others when one of them dies; where there are several launchers, so several machines, a copy goes to a rank of the
 next one, too. All ranks go on from the newest step of which every rank's copy is somewhere, if that is newer than the newest
 checkpoint: as many ranks as before each from its own copy, others from a checkpoint that is made of the copies.
@@ -12,6 +12,7 @@ checkpoint: as many ranks as before each from its own copy, others from a checkp
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import shutil
@@ -33,6 +34,14 @@ from mega_common.files import atomic_file
 from mega_common.log import human, logger
 from mega_trainer.comm import Group, raised_alike
 from mega_trainer.config import RunConfig
+from mega_trainer.job.private_folder import (
+    check_private,
+    claim_folder,
+    folder_path,
+    load_key,
+    sign,
+    sweep_folders,
+)
 
 T = TypeVar("T")
 Held = tuple[int, int, int]  # a copy: of which step, of how many ranks, and of which one
@@ -80,27 +89,38 @@ class Folder:
     """The copies in one launcher's folder: of each rank two, of which one may be being written.
 
     Args:
-        path: where.
-        run: what run they must be of.
+        path: the folder, private to this user.
+        run: identity of the run that made the copies.
+        key: secret of the run, which signs the copies.
     """
 
-    def __init__(self, path: Path, run: str) -> None:
-        self.path, self._run = path, run
+    def __init__(self, path: Path, run: str, key: bytes) -> None:
+        self.path, self._run, self._key = path, run, key
 
     def copies(self) -> dict[Held, int]:
         """Each that is there, and which of the two it is."""
         found = {}
-        for path in sorted(self.path.glob("*.json")):
+        for path in sorted(self.path.glob("[0-9]*.[01].json")):
             rank, slot = map(int, path.stem.split("."))
             with contextlib.suppress(FileNotFoundError):  # another rank of this machine begins a new one
-                told = json.loads(path.read_text())
-                if told["run"] == self._run:
+                told = self._read(path)
+                if told is not None and told["run"] == self._run:
                     found[told["step"], told["ranks"], rank] = slot
         return found
 
     def told(self, rank: int, slot: int) -> dict[str, Any]:
         """What lies beside a copy's bytes."""
-        told: dict[str, Any] = json.loads((self.path / f"{rank}.{slot}.json").read_text())
+        told = self._read(self.path / f"{rank}.{slot}.json")
+        assert told is not None  # `copies` has found it
+        return told
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """Read a manifest; None, with a warning, when this run has not signed it."""
+        signature, _, text = path.read_bytes().partition(b"\n")
+        if not hmac.compare_digest(signature, sign(self._key, path.name, text).encode()):
+            logger.warning("%s is not signed by this run; the copy is ignored", path)
+            return None
+        told: dict[str, Any] = json.loads(text)
         return told
 
     def boxes(self, rank: int, slot: int) -> dict[str, Sharded]:
@@ -124,9 +144,9 @@ class Folder:
         if size is None:
             size = path.stat().st_size
         else:
-            self.path.mkdir(parents=True, exist_ok=True)
+            check_private(self.path)
             (self.path / f"{rank}.{slot}.json").unlink(missing_ok=True)
-            with open(path, "ab") as stream:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "ab") as stream:
                 try:
                     stream.truncate(size)
                     os.posix_fallocate(stream.fileno(), 0, max(1, size))
@@ -138,8 +158,14 @@ class Folder:
 
     def conclude(self, rank: int, slot: int, told: Mapping[str, Any]) -> None:
         """A copy is whole; what is told beside it is that of `told`."""
-        with atomic_file(self.path / f"{rank}.{slot}.json", text=True) as stream:
-            json.dump({**told, "run": self._run}, stream)
+        path, text = self.path / f"{rank}.{slot}.json", json.dumps({**told, "run": self._run}).encode()
+        with atomic_file(path) as stream:
+            stream.write(sign(self._key, path.name, text).encode() + b"\n" + text)
+
+    def remove_copies(self) -> None:
+        """Remove all copies; the folder and its lock stay."""
+        for path in self.path.glob("[0-9]*"):
+            path.unlink(missing_ok=True)
 
 
 class Memory:
@@ -158,9 +184,14 @@ class Memory:
     ) -> None:
         self._world, self._leads = world, environment.get("LOCAL_RANK", "0") == "0"
         run = f"{Path(output).resolve()} {environment.get('TORCHELASTIC_RUN_ID')}"
-        self._folder = Folder(root / f"mega-{launcher}", run)
+        with raised_alike(world):
+            key = load_key(Path(output)) if world.rank == 0 else b""
+        key = self._gathered(key)[0]
+        self._folder = Folder(folder_path(root, key, launcher), run, key)
         if self._leads:
-            _sweep(root)
+            sweep_folders(root)
+        with raised_alike(world):
+            self._lock = claim_folder(self._folder.path, launcher)  # held until this process ends
         here = (socket.gethostname(), str(self._folder.path))
         everyone = self._gathered((here, list(self._folder.copies())))
         nodes, self._copies = [node for node, _ in everyone], [set(copies) for _, copies in everyone]
@@ -257,10 +288,16 @@ class Memory:
         self._newest = slots
 
     def clear(self) -> None:
-        """The run has saved, or goes back: no copy is of use any more."""
+        """Remove the copies: the run has saved, or rolls back."""
+        if self._leads:
+            self._folder.remove_copies()
+        self._newest = {}
+
+    def close(self) -> None:
+        """Remove the folder at the end of the run."""
+        os.close(self._lock)
         if self._leads:
             shutil.rmtree(self._folder.path, ignore_errors=True)
-        self._newest = {}
 
 
 def described(tensors: Mapping[str, Sharded]) -> Tensor:
@@ -294,13 +331,3 @@ def _taker(nodes: Sequence[object], rank: int) -> int | None:
     following = order[(order.index(nodes[rank]) + 1) % len(order)]
     there = [other for other, node in enumerate(nodes) if node == following]
     return there[here.index(rank) % len(there)]
-
-
-def _sweep(root: Path) -> None:
-    """Remove the folders of launchers that are no more."""
-    for path in root.glob("mega-*"):
-        if (
-            path.name.removeprefix("mega-").isdecimal()
-            and not Path(f"/proc/{path.name.removeprefix('mega-')}").exists()
-        ):
-            shutil.rmtree(path, ignore_errors=True)
