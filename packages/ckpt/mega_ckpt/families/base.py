@@ -184,11 +184,18 @@ class Family:
             if copy != self.head if names is None else copy in names:
                 original = next(disk for disk in table.values() if disk.slabs[0].name == name)
                 table[copy] = replace(original, name=copy)
+                if names is not None and not names & self._spellings(original.name):
+                    del table[original.name]  # a shared tensor may be stored under either name alone
         if names is not None and not any(name.startswith(self.prefix) for name in names):
             table = {disk.name: disk for disk in (_renamed(disk, self.prefix, "") for disk in table.values())}
         if names is not None and any(name.startswith(_INNER) for name in names):
             table = {disk.name: disk for disk in (_renamed(disk, self.prefix, _INNER) for disk in table.values())}
         return table
+
+    def _spellings(self, name: str) -> set[str]:
+        """Return the names that a disk tensor has in a folder of the family: with its prefix, without, or within a larger model."""
+        bare = name.removeprefix(self.prefix)
+        return {name, bare, _INNER + bare}
 
     def copies(self, model: ModelConfig) -> dict[str, str]:
         """Disk tensors that repeat a canonical one: a tied head, where it is stored, and the ends of further predictors."""

@@ -66,10 +66,13 @@ class HfSource(DiskSource):
         files = open_weights(folder)
         self._trained, tensors = files.trained, files.tensors
         self._spoken = spoken(self.family, tensors) if files.foreign else self.family
-        if files.foreign:
-            tensors = unprefixed(tensors, set(self._spoken.table(described)))
+        headers = files.headers
+        if files.foreign or described.vision is None:
+            bare = unprefixed(tensors, self._spoken.table(described))
+            headers = headers if bare.keys() == tensors.keys() else {}
+            tensors = bare
         disk, quantised = dequantised(tensors, self._raw, folder)
-        self._headers = {} if quantised else files.headers
+        self._headers = {} if quantised else headers
         model = self._spoken.as_held(described, disk)
         table = checked_table(self._spoken, model, {name: stored.shape for name, stored in disk.items()}, folder)
         super().__init__(folder, model, table, disk, quantised)
@@ -164,7 +167,9 @@ def check_table(
     """
     missing = table.keys() - held.keys()
     if missing:
-        raise CheckpointError(f"{source}: the tensor {some(missing)} is missing")
+        others = held.keys() - table.keys()
+        hint = f"the files hold {some(others)}, which is not one of a {kind} model with this {config}" if others else None
+        raise CheckpointError(f"{source}: the tensor {some(missing)} is missing", hint=hint)
     unknown = held.keys() - table.keys()
     if unknown:
         raise CheckpointError(
