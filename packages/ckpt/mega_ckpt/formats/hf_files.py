@@ -62,15 +62,21 @@ def open_weights(folder: Place) -> WeightFiles:
         return files
     if len(set(names.values())) < len(names):
         twice = next(name for name in wrapped if names[name] in names or list(names.values()).count(names[name]) > 1)
-        raise CheckpointError(f"{folder}: the files hold {names[twice]} twice, once as {twice}", hint="leave one of the two in")
-    logger.info("%s: tensor names are those of a wrapped module (%s); read as %s", folder, wrapped[0], names[wrapped[0]])
+        raise CheckpointError(
+            f"{folder}: the files hold {names[twice]} twice, once as {twice}", hint="leave one of the two in"
+        )
+    logger.info(
+        "%s: tensor names are those of a wrapped module (%s); read as %s", folder, wrapped[0], names[wrapped[0]]
+    )
 
     def trained() -> NamedState | None:
         state = files.trained()
         return None if state is None else state.renamed(unwrapped)
 
     # without headers: what is written from these weights has the names of the model
-    return WeightFiles({names[name]: one for name, one in files.tensors.items()}, trained=trained, foreign=files.foreign)
+    return WeightFiles(
+        {names[name]: one for name, one in files.tensors.items()}, trained=trained, foreign=files.foreign
+    )
 
 
 def _open(folder: Place) -> WeightFiles:
