@@ -79,7 +79,7 @@ class Generation(Body):
 
     def sampling(self, own: Mapping[str, Any]) -> Sampling:
         """How tokens are drawn, by the model's `own` settings where nothing else is said; without a seed by any."""
-        names = Sampling.model_fields.keys() & self.model_fields_set
+        names = Sampling.model_fields.keys() & self.model_fields_set - (self.model_extra or {}).keys()
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if given.get("top_k", 1) < 1:
             given["top_k"] = None
