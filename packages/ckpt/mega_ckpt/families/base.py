@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mega_ckpt.families.keys import Entry, MismatchError, Only, Raw
+from mega_ckpt.families.keys import Entry, Fixed, MismatchError, Only, Raw
 from mega_ckpt.families.layouts import DiskTensor, Rule, disk_tensors
-from mega_ckpt.families.plain import TRAINING_FIELDS, plain
+from mega_ckpt.families.plain import OF_ATTENTION, TRAINING_FIELDS, plain
 from mega_ckpt.families.rope import unread_parameters
 from mega_ckpt.names import EMBEDDING, HEAD, tensors_of
 from mega_common.errors import CheckpointError, ConfigError
@@ -146,7 +146,7 @@ class Family:
 
     def problems(self, model: ModelConfig) -> list[str]:
         """The settings of `model` that this family's config.json cannot express; empty when it fits."""
-        found, model = [], plain(model)
+        found, model = [], self.fitted(model)
         for entry in self.entries:
             try:
                 entry.write(model)
@@ -167,8 +167,19 @@ class Family:
             scores = self.architecture.replace("ForCausalLM", SCORES)
             out |= {"architectures": [scores], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         for entry in self.entries:
-            out |= entry.write(plain(model))
+            out |= entry.write(self.fitted(model))
         return out
+
+    def fitted(self, model: ModelConfig) -> ModelConfig:
+        """Return the plain form of `model`; one without attention has the family's own values for settings of attention."""
+        model = plain(model)
+        if any(kind.mixer == "attention" for kind in model.kinds):
+            return model
+        fixed = {
+            name: value for entry in self.entries if isinstance(entry, Fixed) for name, value in entry.values.items()
+        }
+        unasked = OF_ATTENTION | ({"position"} if model.position == "none" else set())
+        return model.model_copy(update={name: value for name, value in fixed.items() if name in unasked})
 
     def table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
         """What `model` is on disk, {disk name: DiskTensor}.
