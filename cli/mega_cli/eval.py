@@ -324,6 +324,7 @@ def generate_command(
     """Continue prompts. A single one is printed as it is written; nothing but the continuation goes to standard output.
 
     How tokens are drawn is what the model's generation_config.json says, as far as no option says otherwise.
+    A setting of that file which is not supported (beams, stop strings, ...) is named in a warning.
     """
     prompts, rule = _prompts(prompt or [], prompt_file), None if grammar is None else _text_of(grammar)
     if image and len(prompts) > 1:

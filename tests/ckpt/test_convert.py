@@ -175,7 +175,7 @@ def trained(root: Path, changes: dict[str, Any], assets: Path | None = None, ste
         ({"norm_position": "post", "qk_norm": True, "qk_norm_span": "all"}, "olmo2"),
         ({**GPT, "position": "rope", "parallel_residual": True}, "gpt_neox"),
         ({"sliding_window": 8, "full_attention_layers": [1]}, "ministral"),
-        ({"rope": LONG}, "phi3"),
+        ({"rope": LONG}, "llama"),
         ({**GEMMA, "attention_softcap": 5.0}, "gemma2"),
         ({**GEMMA, "qk_norm": True, "local_rope": {"theta": 100.0}}, "gemma3_text"),
         ({"moe": MOE}, "mixtral"),

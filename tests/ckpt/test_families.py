@@ -136,7 +136,8 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
     ("raw", "told"),
     [
         ({**LLAMA, "per_layer_config": {"1": {"hidden_act": "relu"}}}, "per_layer_config"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope' wants"),
+        ({**MIXTRAL, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor of rope_type 'linear' is missing"),
         ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "not one set of parameters"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -372,7 +373,7 @@ BIASES = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
                     "long_factor": [2.0, 3.0],
                 }
             },
-            "phi3",
+            "llama",
         ),
         ({**GEMMA_LIKE, "attention_softcap": 50.0, "logit_softcap": 30.0}, "gemma2"),
         ({**GEMMA_LIKE, "qk_norm": True, "local_rope": {"theta": 100.0}}, "gemma3_text"),

@@ -18,6 +18,7 @@ from mega_ckpt.convert import convert
 from mega_ckpt.formats.hf import HfSource
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile, write_file
 from mega_ckpt.names import tensors_of
+from mega_ckpt.source import tell_unread, uncomputed_parts
 from mega_common.errors import CheckpointError
 
 LLAMA, GPT2 = "llama-biases-head-llama3", "gpt2"
@@ -135,6 +136,40 @@ def test_the_text_part_of_a_model_that_sees_images(case: str, tmp_path: Path) ->
     convert(whole, mega, "mega")
     convert(mega, back, "hf")
     assert content(back) == content(whole)
+
+
+@pytest.mark.parametrize(
+    ("names", "parts"),
+    [
+        ([], []),
+        (["model.layers.0.self_attn.rotary_emb.inv_freq"], []),
+        (["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"], []),
+        (["vision_tower.vision_model.embeddings.position_ids"], []),
+        (["visual.rotary_pos_emb.inv_freq"], []),
+        (["model.visual.pos_embed.weight"], ["vision encoder"]),
+        (["visual.blocks.0.norm1.weight", "visual.blocks.0.norm2.weight"], ["vision encoder"]),
+        (["model.vision_tower.vision_model.head.probe"], []),
+        (["model.vision_tower.blocks.0.norm1.weight"], ["vision encoder"]),
+        (["mtp.norm.weight"], ["multi-token prediction block"]),
+        (["model.mtp.fc.weight"], ["multi-token prediction block"]),
+        (["mtp.norm.weight", "model.visual.pos_embed.weight"], ["multi-token prediction block", "vision encoder"]),
+    ],
+)
+def test_parts_that_are_carried_and_not_computed_are_known(names: list[str], parts: list[str]) -> None:
+    assert list(uncomputed_parts(names)) == parts
+
+
+@pytest.mark.parametrize(("training", "fate"), [(False, "copied by a conversion"), (True, "neither trained nor saved")])
+def test_a_vision_encoder_that_is_only_carried_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, training: bool, fate: str
+) -> None:
+    folder = save_model(tmp_path / "hf", "qwen3_5")
+    save_file(on_disk(folder) | {"model.visual.pos_embed.weight": torch.ones(3, 2)}, folder / "model.safetensors")
+    with caplog.at_level("WARNING"):
+        tell_unread(HfSource(folder), training=training)
+    (line,) = [record.getMessage() for record in caplog.records if "vision encoder" in record.getMessage()]
+    assert "model.visual.pos_embed.weight" in line
+    assert fate in line
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import save_tiny, variant
+import transformers
+from encoder_decoders import published
+from tiny_models import VARIANTS, save_tiny, variant
 
 from mega_ckpt.convert import Options, convert
-from mega_ckpt.families import family_named
+from mega_ckpt.families import family_for, family_named
 from mega_common.errors import CheckpointError, DataError
 from mega_data.files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import train_tokenizer
@@ -71,3 +74,50 @@ def test_tokens_of_a_data_set(folder: Path, tmp_path: Path) -> None:
     assert (found.tokens, found.what) == (4, str(tmp_path / "good"))
     with pytest.raises(DataError, match="outside the model's vocabulary"):
         compare_logits(folder, folder, tmp_path / "bad")
+
+
+ENCODERS = [name for name, fields in VARIANTS.items() if fields.get("causal") is False]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_are_compared_by_hidden_states_and_heads(tmp_path: Path, name: str) -> None:
+    config = variant(name)
+    save_tiny(tmp_path / "hf", family_for(config), config)
+    convert(tmp_path / "hf", tmp_path / "mega", "mega")
+    assert compare_logits(tmp_path / "hf", tmp_path / "mega").difference == 0.0
+    differs(tmp_path / "hf", tmp_path / "other", "layer_norm_eps norm_eps", 0.1)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"tie_word_embeddings": False}, {"feed_forward_proj": "gated-gelu"}, {"num_decoder_layers": 1}]
+)
+def test_encoder_decoders_are_compared_by_logits(tmp_path: Path, more: dict[str, Any]) -> None:
+    published(tmp_path / "hf", **more)
+    convert(tmp_path / "hf", tmp_path / "mega", "mega")
+    assert compare_logits(tmp_path / "hf", tmp_path / "mega").difference == 0.0
+    differs(tmp_path / "hf", tmp_path / "other", "relative_attention_max_distance", 6)
+
+
+def test_reward_models_are_compared_by_scores(tmp_path: Path) -> None:
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = transformers.LlamaConfig(**sizes, num_labels=1, pad_token_id=0)
+    transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "mega", "mega")
+    assert compare_logits(tmp_path / "hf", tmp_path / "mega").difference == 0.0
+    differs(tmp_path / "hf", tmp_path / "other", "rms_norm_eps", 0.1)
+
+
+def differs(folder: Path, other: Path, keys: str, value: float) -> None:
+    """Check that another value of a setting, under the first of `keys` that is there, is noticed."""
+    shutil.copytree(folder, other)
+    raw = json.loads((other / "config.json").read_text())
+    raw[next(key for key in keys.split() if key in raw)] = value
+    (other / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="not the same model"):
+        compare_logits(folder, other)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mega_ckpt.convert import convert
 from mega_ckpt.families import family_named
-from mega_ckpt.shrink import Importance, Sizes, shrink
+from mega_ckpt.shrink import Importance, Sizes, shrink, shrunk_model
 from mega_ckpt.source import Source, open_source
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
@@ -108,7 +108,7 @@ def ours(path: Path) -> Tensor:
     [
         ("llama", Sizes(2, 30, 2, 16)),
         ("gpt2", Sizes(layers=1, ffn=20, heads=3, hidden=18)),
-        ("olmo2", Sizes(2, 24, 3, 18)),
+        ("olmo2", Sizes(2, 24, None, 18)),
         ("gemma3", Sizes(2, 11, 3, 18)),
     ],
 )
@@ -127,6 +127,15 @@ def test_a_smaller_model_is_one_of_its_family(name: str, sizes: Sizes, tmp_path:
     with torch.no_grad():
         theirs = transformed(tmp_path / "hf")(WINDOWS[0]).logits
     torch.testing.assert_close(theirs, ours(tmp_path / "mega"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(heads=heads, ffn=ffn) for heads in (1, 2, 3) for ffn in (None, 24)])
+def test_heads_under_a_norm_over_all_of_them_are_not_cut(sizes: Sizes) -> None:
+    fields = {"qk_norm": True, "qk_norm_span": "all"}
+    with pytest.raises(ConfigError, match=r"--heads \d is not supported .* qk_norm_span = all"):
+        shrunk_model(ModelConfig.parse({**BASE, **fields}), sizes)
+    for others in ({"qk_norm_span": "head"}, {"qk_norm": False, "qk_norm_span": "head"}):
+        shrunk_model(ModelConfig.parse({**BASE, **fields, **others}), sizes)
 
 
 def test_layers_without_function_leave_the_model_as_it_was(tmp_path: Path) -> None:

@@ -100,6 +100,12 @@ def shrunk_model(model: ModelConfig, sizes: Sizes, layers: Sequence[int] | None 
     heads, group = new["heads"], model.num_attention_heads // model.kv_heads
     if model.kv_heads > 1 and heads % group:
         raise ConfigError(f"--heads {heads}: {group} query heads share a key/value head", hint=f"a multiple of {group}")
+    if heads < model.num_attention_heads and model.qk_norm and model.qk_norm_span == "all":
+        raise ConfigError(
+            f"--heads {heads} is not supported for a model whose query and key norms span all heads (model.qk_norm_span = all): "
+            "the mean square that divides the remaining heads would change",
+            hint="cut --ffn, --hidden or --layers",
+        )
     found: dict[str, Any] = model.model_dump(exclude_unset=True) | {
         "num_layers": new["layers"], "ffn_hidden_size": new["ffn"], "num_attention_heads": heads,
         "hidden_size": new["hidden"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,10 +38,16 @@ from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Shape, Sharded, crop
 from mega_ckpt.store import Checkpoint, latest
 from mega_common.errors import CheckpointError
+from mega_common.log import logger
 from mega_common.model_config import ModelConfig
 from mega_common.remote import Place, content_of, place
 
 ASSETS = "assets"
+# Tensors that some families carry as buffers, though they are weights of a part that mega has no code for.
+_UNCOMPUTED = {
+    "vision encoder": r"(model\.)?(visual|vision_tower|vision_model)\.(?!(.*\.)?(head\..*|inv_freq|position_ids)$)",
+    "multi-token prediction block": r"(model\.)?mtp\.",
+}
 
 
 class Source(Protocol):
@@ -261,10 +267,30 @@ def model_at(path: str | Place, *, tell: bool = False) -> ModelConfig:
     return model
 
 
-def tell_unread(source: Source) -> None:
-    """Warn of what a HuggingFace folder says and nothing reads."""
+def tell_unread(source: Source, *, training: bool = False) -> None:
+    """Warn of keys of a HuggingFace folder that nothing reads, and of parts of the model that mega does not run.
+
+    Args:
+        source: the weights to convert, to run or, with `training`, to start a run from.
+        training: whether checkpoints of a run follow, which have no such parts.
+    """
     if isinstance(source, HfSource):
         warn_of_unread(source.folder / CONFIG, source.unread, source.model)
+    fate = (
+        "neither trained nor saved with the run" if training else "copied by a conversion, but neither run nor trained"
+    )
+    for part, names in uncomputed_parts(source.buffers()).items():
+        logger.warning("the %s of this model (%s) is not supported: it is %s", part, some(names), fate)
+
+
+def uncomputed_parts(buffers: Iterable[str]) -> dict[str, list[str]]:
+    """Group the tensors among `buffers` that belong to parts of a model which mega does not run, by part."""
+    found: dict[str, list[str]] = {}
+    for name in buffers:
+        part = next((part for part, pattern in _UNCOMPUTED.items() if re.match(pattern, name)), None)
+        if part is not None:
+            found.setdefault(part, []).append(name)
+    return found
 
 
 def _only_model(folder: Path, files: Sequence[Path]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from mega_ckpt.source import Source, open_source
 from mega_common.errors import CheckpointError
 from mega_common.remote import Place
 from mega_data.files.indexed import IndexedReader
+from mega_eval.encoder_decoder import hidden
 from mega_eval.load import load_model, load_tokenizer
 from mega_eval.perplexity import check_vocabulary
+from mega_trainer.model.decoder import Decoder
 
 TOKENS = 256
 TEXT = """The quick brown fox jumps over the lazy dog. In 1843 Ada Lovelace wrote the first program, for a machine that
@@ -103,10 +106,29 @@ def _tokens(path: str | Place, source: Source, data: Path | None) -> tuple[list[
 
 @torch.inference_mode()
 def _logits(path: str | Place, tokens: list[int], dtype: torch.dtype) -> Tensor:
-    """[1, S, V] on the host."""
-    model = load_model(path, dtype=dtype)
+    """Return all that a model computes of the tokens, as one vector on the host.
+
+    That is the logits of a decoder and of an encoder-decoder, which reads the tokens and predicts them; the scores of a reward
+    model; the last hidden states of an encoder, and what its heads make of them.
+    """
+    model = load_model(path, dtype=dtype, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
     ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
-    return model.logits(model(model.embed(ids, positions), model.context(positions)))
+    if model.config.encoder is not None:
+        return model.logits(hidden(model, [tokens], [[model.config.encoder.start_token, *tokens[:-1]]])).flatten()
+    x = model(model.embed(ids, positions), model.context(positions))
+    if model.config.causal:
+        return model.logits(x).flatten()
+    return torch.cat([output.flatten() for output in _encoder_outputs(model, x)])
+
+
+def _encoder_outputs(model: Decoder, x: Tensor) -> Iterator[Tensor]:
+    """Yield the hidden states [1, S, D] of an encoder's residual stream, and the outputs of the heads that it has."""
+    states, pooler = model.head.norm(x), model.head.pooler
+    yield states
+    if model.config.masked_lm is not None:
+        yield model.logits(x)
+    if pooler is not None:
+        yield pooler.logits(states) if model.config.sentence_pairs else pooler(states)
 
 
 def _coarsest(source: Source) -> torch.dtype:

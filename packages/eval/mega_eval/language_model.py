@@ -25,7 +25,16 @@ from mega_data.tokenizer import Tokenizer
 from mega_eval.adapters import Beside
 from mega_eval.chat import load_chat_template
 from mega_eval.generate import Completion, Draft, Prompt, generate, stream
-from mega_eval.load import PRECISIONS, Kind, device_named, end_tokens, load_model, load_tokenizer, own_sampling
+from mega_eval.load import (
+    PRECISIONS,
+    Kind,
+    device_named,
+    end_tokens,
+    load_model,
+    load_tokenizer,
+    own_sampling,
+    warn_of_unsupported,
+)
 from mega_eval.sampling import Sampling
 from mega_eval.score import Score, score
 from mega_eval.text import Limits
@@ -107,6 +116,8 @@ class LanguageModel:
             mtp=draft == "mtp",
         )
         selection = None if beside is None else beside.choice.selection
+        if groups is None or groups.tp.rank == groups.pp.rank == 0:
+            warn_of_unsupported(path)
         return cls(path, model, words, end_tokens(path, words), own_sampling(path), guesses, selection)
 
     def sampling(self, **settings: Any) -> Sampling:

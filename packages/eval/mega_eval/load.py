@@ -6,7 +6,7 @@ A folder is a mega checkpoint, a run (its newest checkpoint) or a HuggingFace fo
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from mega_common.parsing import parse_json
 from mega_common.remote import Place
 from mega_data.tokenizer import Tokenizer
 from mega_eval.adapters import Beside, held_by
+from mega_eval.generation_config import GENERATION_KEYS, sampling_settings, token_list, unsupported_settings
 from mega_eval.stages import StagedDecoder
 from mega_trainer.mesh import Groups
 from mega_trainer.model.builder import Builder
@@ -138,19 +139,31 @@ def end_tokens(path: str | Place, tokenizer: Tokenizer) -> frozenset[int]:
     found = {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
     assets = open_source(path).assets()
     for name in ("generation_config.json", "config.json"):
-        found.update(_listed(_mapping(assets.get(name)).get("eos_token_id")))
+        found.update(token_list(_mapping(assets.get(name)).get("eos_token_id")))
     return frozenset(found)
 
 
 def own_sampling(path: str | Place) -> dict[str, Any]:
-    """How the model's own generation_config.json wants tokens drawn: settings of `Sampling`, as far as it names them."""
-    raw = _mapping(open_source(path).assets().get("generation_config.json"))
-    found = {name: raw[name] for name in ("repetition_penalty",) if raw.get(name) is not None}
-    if raw.get("do_sample"):
-        drawn = ("temperature", "top_k", "top_p", "min_p")
-        # transformers writes a top_k of 0 for none
-        found |= {"temperature": 1.0} | {name: raw[name] for name in drawn if raw.get(name)}
-    return found
+    """Return the settings of `Sampling` that the model's own files give, read as transformers reads them."""
+    return sampling_settings(_generation_config(path))
+
+
+def warn_of_unsupported(path: str | Place) -> None:
+    """Warn once of generation settings in the model's own files that change the text and are not supported."""
+    if unsupported := unsupported_settings(_generation_config(path)):
+        message = (
+            "%s: its generation config sets %s, which mega does not support; texts differ from those of transformers"
+        )
+        logger.warning(message, path, ", ".join(unsupported))
+
+
+def _generation_config(path: str | Place) -> Mapping[str, Any]:
+    """Return generation_config.json, or, where there is none, the generation settings of config.json, as transformers does."""
+    assets = open_source(path).assets()
+    if "generation_config.json" in assets:
+        return _mapping(assets["generation_config.json"])
+    raw = _mapping(assets.get("config.json"))
+    return {name: value for name, value in raw.items() if name in GENERATION_KEYS}
 
 
 def _mapping(asset: Path | bytes | None) -> Mapping[str, Any]:
@@ -161,13 +174,6 @@ def _mapping(asset: Path | bytes | None) -> Mapping[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{asset if isinstance(asset, Path) else 'assets'}: not valid JSON ({error})") from None
     return raw if isinstance(raw, dict) else {}
-
-
-def _listed(value: object) -> Iterator[int]:
-    """Such settings are a token, a list of tokens or null."""
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, int):
-            yield item
 
 
 def check_length(config: ModelConfig, length: int, what: str) -> None:

@@ -9,10 +9,11 @@ Legend: V vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from mega_common.config import Config
@@ -50,6 +51,20 @@ class Sampling(Config):
         allow_inf_nan=False,
         description="taken from the score of a token for each time that it was generated before",
     )
+    no_repeat_ngram_size: NonNegativeInt = Field(
+        0, description="no sequence of so many tokens appears twice, the prompt's counted"
+    )
+    bad_words_ids: list[Annotated[list[NonNegativeInt], Field(min_length=1)]] = Field(
+        [], description="sequences of tokens that never appear"
+    )
+    suppress_tokens: list[int] = Field([], description="tokens that are never chosen")
+    begin_suppress_tokens: list[int] = Field([], description="tokens that are not chosen first")
+    forced_bos_token_id: NonNegativeInt | None = Field(
+        None, description="second token of a sequence, after a prompt of one token or an encoder-decoder's start token"
+    )
+    min_length: NonNegativeInt = Field(0, description="fewest tokens, the prompt's counted, before `min_length_ends`")
+    min_new_tokens: NonNegativeInt = Field(0, description="fewest new tokens before `min_length_ends`")
+    min_length_ends: list[int] = Field([], description="tokens that end a text, for the two settings before")
     seed: int = 0
 
     @property
@@ -60,7 +75,14 @@ class Sampling(Config):
     @property
     def penalises(self) -> bool:
         """Whether scores depend on the tokens before."""
-        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+        return self.restricts or bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def restricts(self) -> bool:
+        """Whether some tokens may not be chosen at some positions."""
+        shorter = self.min_length_ends and (self.min_length or self.min_new_tokens)
+        lists = self.bad_words_ids or self.suppress_tokens or self.begin_suppress_tokens
+        return bool(self.no_repeat_ngram_size or lists or shorter or self.forced_bos_token_id is not None)
 
 
 def penalised(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
@@ -79,7 +101,40 @@ def penalised(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generat
             torch.tensor(column, device=device) for column in zip(*Counter(generated).items(), strict=True)
         )
         scores[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(scores.dtype)
-    return scores
+    return restricted(scores, sampling, prompt, generated) if sampling.restricts else scores
+
+
+def restricted(scores: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
+    """Lower the scores [V] of tokens that may not be chosen to the least number, as transformers lowers them to -inf.
+
+    A finite number leaves a token to choose where a grammar permits none of the others.
+    """
+    forced, lowest = sampling.forced_bos_token_id, torch.finfo(scores.dtype).min
+    if forced is not None and forced < len(scores) and len(prompt) + len(generated) == 1:
+        scores = torch.full_like(scores, lowest).index_fill(0, torch.tensor([forced], device=scores.device), 0.0)
+    banned = {token for token in _banned(sampling, prompt, generated) if 0 <= token < len(scores)}
+    if not banned:
+        return scores
+    return scores.index_fill(0, torch.tensor(sorted(banned), device=scores.device), lowest)
+
+
+def _banned(sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Iterator[int]:
+    """Yield the tokens that may not follow."""
+    tokens = [*prompt, *generated]
+    if size := sampling.no_repeat_ngram_size:
+        last = tokens[len(tokens) - size + 1 :]
+        for start in range(len(tokens) - size + 1):
+            if tokens[start : start + size - 1] == last:
+                yield tokens[start + size - 1]
+    for *before, token in sampling.bad_words_ids:
+        alone = not before and token in sampling.min_length_ends
+        if not alone and len(before) < len(tokens) and tokens[len(tokens) - len(before) :] == before:
+            yield token
+    if len(tokens) < sampling.min_length or len(generated) < sampling.min_new_tokens:
+        yield from sampling.min_length_ends
+    yield from sampling.suppress_tokens
+    if len(generated) == int(len(prompt) <= 1 and sampling.forced_bos_token_id is not None):
+        yield from sampling.begin_suppress_tokens
 
 
 def most_likely(logits: Tensor) -> list[int]:

@@ -254,7 +254,7 @@ def load_start(state: TrainState, path: str, world: Group, tokenizer: Tokenizer 
     found, lora = open_source(path), state.config.lora
     source = with_vocabulary(state.config, found, tokenizer)
     if world.rank == 0:
-        tell_unread(source)
+        tell_unread(source, training=True)
     fresh_head = {SCORE} - {*source.keys()}  # which a language model has not got
     load_stages(source, state.stages, lambda name: not is_adapter(name) and name not in fresh_head)
     logger.info("starting from the weights of %s", path)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mega_ckpt.families.keys import Entry, MismatchError, Only, Raw
+from mega_ckpt.families.keys import Entry, Fixed, MismatchError, Only, Raw
 from mega_ckpt.families.layouts import DiskTensor, Rule, disk_tensors
-from mega_ckpt.families.plain import TRAINING_FIELDS, plain
+from mega_ckpt.families.plain import OF_ATTENTION, TRAINING_FIELDS, plain
 from mega_ckpt.families.rope import unread_parameters
 from mega_ckpt.names import EMBEDDING, HEAD, tensors_of
 from mega_common.errors import CheckpointError, ConfigError
@@ -146,7 +146,7 @@ class Family:
 
     def problems(self, model: ModelConfig) -> list[str]:
         """The settings of `model` that this family's config.json cannot express; empty when it fits."""
-        found, model = [], plain(model)
+        found, model = [], self.fitted(model)
         for entry in self.entries:
             try:
                 entry.write(model)
@@ -167,8 +167,19 @@ class Family:
             scores = self.architecture.replace("ForCausalLM", SCORES)
             out |= {"architectures": [scores], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         for entry in self.entries:
-            out |= entry.write(plain(model))
+            out |= entry.write(self.fitted(model))
         return out
+
+    def fitted(self, model: ModelConfig) -> ModelConfig:
+        """Return the plain form of `model`; one without attention has the family's own values for settings of attention."""
+        model = plain(model)
+        if any(kind.mixer == "attention" for kind in model.kinds):
+            return model
+        fixed = {
+            name: value for entry in self.entries if isinstance(entry, Fixed) for name, value in entry.values.items()
+        }
+        unasked = OF_ATTENTION | ({"position"} if model.position == "none" else set())
+        return model.model_copy(update={name: value for name, value in fixed.items() if name in unasked})
 
     def table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
         """What `model` is on disk, {disk name: DiskTensor}.
@@ -184,11 +195,18 @@ class Family:
             if copy != self.head if names is None else copy in names:
                 original = next(disk for disk in table.values() if disk.slabs[0].name == name)
                 table[copy] = replace(original, name=copy)
+                if names is not None and not names & self._spellings(original.name):
+                    del table[original.name]  # a shared tensor may be stored under either name alone
         if names is not None and not any(name.startswith(self.prefix) for name in names):
             table = {disk.name: disk for disk in (_renamed(disk, self.prefix, "") for disk in table.values())}
         if names is not None and any(name.startswith(_INNER) for name in names):
             table = {disk.name: disk for disk in (_renamed(disk, self.prefix, _INNER) for disk in table.values())}
         return table
+
+    def _spellings(self, name: str) -> set[str]:
+        """Return the names that a disk tensor has in a folder of the family: with its prefix, without, or within a larger model."""
+        bare = name.removeprefix(self.prefix)
+        return {name, bare, _INNER + bare}
 
     def copies(self, model: ModelConfig) -> dict[str, str]:
         """Disk tensors that repeat a canonical one: a tied head, where it is stored, and the ends of further predictors."""

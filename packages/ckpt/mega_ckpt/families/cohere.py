@@ -43,7 +43,7 @@ COHERE2 = Family(
     architecture="Cohere2ForCausalLM",
     entries=(
         *_SHARED,
-        Heads(explicit_dim=False, derived=True),
+        Heads(explicit_dim=False),
         Rope(interleaved=True),
         RotatedWindows(every_key="sliding_window_pattern"),
         Fixed({"qk_norm": False}),

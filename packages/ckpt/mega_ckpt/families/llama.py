@@ -5,7 +5,7 @@ from __future__ import annotations
 from mega_ckpt.families.base import Family
 from mega_ckpt.families.common import DECODER
 from mega_ckpt.families.keys import Fixed, Heads, Key
-from mega_ckpt.families.rope import Rope
+from mega_ckpt.families.rope import EVERY_SCALING, Rope
 from mega_ckpt.families.windows import SameWindow
 
 LLAMA = Family(
@@ -14,7 +14,7 @@ LLAMA = Family(
     entries=(
         *DECODER,
         Heads(divisible=True),
-        Rope(),
+        Rope(scalings=EVERY_SCALING),
         Key("attention_bias", "qkv_bias attention_out_bias", False),
         Key("mlp_bias", "mlp_bias", False),
         SameWindow(knows=False),

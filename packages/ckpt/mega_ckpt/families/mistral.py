@@ -5,7 +5,7 @@ from __future__ import annotations
 from mega_ckpt.families.base import Family
 from mega_ckpt.families.common import DECODER
 from mega_ckpt.families.keys import Fixed, Heads
-from mega_ckpt.families.rope import Rope
+from mega_ckpt.families.rope import EVERY_SCALING, Rope
 from mega_ckpt.families.windows import SameWindow
 
 MISTRAL = Family(
@@ -14,7 +14,7 @@ MISTRAL = Family(
     entries=(
         *DECODER,
         Heads(kv_default=8),
-        Rope(),
+        Rope(scalings=EVERY_SCALING),
         SameWindow(4096),
         Fixed({"qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
     ),

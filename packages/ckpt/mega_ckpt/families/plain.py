@@ -16,11 +16,11 @@ TRAINING_FIELDS = frozenset(
 )
 _MIXER_TRAINING = ("chunk_size", "dt_init", "dt_init_floor")  # of Mamba-2 and of gated delta nets
 _NO_HEADS = {"num_attention_heads": 1, "num_kv_heads": 1, "head_dim": 1}
-_OF_ATTENTION = (
+OF_ATTENTION = frozenset({
     "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "attention_out_bias", "qk_norm",
     "qk_norm_span", "sliding_window", "full_attention_layers", "attention_scale", "attention_softcap", "attention_sinks",
     "attention_gate",
-)  # fmt: skip
+})  # fmt: skip
 MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "sinkhorn", "z_loss"})
 
 
@@ -103,8 +103,6 @@ def _mixers(model: ModelConfig) -> dict[str, Any]:
     there = {kind.mixer for kind in model.kinds}
     unused: dict[str, Any] = dict.fromkeys({"mamba", "delta"} - there)
     if "attention" not in there:
-        unused |= {
-            name: ModelConfig.model_fields[name].get_default(call_default_factory=True) for name in _OF_ATTENTION
-        }
+        unused |= {name: ModelConfig.model_fields[name].get_default(call_default_factory=True) for name in OF_ATTENTION}
         unused["position"] = "learned" if model.position == "learned" else "none"
     return unused

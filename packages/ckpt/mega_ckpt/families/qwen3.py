@@ -5,7 +5,7 @@ from __future__ import annotations
 from mega_ckpt.families.base import Family
 from mega_ckpt.families.common import DECODER
 from mega_ckpt.families.keys import Fixed, Heads, Key
-from mega_ckpt.families.rope import Rope
+from mega_ckpt.families.rope import EVERY_SCALING, Rope
 from mega_ckpt.families.windows import QwenWindow
 
 QWEN3 = Family(
@@ -14,7 +14,7 @@ QWEN3 = Family(
     entries=(
         *DECODER,
         Heads(kv_default=32, dim_default=128),
-        Rope(),
+        Rope(scalings=EVERY_SCALING),
         QwenWindow(),
         Key("attention_bias", "qkv_bias attention_out_bias", False),
         Fixed({"mlp_bias": False, "qk_norm": True}),

@@ -21,6 +21,7 @@ _PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "yarn": {key: key for key in ("factor", *_YARN)} | _ORIGINAL,
     "longrope": {key: key for key in ("factor", "short_factor", "long_factor", "attention_factor")} | _ORIGINAL,
 }
+EVERY_SCALING = frozenset(_PARAMETERS)
 _SETS = ("full_attention", "sliding_attention")
 _UNSAID = {"truncate": True, "factor": 1.0}  # not written at these values, which are what an absent key means
 _ANSWERED = {"theta", "fraction", "interleaved", "scaling"}.union(*(fields.values() for fields in _PARAMETERS.values()))

@@ -167,7 +167,9 @@ class T5Family(Family):
 
     def as_held(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
         """See `Family.as_held`: a head that is there is the model's own, unless it is T5 1.0, which has none."""
-        own = self.head in names and model.logit_scale == 1
+        names = set(names)
+        embedded = names & {"shared.weight", *(f"{stack}.embed_tokens.weight" for stack in _STACKS)}
+        own = self.head in names and bool(embedded) and model.logit_scale == 1
         return model.model_copy(update={"tie_embeddings": False}) if own else model
 
 

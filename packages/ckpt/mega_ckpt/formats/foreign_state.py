@@ -10,7 +10,8 @@ Names are HuggingFace's, or those of `families.dialects`, under what wraps the m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from mega_ckpt.formats import dcp
@@ -22,8 +23,8 @@ from mega_ckpt.formats.torch_archive import StoredTensor, load_archive
 from mega_common.errors import CheckpointError
 
 LATEST = "latest"
-# Parts of a name that say who wrapped a module, not where it is.
-WRAPPERS = ("_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.", "module.")
+# Parts of a name that torch.compile, DDP, FSDP, activation checkpointing and Lightning insert around a module.
+WRAPPERS = frozenset({"_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "module"})
 _OPTIMIZER = re.compile(r"(?:.*\.)?(?:optimizer|optim|optimizers)[._]")
 _LOOP = re.compile(r"(train_state|lr_scheduler|dataloader)\..*")  # torchtitan's
 _MOMENT = re.compile(_OPTIMIZER.pattern + r"(?:state\.)?(?P<weight>.+)\.(?P<kind>exp_avg|exp_avg_sq|step)")
@@ -37,23 +38,33 @@ def foreign_state(folder: Path) -> NamedState | None:
     """
     for inside in _places(folder):
         if (inside / dcp.METADATA).is_file():
-            return _sharded(inside).renamed(_unwrapped)
+            return _sharded(inside).renamed(unwrapped)
         if (inside / "zero").is_dir():
-            return universal_state(inside).renamed(_unwrapped)
+            return universal_state(inside).renamed(unwrapped)
         if any(inside.glob(MODEL_STATES)):
-            return zero_state(inside).renamed(_unwrapped)
+            return zero_state(inside).renamed(unwrapped)
     archives = sorted(path for pattern in ("*.ckpt", "*.pth") for path in folder.glob(pattern))
     if len(archives) > 1:
         names = ", ".join(path.name for path in archives)
         raise CheckpointError(f"{folder}: holds several checkpoints: {names}", hint="leave one there")
-    return _archive(archives[0]).renamed(_unwrapped) if archives else None
+    return _archive(archives[0]).renamed(unwrapped) if archives else None
 
 
-def unprefixed(tensors: Mapping[str, Stored], expected: set[str]) -> Mapping[str, Stored]:
-    """The tensors by the names that a model has, some of which are `expected`, without what all have in front."""
-    prefixes = [""] + [name[: len(name) - len(one)] for one in expected for name in tensors if name.endswith(f".{one}")]
-    best = max(prefixes, key=lambda prefix: (sum(prefix + one in tensors for one in expected), -len(prefix)))
+def unwrapped(name: str) -> str:
+    """Return a tensor's name without the parts that wrappers of modules insert (`WRAPPERS`)."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def unprefixed(tensors: Mapping[str, Stored], expected: Collection[str]) -> Mapping[str, Stored]:
+    """Strip the prefix from all names after which most of them are among the `expected` names."""
+    counts = Counter(name[:at] for name in tensors for at in _starts(name) if name[at:] in expected)
+    best = max(["", *counts], key=lambda prefix: (counts[prefix], -len(prefix)))
     return {name.removeprefix(best): stored for name, stored in tensors.items()}
+
+
+def _starts(name: str) -> list[int]:
+    """Return the offsets at which the dotted parts of a name begin."""
+    return [0, *(at + 1 for at, letter in enumerate(name) if letter == ".")]
 
 
 def _places(folder: Path) -> Iterator[Path]:
@@ -107,9 +118,3 @@ def _archive(path: Path) -> NamedState:
     if len(optimizers) == 1 and state is not held:
         return with_moments(path, weights, optimizers[0])
     return NamedState({name: plain(path, one) for name, one in weights.items()})
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -66,10 +66,14 @@ class HfSource(DiskSource):
         files = open_weights(folder)
         self._trained, tensors = files.trained, files.tensors
         self._spoken = spoken(self.family, tensors) if files.foreign else self.family
-        if files.foreign:
-            tensors = unprefixed(tensors, set(self._spoken.table(described)))
+        headers = files.headers
+        if files.foreign or described.vision is None:
+            check_counts(self._spoken, described, len(tensors) + described.mtp_layers, folder)
+            bare = unprefixed(tensors, self._spoken.table(described))
+            headers = headers if bare.keys() == tensors.keys() else {}
+            tensors = bare
         disk, quantised = dequantised(tensors, self._raw, folder)
-        self._headers = {} if quantised else files.headers
+        self._headers = {} if quantised else headers
         model = self._spoken.as_held(described, disk)
         table = checked_table(self._spoken, model, {name: stored.shape for name, stored in disk.items()}, folder)
         super().__init__(folder, model, table, disk, quantised)
@@ -111,7 +115,8 @@ class HfSource(DiskSource):
     def _moments(self, saved: Mapping[str, Stored], kind: str) -> DiskSource:
         """One of the moments, which lie as the weights do."""
         held = unprefixed(saved, set(self._table))
-        copies = self._spoken.copies(self.model).keys()
+        shared = self._spoken.copies(self.model).items()
+        copies = {copy for copy, name in shared if self._places[name][0][0].name != copy}
         table = {name: disk for name, disk in self._table.items() if name not in copies}
         missing = table.keys() - held.keys()
         if missing:
@@ -143,15 +148,24 @@ def checked_table(
     Raises:
         CheckpointError: naming a tensor that is missing, unknown or of another shape.
     """
-    layers = model.num_layers + model.mtp_layers
-    if layers > len(held):
-        raise CheckpointError(f"{source}: {layers} layers by {CONFIG}, but only {len(held)} tensors")
-    if model.moe and family.by_expert and model.moe.num_experts > len(held):
-        raise CheckpointError(f"{source}: {model.moe.num_experts} experts by {CONFIG}, but only {len(held)} tensors")
+    check_counts(family, model, len(held), source)
     table = family.table(model, held)
     weights = {name: shape for name, shape in held.items() if name in table or not family.is_buffer(name)}
     check_table(table, weights, source, family.name)
     return table
+
+
+def check_counts(family: Family, model: ModelConfig, held: int, source: object) -> None:
+    """Check that `model` has no more layers and experts than `held` tensors can be of, before a table of it is made.
+
+    Raises:
+        CheckpointError: naming the count.
+    """
+    layers = model.num_layers + model.mtp_layers
+    if layers > held:
+        raise CheckpointError(f"{source}: {layers} layers by {CONFIG}, but only {held} tensors")
+    if model.moe and family.by_expert and model.moe.num_experts > held:
+        raise CheckpointError(f"{source}: {model.moe.num_experts} experts by {CONFIG}, but only {held} tensors")
 
 
 def check_table(
@@ -164,7 +178,11 @@ def check_table(
     """
     missing = table.keys() - held.keys()
     if missing:
-        raise CheckpointError(f"{source}: the tensor {some(missing)} is missing")
+        others = held.keys() - table.keys()
+        hint = (
+            f"the files hold {some(others)}, which is not one of a {kind} model with this {config}" if others else None
+        )
+        raise CheckpointError(f"{source}: the tensor {some(missing)} is missing", hint=hint)
     unknown = held.keys() - table.keys()
     if unknown:
         raise CheckpointError(

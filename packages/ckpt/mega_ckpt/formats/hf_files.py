@@ -14,12 +14,13 @@ from typing import Any
 
 from mega_ckpt.formats import trainer_state
 from mega_ckpt.formats.disk import Stored
-from mega_ckpt.formats.foreign_state import foreign_state
+from mega_ckpt.formats.foreign_state import foreign_state, unwrapped
 from mega_ckpt.formats.named_state import NamedState, plain
 from mega_ckpt.formats.numbered_state import beside
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile
 from mega_ckpt.formats.torch_state import state_tensors
 from mega_common.errors import CheckpointError
+from mega_common.log import logger
 from mega_common.remote import Place, Remote
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -49,11 +50,37 @@ def holds_weights(folder: Place) -> bool:
 
 
 def open_weights(folder: Place) -> WeightFiles:
-    """The weights of a folder; those in safetensors where there are two kinds.
+    """Open the weights of a folder, by names without wrappers; those in safetensors where there are two kinds.
 
     Raises:
-        CheckpointError: when files are missing, damaged, or disagree with the index.
+        CheckpointError: when files are missing, damaged, or disagree with the index, or when two names differ by wrappers alone.
     """
+    files = _open(folder)
+    names = {name: unwrapped(name) for name in files.tensors}
+    wrapped = [name for name, bare in names.items() if name != bare]
+    if not wrapped:
+        return files
+    if len(set(names.values())) < len(names):
+        twice = next(name for name in wrapped if names[name] in names or list(names.values()).count(names[name]) > 1)
+        raise CheckpointError(
+            f"{folder}: the files hold {names[twice]} twice, once as {twice}", hint="leave one of the two in"
+        )
+    logger.info(
+        "%s: tensor names are those of a wrapped module (%s); read as %s", folder, wrapped[0], names[wrapped[0]]
+    )
+
+    def trained() -> NamedState | None:
+        state = files.trained()
+        return None if state is None else state.renamed(unwrapped)
+
+    # without headers: what is written from these weights has the names of the model
+    return WeightFiles(
+        {names[name]: one for name, one in files.tensors.items()}, trained=trained, foreign=files.foreign
+    )
+
+
+def _open(folder: Place) -> WeightFiles:
+    """Open the weights of a folder by the names in its files."""
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         files = [SafetensorsFile.open(folder / name) for name in _names(folder, SINGLE, INDEX)]
         held = {file.path.name: _tensors(file) for file in files}

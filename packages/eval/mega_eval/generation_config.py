@@ -1,0 +1,97 @@
+"""Settings of a generation_config.json: which ones `Sampling` follows as transformers does, and which ones have no counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mega_ckpt.families.base import words
+
+# Followed whenever they are given, with the value that means "off".
+_ALWAYS: Mapping[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+}
+# Followed with `do_sample`. Transformers writes a top_k of 0 for none.
+_DRAWN = ("temperature", "top_k", "top_p", "min_p")
+# Change the text and are not supported, with the values at which they do not.
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "constraints": (),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "max_time": (),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0,),
+    "sequence_bias": (),
+    "stop_strings": (),
+    "token_healing": (False,),
+    "watermarking_config": (),
+}
+# The same, where tokens are drawn.
+_UNSUPPORTED_DRAWN: Mapping[str, tuple[Any, ...]] = {
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (),
+    "typical_p": (1,),
+}
+# Say how to compute, how much to return, or how long a text may be, which is an option's business here.
+_HARMLESS = words(
+    """_from_model_config assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind
+    bos_token_id cache_config cache_implementation compile_config continuous_batching_config decoder_start_token_id
+    disable_compile do_sample early_stopping eos_token_id is_assistant length_penalty low_memory max_cache_len max_length
+    max_matching_ngram_size max_new_tokens num_assistant_tokens num_assistant_tokens_schedule output_attentions
+    output_hidden_states output_logits output_scores pad_token_id prefill_chunk_size prompt_lookup_num_tokens
+    remove_invalid_values renormalize_logits return_dict_in_generate speculation_type target_lookbehind transformers_version
+    trust_remote_code use_cache use_mtp"""
+)
+GENERATION_KEYS = frozenset({*_ALWAYS, *_DRAWN, *_UNSUPPORTED, *_UNSUPPORTED_DRAWN, "do_sample", "eos_token_id"})
+
+
+def sampling_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `Sampling` that a generation_config.json gives."""
+    found = {name: raw[name] for name, off in _ALWAYS.items() if _set(raw, name, off)}
+    if raw.get("min_new_tokens") is not None:  # which replaces the other
+        found.pop("min_length", None)
+    if found.keys() & {"min_length", "min_new_tokens", "bad_words_ids"}:
+        found["min_length_ends"] = token_list(raw.get("eos_token_id"))
+    if raw.get("do_sample"):
+        found |= {"temperature": 1.0} | {name: raw[name] for name in _DRAWN if raw.get(name)}
+    return found
+
+
+def unsupported_settings(raw: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a generation_config.json that would change the text and have no counterpart, as `name = value`."""
+    drawn = bool(raw.get("do_sample"))
+    refused = {**_UNSUPPORTED, **_UNSUPPORTED_DRAWN}
+    known = {*_ALWAYS, *_DRAWN, *_HARMLESS, *(() if drawn else _UNSUPPORTED_DRAWN)}
+    names = sorted(name for name in raw if name not in known and _set(raw, name, refused.get(name, ())))
+    return [f"{name} = {raw[name]!r:.60}" for name in names]
+
+
+def token_list(value: object) -> list[int]:
+    """Return the tokens of a setting that is a token, a list of tokens or null."""
+    return list(_tokens(value))
+
+
+def _tokens(value: object) -> Iterator[int]:
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, int):
+            yield item
+
+
+def _set(raw: Mapping[str, Any], name: str, off: tuple[Any, ...]) -> bool:
+    return raw.get(name) is not None and raw[name] not in off
