@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import IO, Any
@@ -98,6 +99,16 @@ class _Unpickler(pickle._Unpickler):
         if full not in self._classes:
             self._classes[full] = type("Inert", (Inert,), {"name": full})
         return self._classes[full]
+
+    def load_bytearray8(self) -> None:
+        """Read a bytearray; the base class allocates the stated length before it looks at the file."""
+        (length,) = struct.unpack("<Q", self.read(8))
+        data = self.read(min(length, MAX_PICKLE_BYTES))
+        if len(data) != length:
+            raise pickle.UnpicklingError(f"a bytearray states {length:,} bytes, of which {len(data):,} are there")
+        self.append(bytearray(data))
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BYTEARRAY8[0]: load_bytearray8}
 
     def get_extension(self, code: int) -> None:
         raise pickle.UnpicklingError("extension codes are not used by checkpoints")
