@@ -169,6 +169,8 @@ def _archive(path: Path, *, size: int | None = None, directory: int | None = Non
     if directory is not None:
         end = data.rindex(b"PK\x05\x06")
         data[end + 12 : end + 16] = struct.pack("<I", directory)
+        wide = data.rindex(b"PK\x06\x06")
+        data[wide + 40 : wide + 48] = struct.pack("<Q", directory)
     path.write_bytes(data)
 
 
@@ -243,7 +245,7 @@ def _indexed(path: Path) -> object:
 def _converted(path: Path) -> object:
     from mega_data.convert_tokenizer import convert_tokenizer
 
-    return convert_tokenizer(path, path.parent / "out", pattern=".", special_tokens=["<s>"])
+    return convert_tokenizer(path, path.parent / "out", ["a text"], pattern=".", special_tokens=["<s>"])
 
 
 HUGE_INT = b"\x8a\x06" + HUGE.to_bytes(6, "little")  # LONG1 of a pickle

@@ -570,15 +570,41 @@ def test_models_that_megatron_has_not(said: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_layouts_that_do_not_divide(tmp_path: Path) -> None:
-    source = mega(tmp_path / "mega", {})
-    for options, said in (
-        ({"pp": 3}, "pp = 3 does not divide the 4 layers"),
-        ({"tp": 4}, "tp = 4 does not divide the 2 key/value heads"),
-    ):
-        with pytest.raises(CheckpointError, match=said):
-            convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", **options))
-    assert not (tmp_path / "out").exists()
+EIGHT = {"num_attention_heads": 8, "num_kv_heads": 8, "hidden_size": 48}
+DIVISIONS: list[tuple[str, dict[str, Any], dict[str, int], str | None]] = [
+    ("torch", {}, {"pp": 3}, "pp = 3 does not divide the 4 layers"),
+    ("torch_dist", {}, {"pp": 3}, "pp = 3 does not divide the 4 layers"),
+    ("torch_dist", {}, {"pp": 8}, "pp = 8 does not divide the 4 layers"),
+    ("torch", {}, {"tp": 4}, "tp = 4 does not divide the 2 key/value heads"),
+    ("torch_dist", {}, {"tp": 3}, "tp = 3 does not divide the 2 key/value heads, and is no multiple of them"),
+    ("torch_dist", {}, {"tp": 4}, None),  # a multiple of them
+    ("torch_dist", {"num_kv_heads": 1}, {"tp": 2}, None),
+    ("torch", {"num_kv_heads": 1}, {"tp": 2}, "tp = 2 does not divide the 1 key/value heads"),
+    ("torch_dist", {"num_kv_heads": 1}, {"tp": 3}, "tp = 3 does not divide the 4 attention heads"),
+    ("torch_dist", {}, {"tp": 6}, "tp = 6 does not divide the 4 attention heads"),
+    ("torch_dist", {**EIGHT, "ffn_hidden_size": 12}, {"tp": 8}, "tp = 8 does not divide decoder.layers.0.mlp.linear_fc2"),
+    ("torch_dist", {"moe": EXPERTS | {"ffn_hidden_size": 7}}, {"tp": 2}, "tp = 2 does not divide .*experts.*linear_fc2"),
+    (
+        "torch_dist", {"moe": EXPERTS | {"shared_ffn_hidden_size": 7}}, {"tp": 2},
+        "tp = 2 does not divide .*shared_experts.*linear_fc2",
+    ),
+    ("torch_dist", LATENT, {"tp": 3}, "tp = 3 does not divide the 4 (key/value|attention) heads"),
+    ("torch_dist", HYBRID, {"tp": 4}, "tp = 4 does not divide the 8 heads in 2 groups of the Mamba-2 layers"),
+    ("torch_dist", {"vocab_size": 101}, {"tp": 2}, None),  # padded to 256
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "fields", "sizes", "said"), DIVISIONS)
+def test_sizes_that_megatron_cannot_load(
+    kind: str, fields: dict[str, Any], sizes: dict[str, int], said: str | None, tmp_path: Path
+) -> None:
+    source, options = mega(tmp_path / "mega", fields), Options(megatron_format=kind, **sizes)
+    if said is None:
+        convert(source, tmp_path / "out", "megatron", options=options, verify=True)
+        return
+    with pytest.raises(CheckpointError, match=said):
+        convert(source, tmp_path / "out", "megatron", options=options)
+    assert [path.name for path in tmp_path.iterdir()] == ["mega"]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
