@@ -34,6 +34,7 @@ from mega_ckpt.journal import Finished, Once, entry_of
 from mega_ckpt.pieces import Shape
 from mega_ckpt.shards import raw
 from mega_ckpt.stream import blocks
+from mega_common.files import naming
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _write_rank(
     with torch.serialization.skip_data(), durable(path) as stream:
         torch.save(state, stream)
     places = load_archive(path)["model"]
-    with open(path, "r+b") as stream:
+    with naming(path), open(path, "r+b") as stream:
         for one in tensors:
             stream.seek(places[one.name].begin)
             for part, offset, shape in one.boxes:
