@@ -44,9 +44,10 @@ from mega_common.model_config import ModelConfig
 from mega_common.remote import Place, content_of, place
 
 ASSETS = "assets"
+VISION = "vision encoder"
 # Tensors that some families carry as buffers, though they are weights of a part that mega has no code for.
 _UNCOMPUTED = {
-    "vision encoder": r"(model\.)?(visual|vision_tower|vision_model)\.(?!(.*\.)?(head\..*|inv_freq|position_ids)$)",
+    VISION: r"(model\.)?(visual|vision_tower|vision_model)\.(?!(.*\.)?(head\..*|inv_freq|position_ids)$)",
     "multi-token prediction block": r"(model\.)?mtp\.",
 }
 
