@@ -18,6 +18,7 @@ from mega_cli import __version__, ckpt, compare, data, demo, embed, launch, plan
 from mega_cli import eval as evaluation
 from mega_cli.fingerprint import STACKS
 from mega_common.errors import Interrupted, MegaError, MissingPackageError
+from mega_common.full_disk import full_disk
 from mega_common.log import logger, setup_log
 
 INTERRUPTED = 130
@@ -102,6 +103,9 @@ def guarded(call: Callable[[], object], *, debug: bool = False) -> int:
             traceback.print_exc()
         message, status = _in_words(error)
         print(message, file=sys.stderr)
+        if full_disk(error):
+            # Standard output may be what is full; what is still buffered must not raise at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if status == INTERRUPTED:
         print("interrupted", file=sys.stderr)
     return status
@@ -120,8 +124,12 @@ def _in_words(error: Exception) -> tuple[str, int]:
     """What to tell about an error, and the exit status."""
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
         error = _missing_package(error.name)
+    full = full_disk(error)
     if isinstance(error, MegaError):
-        return f"error: {error}", error.exit_status
+        hint = f"\n  {full.hint}" if full and not error.hint else ""
+        return f"error: {error}{hint}", error.exit_status
+    if full is not None:
+        return f"error: {full}", full.exit_status
     if isinstance(error, OSError) and error.filename:
         return f"error: {error.filename}: {error.strerror}", 1
     what = f"{type(error).__name__}: {error}".removesuffix(": ")

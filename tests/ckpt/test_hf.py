@@ -13,12 +13,15 @@ from hf_models import MODELS, content, save_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from mega_ckpt.convert import convert
 from mega_ckpt.formats.hf import HfSource
 from mega_ckpt.formats.safetensors import Header, SafetensorsFile, write_file
 from mega_ckpt.names import tensors_of
+from mega_ckpt.pieces import Box, Sharded
 from mega_ckpt.source import tell_unread, uncomputed_parts
+from mega_ckpt.store import save
 from mega_common.errors import CheckpointError
 
 LLAMA, GPT2 = "llama-biases-head-llama3", "gpt2"
@@ -170,6 +173,40 @@ def test_a_vision_encoder_that_is_only_carried_is_named(
     (line,) = [record.getMessage() for record in caplog.records if "vision encoder" in record.getMessage()]
     assert "model.visual.pos_embed.weight" in line
     assert fate in line
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5-tied-bias"])
+def test_a_run_without_the_vision_encoder_exports_the_language_model_alone(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a run saves it: the assets of the whole, its text weights, and no buffers."""
+    text, whole = save_model(tmp_path / "text", case), tmp_path / "whole"
+    whole.mkdir()
+    raw = json.loads((text / "config.json").read_text())
+    outer = {"text_config": raw, "vision_config": {"depth": 1}, "image_token_id": 3, "model_type": "qwen3_5"}
+    outer |= {"architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": raw["tie_word_embeddings"]}
+    (whole / "config.json").write_text(json.dumps(outer))
+    (whole / "preprocessor_config.json").write_text("{}")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in on_disk(text).items()}
+    save_file({**tensors, "model.visual.pos_embed.weight": torch.ones(3, 2)}, whole / "model.safetensors")
+    convert(whole, tmp_path / "mega", "mega")
+    source = HfSource(whole)
+    shards = {
+        f"weights/{name}": Sharded(tuple(source.shape(name)), (Box((0,) * len(source.shape(name)), source.read(name)),))
+        for name in source.keys()  # noqa: SIM118
+    }
+    run = save(tmp_path / "run", 1, shards, model=source.model, state={}, assets=tmp_path / "mega" / "assets")
+    with caplog.at_level("WARNING"):
+        convert(run, tmp_path / "out", "hf", verify=True)
+    assert "whose weights are not in this checkpoint: the output is the language model alone" in caplog.text
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["model_type"] == "qwen3_5_text"
+    assert not written.keys() & {"vision_config", "text_config", "image_token_id"}
+    assert not (tmp_path / "out" / "preprocessor_config.json").exists()
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert all(torch.equal(source.read(name), HfSource(tmp_path / "out").read(name)) for name in source.keys())  # noqa: SIM118
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -18,9 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_pickles import BOMBS
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import save as save_distributed
 
 from mega_ckpt.convert import Options, convert
 from mega_ckpt.families.plain import resolved
+from mega_ckpt.formats import dcp
 from mega_ckpt.formats.megatron import MegatronSource, is_megatron
 from mega_ckpt.formats.megatron_args import read_args, write_args
 from mega_ckpt.names import tensors_of
@@ -570,15 +573,41 @@ def test_models_that_megatron_has_not(said: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_layouts_that_do_not_divide(tmp_path: Path) -> None:
-    source = mega(tmp_path / "mega", {})
-    for options, said in (
-        ({"pp": 3}, "pp = 3 does not divide the 4 layers"),
-        ({"tp": 4}, "tp = 4 does not divide the 2 key/value heads"),
-    ):
-        with pytest.raises(CheckpointError, match=said):
-            convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", **options))
-    assert not (tmp_path / "out").exists()
+EIGHT = {"num_attention_heads": 8, "num_kv_heads": 8, "hidden_size": 48}
+DIVISIONS: list[tuple[str, dict[str, Any], dict[str, int], str | None]] = [
+    ("torch", {}, {"pp": 3}, "pp = 3 does not divide the 4 layers"),
+    ("torch_dist", {}, {"pp": 3}, "pp = 3 does not divide the 4 layers"),
+    ("torch_dist", {}, {"pp": 8}, "pp = 8 does not divide the 4 layers"),
+    ("torch", {}, {"tp": 4}, "tp = 4 does not divide the 2 key/value heads"),
+    ("torch_dist", {}, {"tp": 3}, "tp = 3 does not divide the 2 key/value heads, and is no multiple of them"),
+    ("torch_dist", {}, {"tp": 4}, None),  # a multiple of them
+    ("torch_dist", {"num_kv_heads": 1}, {"tp": 2}, None),
+    ("torch", {"num_kv_heads": 1}, {"tp": 2}, "tp = 2 does not divide the 1 key/value heads"),
+    ("torch_dist", {"num_kv_heads": 1}, {"tp": 3}, "tp = 3 does not divide the 4 attention heads"),
+    ("torch_dist", {}, {"tp": 6}, "tp = 6 does not divide the 4 attention heads"),
+    ("torch_dist", {**EIGHT, "ffn_hidden_size": 12}, {"tp": 8}, "tp = 8 does not divide decoder.layers.0.mlp.linear_fc2"),
+    ("torch_dist", {"moe": EXPERTS | {"ffn_hidden_size": 7}}, {"tp": 2}, "tp = 2 does not divide .*experts.*linear_fc2"),
+    (
+        "torch_dist", {"moe": EXPERTS | {"shared_ffn_hidden_size": 7}}, {"tp": 2},
+        "tp = 2 does not divide .*shared_experts.*linear_fc2",
+    ),
+    ("torch_dist", LATENT, {"tp": 3}, "tp = 3 does not divide the 4 (key/value|attention) heads"),
+    ("torch_dist", HYBRID, {"tp": 4}, "tp = 4 does not divide the 8 heads in 2 groups of the Mamba-2 layers"),
+    ("torch_dist", {"vocab_size": 101}, {"tp": 2}, None),  # padded to 256
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "fields", "sizes", "said"), DIVISIONS)
+def test_sizes_that_megatron_cannot_load(
+    kind: str, fields: dict[str, Any], sizes: dict[str, int], said: str | None, tmp_path: Path
+) -> None:
+    source, options = mega(tmp_path / "mega", fields), Options(megatron_format=kind, **sizes)
+    if said is None:
+        convert(source, tmp_path / "out", "megatron", options=options, verify=True)
+        return
+    with pytest.raises(CheckpointError, match=said):
+        convert(source, tmp_path / "out", "megatron", options=options)
+    assert [path.name for path in tmp_path.iterdir()] == ["mega"]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -771,3 +800,65 @@ def test_an_activation_that_megatron_cannot_say_is_refused(folder: Path) -> None
     (root / "run_config.yaml").write_text(json.dumps({"model": odd}))
     with pytest.raises(CheckpointError, match=r"run_config.yaml: activation_func gelu as a gate has no counterpart"):
         open_source(folder / "dist")
+
+
+def _singletons(
+    source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], object] = lambda _: None
+) -> Path:
+    """The same release as Megatron saves it with `singleton_local_shards`: halves and experts are tensors of their own."""
+    (folder / "release").mkdir(parents=True)
+    state: dict[str, torch.Tensor] = {}
+    for key, one in dcp.read(source / "release").tensors.items():
+        stacked = key.startswith("decoder.layers.") and not key.split(".")[2].isdigit()
+        for layer, tensor in enumerate(one.read()) if stacked else [(None, one.read())]:
+            name = key if layer is None else key.replace("layers.", f"layers.{layer}.", 1)
+            each = list(enumerate(tensor)) if ".experts.experts." in name else [(None, tensor)]
+            for expert, held in each:
+                inner = name if expert is None else name.replace("experts.experts.", f"experts.experts.{expert}.")
+                halves = held.chunk(2) if "linear_fc1.weight" in inner else [held]
+                names = [f"{inner}_w", f"{inner}_v"] if len(halves) == 2 else [inner]
+                state |= {n: half.clone() for n, half in zip(names, halves, strict=True)}
+    change(state)
+    save_distributed(state, storage_writer=FileSystemWriter(folder / "release"), no_dist=True)
+    for name in ("common.pt", "metadata.json"):
+        shutil.copy(source / "release" / name, folder / "release")
+    shutil.copy(source / "latest_checkpointed_iteration.txt", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"moe": EXPERTS}, {"moe": EXPERTS | {"layers": [1, 3], "shared_ffn_hidden_size": 8}}, LATENT]
+)
+def test_singleton_local_shards_come_in(fields: dict[str, Any], tmp_path: Path) -> None:
+    source = mega(tmp_path / "mega", fields)
+    convert(source, tmp_path / "usual", "megatron")
+    folder = _singletons(tmp_path / "usual", tmp_path / "singletons")
+    convert(folder, tmp_path / "back", "mega", verify=True)
+    assert same(source, tmp_path / "back")
+
+
+SINGLETONS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "a half": (lambda state: state.pop("decoder.layers.0.mlp.shared_experts.linear_fc1.weight_v"), "its other half"),
+    "an expert": (lambda state: state.pop("decoder.layers.1.mlp.experts.experts.2.linear_fc2.weight"), "an expert is missing"),
+    "the last expert": (
+        lambda state: state.pop("decoder.layers.1.mlp.experts.experts.3.linear_fc2.weight"), "has shape .3, 16, 12., but",
+    ),
+    "another shape": (
+        lambda state: state.update({"decoder.layers.1.mlp.experts.experts.0.linear_fc2.weight": torch.ones(3, 3)}),
+        "of another shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SINGLETONS)
+def test_singleton_local_shards_that_are_not_whole(case: str, tmp_path: Path) -> None:
+    change, said = SINGLETONS[case]
+    convert(mega(tmp_path / "mega", {"moe": EXPERTS | {"shared_ffn_hidden_size": 8}}), tmp_path / "usual", "megatron")
+    with pytest.raises(CheckpointError, match=said):
+        open_source(_singletons(tmp_path / "usual", tmp_path / "singletons", change))
+
+
+def test_latent_attention_without_norms_of_the_latents_is_refused_by_name(tmp_path: Path) -> None:
+    args = write_args(ModelConfig.parse(BASE | LATENT)) | {"qk_layernorm": False}
+    with pytest.raises(CheckpointError, match="multi_latent_attention without qk_layernorm is not supported"):
+        read_args(args, tmp_path)

@@ -26,6 +26,7 @@ from mega_ckpt.formats.hf_write import plan_folder, write_folder
 from mega_ckpt.formats.megatron import TRACKER, MegatronSource
 from mega_ckpt.formats.megatron_dist_write import write_dist
 from mega_ckpt.formats.megatron_legacy_write import write_legacy
+from mega_ckpt.formats.megatron_sizes import check_sizes
 from mega_ckpt.formats.megatron_write import Writing, write_release
 from mega_ckpt.formats.peft import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft import write_peft
@@ -54,7 +55,7 @@ class Options:
         family: HuggingFace `model_type` to write; None chooses.
         max_shard: most bytes of tensors in a HuggingFace file; None keeps the files of the source, or takes 5 GB.
         megatron_format: `torch_dist`, or `torch` for a file a rank.
-        tp, pp: ranks that the files of `torch` are for; `torch_dist` only pads the vocabulary to them.
+        tp, pp: ranks that the files of `torch` are for, and that Megatron has to be able to load `torch_dist` with.
         implementation: the `--transformer-impl` that the files of `torch` are for: `transformer_engine` or `local`.
         settings: fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says.
         adapter: a run's or a folder of PEFT's, to be put into the weights.
@@ -119,6 +120,8 @@ def convert(
             f"{source}: holds no adapter, which is what PEFT's folders hold", hint="convert it --to hf"
         )
     tell_unread(given)
+    if to == "megatron":
+        _megatron(given, options)  # before anything is written
     training = _training(given, options) if to == "mega" else None
     quantised = given.quantised if isinstance(given, DiskSource) else None
     if quantised:
@@ -217,8 +220,16 @@ def _training(source: Source, options: Options) -> Training | None:
     return training
 
 
-def _write_megatron(source: Source, folder: Path, options: Options, journal: Journal) -> None:
+def _megatron(source: Source, options: Options) -> Writing:
+    """Megatron's tensors and settings of a source, for sizes that Megatron can load."""
     writing = Writing(source, options.tp, options.pp, options.dtype, options.implementation)
+    ranks, local = options.megatron_format == "torch", options.implementation == "local"
+    check_sizes(source.model, writing.parts, options.tp, options.pp, ranks=ranks, local=local)
+    return writing
+
+
+def _write_megatron(source: Source, folder: Path, options: Options, journal: Journal) -> None:
+    writing = _megatron(source, options)
     with ProgressBar("writing Megatron", total=writing.size, unit="bytes") as bar:
         journal.advance = bar.advance
         write_release(writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance, journal.once)

@@ -19,6 +19,7 @@ from mega_ckpt.formats.hf import CONFIG, HfSource
 from mega_ckpt.source import MegaSource, open_source
 from mega_common.errors import CheckpointError, MegaError, MissingPackageError
 from mega_common.files import fsync_folder
+from mega_common.full_disk import full_disk
 
 # Weights and what describes them, the model card, tokenizer files. Not every "*.model": some programs pickle under it.
 _TOKENIZER = ("tokenizer*.model", "spiece.model", "sentencepiece*.model", "*.tiktoken", "*.txt", "*.jinja")
@@ -127,6 +128,8 @@ def _in_words(repo_id: str, revision: str | None) -> Iterator[None]:
     except MegaError:
         raise
     except Exception as error:
+        if full := full_disk(error, repo_id):
+            raise full from error
         message, hint = _reason(error, repo_id, revision)
         raise CheckpointError(message, hint=hint) from error
 

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from mega_ckpt.manifest import MANIFEST, Checksum, FileEntry
 from mega_common.config import Config
 from mega_common.errors import CheckpointError, MegaError
-from mega_common.files import install_folder
+from mega_common.files import install_folder, naming
 from mega_common.remote import Place, Remote, RemoteError
 
 JOURNAL, CONTENT, NOTES = "journal.jsonl", "content", "finished"
@@ -213,7 +213,7 @@ def _continued_there(final: Remote, key: str) -> Iterator[Journal]:
 def _continued_here(final: Path, key: str, title: str) -> Iterator[Journal]:
     partial = final.with_name(f".{final.name}.{key}.partial")
     (partial / CONTENT).mkdir(parents=True, exist_ok=True)
-    with open(partial / JOURNAL, "a+", encoding="utf-8") as stream:
+    with naming(final), open(partial / JOURNAL, "a+", encoding="utf-8") as stream:
         if not _locked(stream):
             raise CheckpointError(f"{final}: another process is making it", hint="wait for it, or end it")
         journal = LocalJournal(partial / CONTENT, stream, title)

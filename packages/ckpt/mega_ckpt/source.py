@@ -38,14 +38,16 @@ from mega_ckpt.names import some, tensors_of
 from mega_ckpt.pieces import Shape, Sharded, crop
 from mega_ckpt.store import Checkpoint, latest
 from mega_common.errors import CheckpointError
+from mega_common.files import naming
 from mega_common.log import logger
 from mega_common.model_config import ModelConfig
 from mega_common.remote import Place, content_of, place
 
 ASSETS = "assets"
+VISION = "vision encoder"
 # Tensors that some families carry as buffers, though they are weights of a part that mega has no code for.
 _UNCOMPUTED = {
-    "vision encoder": r"(model\.)?(visual|vision_tower|vision_model)\.(?!(.*\.)?(head\..*|inv_freq|position_ids)$)",
+    VISION: r"(model\.)?(visual|vision_tower|vision_model)\.(?!(.*\.)?(head\..*|inv_freq|position_ids)$)",
     "multi-token prediction block": r"(model\.)?mtp\.",
 }
 
@@ -375,7 +377,7 @@ def put_file(path: Path, content: Path | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, Path):
         content = content.read_bytes()
-    with open(path, "wb") as stream:
+    with naming(path), open(path, "wb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())

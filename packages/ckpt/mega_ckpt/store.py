@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import os
 import time
 import warnings
@@ -34,6 +33,7 @@ from mega_ckpt.shards import NewFile
 from mega_ckpt.staging import Staging
 from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError, MegaError
+from mega_common.full_disk import full_disk
 from mega_common.log import ProgressBar, logger
 from mega_common.model_config import ModelConfig
 from mega_common.remote import Place, Remote, place
@@ -273,7 +273,7 @@ def _in_words(cause: Exception) -> tuple[str, str | None]:
     if isinstance(cause, MegaError):
         return cause.message, cause.hint
     if isinstance(cause, OSError) and cause.filename:
-        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = full_disk(cause) is not None
         return (
             f"{cause.filename}: {cause.strerror}",
             "free space there, or keep fewer (checkpoint.keep)" if full else None,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mega_common.errors import ConfigError, MegaError
+from mega_common.full_disk import chain
 from mega_common.log import logger
 
 
@@ -31,11 +32,13 @@ def fsync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError that tells of none: what is met while writing to an open file, such as a full disk."""
+    """Add `path` to an OSError without a file name, which is what writing to an open file raises, on a full disk say."""
     try:
         yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
+    except Exception as error:
+        for one in chain(error):  # libraries raise others while they handle it
+            if isinstance(one, OSError):
+                one.filename = one.filename or str(path)
         raise
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from mega_data.tokenizer import Tokenizer, save
 
 SAMPLE = 1 << 22  # characters on which both must agree
 LONGEST = 1 << 17  # characters of one document
+
+_SPECIAL_TOKENS = 100_000  # fillers that a small file may state
 
 SPACE = "▁"
 BPE, UNIGRAM = 2, 1  # SentencePiece's kinds of model
@@ -62,7 +65,16 @@ def convert_tokenizer(
         )
     try:
         converted = _convert(file, pattern, special_tokens)
-    except (OSError, ValueError, LookupError, RuntimeError) as error:  # the last is SentencePiece's
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        RuntimeError,
+        ArithmeticError,
+        AssertionError,
+        TypeError,
+        AttributeError,
+    ) as error:  # fmt: skip - whatever the libraries raise for a damaged file
         raise DataError(f"{file}: cannot be read as a tokenizer ({error})") from error
     _compare(converted, file, texts)
     end = converted.end
@@ -85,7 +97,20 @@ def _convert(file: Path, pattern: str | None, special_tokens: Sequence[str]) -> 
     raise DataError(f"{file}: no format that is known", hint="*.model, *.tiktoken and tekken*.json are")
 
 
+def _check_tekken(file: Path) -> None:
+    """Require counts of tokens that fit the file: the library makes a filler for every special token stated.
+
+    Raises:
+        ValueError: naming the count that does not fit.
+    """
+    size, config = file.stat().st_size, json.loads(file.read_bytes())["config"]
+    for key in ("default_vocab_size", "default_num_special_tokens"):
+        if not 0 <= config[key] <= max(size, _SPECIAL_TOKENS):
+            raise ValueError(f"{key} = {config[key]:,} does not fit a file of {size:,} bytes")
+
+
 def _tekken(file: Path) -> Converted:
+    _check_tekken(file)
     converter = package("transformers.integrations.mistral.tokenizer", "tekken files").MistralConverter
     library = package("mistral_common.tokens.tokenizers.tekken", "tekken files").Tekkenizer.from_file(file)
     return Converted(

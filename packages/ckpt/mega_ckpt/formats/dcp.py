@@ -8,6 +8,7 @@ All pickles go through `pickles`, and tensors stay in their files until they are
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -47,6 +48,9 @@ class Saved:
 
     def read(self) -> Tensor:
         """The whole tensor: mapped, where it is one rectangle."""
+        held = sum(math.prod(chunk.shape) for chunk in self.chunks)
+        if held < math.prod(self.shape):
+            raise CheckpointError(f"the shards of a tensor of shape {list(self.shape)} have {held} of its elements")
         if len(self.chunks) == 1 and self.chunks[0].shape == self.shape:
             return self.chunks[0].read()
         out, copied = torch.empty(self.shape, dtype=self.dtype), 0
@@ -100,7 +104,8 @@ def read(folder: Path) -> SavedFolder:
         raise CheckpointError(f"{path}: larger than {MAX_PICKLE_BYTES} bytes, which no metadata is")
     metadata = load_pickle(path.read_bytes(), str(path))
     with damage(folder):
-        entries = {_place(index): _entry(folder, info) for index, info in metadata.storage_data.items()}
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
+        entries = {_place(index): _entry(folder, info, sizes) for index, info in metadata.storage_data.items()}
         held = metadata.state_dict_metadata
         tensors = {key: _saved(key, one, entries) for key, one in held.items() if _is_tensor(one)}
         return SavedFolder(list(held), tensors, entries)
@@ -148,7 +153,10 @@ def _saved(key: str, one: Any, entries: Entries) -> Saved:
     dtype, chunks = _dtype(one), []
     for chunk in one.chunks:
         offset, shape = _sizes(chunk.offsets), _sizes(chunk.sizes)
-        chunks.append(Stored(offset, shape, _Chunk(entries[key, offset], dtype, shape).read))
+        entry = entries[key, offset]
+        if math.prod(shape) * dtype.itemsize > entry.end - entry.begin:
+            raise ValueError(f"{key}: a chunk of shape {list(shape)} in {entry.end - entry.begin:,} bytes")
+        chunks.append(Stored(offset, shape, _Chunk(entry, dtype, shape).read))
     return Saved(dtype, _sizes(one.size), chunks)
 
 
@@ -157,13 +165,18 @@ def _place(index: Any) -> tuple[str, Shape | None]:
     return str(index.fqn), None if offset is None else _sizes(offset)
 
 
-def _entry(folder: Path, info: Any) -> Entry:
+def _entry(folder: Path, info: Any, sizes: Mapping[str, int]) -> Entry:
     name, begin, length = info.relative_path, info.offset, info.length
     if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+\.distcp", name):
         raise CheckpointError(f"{folder / METADATA}: {name!r} is not the plain name of a file in the same folder")
     if info.state.get("transform_descriptors"):
         raise CheckpointError(f"{folder / METADATA}: {name} is compressed", hint="save it again without compression")
     (begin, length) = _sizes((begin, length))
+    if begin + length > (size := sizes.get(name, 0)):  # of a file that is not there too
+        state = f"{size:,} bytes long" if name in sizes else "missing"
+        raise CheckpointError(
+            f"{folder / name}: {state}, but {begin + length:,} bytes are expected", hint="copy the file again"
+        )
     return Entry(folder / name, begin, begin + length)
 
 

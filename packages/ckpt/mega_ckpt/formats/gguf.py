@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mega_ckpt.families import family_named
 from mega_ckpt.families.layouts import disk_tensors
+from mega_ckpt.formats.dcp import failing
 from mega_ckpt.formats.disk import DiskSource, Stored
 from mega_ckpt.formats.gguf_file import open_gguf
 from mega_ckpt.formats.gguf_models import Architecture, architecture_of, config_of
@@ -37,10 +38,11 @@ class GgufSource(DiskSource):
     def __init__(self, path: Path) -> None:
         file = open_gguf(path)
         architecture = architecture_of(file)
-        raw = config_of(file, architecture)
+        with failing(f"{path}: its metadata does not describe a model"):
+            raw = config_of(file, architecture)
+            self.family = family_named(raw["model_type"])
+            model = self.family.read_config(raw, str(path))
         self._file, self._raw = file, raw
-        self.family = family_named(raw["model_type"])
-        model = self.family.read_config(raw, str(path))
         expected = tensors_of(model)
         table = disk_tensors(architecture.rules(), expected, model.num_layers)
         stored = {name: one for name, one in file.tensors.items() if name not in _DERIVED}
@@ -69,7 +71,7 @@ class GgufSource(DiskSource):
 
 def _as_trained(name: str, stored: Stored, architecture: Architecture, heads: int, kv_heads: int) -> Stored:
     """A tensor of the file as HuggingFace has it."""
-    part = name.split(".")[-2]
+    part = name.rpartition(".")[0].rpartition(".")[2]
     if architecture.halves_in_turns and part in ("attn_q", "attn_k"):
         read = partial(_halves_apart, stored, heads if part == "attn_q" else kv_heads)
         return replace(stored, read=read, costly=True)

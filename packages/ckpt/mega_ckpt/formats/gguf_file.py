@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.formats.disk import Stored
+from mega_ckpt.formats.gguf_bounds import check_header
 from mega_ckpt.pieces import Shape
 from mega_common.errors import CheckpointError, MissingPackageError
 
@@ -101,6 +102,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
             super().__setattr__(name, value.view(np.ndarray) if isinstance(value, np.memmap) else value)
 
     try:
+        check_header(path)
         reader = Reader(path, "c")  # copy-on-write: torch wants writable memory
         if reader.byte_order != "I":
             raise ValueError("of the other byte order")

@@ -40,6 +40,26 @@ _SCALING = {
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow",
 }  # fmt: skip
+_REQUIRED = (
+    "block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length",
+    "attention.layer_norm_rms_epsilon",
+)  # fmt: skip
+_EMBEDDING = "token_embd.weight"
+_BOOLEANS, _STRINGS = frozenset({"rope.scaling.finetuned"}), frozenset({"rope.scaling.type"})
+_FLOATS = frozenset(
+    [
+        "attention.layer_norm_rms_epsilon",
+        "rope.freq_base",
+        "rope.freq_base_swa",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "rope.scaling.factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "rope.scaling.attn_factor",
+    ]
+)
+_MAY_BE_ZERO = frozenset({"expert_count", "expert_used_count", "attention.sliding_window", "vocab_size"})
 
 _LAYER = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
@@ -112,10 +132,10 @@ def _llama3_scaling(file: Gguf, factors: torch.Tensor, raw: Raw) -> Raw:
         "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }  # fmt: skip
-    size = 2 * len(factors)
+    size = 2 * factors.numel()
     lengths = 2 * math.pi * raw["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
     smooth = ((original / lengths - low) / (high - low)).clamp(0, 1)
-    if not torch.allclose(1 / ((1 - smooth) / factor + smooth), factors.double(), rtol=1e-4):
+    if not torch.allclose(1 / ((1 - smooth) / factor + smooth), factors.flatten().double(), rtol=1e-4):
         raise CheckpointError(f"{file.path}: rope_freqs.weight scales frequencies in a way that is not Llama 3's")
     return found
 
@@ -197,7 +217,9 @@ def architecture_of(file: Gguf) -> Architecture:
     Raises:
         CheckpointError: when it is none of those above.
     """
-    name = str(file.metadata.get("general.architecture"))
+    if "general.architecture" not in file.metadata:
+        raise CheckpointError(f"{file.path}: requires the metadata key general.architecture, which it does not have")
+    name = str(file.metadata["general.architecture"])
     if name not in ARCHITECTURES:
         raise CheckpointError(
             f"{file.path}: the GGUF architecture {name!r} is not known",
@@ -217,18 +239,20 @@ def config_of(file: Gguf, architecture: Architecture) -> Raw:
     known = {**_KEYS, **architecture.keys}
     for key in given:
         if key not in {*known, *_IMPLIED, *_SCALING, *_UNUSED, *architecture.taken}:
-            raise CheckpointError(f"{file.path}: {name}.{key} = {given[key]!r} is not understood")
-    tokens = {
-        f"{here}_token_id": file.metadata.get(f"tokenizer.ggml.{there}_token_id") for there, here in _TOKENS.items()
-    }
+            raise CheckpointError(f"{file.path}: {name}.{key} = {given[key]!r:.80} is not understood")
+    _check_given(file, name, given, architecture)
+    tokens = _token_ids(file)
     raw: Raw = {
         "model_type": architecture.family,
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": file.tensors[_EMBEDDING].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **architecture.fixed,
         **{here: given[there] for there, here in known.items() if there in given},
         **{key: value for key, value in tokens.items() if value is not None},
     }
+    # The defaults of llama.cpp.
+    raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+    raw.setdefault("rope_theta", 10_000.0)
     raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     for there, here in _IMPLIED.items():
         if there not in architecture.taken and given.get(there, raw[here]) != raw[here]:
@@ -237,3 +261,50 @@ def config_of(file: Gguf, architecture: Architecture) -> Raw:
     if scaling.get("rope_type", "none") not in ("none", "longrope"):
         raw["rope_scaling"] = scaling
     return {key: value for key, value in {**raw, **architecture.more(file, raw)}.items() if value is not None}
+
+
+def _check_given(file: Gguf, name: str, given: Mapping[str, Any], architecture: Architecture) -> None:
+    """Require the metadata and the tensor that every model has, and values of the right kind.
+
+    Raises:
+        CheckpointError: naming the key or the tensor.
+    """
+    dimension = "rope.dimension_count"
+    for key in (*_REQUIRED, *([dimension] if dimension in architecture.taken else [])):
+        if key not in given:
+            raise CheckpointError(f"{file.path}: requires the metadata key {name}.{key}, which it does not have")
+    for key, value in given.items():
+        if not _right_kind(key, value):
+            raise CheckpointError(f"{file.path}: {name}.{key} = {value!r:.80} is not supported: {_expected(key)}")
+    if _EMBEDDING not in file.tensors:
+        raise CheckpointError(
+            f"{file.path}: requires the tensor {_EMBEDDING} (the embeddings), which it does not have",
+            hint="is it a LoRA adapter, a vision projector, or one part of several? take the file of the whole model",
+        )
+
+
+def _right_kind(key: str, value: Any) -> bool:
+    if key in _BOOLEANS:
+        return isinstance(value, bool)
+    if key in _STRINGS:
+        return isinstance(value, str)
+    if key in _FLOATS:
+        return isinstance(value, float | int) and math.isfinite(value) and value >= 0
+    return isinstance(value, int) and value >= (key not in _MAY_BE_ZERO)
+
+
+def _expected(key: str) -> str:
+    if key in _BOOLEANS | _STRINGS:
+        return "it must be a boolean" if key in _BOOLEANS else "it must be a string"
+    return "it must be one positive number, the same for all layers"
+
+
+def _token_ids(file: Gguf) -> Raw:
+    out: Raw = {}
+    for there, here in _TOKENS.items():
+        key = f"tokenizer.ggml.{there}_token_id"
+        value = file.metadata.get(key)
+        if value is not None and (not isinstance(value, int) or value < 0):
+            raise CheckpointError(f"{file.path}: {key} = {value!r:.80} must be the id of a token")
+        out[f"{here}_token_id"] = value
+    return out

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_ckpt.formats.gguf_file import Gguf
 from mega_ckpt.formats.hf_files import encode_json
+from mega_common.errors import CheckpointError
 from mega_common.log import logger
 
 if TYPE_CHECKING:
@@ -36,7 +37,21 @@ _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
 
 
 def tokenizer_files(file: Gguf) -> Mapping[str, bytes]:
-    """tokenizer.json and tokenizer_config.json with the chat template; nothing, and a warning, for a tokenizer of another kind."""
+    """Build tokenizer.json and tokenizer_config.json with the chat template; nothing, and a warning, for an unknown kind.
+
+    Raises:
+        CheckpointError: when the metadata lacks a part of the tokenizer, or has one of the wrong kind.
+    """
+    try:
+        return _files(file)
+    except Exception as error:  # noqa: BLE001 - `tokenizers` raises plain exceptions
+        raise CheckpointError(
+            f"{file.path}: its tokenizer (tokenizer.ggml.*) is incomplete or damaged ({type(error).__name__}: {error!s:.200})",
+            hint="download the file again, or take the HuggingFace folder of the model",
+        ) from None
+
+
+def _files(file: Gguf) -> Mapping[str, bytes]:
     kind, split = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre", "default")
     if kind == "gpt2" and split in _SPLITS:
         tokenizer = _byte_level(file.metadata, split)

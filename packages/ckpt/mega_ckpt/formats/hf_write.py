@@ -26,13 +26,17 @@ from mega_ckpt.formats.hf_files import INDEX, SINGLE, decode_json, encode_json
 from mega_ckpt.formats.safetensors import Header, write_file
 from mega_ckpt.journal import Finished, Once, always
 from mega_ckpt.pieces import Shape
-from mega_ckpt.source import Source, cast_dtype, put_file
+from mega_ckpt.source import VISION, Source, cast_dtype, put_file, uncomputed_parts
 from mega_ckpt.stream import blocks
 from mega_common.errors import CheckpointError
+from mega_common.log import logger
 from mega_common.model_config import ModelConfig
 
 MAX_SHARD = 5 * 10**9  # bytes
 _METADATA = {"format": "pt"}
+_OF_IMAGES = frozenset(
+    {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "image_processor.json"}
+)
 _OWN_KEYS = frozenset({"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"})
 
 
@@ -69,6 +73,11 @@ class Origin:
         except (ValueError, RecursionError):
             return {}
         return raw if isinstance(raw, dict) else {}
+
+    def without_vision(self, family: Family) -> Origin:
+        """Return the origin of the language model alone: its part of config.json, and no files of weights or images."""
+        others = {name: content for name, content in self.others.items() if name not in _OF_IMAGES}
+        return Origin(encode_json(family.part(self.raw)), None, {}, others)
 
     def described(self, model: ModelConfig) -> tuple[Family, ModelConfig] | None:
         """The model that its config.json describes; None where it describes none that is known.
@@ -121,6 +130,13 @@ def plan_folder(
     origin = Origin.of(source)
     described = origin.described(source.model)
     chosen = _choose(source.model, family, described)
+    if described is not None and described[0] == chosen and _lacks_vision(source, origin.raw, chosen):
+        logger.warning(
+            "the origin of this model (%s) has a vision encoder, whose weights are not in this checkpoint: the output is the "
+            "language model alone (%s)", chosen.whole, chosen.architecture,
+        )  # fmt: skip
+        origin = origin.without_vision(chosen)
+        described = None
     same = described is not None and described[0] == chosen and same_model(described[1], source.model)
     headers = origin.headers if same else {}
     held = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
@@ -211,6 +227,12 @@ def _choose(model: ModelConfig, family: str | None, described: tuple[Family, Mod
     if described is not None and not described[0].problems(model):
         return described[0]
     return family_for(model)
+
+
+def _lacks_vision(source: Source, raw: Mapping[str, Any], family: Family) -> bool:
+    """Check whether config.json describes a model with a vision encoder whose weights the source does not have."""
+    whole = bool(family.whole) and raw.get("model_type") == family.whole and bool(raw.get("vision_config"))
+    return whole and VISION not in uncomputed_parts(source.buffers())
 
 
 def _regrouped(headers: Mapping[str, Header], tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> dict[str, Header]:

@@ -24,6 +24,7 @@ from mega_ckpt.formats import dcp
 from mega_ckpt.formats.dcp import Entries, Saved, Stored
 from mega_ckpt.formats.megatron_contents import Contents, Held, OptimizerHeld
 from mega_ckpt.formats.megatron_names import STACKS, split_layer, told_by, usual_name
+from mega_ckpt.formats.megatron_singleton import join_singletons
 from mega_ckpt.formats.torch_archive import load_archive, namespace
 from mega_ckpt.pieces import Shape, rectangles
 from mega_common.errors import CheckpointError
@@ -55,7 +56,7 @@ def read(folder: Path) -> Contents:
     saved = dcp.read(folder)
     held: dict[str, Held] = {}
     with dcp.damage(folder):
-        tensors = {_unwrapped(key): one for key, one in saved.tensors.items()}
+        tensors = join_singletons({_unwrapped(key): one for key, one in saved.tensors.items()})
         for key, one in tensors.items():
             if not key.startswith(_OTHERS) and not key.endswith("._extra_state"):
                 _add(held, key, one.shape, one.dtype, one.chunks)

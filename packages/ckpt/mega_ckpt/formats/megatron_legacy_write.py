@@ -34,7 +34,7 @@ from mega_ckpt.journal import Finished, Once, entry_of
 from mega_ckpt.pieces import Shape
 from mega_ckpt.shards import raw
 from mega_ckpt.stream import blocks
-from mega_common.errors import CheckpointError
+from mega_common.files import naming
 
 
 @dataclass(frozen=True)
@@ -52,35 +52,13 @@ class _Local:
 
 
 def write_legacy(writing: Writing, folder: Path, advance: Callable[[int], object], once: Once) -> None:
-    """Write the files of all ranks into an existing folder; durable when this returns.
-
-    Raises:
-        CheckpointError: when the sizes of the model cannot be divided by tp or pp.
-    """
-    _check(writing)
+    """Write the files of all ranks into an existing folder; durable when this returns."""
     for tp, pp in itertools.product(range(writing.tp), range(writing.pp)):
         place = folder / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if writing.pp > 1 else ""))
         place.mkdir(exist_ok=True)
         tensors, last = list(_locals(writing, tp, pp)), pp == writing.pp - 1
         make = partial(_write_rank, writing, place / FILE, tensors, last=last, advance=advance)
         once(f"{RELEASE}/{place.name}/{FILE}", b"", make)
-
-
-def _check(writing: Writing) -> None:
-    if writing.model.encoder and writing.pp > 1:
-        raise CheckpointError(f"pp = {writing.pp}: Megatron has no T5 in stages of a pipeline", hint="--pp 1")
-    layers, groups = writing.model.num_layers, writing.model.kv_heads
-    if layers % writing.pp:
-        fits = [n for n in range(1, layers + 1) if layers % n == 0]
-        raise CheckpointError(f"pp = {writing.pp} does not divide the {layers} layers", hint=f"one of {fits}")
-    if groups % writing.tp:
-        raise CheckpointError(f"tp = {writing.tp} does not divide the {groups} key/value heads")
-    if (mamba := writing.model.mamba) and (mamba.num_groups % writing.tp or mamba.num_heads % writing.tp):
-        sizes = f"{mamba.num_heads} heads in {mamba.num_groups} groups"
-        raise CheckpointError(f"tp = {writing.tp} does not divide the {sizes} of the Mamba-2 layers")
-    for part in writing.parts:
-        if part.axis is not None and part.shape[part.axis] % (part.halves * writing.tp):
-            raise CheckpointError(f"tp = {writing.tp} does not divide {part.name} {list(part.shape)}")
 
 
 def _write_rank(
@@ -97,7 +75,7 @@ def _write_rank(
     with torch.serialization.skip_data(), durable(path) as stream:
         torch.save(state, stream)
     places = load_archive(path)["model"]
-    with open(path, "r+b") as stream:
+    with naming(path), open(path, "r+b") as stream:
         for one in tensors:
             stream.seek(places[one.name].begin)
             for part, offset, shape in one.boxes:

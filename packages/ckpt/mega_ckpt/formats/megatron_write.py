@@ -22,6 +22,7 @@ from mega_ckpt.formats.megatron_names import Part, parts_of
 from mega_ckpt.journal import Once, always
 from mega_ckpt.pieces import Shape, crop
 from mega_ckpt.source import Source, cast_dtype, put_file
+from mega_common.files import naming
 
 RELEASE = "release"
 
@@ -91,7 +92,7 @@ def write_release(
 @contextlib.contextmanager
 def durable(path: Path) -> Iterator[IO[bytes]]:
     """A new file to write, which is on the disk afterwards."""
-    with open(path, "xb") as stream:
+    with naming(path), open(path, "xb") as stream:
         yield stream
         stream.flush()
         os.fsync(stream.fileno())

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from mega_common.errors import CheckpointError
 
@@ -74,6 +75,15 @@ _TORCH_TYPES = words(
 )
 
 
+def _load_bytearray8(unpickler: Any) -> None:
+    """Read a bytearray; the base class allocates the stated length before it looks at the file."""
+    (length,) = struct.unpack("<Q", unpickler.read(8))
+    data = unpickler.read(min(length, MAX_PICKLE_BYTES))
+    if len(data) != length:
+        raise pickle.UnpicklingError(f"a bytearray states {length:,} bytes, of which {len(data):,} are there")
+    unpickler.append(bytearray(data))
+
+
 class _Unpickler(pickle._Unpickler):
     """The interpreter in Python: its memory grows with the file, where the one in C trusts the indices it reads."""
 
@@ -98,6 +108,8 @@ class _Unpickler(pickle._Unpickler):
         if full not in self._classes:
             self._classes[full] = type("Inert", (Inert,), {"name": full})
         return self._classes[full]
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BYTEARRAY8[0]: _load_bytearray8}
 
     def get_extension(self, code: int) -> None:
         raise pickle.UnpicklingError("extension codes are not used by checkpoints")

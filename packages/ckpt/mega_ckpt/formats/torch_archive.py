@@ -92,9 +92,21 @@ class _Part(io.RawIOBase):
         return len(data)
 
 
+class _BoundedReader(io.BufferedReader):
+    """Reader that allocates no more than is left of the file, whatever length is asked for."""
+
+    def __init__(self, part: _Part, size: int) -> None:
+        super().__init__(part)
+        self._bytes = size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, self._bytes - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left))
+
+
 def part_of(file: IO[bytes], begin: int, end: int) -> IO[bytes]:
     """Bytes [begin, end) of a file as a file."""
-    return io.BufferedReader(_Part(file, begin, end))
+    return _BoundedReader(_Part(file, begin, end), end - begin)
 
 
 def load_archive(path: Path, begin: int = 0, end: int | None = None) -> Any:
@@ -120,8 +132,13 @@ def _load(path: Path, file: IO[bytes], begin: int, end: int) -> Any:
         with zipfile.ZipFile(part_of(file, begin, end)) as archive:
             entries = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
             info = entries["data.pkl"]
-            if max(info.file_size, info.compress_size) > MAX_PICKLE_BYTES or info.compress_type != zipfile.ZIP_STORED:
-                raise CheckpointError(f"{path}: a pickle of {info.file_size} bytes, which no checkpoint has")
+            if (
+                max(info.file_size, info.compress_size) > min(MAX_PICKLE_BYTES, end - begin)
+                or info.compress_type != zipfile.ZIP_STORED
+            ):
+                raise CheckpointError(
+                    f"{path}: its pickle states {info.file_size:,} bytes, which a checkpoint of {end - begin:,} bytes does not have"
+                )
             pickled = archive.read(info)
     except (zipfile.BadZipFile, KeyError, struct.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(

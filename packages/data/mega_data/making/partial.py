@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mega_common.errors import DataError
 from mega_common.files import fsync_folder
+from mega_common.full_disk import HINT, full_disk
 
 LOCK = "lock"
 
@@ -20,7 +21,8 @@ def refusals(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror})") from error
+        hint = HINT if full_disk(error) else None
+        raise DataError(f"{path}: cannot be written ({error.strerror or error})", hint=hint) from error
 
 
 def partial_folder(prefix: Path) -> Path:
